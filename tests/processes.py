@@ -57,6 +57,21 @@ def ended(function: Callable[..., Any], *args: Any, folder: Path, world: int = 1
     return Ended([process.exitcode for process in processes], *texts)
 
 
+def learned(module: torch.nn.Module, loss: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    """The losses of some steps. In several processes gradients are their mean, but those of weights that are kept in parts."""
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (value := loss()).backward()
+        for name, p in module.named_parameters():
+            if dist.is_initialized() and name not in module.meta.get("parts", ()):
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+        optimizer.step()
+        found.append(value.item())
+    return found
+
+
 def verb(*args: str) -> None:
     """A verb of the command line, as the program does it."""
     from fxplug.__main__ import main

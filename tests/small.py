@@ -95,6 +95,17 @@ def lite() -> Traced:
     return traced(case.build(), *args, **kwargs)
 
 
+class Call(nn.Module):
+    """A function of a tensor and of layers as a module."""
+
+    def __init__(self, function, *inner: nn.Module) -> None:
+        super().__init__()
+        self.function, self.inner = function, nn.ModuleList(inner)
+
+    def forward(self, x):
+        return self.function(x, *self.inner)
+
+
 class Layers(nn.Module):
     """One layer of each kind that LoRA fits, a grouped convolution among them."""
 

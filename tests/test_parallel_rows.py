@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zoo
+from small import Call
 from sweeps import sweep
 from torch import nn
 
@@ -18,7 +19,7 @@ import fxplug
 from fxplug.core.ir.containers import distance, leaves
 from fxplug.parallel.runtime import layouts
 from fxplug.parallel.runtime.collectives import Split, traffic
-from fxplug.parallel.runtime.halos import Cut, Extent, Fetch, Reach, read
+from fxplug.parallel.runtime.halos import Fetch, Reach
 from fxplug.parallel.runtime.mesh import ways_of
 from fxplug.parallel.runtime.norm_statistics import Norm
 from fxplug.parallel.runtime.pretended import pretended
@@ -37,15 +38,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.after(self.middle(self.before(x)))
-
-
-class Call(nn.Module):
-    def __init__(self, function, *inner) -> None:
-        super().__init__()
-        self.function, self.inner = function, nn.ModuleList(inner)
-
-    def forward(self, x):
-        return self.function(x, *self.inner)
 
 
 def compared(model, x, rows, why=None, close=CLOSE, **options):
@@ -222,24 +214,6 @@ def test_statistics_of_parts_far_from_zero(dtype):
     parts = pretended(ways, lambda rank: norm(split(x, 7), weight.to(dtype), bias.to(dtype), 7))
     assert parts[0].dtype == dtype
     assert float((torch.cat(parts, 2).double() - exact).abs().max()) < 2 * native + 1e-5
-
-
-HOSTILE = [
-    (Fetch, ({}, "rows", 1, 1, 1, (1, 1)), "a reach is a row of whole numbers"),
-    (Fetch, ({}, "rows", 1, 1, 1, (1, 1, 0, 0, "1")), "a reach is a row of whole numbers"),
-    (Cut, ({}, "rows", 1, 1, 1, (0, 1, 0, 0, 1)), "no reach has the numbers"),
-    (Cut, ({}, "rows", 1, 1, 1, (2, 1, 0, 0, 1, 0)), "no reach has the numbers"),
-    (Fetch, ({}, "rows", 1, 0, 1, (1, 1, 0, 0, 1)), "inner must be a whole number, 1 or more"),
-    (Extent, ({}, "columns", 1, (1, 1, 0, 0, 1, 0)), "a collective runs along one of"),
-    (Norm, ({}, "rows", 0, 1e-5), "groups must be a whole number, 1 or more"),
-]
-
-
-@pytest.mark.parametrize(("kind", "args", "text"), HOSTILE, ids=range(len(HOSTILE)))
-def test_blocks_that_are_none(kind, args, text):
-    with pytest.raises(fxplug.SpecError, match=text):
-        kind(*args)
-    assert read((2, 1, 0, -1, 1, 0, 0)).size(5) == 2
 
 
 # --- models

@@ -9,7 +9,6 @@ import processes
 import pytest
 import small
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import zoo
 from sweeps import sweep
@@ -293,20 +292,6 @@ def test_the_plan_is_printed():
         assert line in text, text
 
 
-def test_one_artifact_serves_all(tmp_path):
-    gm = own("separate")
-    plan = fxplug.parallel_plan(gm, inputs(), tensor=4)
-    new = fxplug.parallelize(gm, plan)
-    assert dict(new.state_dict()).keys() == dict(gm.state_dict()).keys()
-    fxplug.save(new, tmp_path / "saved")
-    again = fxplug.load(tmp_path / "saved")
-    assert [n.format_node() for n in again.graph.nodes] == [n.format_node() for n in new.graph.nodes]
-    given = inputs(1, 5)
-    want = gm(*given)
-    for out in pretended(plan.ways, lambda rank: again(*given)):
-        assert distance(want, out) < CLOSE
-
-
 def test_wrong_calls_are_told():
     gm = own("fused")
     for given, text in [
@@ -322,22 +307,11 @@ def test_wrong_calls_are_told():
         fxplug.localize(gm)
 
 
-def learn(gm, new, steps=6):
-    """Losses and the module after some steps: parts have their own gradient, the rest the mean over the processes."""
+def learn(new):
+    """Losses of some steps: parts have their own gradient."""
     x, target = inputs()[0], small.seeded(lambda: torch.randn(2, 9, 5))
     optimizer = torch.optim.SGD(new.parameters(), lr=0.1, momentum=0.9)  # a bias of keys has no gradient but rounding
-    found = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = (new(x) - target).square().mean()
-        loss.backward()
-        for name, p in new.named_parameters():
-            if dist.is_initialized() and name not in new.meta["parts"]:
-                dist.all_reduce(p.grad)
-                p.grad /= dist.get_world_size()
-        optimizer.step()
-        found.append(loss.item())
-    return found
+    return processes.learned(new, lambda: (new(x) - target).square().mean(), optimizer, 6)
 
 
 def process(rank, folder):
@@ -355,7 +329,7 @@ def process(rank, folder):
     compiled = torch.compile(loaded, fullgraph=True, backend="eager", dynamic=True)
     with torch.no_grad():
         assert distance(gm(*inputs()), compiled(*inputs())) < CLOSE
-    losses = learn(gm, new)
+    losses = learn(new)
     state = fxplug.whole_state(new)
     torch.save((losses, state), f"{folder}/{rank}.pt")
 
@@ -366,7 +340,7 @@ def test_two_processes_keep_half_and_learn_what_one_does(tmp_path):
     fxplug.save(fxplug.parallelize(gm, fxplug.parallel_plan(gm, inputs(), tensor=2)), tmp_path / "saved")
     processes.group(process, str(tmp_path / "saved"))
     again = fxplug.trace(small.seeded(MODELS["separate"]).eval(), inputs()).eval()
-    losses = learn(again, again)
+    losses = learn(again)
     for rank in range(2):
         found, state = torch.load(tmp_path / "saved" / f"{rank}.pt")
         assert found == pytest.approx(losses, rel=1e-5) and losses[-1] < losses[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import small
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,9 +21,9 @@ WAYS = [{"ulysses": 2}, {"ring": 2}, {"batch": 2}]
 class Tokens(nn.Module):
     """Attention among tokens of what `inner` makes of them; `channels` says that it takes (batch, channels, tokens)."""
 
-    def __init__(self, inner=None, channels=False, width=16, heads=4):
+    def __init__(self, inner=None, channels=False, attend=F.scaled_dot_product_attention, width=16, heads=4):
         super().__init__()
-        self.inner, self.channels, self.heads = inner or nn.Identity(), channels, heads
+        self.inner, self.channels, self.attend, self.heads = inner or nn.Identity(), channels, attend, heads
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x):
@@ -31,23 +32,28 @@ class Tokens(nn.Module):
         q, k, v = self.qkv(x).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         return self.out(self.attend(q, k, v).transpose(1, 2).reshape(b, n, c))
 
-    def attend(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v)
-
 
 def x(batch=4, tokens=12, width=16):
     return torch.randn(batch, tokens, width, generator=torch.Generator().manual_seed(0))
 
 
 def traced(make, *inputs, training=False):
-    torch.manual_seed(0)
-    return fxplug.trace(make().train(training), inputs).train(training)
+    return fxplug.trace(small.seeded(make).train(training), inputs).train(training)
 
 
 def parallel(gm, *inputs, **ways):
     """A plan, and the module that is written of it."""
     plan = fxplug.parallel_plan(gm, inputs, **ways)
     return plan, fxplug.parallelize(gm, plan)
+
+
+def same_gradients(gm, new, plan):
+    """The mean over pretended processes of each parameter's gradients is that of one process."""
+    weights = list(gm.parameters())
+    want = torch.autograd.grad(gm(x()).square().sum(), weights)
+    found = pretended(plan.ways, lambda rank: torch.autograd.grad(new(x()).square().sum(), weights))
+    for index, gradient in enumerate(want):
+        torch.testing.assert_close(sum(g[index] for g in found) / 2, gradient, rtol=1e-4, atol=1e-5)
 
 
 # --- how results are compared
@@ -102,28 +108,21 @@ def test_queries_in_any_memory_format(ways):
     gm = traced(Channels, x())
     empty = x().to("meta")  # a plan that is not checked on values
     plan = fxplug.parallel_plan(traced(lambda: Channels().to("meta"), empty), empty, **ways)
-    new = fxplug.parallelize(gm, plan)
-    weights = list(gm.parameters())
-    want = torch.autograd.grad(gm(x()).square().sum(), weights)
-    found = pretended(plan.ways, lambda rank: torch.autograd.grad(new(x()).square().sum(), weights))
-    for index, gradient in enumerate(want):
-        torch.testing.assert_close(sum(g[index] for g in found) / 2, gradient, rtol=1e-4, atol=1e-5)
+    same_gradients(gm, fxplug.parallelize(gm, plan), plan)
 
 
-class Far(Tokens):
+def far(q, k, v):
     """With a mask of (heads, tokens, tokens): the further, the less (ALiBi, arXiv 2108.12409)."""
-
-    def attend(self, q, k, v):
-        at = torch.arange(q.shape[2], device=q.device)
-        slopes = torch.arange(1, self.heads + 1, device=q.device)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=-(at[None] - at[:, None]).abs() * slopes[:, None, None] * 0.5)
+    at = torch.arange(q.shape[2], device=q.device)
+    slopes = torch.arange(1, q.shape[1] + 1, device=q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=-(at[None] - at[:, None]).abs() * slopes[:, None, None] * 0.5)
 
 
 @pytest.mark.parametrize("ways", [*WAYS, {"tensor": 2}], ids=str)
 @pytest.mark.parametrize("heads", [4, 1])
 def test_a_mask_for_each_head(ways, heads):
     if heads >= ways.get("tensor", 1):
-        assert parallel(traced(lambda: Far(heads=heads), x()), x(), **ways)[0].away < 1e-6
+        assert parallel(traced(lambda: Tokens(attend=far, heads=heads), x()), x(), **ways)[0].away < 1e-6
 
 
 @pytest.mark.parametrize("ways", [*WAYS, {"tensor": 2}], ids=str)
@@ -157,11 +156,7 @@ def test_layers_that_do_other_things_in_training(name, ways, training):
         assert torch.equal(outs[0], outs[1])
         return
     for mode in (True, False):
-        weights, gm, new = list(gm.parameters()), gm.train(mode), new.train(mode)
-        want = torch.autograd.grad(gm(x()).square().sum(), weights)
-        found = pretended(plan.ways, lambda rank: torch.autograd.grad(new(x()).square().sum(), weights))  # noqa: B023
-        for index, gradient in enumerate(want):
-            torch.testing.assert_close(sum(g[index] for g in found) / 2, gradient, rtol=1e-4, atol=1e-5)
+        same_gradients(gm.train(mode), new.train(mode), plan)
 
 
 def test_a_plan_fits_a_module_in_either_mode():
@@ -197,16 +192,9 @@ def test_dropout_in_place(read, ways):
     assert torch.equal(outs[0], outs[1])
 
 
-class Dropped(Tokens):
-    """The input is dropped in part before queries, keys and values are made."""
-
-    def __init__(self, rate=0.5):
-        super().__init__(nn.Dropout(rate))
-
-
 @pytest.mark.parametrize("ways", WAYS, ids=str)
 def test_tokens_are_born_behind_dropout(ways):
-    plan, new = parallel(traced(Dropped, x(), training=True), x(), **ways)
+    plan, new = parallel(traced(lambda: Tokens(nn.Dropout(0.5)), x(), training=True), x(), **ways)
     outs = pretended(plan.ways, lambda rank: new(x()))
     assert plan.away < 1e-6 and plan.share == 1 and torch.equal(outs[0], outs[1])
 
@@ -235,63 +223,37 @@ def test_tensors_travel_whatever_their_dtype(lonely, dtype):
 # --- what mixes tokens only where values are large
 
 
-def clamped(x):
-    return F.normalize(x, dim=1, eps=50.0)
+MIXING = {
+    "clamped": lambda x: F.normalize(x, dim=1, eps=50.0), "renormed": lambda x: torch.renorm(x, 2, 2, 100.0),
+    "responded": lambda x: F.local_response_norm(x, 3, alpha=1e-8),
+}  # fmt: skip
 
 
-def renormed(x):
-    return torch.renorm(x, 2, 2, 100.0)
-
-
-def responded(x):
-    return F.local_response_norm(x, 3, alpha=1e-8)
-
-
-class Before(nn.Module):
-    """An operation before attention."""
-
-    def __init__(self, operation):
-        super().__init__()
-        self.operation, self.first, self.inner = operation, nn.Linear(16, 16), Tokens()
-
-    def forward(self, x):
-        return self.inner(self.operation(self.first(x)))
+def mixing(name, rows):
+    """An operation before attention, or along the height of an image between convolutions."""
+    if not rows:
+        return nn.Sequential(nn.Linear(16, 16), small.Call(MIXING[name]), Tokens())
+    one, two = (nn.Conv2d(1, 1, 3, padding=1) for _ in range(2))
+    return nn.Sequential(one, small.Call(lambda x: MIXING[name](x[:, 0])[:, None]), two)
 
 
 @pytest.mark.parametrize("ways", [{"ulysses": 2}, {"ring": 2}, {"batch": 2}, {"rows": 2}], ids=str)
-@pytest.mark.parametrize("operation", [clamped, renormed, responded], ids=lambda f: f.__name__)
-def test_what_mixes_tokens_where_they_are_large_is_whole(operation, ways):
-    given = x()[:, None] if ways == {"rows": 2} else x()
-    gm = traced(lambda: Before(operation) if ways != {"rows": 2} else Rows(operation), given)
-    plan, new = parallel(gm, given, check=False, **ways)
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_tokens_where_they_are_large_is_whole(name, ways):
+    given = x()[:, None] if "rows" in ways else x()
+    _, new = parallel(traced(lambda: mixing(name, "rows" in ways), given), given, check=False, **ways)
     for scale in (0.01, 1.0, 100.0, 1e4):
         assert check_pretended(new, (given * scale,), {}) < 1e-5
-
-
-class Rows(nn.Module):
-    """An operation along the height of an image, between convolutions."""
-
-    def __init__(self, operation):
-        super().__init__()
-        self.operation, self.one, self.two = operation, nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 3, padding=1)
-
-    def forward(self, x):
-        return self.two(self.operation(self.one(x)[:, 0])[:, None])
 
 
 # --- layers of torch.nn that are one operation
 
 
-class Packed(nn.Module):
+def packed(dropout=0.0):
     """torch's own attention."""
-
-    def __init__(self, **options):
-        super().__init__()
-        self.first, self.attend = nn.Linear(16, 16), nn.MultiheadAttention(16, 4, batch_first=True, **options)
-
-    def forward(self, x):
-        h = self.first(x)
-        return x + self.attend(h, h, h, need_weights=False)[0]
+    attention = nn.MultiheadAttention(16, 4, dropout, batch_first=True)
+    attend = small.Call(lambda x, attention: x + attention(x, x, x, need_weights=False)[0], attention)
+    return nn.Sequential(nn.Linear(16, 16), attend, nn.Linear(16, 16))
 
 
 def encoder(dropout=0.0):
@@ -299,7 +261,7 @@ def encoder(dropout=0.0):
 
 
 @pytest.mark.parametrize("ways", WAYS, ids=str)
-@pytest.mark.parametrize("make", [Packed, encoder], ids=["attention", "encoder"])
+@pytest.mark.parametrize("make", [packed, encoder], ids=["attention", "encoder"])
 @pytest.mark.parametrize("training", [False, True])
 def test_packed_attention_runs_or_is_refused_by_name(make, ways, training):
     gm = traced(make, x(), training=training)
@@ -329,21 +291,17 @@ def test_a_guard_on_len_says_what_to_ask_instead():
 # --- dropouts of one input
 
 
-class DroppedThrice(Tokens):
-    """Queries, keys and values each have a dropout of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.drop, self.q, self.k, self.v = nn.Dropout(0.3), *(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x):
-        q, k, v = (f(self.drop(x)).unflatten(2, (4, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
-
-
 @pytest.mark.parametrize("ways", WAYS, ids=str)
 def test_several_dropouts_of_the_input_in_training(ways):
-    plan, new = parallel(traced(DroppedThrice, x(), training=True), x(), **ways)
+    """Queries, keys and values each have a dropout of their own."""
+
+    def attend(x, drop, *layers):
+        return F.scaled_dot_product_attention(*(headed(layer(drop(x))) for layer in layers)).transpose(1, 2).flatten(2)
+
+    def make():
+        return nn.Sequential(small.Call(attend, nn.Dropout(0.3), *(nn.Linear(16, 16) for _ in range(3))), nn.Linear(16, 16))
+
+    plan, new = parallel(traced(make, x(), training=True), x(), **ways)
     assert plan.written.twin_error is None and check_pretended(new, (x(),), {}) < 1e-5
 
 
@@ -363,21 +321,15 @@ BROADCAST = {
 }
 
 
-class Broadcast(nn.Module):
-    def __init__(self, form):
-        super().__init__()
-        self.form, self.qkv = form, nn.Linear(16, 48)
-
-    def forward(self, x):
-        y = F.scaled_dot_product_attention(*self.form(*self.qkv(x).chunk(3, -1)))
-        return x + y.transpose(1, 2).flatten(2)
-
-
 @pytest.mark.parametrize("ways", [{"ulysses": 2}, {"ring": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}], ids=str)
 @pytest.mark.parametrize("form", BROADCAST)
 def test_samples_and_heads_of_attention_are_broadcast(form, ways):
-    plan = fxplug.parallel_plan(traced(lambda: Broadcast(BROADCAST[form]), x()), x(), check=False, **ways)
-    assert plan.check() < 1e-5
+    def attend(x, qkv):
+        y = F.scaled_dot_product_attention(*BROADCAST[form](*qkv(x).chunk(3, -1)))
+        return x + y.transpose(1, 2).flatten(2)
+
+    gm = traced(lambda: small.Call(attend, nn.Linear(16, 48)), x())
+    assert fxplug.parallel_plan(gm, x(), check=False, **ways).check() < 1e-5
 
 
 class Residual(nn.Module):
@@ -404,25 +356,17 @@ def test_a_result_in_float32_has_the_rounding_of_what_it_was_computed_in(autocas
         assert plan.away < 2e-2 and check_pretended(new, (x(),), {}, every=True) < 2e-2
 
 
-def test_a_wrong_plan_is_refused_in_half_precision_too(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_plan_that_is_wrong_is_refused_with_the_node(dtype, monkeypatch):
     monkeypatch.setattr(Attention, "attend", lambda self, q, k, v, *rest: F.scaled_dot_product_attention(q, k, v))
-    gm = traced(lambda: Residual(torch.bfloat16), x())
-    with pytest.raises(fxplug.VerifyError, match="an output differs by .*; the first value that differs is"):
+    gm = traced(lambda: Residual(dtype), x())
+    with pytest.raises(fxplug.VerifyError, match=r"not right for this model: an output differs by .*e-\d+; the first value"):
         fxplug.parallel_plan(gm, x(), ulysses=2)
 
 
-class Draws(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention, self.out = nn.MultiheadAttention(16, 4, dropout=0.1, batch_first=True), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return self.out(self.attention(x, x, x, need_weights=False)[0])
-
-
 def test_dropout_in_what_gives_several_tensors_is_refused_by_name():
-    with pytest.raises(fxplug.SpecError, match="'attention' .* draws random numbers and gives more than a tensor"):
-        fxplug.parallel_plan(traced(Draws, x(), training=True), x(), batch=2)
+    with pytest.raises(fxplug.SpecError, match="'.*inner_0' .* draws random numbers and gives more than a tensor"):
+        fxplug.parallel_plan(traced(lambda: packed(0.1), x(), training=True), x(), batch=2)
 
 
 class Average(nn.Module):
@@ -444,13 +388,9 @@ def test_pretended_processes_write_buffers_of_their_own(ways):
     assert plan.check() < 1e-5 and plan.written.inner.mean == 0
 
 
-class Added(nn.Module):
-    def forward(self, x):
-        return torch.zeros_like(x).index_add_(1, torch.arange(x.shape[1]).flip(0), x)
-
-
 def test_a_value_that_is_written_is_no_place_for_features():
-    plan = fxplug.parallel_plan(traced(lambda: Tokens(Added()), x()), x(), tensor=2)
+    added = small.Call(lambda x: torch.zeros_like(x).index_add_(1, torch.arange(x.shape[1]).flip(0), x))
+    plan = fxplug.parallel_plan(traced(lambda: Tokens(added), x()), x(), tensor=2)
     assert plan.share > 0.9 and plan.check() < 1e-5
 
 

@@ -24,7 +24,7 @@ from .planning.walk import bound
 from .runtime.checksums import mark_of
 from .runtime.collectives import Collective, traffic
 from .runtime.layouts import counts
-from .runtime.mesh import SEQUENCE, ways_of, world_of
+from .runtime.mesh import SEQUENCE, name_of_ways, ways_of, world_of
 from .runtime.pretended import placed
 from .stage import Stage, check_sizes, found_along, in_both_modes, in_one_mode, place, written_along
 
@@ -62,7 +62,7 @@ class Plan:
         """
         if rank not in self.costs:
             with pretending(placed(self.ways, rank)):
-                self.costs[rank] = _costs(self.written, self.mode, *self.example)
+                self.costs[rank] = costs(self.written, self.mode, *self.example)
         return self.costs[rank]
 
     def bytes(self, rank: int = 0) -> int:
@@ -84,7 +84,7 @@ class Plan:
     @property
     def listing(self) -> str:
         """All of it as text: ways, streams, and every collective."""
-        lines = [f"{' x '.join(f'{axis} {n}' for axis, n in self.ways.items() if n > 1) or 'one process'}"]
+        lines = [name_of_ways(self.ways) or "one process"]
         for stage in self.stages:
             found = stage.found
             lines.append(f"{stage.name}: {found.share():.1%} of the work is split")
@@ -100,11 +100,7 @@ class Plan:
         lines.append(checked)
         if self.written.twin_error and self.stages:
             lines.append(f"no graph for {'evaluation' if self.mode else 'training'}: {self.written.twin_error}")
-        rows = self.collectives()
-        calls, size = sum(row[1] for row in rows), sum(row[2] for row in rows)
-        lines.append(f"{calls} collectives of process 0 send {size:,} bytes a call:")
-        lines += [f"  {node}: {calls}, {size:,} bytes" for node, calls, size in rows]
-        return "\n".join(lines)
+        return "\n".join([*lines, *list_costs(self.collectives())])
 
 
 def parallel_plan(
@@ -231,7 +227,15 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
     return gm
 
 
-def _costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[str, int, int]]:
+def list_costs(rows: Sequence[tuple[str, int, int]]) -> list[str]:
+    """What collectives send in a call, as lines of text."""
+    calls, size = sum(row[1] for row in rows), sum(row[2] for row in rows)
+    lines = (f"  {node}: {calls}, {size:,} bytes" for node, calls, size in rows)
+    return [f"{calls} collectives of process 0 send {size:,} bytes a call:", *lines]
+
+
+def costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[str, int, int]]:
+    """Node, calls and bytes sent of each collective in a call, as the process that this one is or pretends to be."""
     found = []
 
     def each(node: fx.Node, run: Callable[[], Any]) -> Any:

@@ -23,7 +23,8 @@ from ..core.ir.traced_module import TracedModule
 from ..core.verifier import as_first_rank
 from .checking import check_pretended, check_real, ways_in
 from .pipelines.entry import in_steps
-from .runtime.mesh import world_of
+from .plan import costs, list_costs
+from .runtime.mesh import name_of_ways, world_of
 from .stage import place
 
 PATIENCE = timedelta(minutes=10)  # for a process that is started for a check, in one collective
@@ -186,12 +187,6 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 def described(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """What a parallel module that has no plan any more sends: ways, and each collective of the first process."""
-    from .plan import _costs
-
-    ways = ways_in(module)
     with as_first_rank(module):
-        rows = _costs(module, module._graph_mode, args, kwargs)
-    calls, size = sum(row[1] for row in rows), sum(row[2] for row in rows)
-    lines = [" x ".join(f"{axis} {n}" for axis, n in ways.items() if n > 1)]
-    lines.append(f"{calls} collectives of process 0 send {size:,} bytes a call:")
-    return "\n".join([*lines, *(f"  {node}: {calls}, {size:,} bytes" for node, calls, size in rows)])
+        rows = costs(module, module._graph_mode, args, kwargs)
+    return "\n".join([name_of_ways(ways_in(module)), *list_costs(rows)])

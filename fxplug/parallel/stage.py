@@ -16,11 +16,12 @@ from ..core.rewriter.neutrality import _knows_mode, in_mode
 from .planning import births, rows
 from .planning.found import Found, Unsplittable, told
 from .planning.opened_layers import opened
-from .planning.planner import planned
+from .planning.planner import plan_again, planned
 from .planning.trials import Tries
 from .planning.walk import Walk, left_alone, walk
 from .runtime.collectives import Collective
 from .runtime.mesh import SEQUENCE, World, ways_of
+from .runtime.pretended import placed
 from .writing import Writer
 
 NAMES = {
@@ -64,28 +65,19 @@ def _found(
     gm: TracedModule, graph: fx.Graph, walked: Walk, along: tuple[str, int], split: Mapping[str, int] | None,
     memory: dict[int, dict[Any, Any]],
 ) -> Found:
-    (axis, ways), results = along, list[Found]()
-    for seed in (0, 1):
-        tries = Tries(gm, seed, axis == "rows", memory)
-        if axis == "rows":
-            if seed == 0:
-                results.append(rows.best(tries, walked, named_births(graph, split) if split else None))
-            else:
-                one = results[0]
-                results.append(planned(walked, tries, one.births, True, (), one.grains, rows.Spatial))
-        elif axis == "batch" or split:
-            given = births.samples(walked) if split is None else named_births(graph, split)
-            results.append(planned(walked, tries, given, one=axis == "batch"))
-        elif seed == 0:
-            results.append(births.best(tries, walked, ways))
-        else:
-            results.append(planned(walked, tries, results[0].births))
-    if results[0].steps != results[1].steps:
-        node = next(n for n in graph.nodes if results[0].steps.get(n) != results[1].steps.get(n))
-        raise Unsplittable(f"{told(node)} does other things with other random values")
-    if results[0].share() == 0:
-        raise Unsplittable(next((f"{told(n)}: {why}" for n, why in results[0].why.items()), "no work is left to parts"))
-    return results[0]
+    axis, ways = along
+    first, second = (Tries(gm, seed, axis == "rows", memory) for seed in (0, 1))
+    if axis == "rows":
+        found = rows.best(first, walked, named_births(graph, split) if split else None)
+    elif axis == "batch" or split:
+        given = births.samples(walked) if split is None else named_births(graph, split)
+        found = planned(walked, first, given, one=axis == "batch")
+    else:
+        found = births.best(first, walked, ways)
+    plan_again(found, second)
+    if found.share() == 0:
+        raise Unsplittable(next((f"{told(n)}: {why}" for n, why in found.why.items()), "no work is left to parts"))
+    return found
 
 
 @contextlib.contextmanager
@@ -161,5 +153,4 @@ def place(gm: nn.Module, world: World | None) -> None:
 
 def alone() -> World:
     """The only process."""
-    sizes = dict.fromkeys((*ways_of({}), SEQUENCE), 1)
-    return World(sizes, dict.fromkeys(sizes, 0), {})
+    return placed(ways_of({}), 0)

@@ -76,24 +76,19 @@ class Writer:
         settings: tuple[Any, ...],
         value: Any,
         streams: tuple[int, ...],
-        *,
-        after: fx.Node | None = None,
-        before: fx.Node | None = None,
         like: Any = None,
-        name: str | None = None,
-        **numbers: fx.Node | None,
+        numbers: Mapping[str, fx.Node | None] | None = None,
+        **where: Any,
     ) -> fx.Node:
-        """A call of a collective on a value and the sizes of its streams, after a node or before one.
+        """A call of a collective on a value and the sizes of its streams, put in `after` a node or `before` one.
 
         `numbers` are further ones that it is given by name, where the graph has to compute them.
         """
         path = self.block(kind, *settings)
         args = (value, *(self.size(stream) for stream in streams))
-        more = {key: number for key, number in numbers.items() if number is not None}
+        more = {key: number for key, number in (numbers or {}).items() if number is not None}
         known = meta_of(value) if isinstance(value, fx.Node) else None
-        node = insert(
-            self.graph, "call_module", path, args, more, after=after, before=before, name=name or identifier(path), meta=known
-        )
+        node = insert(self.graph, "call_module", path, args, more, **{"name": identifier(path), "meta": known, **where})
         return self.marked(node, like or value, kind.__name__)
 
     def plain(self, op: str, target: Any, args: Any, like: fx.Node, **place: Any) -> fx.Node:
@@ -226,7 +221,7 @@ class Writer:
         if step.cut is not None:
             inner, more = self.inner(node, step.cut)
             settings, now = (self.axis, step.cut.dim, inner), self.node(node)
-            cut = self.call(Split, settings, now, step.cut.layout.streams, after=now, inner=more)
+            cut = self.call(Split, settings, now, step.cut.layout.streams, numbers={"inner": more}, after=now)
             redirect(now, cut)
             self.now[twin] = cut
 
@@ -248,10 +243,10 @@ class Writer:
         (inner, wide), (out, high) = self.inner(inputs[near.which], near.place), self.inner(node, near.out)
         if gives in self.found.derived and gives not in self.sizes:
             settings = self.axis, inner, near.reach.numbers()
-            self.sizes[gives] = self.call(Extent, settings, value, (given,), before=twin, inner=wide)
+            self.sizes[gives] = self.call(Extent, settings, value, (given,), numbers={"inner": wide}, before=twin)
         both = inner, out, near.reach.numbers()
         more: dict[str, Any] = {"inner": wide, "out": high}
-        rows = self.call(Fetch, (self.axis, near.place.dim, *both), value, (given, gives), before=twin, **more)
+        rows = self.call(Fetch, (self.axis, near.place.dim, *both), value, (given, gives), numbers=more, before=twin)
         table: dict[fx.Node, Any] = {value: rows}
         for one in inputs:
             if self.found.hangs_on_sizes(one):
@@ -260,7 +255,7 @@ class Writer:
                 table[self.node(one)] = self.marked(insert(self.graph, "call_module", path, args, before=twin), twin, "Scale")
         rewire(twin, table)
         cut, name = (self.axis, near.out.dim, *both), f"{twin.name}_parallel"
-        self.instead(twin, self.call(Cut, cut, twin, (given, gives), after=twin, name=name, **more))
+        self.instead(twin, self.call(Cut, cut, twin, (given, gives), numbers=more, after=twin, name=name))
 
     def norm(self, node: fx.Node, twin: fx.Node, norm: Any) -> None:
         """Normalisation by the statistics of all processes."""
@@ -283,7 +278,8 @@ class Writer:
             kind, settings = Split, (self.axis, place.dim, inner)
             if one.op == "get_attr" and all(isinstance(self.size(stream), int) for stream in place.layout.streams):
                 kind, settings = Part, self.part(place)  # type: ignore[assignment]
-            self.made[key] = self.call(kind, settings, self.node(one), place.layout.streams, before=before, inner=more)
+            given, numbers = (self.node(one), place.layout.streams), {"inner": more}
+            self.made[key] = self.call(kind, settings, *given, numbers=numbers, before=before)
         found: fx.Node = self.made[key]
         return found
 
@@ -301,7 +297,7 @@ class Writer:
                 return node
             dim, layout = value.place
             inner, more = self.inner(one, value.place)
-            return self.call(Gather, (self.axis, dim, inner), node, layout.streams, before=before, inner=more)
+            return self.call(Gather, (self.axis, dim, inner), node, layout.streams, numbers={"inner": more}, before=before)
         if isinstance(value, Number):
             return self.whole_number(node)
         if isinstance(value, (tuple, list, dict)):

@@ -25,7 +25,7 @@ from ..planning.trials import name_of
 from ..planning.walk import bound
 from ..runtime.attention import Attention
 from ..runtime.collectives import traffic
-from ..runtime.mesh import ways_of
+from ..runtime.mesh import name_of_ways, ways_of
 from ..runtime.pretended import placed
 
 # bytes a second that a process sends, and seconds that a call takes whatever its size; between what is promised and reached
@@ -79,23 +79,21 @@ def predict(
     formulas of Megatron-LM (two sums of the tokens a layer) and PipeFusion. Raises SpecError where no tokens can be split.
     """
     plan = parallel_plan(gm, args, kwargs, ulysses=2, check=False)
-    call = tuple(args), dict(kwargs)
-    whole = _Whole(gm, call)
-    rows = [Cost(pixels, 1, "one", 0, 0, whole.work / (speed * 1e12), 1.0, 1.0)]
+    step = _Step(gm, plan, (tuple(args), dict(kwargs)), link, speed * 1e12, pixels)
+    rows: list[Cost | None] = [step.cost(1, "one", 0, 0, step.work / step.speed)]
     for count in devices:
         for batch in (1, 2):
             for inner in (n for n in range(1, count + 1) if count % (batch * n) == 0):
-                ways = {"batch": batch, "ulysses": inner, "ring": count // batch // inner}
-                if (cost := _cost(plan, ways, call, whole, link, speed, pixels)) is not None:
-                    rows.append(cost)
-        rows += [_tensor(whole, count, link, speed, pixels), _pipeline(whole, count, link, speed, pixels)]
-    return rows
+                rows.append(step.split({"batch": batch, "ulysses": inner, "ring": count // batch // inner}))
+        rows += [step.tensor(count), step.pipeline(count)]
+    return [row for row in rows if row is not None]
 
 
-class _Whole:
-    """What one device does in a call: floating-point operations, attentions, and bytes of samples, tokens and results."""
+class _Step:
+    """One step: floating-point operations of one device, attentions, and bytes of samples, tokens and results."""
 
-    def __init__(self, gm: TracedModule, call: Any) -> None:
+    def __init__(self, gm: TracedModule, plan: Plan, call: Any, link: tuple[float, float], speed: float, pixels: int) -> None:
+        self.plan, self.call, self.link, self.speed, self.pixels = plan, call, link, speed, pixels
         self.layers = self.width = 0
         counter = kernels.flop_counter()
         with torch.no_grad(), counter:
@@ -111,52 +109,70 @@ class _Whole:
             self.width = max(self.width, value.numel() * value.element_size())
         return value
 
+    def cost(self, count: int, method: str, calls: int, size: int, seconds: float, work: float | None = None) -> Cost:
+        """The cost of a way in which a process sends so many bytes and computes `work`, or without it an even part of all."""
+        compute = (self.work / count if work is None else work) / self.speed
+        speedup = self.work / self.speed / seconds
+        return Cost(self.pixels, count, method, calls, size, seconds, speedup, compute / seconds)
+
+    def split(self, ways: dict[str, int]) -> Cost | None:
+        """Samples and tokens split in these ways; None where there are fewer of them than processes."""
+        batch, call = ways["batch"], self.call
+        if batch > 1:
+            if len(self.samples) != 1 or max(self.samples) % batch:
+                return None
+            (samples,) = self.samples
+            call = map_leaves(call, lambda t, _: t[: samples // batch] if t.dim() and t.shape[0] == samples else t)
+        sent: list[tuple[bool, list[int]]] = []
+        written = self.plan.written
+
+        def each(node: fx.Node, run: Any) -> Any:
+            with traffic() as numbers:
+                value = run()
+            if numbers:
+                called = written.get_submodule(str(node.target)) if node.op == "call_module" else None
+                sent.append((isinstance(called, Attention), list(numbers)))
+            return value
+
+        if ways["ulysses"] * ways["ring"] > 1:
+            try:
+                with torch.no_grad(), pretending(placed(ways_of({**ways, "batch": 1}), 0)):
+                    Runner(written, written.graphs[self.plan.mode], each).run(*bound(written, *call))
+            except FxplugError:
+                return None
+        if batch > 1:
+            sent.append((False, [self.result // batch * (batch - 1)]))
+        share = self.plan.share
+        work = self.work / batch * (1 - share + share / (ways["ulysses"] * ways["ring"]))
+        turns, waited, around = ways["ring"] - 1, 0.0, 0.0
+        for is_attention, numbers in sent:
+            first = min(3, len(numbers) - turns) if is_attention and turns else len(numbers)
+            for index, number in enumerate(numbers):
+                seconds = number / self.link[0] + self.link[1]
+                around, waited = (around + seconds, waited) if first <= index < first + turns else (around, waited + seconds)
+        compute = work / self.speed
+        total = compute + waited + max(0.0, around - compute * _attention(self.plan))  # a ring's turns hide behind attention
+        calls, size = sum(len(n) for _, n in sent), sum(sum(n) for _, n in sent)
+        return self.cost(math.prod(ways.values()), name_of_ways(ways), calls, size, total, work)
+
+    def tensor(self, count: int) -> Cost:
+        """Tensor parallelism by its formula (Shoeybi et al. 2019, arXiv 1909.08053): two sums of all tokens a layer."""
+        calls = 2 * self.layers
+        size = calls * 2 * (count - 1) * self.width // count
+        total = self.work / count / self.speed + size / self.link[0] + calls * self.link[1]
+        return self.cost(count, f"tensor {count} (formula)", calls, size, total)
+
+    def pipeline(self, count: int) -> Cost:
+        """PipeFusion by its formula (Fang et al. 2024, arXiv 2405.14430): what goes from layer to layer, sent on once a step.
+
+        It travels while another patch is computed, and no stage is idle after the first steps.
+        """
+        total = max(self.work / count / self.speed, self.width / self.link[0] + count * self.link[1])
+        return self.cost(count, f"pipefusion {count} (formula)", count, self.width, total)
+
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _cost(
-    plan: Plan, ways: dict[str, int], call: Any, whole: _Whole, link: tuple[float, float], speed: float, pixels: int
-) -> Cost | None:
-    """One way; None where there are fewer tokens or samples than processes."""
-    batch = ways["batch"]
-    if batch > 1:
-        if len(whole.samples) != 1 or max(whole.samples) % batch:
-            return None
-        (samples,) = whole.samples
-        call = map_leaves(call, lambda t, _: t[: samples // batch] if t.dim() and t.shape[0] == samples else t)
-    sent: list[tuple[bool, list[int]]] = []
-
-    def each(node: fx.Node, run: Any) -> Any:
-        with traffic() as numbers:
-            value = run()
-        if numbers:
-            called = plan.written.get_submodule(str(node.target)) if node.op == "call_module" else None
-            sent.append((isinstance(called, Attention), list(numbers)))
-        return value
-
-    if ways["ulysses"] * ways["ring"] > 1:
-        try:
-            with torch.no_grad(), pretending(placed(ways_of({**ways, "batch": 1}), 0)):
-                Runner(plan.written, plan.written.graphs[plan.mode], each).run(*bound(plan.written, *call))
-        except FxplugError:
-            return None
-    if batch > 1:
-        sent.append((False, [whole.result // batch * (batch - 1)]))
-    share = plan.share
-    mine = whole.work / batch * (1 - share + share / (ways["ulysses"] * ways["ring"]))
-    compute = mine / (speed * 1e12)
-    turns, waited, around = ways["ring"] - 1, 0.0, 0.0
-    for is_attention, numbers in sent:
-        first = min(3, len(numbers) - turns) if is_attention and turns else len(numbers)
-        for index, number in enumerate(numbers):
-            seconds = number / link[0] + link[1]
-            around, waited = (around + seconds, waited) if first <= index < first + turns else (around, waited + seconds)
-    total = compute + waited + max(0.0, around - compute * _attention(plan))  # a ring's turns hide behind attention
-    method = " x ".join(f"{axis} {n}" for axis, n in ways.items() if n > 1)
-    calls, size = sum(len(n) for _, n in sent), sum(sum(n) for _, n in sent)
-    return _row(pixels, math.prod(ways.values()), method, calls, size, total, compute, whole, speed)
 
 
 def _attention(plan: Plan) -> float:
@@ -165,31 +181,6 @@ def _attention(plan: Plan) -> float:
     work, steps = stage.found.walk.work, stage.found.steps
     own = sum(n for node, n in work.items() if node in steps and steps[node].special == "attention")
     return own / max(1, sum(work.values()))
-
-
-def _row(
-    pixels: int, count: int, method: str, calls: int, size: int, total: float, compute: float, whole: _Whole, speed: float
-) -> Cost:
-    return Cost(pixels, count, method, calls, size, total, whole.work / (speed * 1e12) / total, compute / total)
-
-
-def _tensor(whole: _Whole, count: int, link: tuple[float, float], speed: float, pixels: int) -> Cost:
-    """Tensor parallelism by its formula (Shoeybi et al. 2019, arXiv 1909.08053): two sums of all tokens a layer."""
-    calls = 2 * whole.layers
-    size = calls * 2 * (count - 1) * whole.width // count
-    compute = whole.work / count / (speed * 1e12)
-    total = compute + size / link[0] + calls * link[1]
-    return _row(pixels, count, f"tensor {count} (formula)", calls, size, total, compute, whole, speed)
-
-
-def _pipeline(whole: _Whole, count: int, link: tuple[float, float], speed: float, pixels: int) -> Cost:
-    """PipeFusion by its formula (Fang et al. 2024, arXiv 2405.14430): what goes from layer to layer, sent on once a step.
-
-    It travels while another patch is computed, and no stage is idle after the first steps.
-    """
-    compute = whole.work / count / (speed * 1e12)
-    total = max(compute, whole.width / link[0] + count * link[1])
-    return _row(pixels, count, f"pipefusion {count} (formula)", count, whole.width, total, compute, whole, speed)
 
 
 def table(rows: Sequence[Cost]) -> str:

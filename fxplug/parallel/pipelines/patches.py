@@ -7,7 +7,7 @@ at hand and from an input, `kept`, with what the other patches gave when they ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,23 +35,13 @@ def part(x: Tensor, patch: int, patches: int, dim: int, inner: int, born: bool, 
     for size in sizes:
         if born and size < patches:
             raise GuardError(f"{size} tokens (dimension {dim} of {tuple(x.shape)}) cannot be split into {patches} patches")
-    y, spans = _spans(x, patch, patches, dim, inner, sizes)
-    parts = [y.narrow(dim + 1, first, length) for first, length in spans]
-    return (torch.cat(parts, dim + 1) if len(parts) > 1 else parts[0]).flatten(dim, dim + 1).contiguous()
+    y = layouts.narrowed(_apart(x, dim, inner, sizes), dim + 1, layouts.spans(sizes, patch, patches, inner))
+    return y.flatten(dim, dim + 1).contiguous()
 
 
 def put(x: Tensor, kept: Tensor | None, patch: int, patches: int, dim: int, inner: int, *sizes: int) -> Tensor:
     """The whole of a tensor: this patch's part, and what is kept of the others."""
-    if patches == 1 or kept is None:
-        return x
-    y, spans = _spans(kept, patch, patches, dim, inner, sizes)
-    mine = torch.split(torch.unflatten(x, dim, (y.shape[dim], -1)), [length for _, length in spans], dim + 1)
-    pieces, before = [], 0
-    for (first, length), own in zip(spans, mine, strict=True):
-        pieces += [y.narrow(dim + 1, before, first - before), own]
-        before = first + length
-    pieces.append(y.narrow(dim + 1, before, y.shape[dim + 1] - before))
-    return torch.cat(pieces, dim + 1).flatten(dim, dim + 1)
+    return x if patches == 1 or kept is None else keep(kept.clone(), x, patch, patches, dim, inner, sizes)
 
 
 def added(x: Tensor, kept: Tensor | None, patch: int, patches: int) -> Tensor:
@@ -102,7 +92,7 @@ def keep(kept: Tensor | None, value: Tensor, patch: int, patches: int, dim: int,
         return kept
     if patches == 1 or kept is None:
         return value.detach().clone(memory_format=torch.contiguous_format)
-    y, spans = _spans(kept, patch, patches, dim, inner, sizes)
+    y, spans = _apart(kept, dim, inner, sizes), layouts.spans(sizes, patch, patches, inner)
     mine = torch.split(torch.unflatten(value, dim, (y.shape[dim], -1)), [length for _, length in spans], dim + 1)
     for (first, length), own in zip(spans, mine, strict=True):
         y.narrow(dim + 1, first, length).copy_(own)
@@ -116,16 +106,10 @@ def summands(total: Tensor, patches: int) -> Tensor:
     return found
 
 
-def _spans(
-    x: Tensor, patch: int, patches: int, dim: int, inner: int, sizes: Sequence[int]
-) -> tuple[Tensor, list[tuple[int, int]]]:
-    """A whole tensor with its dimension apart, (outer, streams), and where a patch's parts of the streams begin, how long."""
+def _apart(x: Tensor, dim: int, inner: int, sizes: Sequence[int]) -> Tensor:
+    """A whole tensor with a dimension as two: how often the streams are there, and the streams."""
     total = sum(sizes) * inner
-    spans, before = [], 0
-    for size in sizes:
-        spans.append(((before + layouts.start(size, patch, patches)) * inner, layouts.count(size, patch, patches) * inner))
-        before += size
-    return torch.unflatten(x, dim, (x.shape[dim] // total if total else 1, total)), spans
+    return torch.unflatten(x, dim, (x.shape[dim] // total if total else 1, total))
 
 
 # --- writing
@@ -179,12 +163,9 @@ class Patcher(Writer):
         settings: tuple[Any, ...],
         value: Any,
         streams: tuple[int, ...],
-        *,
-        after: fx.Node | None = None,
-        before: fx.Node | None = None,
         like: Any = None,
-        name: str | None = None,
-        **numbers: fx.Node | None,
+        numbers: Mapping[str, fx.Node | None] | None = None,
+        **where: Any,
     ) -> fx.Node:
         """A call of what a collective is over time."""
         if kind is Same:
@@ -195,7 +176,7 @@ class Patcher(Writer):
         more: tuple[Any, ...] = {Split: (dim, inner, born), Gather: (dim, inner), Sum: ()}.get(kind, (dim,))
         function: Any = {Split: part, Gather: put, Sum: added, Whole: whole, Numel: numel}[kind]
         args = (value, *given, self.patch, self.patches, *more, *sizes)
-        node = insert(self.graph, "call_function", function, args, after=after, before=before)
+        node = insert(self.graph, "call_function", function, args, after=where.get("after"), before=where.get("before"))
         if value in self.origin:
             self.origin[node] = self.origin[value]
         return self.marked(node, value, kind.__name__)

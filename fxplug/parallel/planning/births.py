@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import operator
-from typing import Any
+from collections.abc import Iterator
 
 from torch import Tensor, fx
 
 from ...core.ir import ops
-from ...core.torch_internals import modules as pytree
 from ..runtime.layouts import Layout
+from .backward import Backward
 from .found import Found, Unsplittable
 from .operations import arguments
 from .planner import planned
-from .streams import Leaf, Number, Place, Step
-from .trials import Tries, name_of
+from .streams import Place
+from .trials import Tries, elements, name_of
 from .walk import Walk
 
 SOFTMAX = ("softmax", "_softmax")
@@ -50,12 +48,14 @@ def sites(walk: Walk) -> list[tuple[fx.Node, fx.Node, int]]:
     return found + products
 
 
-class Births:
+class Births(Backward):
     """Follows a dimension back to the values where it begins."""
 
+    numbers_count = False
+
     def __init__(self, walk: Walk, tries: Tries) -> None:
-        self.walk, self.tries, self.fed = walk, tries, walk.fed()
-        self.seen: dict[tuple[fx.Node, int], None] = {}
+        super().__init__(walk, tries)
+        self.seen: set[tuple[fx.Node, int]] = set()
 
     def of(self, node: fx.Node, dim: int) -> dict[fx.Node, int]:
         """The births of what lies along a dimension of a value."""
@@ -65,7 +65,7 @@ class Births:
             value, at, reader, held = todo.pop()
             if (value, at) in self.seen:
                 continue
-            self.seen[value, at] = None
+            self.seen.add((value, at))
             if value not in self.fed:  # a table, which is split where tokens meet it
                 continue
             if self.walk.written & self.walk.roots(value):  # it is written in parts: tokens may be born where it is read first
@@ -73,80 +73,35 @@ class Births:
                 held, found[reader[0]] = reader
             else:
                 held = None
-            if value.op == "placeholder" or not (before := self.before(value, at)):
-                found[value] = at
+            if before := self.before(value, self.tokens(value, at)):
+                todo += [(one, place.dim, (value, at), held) for one, place in before]
             else:
-                todo += [(*one, (value, at), held) for one in before]
+                found[value] = at
         return found
 
-    def before(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-        """The inputs whose dimensions become this one; none where it begins here."""
-        if name_of(node) == "scaled_dot_product_attention":
-            query = arguments(node)["query"]
-            return [(query, dim)] if isinstance(query, fx.Node) and dim == self.walk.values[node].dim() - 2 else []
-        size = self.walk.values[node].shape[dim]
-        operation, member = node, None
-        if node.target is operator.getitem and isinstance(self.walk.values[node.all_input_nodes[0]], (tuple, list)):
-            operation, member = node.all_input_nodes[0], node.args[1]
-        inputs = operation.all_input_nodes
-        choices = []
-        for index, one in enumerate(inputs):
-            value = self.walk.values[one]
-            dims = [d for d, n in enumerate(getattr(value, "shape", ())) if n == size > 1]
-            dims.sort(key=lambda d: d != dim)
-            if dims and hasattr(value, "dim"):
-                choices.append([(index, d) for d in dims])
-        if name_of(node) in ("cat", "concat", "concatenate"):
-            return self.joined(node, dim)
-        tries = [[pick] for pick in itertools.chain(*choices)]
-        if 1 < len(choices) <= 4:
-            tries = [list(picked) for picked in itertools.islice(itertools.product(*choices), 64)] + tries
-        for picked in tries:
-            if self.becomes(operation, member, dim, picked):
-                return [(inputs[index], d) for index, d in picked]
-        return []
+    def tokens(self, node: fx.Node, dim: int) -> Place:
+        """All of a dimension as one stream."""
+        return Place(dim, Layout((self.stream(self.walk.values[node].shape[dim]),)))
 
-    def joined(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-        """Which inputs of a concatenation are split along `dim` where its result is."""
-        rank = self.walk.values[node].dim()
-        along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
-        parts = [n for n in node.all_input_nodes if getattr(self.walk.values[n], "shape", ())]
-        if isinstance(along, int):
-            return [(n, dim) for n in parts if self.walk.values[n].dim() == rank and self.walk.values[n].shape[dim] > 1]
-        return []
+    def before(self, node: fx.Node, wanted: Place) -> list[tuple[fx.Node, Place]] | None:
+        """As `Backward` has it; behind attention the queries."""
+        if name_of(node) != "scaled_dot_product_attention":
+            return super().before(node, wanted)
+        query = arguments(node)["query"]
+        return [(query, wanted)] if isinstance(query, fx.Node) and wanted.dim == self.walk.values[node].dim() - 2 else None
 
-    def becomes(self, node: fx.Node, member: Any, dim: int, picked: list[tuple[int, int]]) -> bool:
-        """Whether parts of inputs along these dimensions become parts of the result, or of one of its members."""
-        inputs = node.all_input_nodes
-        sizes = {self.walk.values[inputs[index]].shape[d] for index, d in picked}
-        if len(sizes) != 1:
-            return False
-        (size,) = sizes
-        self.tries.streams.clear()
-        layout = Layout((self.tries.streams.new(size),))
-        small = layout.total(self.tries.streams.small)
-        parts = [layout.total([n]) for n in (self.tries.streams.bounds(0)[0][1], self.tries.streams.bounds(1)[0][1])]
-        placed = {index: Place(d, layout) for index, d in picked}
-        values = {}
-        for index, one in enumerate(inputs):
+    def guesses(self, node: fx.Node, wanted: Place) -> Iterator[tuple[int, Place]]:
+        """Dimensions of the same size, the same one first."""
+        size = wanted.layout.total(self.sizes)
+        for index, one in enumerate(node.all_input_nodes):
+            dims = (dim for dim, n in enumerate(getattr(self.walk.values[one], "shape", ())) if n == size > 1)
+            yield from ((index, wanted._replace(dim=dim)) for dim in sorted(dims, key=lambda dim: dim != wanted.dim))
 
-            def leaf(value: object, index: int = index) -> object:
-                if hasattr(value, "shape") and hasattr(value, "dtype"):
-                    return Leaf(value, placed.get(index))  # type: ignore[arg-type]
-                if type(value) is int and value > 1 and value % size == 0:
-                    return Number(value, value // size * small, tuple(value // size * n for n in parts))
-                return value
-
-            values[one] = pytree.tree_map(leaf, self.walk.values[one])
-        found = self.tries.tried(node, values, Step())
-        if found is None:
-            return False
-        whole, pieces, _ = found
-        value = self.tries.placed(self.walk.values[node], whole, pieces, [layout], True)
-        if value is None:
-            return False
-        leaf = value[0] if member is None else value[0][member]
-        return isinstance(leaf, Leaf) and leaf.place is not None and leaf.place.dim == dim
+    def joined(self, node: fx.Node, wanted: Place) -> list[tuple[fx.Node, Place]]:
+        """What is put behind each other: each has tokens of its own."""
+        rank, dim = self.walk.values[node].dim(), wanted.dim
+        parts = [n for n in node.all_input_nodes if getattr(self.walk.values[n], "ndim", 0) == rank]
+        return [(n, self.tokens(n, dim)) for n in parts if self.walk.values[n].shape[dim] > 1]
 
 
 def blocks(walk: Walk) -> list[tuple[fx.Node, int]]:
@@ -166,13 +121,7 @@ def blocks(walk: Walk) -> list[tuple[fx.Node, int]]:
 
 def samples(walk: Walk) -> dict[fx.Node, int]:
     """The inputs that have the batch of the first of them with three dimensions or more: along the first dimension."""
-    given = []
-    for node in walk.graph.nodes:
-        inner = node.op == "call_function" and node.target is operator.getitem and node.args[0] in walk.inputs
-        if node.op == "placeholder" or inner:
-            walk.inputs.add(node)
-            if isinstance(walk.values[node], Tensor) and walk.values[node].dim():
-                given.append(node)
+    given = [node for node in walk.inputs if isinstance(walk.values[node], Tensor) and walk.values[node].dim()]
     first = next((n for n in given if walk.values[n].dim() > 2), next(iter(given), None))
     if first is None:
         raise Unsplittable("no input is a tensor with samples")
@@ -217,9 +166,9 @@ FEW = 16  # what is as many times smaller than the largest value that is born ho
 def _better(walk: Walk, tries: Tries, before: Found | None, births: dict[fx.Node, int]) -> Found:
     """The best of a plan that there is and those from its births and some of these: each time the one that adds most."""
     found, left = before, dict(births)
-    most = max((_size(walk.values[node]) for node in births), default=0)
+    most = max((elements(walk.values[node]) for node in births), default=0)
     with contextlib.suppress(Unsplittable):  # tokens themselves, and not where they stand or whether they count
-        tokens = planned(walk, tries, {node: dim for node, dim in births.items() if _size(walk.values[node]) * FEW >= most})
+        tokens = planned(walk, tries, {node: dim for node, dim in births.items() if elements(walk.values[node]) * FEW >= most})
         if tokens.share() > ALMOST:
             return tokens
     while left and (found is None or found.share() < ALMOST):
@@ -229,19 +178,11 @@ def _better(walk: Walk, tries: Tries, before: Found | None, births: dict[fx.Node
                 trials.append(planned(walk, tries, {**(found.births if found else {}), node: dim}))
                 if trials[-1].share() > ALMOST:
                     break
-        best = max(trials, key=_rank, default=None)
-        if best is None or (found is not None and _rank(best) <= _rank(found)):
+        best = max(trials, key=Found.rank, default=None)
+        if best is None or (found is not None and best.rank() <= found.rank()):
             break
         found = best
         left = {node: dim for node, dim in left.items() if node not in best.births}
     if found is None:
         return planned(walk, tries, births)
     return found
-
-
-def _size(value: Any) -> int:
-    return value.numel() if isinstance(value, Tensor) else 0
-
-
-def _rank(found: Found) -> tuple[float, int]:
-    return round(found.share(), 3), -sum(len(step.gathers) for step in found.steps.values())

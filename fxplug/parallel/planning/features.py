@@ -15,17 +15,17 @@ from torch import Tensor, fx
 
 from ...core.ir.traced_module import TracedModule
 from ..runtime.layouts import Layout
+from .backward import CAT, Backward, renamed
 from .found import Found, Unsplittable
 from .opened_layers import opened
-from .planner import MustBeWhole, Planner, planned
-from .streams import PARTS, Leaf, Place, Step
-from .trials import Tries, leaves_of, name_of
+from .planner import plan_again, planned
+from .streams import Place, Step
+from .trials import Tries, elements, leaves_of, name_of
 from .walk import Walk, walk
 
 WAYS = 12  # kinds of streams that are tried for one layer
 SMALL = 4  # times smaller is a sum that may be taken on the way
 FAR = 40  # operations that are followed behind what is split
-CAT = ("cat", "concat", "concatenate")
 
 
 @dataclass
@@ -42,15 +42,14 @@ class Pair:
     stuck: list[fx.Node] = field(default_factory=list)  # whole values of which a process takes its part
 
 
-class Features:
+class Features(Backward):
     """Looks for pairs of layers in a graph whose layers are opened, for a number of processes."""
 
     def __init__(self, walk: Walk, tries: Tries, number: int) -> None:
-        self.walk, self.tries, self.number, self.fed = walk, tries, number, walk.fed()
-        self.sizes: list[int] = []
+        super().__init__(walk, tries)
+        self.number = number
         self.why: dict[fx.Node, str] = {}
         self.aside = {n for n, value in walk.values.items() if not any(isinstance(v, Tensor) for v in leaves_of(value))}
-        self.planner = Planner(Found(walk, tries, {}), set(), False)
 
     def best(self) -> Found:
         """The plan of all pairs that go without a gather. Raises Unsplittable where there are none."""
@@ -72,7 +71,7 @@ class Features:
         """The plan of these births; its streams are those that are used."""
         used = sorted({stream for place in births.values() for stream in place.layout.streams})
         table = {stream: index for index, stream in enumerate(used)}
-        again: dict[fx.Node, int | Place] = {node: _renamed(place, table) for node, place in births.items()}
+        again: dict[fx.Node, int | Place] = {node: renamed(place, table) for node, place in births.items()}
         return planned(self.walk, tries, again, streams=[self.sizes[stream] for stream in used])
 
     def agreed(self, pairs: list[Pair]) -> list[Pair]:
@@ -161,35 +160,6 @@ class Features:
                         yield one, dim
                         return
 
-    def stream(self, size: int) -> int:
-        """The number of the stream of this size, which is new where there is none."""
-        if size not in self.sizes:
-            self.sizes.append(size)
-        return self.sizes.index(size)
-
-    def outcome(self, node: fx.Node, one: fx.Node, place: Place) -> Any:
-        """What an operation makes of one input that is split, in its best way; None where it cannot be."""
-        streams = sorted(set(place.layout.streams))
-        if len(streams) > len(PARTS):
-            return None
-        table = {stream: index for index, stream in enumerate(streams)}
-        self.tries.streams.true[:] = [self.sizes[stream] for stream in streams]
-        self.planner.counted = len(streams)
-        self.planner.found.origins[:] = [(node, -1)] * len(streams)
-        for other in node.all_input_nodes:
-            self.planner.values[other] = self.planner.whole(other)
-        self.planner.values[one] = Leaf(self.walk.values[one], _renamed(place, table))
-        try:
-            got = self.planner.result(node, [node.all_input_nodes.index(one)], [])
-        except MustBeWhole:
-            return None
-        if got is None or len(self.tries.streams.true) > len(streams):  # a stream of something else
-            return None
-        step, kinds, written = got
-        back = {index: stream for stream, index in table.items()}
-        splits = tuple((index, _renamed(p, back)) for index, p in step.splits)
-        return step._replace(splits=splits), [_renamed(k, back) if isinstance(k, Place) else k for k in kinds], written
-
     def trial(self, closing: fx.Node, one: fx.Node, dim: int, sizes: tuple[int, ...], inner: int) -> Pair | None:
         """Follow the features that a layer contracts back, in streams of these sizes."""
         layout = Layout(tuple(self.stream(size) for size in sizes), 1, inner)
@@ -208,8 +178,7 @@ class Features:
                 if node.op == "get_attr":
                     pair.births[node] = place
                 continue
-            before = None if node.op == "placeholder" else self.before(node, place)
-            if before is None:
+            if (before := self.before(node, place)) is None:
                 pair.stuck.append(node)
                 pair.refined += self.refined(node, place, sizes, inner)
                 continue
@@ -236,7 +205,8 @@ class Features:
                     continue
                 seen.add(user)
                 got = None if user.op == "output" or len(seen) > len(known) + FAR else self.outcome(user, node, place)
-                if got is None or got[0].gathers or (got[0].add and SMALL * self.count(user) > self.count(node)):
+                large = elements(self.walk.values.get(user)) * SMALL > elements(self.walk.values[node])
+                if got is None or got[0].gathers or (got[0].add and large):
                     found += 1
                     continue
                 more.update({user.all_input_nodes[index]: p for index, p in got[0].splits})
@@ -248,81 +218,6 @@ class Features:
                 elif not got[0].add and isinstance(got[1][0], Place):
                     todo.append((user, got[1][0]))
         return found, more
-
-    def count(self, node: fx.Node) -> int:
-        """How many elements a tensor has; another value has none."""
-        value = self.walk.values[node]
-        return value.numel() if isinstance(value, Tensor) else 0
-
-    def before(self, node: fx.Node, wanted: Place) -> list[tuple[fx.Node, Place]] | None:
-        """The inputs whose parts give this part of a value; None where no parts do."""
-        operation, member = node, 0
-        if node.target is operator.getitem and isinstance(self.walk.values[node.all_input_nodes[0]], (tuple, list)):
-            operation, member = node.all_input_nodes[0], node.args[1]  # type: ignore[assignment]
-        inputs = operation.all_input_nodes
-        if name_of(operation) in CAT and (joined := self.joined(operation, wanted)) is not None:
-            return joined
-        for index, place in self.guesses(operation, wanted):
-            got = self.outcome(operation, inputs[index], place)
-            if got is None:
-                continue
-            step, kinds, written = got
-            if step.gathers or step.add or written:
-                continue
-            if isinstance(member, int) and member < len(kinds) and kinds[member] == wanted:
-                return [(inputs[index], place), *((inputs[other], p) for other, p in step.splits)]
-        return None
-
-    def joined(self, node: fx.Node, wanted: Place) -> list[tuple[fx.Node, Place]] | None:
-        """Of what is put behind each other: each its run of the streams."""
-        along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
-        parts = node.args[0]
-        if not isinstance(along, int) or not isinstance(parts, (list, tuple)) or wanted.layout.outer != 1:
-            return None
-        if along % self.walk.values[node].dim() != wanted.dim:
-            return [(one, wanted) for one in parts if isinstance(one, fx.Node)]
-        left = list(wanted.layout.streams)
-        found = []
-        for one in parts:
-            if not isinstance(one, fx.Node):
-                return None
-            size = self.walk.values[one].shape[wanted.dim]
-            run: list[int] = []
-            while left and wanted.layout.inner * sum(self.sizes[s] for s in run) < size:
-                run.append(left.pop(0))
-            if wanted.layout.inner * sum(self.sizes[s] for s in run) != size:
-                return None
-            found.append((one, Place(wanted.dim, wanted.layout._replace(streams=tuple(run)))))
-        return found
-
-    def guesses(self, node: fx.Node, wanted: Place) -> Iterator[tuple[int, Place]]:
-        """Inputs and how they may be split, the likeliest first."""
-        layout = wanted.layout
-        runs = sorted(dict.fromkeys(layout.runs()), key=lambda run: -len(run))
-        fed = sorted(enumerate(node.all_input_nodes), key=lambda row: row[1] not in self.fed)
-        later = []
-        for index, one in fed:
-            value = self.walk.values[one]
-            if not isinstance(value, Tensor):
-                continue
-            for dim in sorted(range(value.dim()), key=lambda d: abs(d - value.dim() - wanted.dim + self.rank(node))):
-                for run in runs[:3]:
-                    times, rest = divmod(value.shape[dim], sum(self.sizes[s] for s in run))
-                    if rest or not times:
-                        continue
-                    inners = sorted((n for n in range(1, times + 1) if times % n == 0), key=lambda n: (n != layout.inner, n))
-                    for number, inner in enumerate(inners):
-                        place = Place(dim, Layout(run, times // inner, inner))
-                        if number < 2 and len(run) == len(layout.streams):
-                            yield index, place
-                        else:
-                            later.append((index, place))
-        yield from later[:24]
-
-    def rank(self, node: fx.Node) -> int:
-        """How many dimensions a tensor has; another value has none."""
-        value = self.walk.values[node]
-        return value.dim() if isinstance(value, Tensor) else 0
 
     def refined(
         self, node: fx.Node, place: Place, sizes: tuple[int, ...], inner: int
@@ -340,10 +235,6 @@ class Features:
                 times = size // number
                 if all(n % times == 0 for n in sizes):
                     yield tuple(n // times for n in sizes), inner * times
-
-
-def _renamed(place: Place, table: dict[int, int]) -> Place:
-    return Place(place.dim, place.layout._replace(streams=tuple(table[stream] for stream in place.layout.streams)))
 
 
 def find(
@@ -368,10 +259,8 @@ def find(
     walked = walk(some, some.graphs[mode], *call)
     births = {n: born[str(n.target)] for n in walked.graph.nodes if n.op == "get_attr" and str(n.target) in born}
     sizes = first.sizes[: 1 + max(stream for place in born.values() for stream in place.layout.streams)]
-    found, again = (planned(walked, Tries(some, seed, memory=memory), births, streams=sizes) for seed in (0, 1))
-    if found.steps != again.steps:
-        node = next(n for n in walked.graph.nodes if found.steps.get(n) != again.steps.get(n))
-        raise Unsplittable(f"'{node.name}' does other things with other random values")
+    found = planned(walked, Tries(some, 0, memory=memory), births, streams=sizes)
+    plan_again(found, Tries(some, 1, memory=memory))
     if before is None:
         found.why = {**_reasons(first, walked.graph, paths), **found.why}
     return paths, found

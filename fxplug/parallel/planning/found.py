@@ -46,6 +46,7 @@ class Found:
     grains: dict[fx.Node, int] = field(default_factory=dict)  # elements of a token, of births that have not one
     inner: dict[fx.Node, Inner] = field(default_factory=dict)  # of values whose tokens have more elements in larger images
     derived: set[int] = field(default_factory=set)  # streams whose size follows from that of another
+    settings: tuple[Any, ...] = ()  # with which it was planned, beside births
 
     __repr__ = brief_fields
 
@@ -66,6 +67,10 @@ class Found:
         """Of the work in products, convolutions and attention: how much is done on parts."""
         done = sum(n for node, n in self.walk.work.items() if self.on_parts(node))
         return done / max(1, sum(self.walk.work.values()))
+
+    def rank(self) -> tuple[float, int]:
+        """What is greater for a better plan: the share of the work, then fewer gathers."""
+        return round(self.share(), 3), -sum(len(step.gathers) for step in self.steps.values())
 
     def on_parts(self, node: fx.Node) -> bool:
         """Whether a node computes from parts."""

@@ -54,7 +54,7 @@ def planned(
             found.origins.append(next(here))
         try:
             found = (kind or Planner)(found, forced, one).run()
-            found.sizes = list(tries.streams.true)
+            found.sizes, found.settings = list(tries.streams.true), (one, streams, grains, kind)
             return found
         except MustBeWhole as error:
             (node,) = error.args
@@ -62,6 +62,14 @@ def planned(
             if more <= forced or len(forced) > 40:
                 raise Unsplittable(f"{told(node)} is written in place, and what is written lies otherwise") from None
             forced |= more
+
+
+def plan_again(found: Found, tries: Tries) -> None:
+    """Make a plan once more, with other random values. Raises Unsplittable where it is another one then."""
+    again = planned(found.walk, tries, found.births, *found.settings)
+    for node in found.walk.graph.nodes:
+        if found.steps.get(node) != again.steps.get(node):
+            raise Unsplittable(f"{told(node)} does other things with other random values")
 
 
 class Planner:

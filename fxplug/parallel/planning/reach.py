@@ -67,29 +67,18 @@ def reach_of(probe: Probe) -> tuple[Reach, int] | None:
     """What an operation reads, and the dimension of its result where the rows are; None where it reads all, or unevenly."""
     if probe.whole is None or not probe.whole.numel() or probe.size < 3:
         return None
-    if (marked := _marked(probe)) is None:
-        return None
     best = None  # a reach of nearly all rows may be one by accident: a shorter one is looked for
     for period in sorted({*PERIODS, *(round(probe.size / n) for n in probe.whole.shape if n)}):
-        most = (probe.size - 1) // period if period else 0
-        if most < 2:
-            continue
-        rest, front = probe.rows(period, probe.size), probe.rows(0, period * most)
-        if rest is None or front is None or rest.dim() != probe.whole.dim() or front.dim() != rest.dim():
+        rest = probe.rows(period, probe.size) if 0 < 2 * period < probe.size else None
+        if rest is None or rest.dim() != probe.whole.dim():
             continue
         dims = [d for d, n in enumerate(rest.shape) if n != probe.whole.shape[d]]
         if len(dims) != 1 or (gives := probe.whole.shape[dims[0]] - rest.shape[dims[0]]) < 1:
             continue
         (dim,) = dims
-        late, early = _wrong(probe, rest, gives, dim), _wrong(probe, front, 0, dim)
-        if late is None or early is None or not len(late) or not len(early) or late[-1] or early[0]:
-            continue
-        last = int(late.nonzero()[-1]) + 1 if late.any() else 0
-        first = int(early.nonzero()[0]) if early.any() else len(early)
-        before, after = -(-last // gives), -(-(gives * most - first) // gives)
-        for lines in marked:
-            before = max(before, lines(dim, period, gives)[0])
-            after = max(after, lines(dim, period, gives)[1])
+        if not rest.shape[dim] or not _is_close(probe, probe.whole.select(dim, -1), rest.select(dim, -1)):
+            continue  # periods of this length do not do the same
+        before, after = _beyond(probe, dim, gives, period)
         if best is not None and (before + after + 1) * period >= best[0]:
             continue
         for wider, longer in ((0, 0), (0, 2), (1, 2), (2, 6)):
@@ -105,13 +94,17 @@ def reach_of(probe: Probe) -> tuple[Reach, int] | None:
 def right(probe: Probe, reach: Reach, dim: int, first: int, last: int) -> bool:
     """Whether some rows of the result come out of the rows that are read for them."""
     begin, end = reach.window(first, last, probe.size)
-    got = probe.rows(begin, end)
-    first -= begin // reach.period * reach.gives
-    last -= begin // reach.period * reach.gives
-    if got is None or got.dim() != probe.whole.dim() or last > got.shape[dim]:
+    got, skipped = probe.rows(begin, end), begin // reach.period * reach.gives
+    if got is None or got.dim() != probe.whole.dim() or last - skipped > got.shape[dim]:
         return False
-    wrong = _wrong(probe, got.narrow(dim, first, last - first), begin // reach.period * reach.gives + first, dim)
-    return wrong is not None and not wrong.any()
+    return _is_close(probe, probe.whole.narrow(dim, first, last - first), got.narrow(dim, first - skipped, last - first))
+
+
+def _is_close(probe: Probe, want: Tensor, got: Tensor) -> bool:
+    if want.shape != got.shape or want.dtype != got.dtype or want.is_complex():
+        return False
+    off = (torch.nan_to_num(want.double()) - torch.nan_to_num(got.double())).abs()
+    return bool((off <= probe.bound).all())
 
 
 def extents(probe: Probe, reach: Reach, dim: int) -> Reach | None:
@@ -134,47 +127,22 @@ def _windows(size: int) -> Iterator[tuple[int, int]]:
     yield size // 2, size
 
 
-def _wrong(probe: Probe, got: Tensor, offset: int, dim: int) -> Tensor | None:
-    """Which rows are others than those of the whole, from a row on."""
-    length = got.shape[dim]
-    if offset + length > probe.whole.shape[dim] or got.dtype != probe.whole.dtype:
-        return None
-    want = probe.whole.narrow(dim, offset, length)
-    if want.shape != got.shape:
-        return None
-    if want.is_complex():
-        return None
-    off = (torch.nan_to_num(want.double()) - torch.nan_to_num(got.double())).abs()
-    return off.movedim(dim, 0).flatten(1).amax(1) > probe.bound if off.numel() else torch.zeros(length, dtype=torch.bool)
+def _beyond(probe: Probe, dim: int, gives: int, period: int) -> tuple[int, int]:
+    """How many periods an operation reads before its own and after, whatever its weights are.
 
-
-def _marked(probe: Probe) -> Any:
-    """What hangs on the first rows, and on the last, whatever the weights are: told by values that are no number, or large.
-
-    None where every row of the result hangs on either: the operation has no reach.
+    Values that are no number, or large, in one half of the rows say which rows of the result hang on that half.
     """
-    if not probe.x.is_floating_point():
-        return []
-    middle = probe.size // 2
-    found = []
-    for begin, end in ((0, middle), (middle, probe.size)):
-        marks = []
-        for odd in (math.nan, large(probe.x.dtype)):
+    middle, found = probe.size // period // 2, []
+    for begin, end in ((0, middle * period), (middle * period, probe.size)):
+        marks = torch.zeros(probe.whole.shape, dtype=torch.bool)
+        for odd in (math.nan, large(probe.x.dtype)) if probe.x.is_floating_point() else ():
             x = probe.x.clone()
             x.narrow(probe.dim, begin, end - begin).fill_(odd)
             got = probe.of(x)
             if got is None or not got.is_floating_point() or got.shape != probe.whole.shape:
-                return []
-            marks.append(((got.double() - probe.whole.double()).abs() > probe.bound) | got.isnan())
-        found.append(marks[0] | marks[1])
-    if all(bool(one.all()) for one in found):
-        return None
-    head, tail = found
-
-    def lines(dim: int, period: int, gives: int) -> tuple[int, int]:
-        upper, lower = (one.movedim(dim, 0).flatten(1).any(1).nonzero() for one in (head, tail))
-        before = int(upper[-1]) // gives - (middle - 1) // period if len(upper) else 0
-        after = middle // period + 1 - -(-(int(lower[0]) + 1) // gives) if len(lower) else 0
-        return before, after
-
-    return [lines]
+                return 0, 0
+            marks |= ((got.double() - probe.whole.double()).abs() > probe.bound) | got.isnan()
+        found.append([int(row) for row in marks.movedim(dim, 0).flatten(1).any(1).nonzero()])
+    upper, lower = found
+    before = upper[-1] // gives - (middle - 1) if upper else 0
+    return max(0, before), max(0, middle - lower[0] // gives) if lower else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -210,15 +209,8 @@ def _behind(x: Tensor, dim: int, size: int) -> int:
 
 def images(walk: Walk) -> list[fx.Node]:
     """The inputs that may be images, or feature maps: floating-point, three dimensions or more."""
-    found = []
-    for node in walk.graph.nodes:
-        inner = node.op == "call_function" and node.target is operator.getitem and node.args[0] in walk.inputs
-        if node.op == "placeholder" or inner:
-            walk.inputs.add(node)
-            value = walk.values[node]
-            if isinstance(value, Tensor) and value.dim() >= 3 and value.is_floating_point():
-                found.append(node)
-    return found
+    tensors = [node for node in walk.inputs if isinstance(walk.values[node], Tensor)]
+    return [node for node in tensors if walk.values[node].dim() >= 3 and walk.values[node].is_floating_point()]
 
 
 def grains(walk: Walk, size: int, dims: int, back: int) -> list[int]:
@@ -245,7 +237,7 @@ def best(tries: Tries, walk: Walk, split: Mapping[fx.Node, int] | None = None) -
         except Unsplittable as error:
             failed = error
             continue
-        if found is None or _rank(one) > _rank(found):
+        if found is None or one.rank() > found.rank():
             found = one
         if found.share() > ENOUGH and not any(step.cut for step in found.steps.values()):
             break
@@ -285,7 +277,3 @@ def _given(walk: Walk, split: Mapping[fx.Node, int]) -> Iterator[tuple[dict[fx.N
         tokens = value.shape[dim] // grain
         if all(walk.values[n].shape[d] % tokens == 0 for n, d in births.items()):
             yield births, tokens
-
-
-def _rank(found: Found) -> tuple[float, int]:
-    return round(found.share(), 3), -sum(len(step.gathers) for step in found.steps.values())

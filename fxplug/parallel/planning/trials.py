@@ -340,6 +340,11 @@ def _on_cpu(values: Any) -> Any:
     return pytree.tree_map(lambda v: torch.device("cpu") if isinstance(v, torch.device) and v.type == "meta" else v, values)
 
 
+def elements(value: Any) -> int:
+    """How many elements a tensor has; another value has none."""
+    return value.numel() if isinstance(value, Tensor) else 0
+
+
 def name_of(node: fx.Node) -> str:
     """The name of the function or method that a node calls; of a module its path."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

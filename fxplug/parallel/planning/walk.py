@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,7 @@ class Walk:
     graph: fx.Graph
     values: dict[fx.Node, Any] = field(default_factory=dict)
     work: dict[fx.Node, int] = field(default_factory=dict)  # floating-point operations
-    inputs: set[fx.Node] = field(default_factory=set)  # placeholders, and what is taken out of them
+    inputs: list[fx.Node] = field(default_factory=list)  # placeholders, and what is taken out of them
     random: set[fx.Node] = field(default_factory=set)  # nodes that draw random numbers
     views: set[fx.Node] = field(default_factory=set)  # nodes whose tensors share memory with their inputs'
     writes: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # the inputs that a node writes into
@@ -90,6 +91,8 @@ def walk(gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping
             if changed := [n for n, version in versions.items() if version != _versions(env[n])]:
                 found.writes[node] = changed
             found.values[node] = pytree.tree_map(_outline, value)
+            if node.op == "placeholder" or (node.target is operator.getitem and node.args[0] in found.inputs):
+                found.inputs.append(node)
             after = counter.get_total_flops()
             if after > before:
                 found.work[node], before = after - before, after

@@ -6,6 +6,7 @@ Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509), Liu et al. 2023 (Ring 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,23 +119,19 @@ class Attention(Collective):
 
     def to_heads(self, x: Tensor, counts: Sequence[int], rank: int, group: Any) -> Tensor:
         """All tokens of some heads, for some tokens of all heads; (batch, heads, tokens, features)."""
-        batch, heads, _, features = x.shape
-        world = len(counts)
-        parts = [layouts.count(heads, r, world) for r in range(world)]
-        flat = torch.cat([part.reshape(-1) for part in torch.split(x, parts, 1)])
-        give = [batch * n * counts[rank] * features for n in parts]
-        take = [batch * parts[rank] * n * features for n in counts]
-        came = torch.split(exchanged(flat, give, take, rank, group), take)
-        return torch.cat([p.view(batch, parts[rank], n, features) for p, n in zip(came, counts, strict=True)], 2)
+        parts = layouts.counts([x.shape[1]], len(counts))
+        shapes = [(x.shape[0], parts[rank], n, x.shape[3]) for n in counts]
+        return torch.cat(self.swapped(torch.split(x, parts, 1), shapes, rank, group), 2)
 
     def to_tokens(self, x: Tensor, counts: Sequence[int], rank: int, heads: int, group: Any) -> Tensor:
         """The other way round."""
-        batch, _, _, features = x.shape
-        world = len(counts)
-        parts = [layouts.count(heads, r, world) for r in range(world)]
-        flat = torch.cat([part.reshape(-1) for part in torch.split(x, list(counts), 2)])
-        give = [batch * parts[rank] * n * features for n in counts]
-        take = [batch * n * counts[rank] * features for n in parts]
-        came = torch.split(exchanged(flat, give, take, rank, group), take)
-        tokens = [p.view(batch, n, counts[rank], features).transpose(1, 2) for p, n in zip(came, parts, strict=True)]
+        parts = layouts.counts([heads], len(counts))
+        shapes = [(x.shape[0], n, counts[rank], x.shape[3]) for n in parts]
+        tokens = [part.transpose(1, 2) for part in self.swapped(torch.split(x, list(counts), 2), shapes, rank, group)]
         return torch.cat(tokens, 2).transpose(1, 2)  # in memory as torch's kernels leave it: a view may follow
+
+    def swapped(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], rank: int, group: Any) -> list[Tensor]:
+        """What each rank has for this one, of these shapes, for one of `parts` each."""
+        give, take = [part.numel() for part in parts], [math.prod(shape) for shape in shapes]
+        came = torch.split(exchanged(torch.cat([part.reshape(-1) for part in parts]), give, take, rank, group), take)
+        return [part.view(shape) for part, shape in zip(came, shapes, strict=True)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -51,9 +50,9 @@ def check_alike(root: nn.Module, world: World, args: Sequence[Any], kwargs: Mapp
         return
     table = _table(root, args, kwargs)
     digest = int.from_bytes(hashlib.sha256(repr(table).encode()).digest()[:8], signed=True)
-    if _alike(world, digest):
+    if len(set(_everyone(world, [digest], _gather_numbers))) == 1:
         return
-    tables = _everyone(world, table)
+    tables = dict(sorted(_everyone(world, [(_rank(world), table)], _gather_objects)))
     for name in dict.fromkeys(name for found in tables.values() for name in found):
         values = {rank: found.get(name, ("none",)) for rank, found in tables.items()}
         usual = Counter(values.values()).most_common(1)[0][0]
@@ -120,27 +119,35 @@ def mark_of(module: nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _alike(world: World, digest: int) -> bool:
-    """Whether all processes of a mesh have the same number, int64."""
-    known = [digest]
+def _everyone(world: World, known: list[Any], gather: Callable[[list[Any], int, Any], list[list[Any]]]) -> list[Any]:
+    """What each process of a mesh gives: along one axis after the other, all that is known so far."""
     for axis in AXES:
         group = world.groups.get(axis)
         if group is None or world.sizes[axis] == 1:
             continue
-        if isinstance(group, Local):
-            known = [number for numbers in group.swap(known) for number in numbers]
-            continue
-        there = group_of_name(group)
-        device = torch.accelerator.current_accelerator() if dist.get_backend(there) != "gloo" else None
-        mine = torch.tensor(known, device=device or "cpu")
-        known = guarded(partial(_gathered, mine, world.sizes[axis], there)).tolist()
-    return len(set(known)) == 1
+        local = isinstance(group, Local)
+        rows = group.swap(known) if local else gather(known, world.sizes[axis], group_of_name(group))
+        known = [value for row in rows for value in row]
+    return known
 
 
-def _gathered(x: Tensor, size: int, group: Any) -> Tensor:
-    rows = [torch.empty_like(x) for _ in range(size)]
-    dist.all_gather(rows, x, group)
-    return torch.cat(rows)
+def _gather_numbers(known: list[int], size: int, group: Any) -> list[list[int]]:
+    """Whole numbers of each process of a group, as int64."""
+    device = torch.accelerator.current_accelerator() if dist.get_backend(group) != "gloo" else None
+    mine = torch.tensor(known, device=device or "cpu")
+    rows = mine.new_empty(size, len(known))
+
+    def call() -> Tensor:
+        dist.all_gather(list(rows), mine, group)
+        return rows
+
+    return guarded(call).tolist()
+
+
+def _gather_objects(known: list[Any], size: int, group: Any) -> list[list[Any]]:
+    rows: list[Any] = [None] * size
+    dist.all_gather_object(rows, known, group)
+    return rows
 
 
 def _sum(t: Tensor) -> Tensor:
@@ -153,22 +160,6 @@ def _sum(t: Tensor) -> Tensor:
         total += (some.long() * torch.arange(place, place + len(some), device=t.device)).sum()
         place += len(some)
     return total
-
-
-def _everyone(world: World, value: Any) -> dict[int, Any]:
-    """What each process of a mesh gives, by rank: along one axis after the other, all that is known so far."""
-    known = {_rank(world): value}
-    for axis in AXES:
-        group = world.groups.get(axis)
-        if group is None or world.sizes[axis] == 1:
-            continue
-        if isinstance(group, Local):
-            told = group.swap(known)
-        else:
-            told = [None] * world.sizes[axis]
-            dist.all_gather_object(told, known, group_of_name(group))
-        known = {rank: held for each in told for rank, held in each.items()}
-    return dict(sorted(known.items()))
 
 
 def _rank(world: World) -> int:

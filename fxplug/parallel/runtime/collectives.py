@@ -81,7 +81,15 @@ class Collective(Block):
         return rows
 
 
-class Split(Collective):
+class Lengthwise(Collective):
+    """What runs along a dimension `dim` in which tokens lie, each with `inner` elements, or as many as a call says."""
+
+    def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int = 1) -> None:
+        super().__init__(ways, axis)
+        self.dim, self.inner = whole_number("dim", dim), whole_number("inner", inner, 1)
+
+
+class Split(Lengthwise):
     """This process's part of a tensor: forward(x, *sizes), with the whole sizes of the streams in dimension `dim`.
 
     A token has `inner` elements, or as many as the call says; the streams stand there once, or several times in front of each
@@ -89,8 +97,8 @@ class Split(Collective):
     """
 
     def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int = 1, born: bool = False) -> None:
-        super().__init__(ways, axis)
-        self.dim, self.inner, self.born = whole_number("dim", dim), whole_number("inner", inner, 1), bool(born)
+        super().__init__(ways, axis, dim, inner)
+        self.born = bool(born)
 
     def forward(self, x: Tensor, *sizes: int, inner: int | None = None) -> Tensor:
         rank, world, _ = self.along()
@@ -106,21 +114,13 @@ class Split(Collective):
                 "a size, or plan with inputs of this one"
             )
         y = torch.unflatten(x, self.dim, (times(x, self.dim, total), total))
-        parts, before = [], 0
-        for size in sizes:
-            first = (before + layouts.start(size, rank, world)) * inner
-            parts.append(y.narrow(self.dim + 1, first, layouts.count(size, rank, world) * inner))
-            before += size
+        y = layouts.narrowed(y, self.dim + 1, layouts.spans(sizes, rank, world, inner))
         # what is contiguous in one process is so in each: a view may follow
-        return (torch.cat(parts, self.dim + 1) if len(parts) > 1 else parts[0]).flatten(self.dim, self.dim + 1).contiguous()
+        return y.flatten(self.dim, self.dim + 1).contiguous()
 
 
-class Gather(Collective):
+class Gather(Lengthwise):
     """The whole of a tensor whose dimension `dim` is split: forward(x, *sizes), the inverse of `Split`."""
-
-    def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int = 1) -> None:
-        super().__init__(ways, axis)
-        self.dim, self.inner = whole_number("dim", dim), whole_number("inner", inner, 1)
 
     def forward(self, x: Tensor, *sizes: int, inner: int | None = None) -> Tensor:
         rank, world, group = self.along()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...core.errors import GuardError, SpecError, shown
 from . import layouts
-from .collectives import Collective, exchanged, whole_number
+from .collectives import Collective, Lengthwise, exchanged, whole_number
 
 
 class Reach(NamedTuple):
@@ -55,13 +55,12 @@ def read(numbers: tuple[int, ...]) -> Reach:
     return found
 
 
-class Near(Collective):
+class Near(Lengthwise):
     """What `Fetch` and `Cut` have in common: rows are `inner` a token, those of the result `out`, or as many as a call says."""
 
     def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int, out: int, reach: tuple[int, ...]) -> None:
-        super().__init__(ways, axis)
-        self.dim, self.inner, self.out = whole_number("dim", dim), whole_number("inner", inner, 1), whole_number("out", out, 1)
-        self.reach = read(reach).numbers()
+        super().__init__(ways, axis, dim, inner)
+        self.out, self.reach = whole_number("out", out, 1), read(reach).numbers()
 
     def bounds(self, rank: int, world: int, given: int, tokens: int, out: int) -> tuple[int, int, int, int]:
         """The rows of the result that a process has, and the rows of `given` that it reads for them."""
@@ -133,12 +132,8 @@ class Extent(Collective):
         return read(self.reach).size(given * (self.inner if inner is None else inner))
 
 
-class Scale(Collective):
+class Scale(Lengthwise):
     """A number that grows with the rows, for those that were fetched: forward(number, rows, given)."""
-
-    def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int) -> None:
-        super().__init__(ways, axis)
-        self.dim, self.inner = whole_number("dim", dim), whole_number("inner", inner, 1)
 
     def forward(self, number: int, rows: Tensor, given: int, inner: int | None = None) -> int:
         return number * rows.shape[self.dim] // (given * (self.inner if inner is None else inner))

@@ -25,16 +25,25 @@ def counts(sizes: Sequence[int], world: int) -> list[int]:
     return [sum(count(size, rank, world) for size in sizes) for rank in range(world)]
 
 
+def spans(sizes: Sequence[int], rank: int, world: int, inner: int = 1) -> list[tuple[int, int]]:
+    """Where the part of a rank begins in each of the streams, which stand behind each other, and how long it is."""
+    found, before = [], 0
+    for size in sizes:
+        found.append(((before + start(size, rank, world)) * inner, count(size, rank, world) * inner))
+        before += size
+    return found
+
+
+def narrowed(x: Tensor, dim: int, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """These spans of a dimension, one behind the other."""
+    parts = [x.narrow(dim, first, length) for first, length in spans]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+
 def positions(sizes: Sequence[int], ranks: Sequence[int], world: int, device: torch.device | None = None) -> Tensor:
     """Where what some ranks have, one behind the other, stands in the whole: int64 (their tokens)."""
-    found = []
-    for rank in ranks:
-        before = 0
-        for size in sizes:
-            first = before + start(size, rank, world)
-            found.append(torch.arange(first, first + count(size, rank, world), device=device))
-            before += size
-    return torch.cat(found)
+    every = [span for rank in ranks for span in spans(sizes, rank, world)]
+    return torch.cat([torch.arange(first, first + length, device=device) for first, length in every])
 
 
 class Layout(NamedTuple):

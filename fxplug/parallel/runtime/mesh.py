@@ -41,6 +41,11 @@ def ways_of(ways: Mapping[str, int]) -> dict[str, int]:
     return {axis: ways.get(axis, 1) for axis in AXES}
 
 
+def name_of_ways(ways: Mapping[str, int]) -> str:
+    """`ulysses 2 x ring 2`; nothing for one process."""
+    return " x ".join(f"{axis} {n}" for axis, n in ways.items() if n > 1)
+
+
 def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> World:
     """This process's place in a mesh with these axes; without a mesh it is made of all processes.
 
@@ -48,7 +53,7 @@ def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> World:
     """
     ways = ways_of(ways)
     needed = math.prod(ways.values())
-    text = " x ".join(f"{axis} {number}" for axis, number in ways.items() if number > 1) or "1"
+    text = name_of_ways(ways) or "1"
     if not dist.is_available() or not dist.is_initialized():
         raise SpecError(
             f"this model runs on {needed} processes, and there is no process group: start with "

@@ -1,0 +1,142 @@
+"""Followed back: which parts of an operation's inputs give a part of its result, by trying."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, fx
+
+from ...core.torch_internals import modules as pytree
+from ..runtime.layouts import Layout
+from .found import Found
+from .planner import MustBeWhole, Planner
+from .streams import PARTS, Leaf, Number, Place, Step
+from .trials import Tries, is_value, name_of
+from .walk import Walk
+
+CAT = ("cat", "concat", "concatenate")
+
+
+class Backward:
+    """Finds the inputs of operations whose parts give parts of results. `sizes` are those of the streams that are followed."""
+
+    numbers_count = True  # numbers in the model's code may count a stream, as those of heads and features do
+
+    def __init__(self, walk: Walk, tries: Tries) -> None:
+        self.walk, self.tries, self.fed = walk, tries, walk.fed()
+        self.sizes: list[int] = []
+        self.planner = Planner(Found(walk, tries, {}), set(), False)
+
+    def stream(self, size: int) -> int:
+        """The number of the stream of this size, which is new where there is none."""
+        if size not in self.sizes:
+            self.sizes.append(size)
+        return self.sizes.index(size)
+
+    def outcome(self, node: fx.Node, one: fx.Node, place: Place) -> Any:
+        """What an operation makes of one input that is split, in its best way; None where it cannot be."""
+        streams = sorted(set(place.layout.streams))
+        if len(streams) > len(PARTS):
+            return None
+        table = {stream: index for index, stream in enumerate(streams)}
+        self.tries.streams.clear()
+        self.tries.streams.true[:] = [self.sizes[stream] for stream in streams]
+        self.planner.counted = len(streams) if self.numbers_count else 0
+        self.planner.found.origins[:] = [(node, -1)] * len(streams)
+        inputs = node.all_input_nodes
+        for other in inputs:
+            self.planner.values[other] = pytree.tree_map(self.sized, self.planner.whole(other), is_leaf=is_value)
+        self.planner.values[one] = Leaf(self.walk.values[one], renamed(place, table))
+        sized = [index for index, other in enumerate(inputs) if self.planner.found.hangs_on_sizes(other)]
+        try:
+            got = self.planner.result(node, [inputs.index(one)], sized)
+        except MustBeWhole:
+            return None
+        if got is None or len(self.tries.streams.true) > len(streams):  # a stream of something else
+            return None
+        step, kinds, written = got
+        back = {index: stream for stream, index in table.items()}
+        splits = tuple((index, renamed(p, back)) for index, p in step.splits)
+        return step._replace(splits=splits), [renamed(k, back) if isinstance(k, Place) else k for k in kinds], written
+
+    def sized(self, leaf: Any) -> Any:
+        """A number that the graph computes: one that hangs on the stream where it is a multiple of its size."""
+        (size, *_), streams = self.tries.streams.true, self.tries.streams
+        if self.numbers_count or type(leaf) is not int or leaf < 2 or leaf % size:
+            return leaf
+        times = leaf // size
+        return Number(leaf, times * streams.small[0], tuple(times * n for n in streams.parts[0]))
+
+    def before(self, node: fx.Node, wanted: Place) -> list[tuple[fx.Node, Place]] | None:
+        """The inputs whose parts give this part of a value; None where no parts do."""
+        if node.op == "placeholder":
+            return None
+        operation, member = node, 0
+        if node.target is operator.getitem and isinstance(self.walk.values[node.all_input_nodes[0]], (tuple, list)):
+            operation, member = node.all_input_nodes[0], node.args[1]  # type: ignore[assignment]
+        inputs = operation.all_input_nodes
+        if name_of(operation) in CAT and (joined := self.joined(operation, wanted)) is not None:
+            return joined
+        for index, place in self.guesses(operation, wanted):
+            got = self.outcome(operation, inputs[index], place)
+            if got is None:
+                continue
+            step, kinds, written = got
+            if step.gathers or step.add or written or (not self.numbers_count and step._replace(splits=()) != Step()):
+                continue
+            if isinstance(member, int) and member < len(kinds) and kinds[member] == wanted:
+                return [(inputs[index], place), *((inputs[other], p) for other, p in step.splits)]
+        return None
+
+    def joined(self, node: fx.Node, wanted: Place) -> list[tuple[fx.Node, Place]] | None:
+        """Of what is put behind each other: each its run of the streams."""
+        along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+        parts = node.args[0]
+        if not isinstance(along, int) or not isinstance(parts, (list, tuple)) or wanted.layout.outer != 1:
+            return None
+        if along % self.walk.values[node].dim() != wanted.dim:
+            return [(one, wanted) for one in parts if isinstance(one, fx.Node)]
+        left = list(wanted.layout.streams)
+        found = []
+        for one in parts:
+            if not isinstance(one, fx.Node):
+                return None
+            size = self.walk.values[one].shape[wanted.dim]
+            run: list[int] = []
+            while left and wanted.layout.inner * sum(self.sizes[s] for s in run) < size:
+                run.append(left.pop(0))
+            if wanted.layout.inner * sum(self.sizes[s] for s in run) != size:
+                return None
+            found.append((one, Place(wanted.dim, wanted.layout._replace(streams=tuple(run)))))
+        return found
+
+    def guesses(self, node: fx.Node, wanted: Place) -> Iterator[tuple[int, Place]]:
+        """Inputs and how they may be split, the likeliest first."""
+        layout, rank = wanted.layout, getattr(self.walk.values[node], "ndim", 0)
+        runs = sorted(dict.fromkeys(layout.runs()), key=lambda run: -len(run))
+        fed = sorted(enumerate(node.all_input_nodes), key=lambda row: row[1] not in self.fed)
+        later = []
+        for index, one in fed:
+            value = self.walk.values[one]
+            if not isinstance(value, Tensor):
+                continue
+            for dim in sorted(range(value.dim()), key=lambda d: abs(d - value.dim() - wanted.dim + rank)):
+                for run in runs[:3]:
+                    times, rest = divmod(value.shape[dim], sum(self.sizes[s] for s in run))
+                    if rest or not times:
+                        continue
+                    inners = sorted((n for n in range(1, times + 1) if times % n == 0), key=lambda n: (n != layout.inner, n))
+                    for number, inner in enumerate(inners):
+                        place = Place(dim, Layout(run, times // inner, inner))
+                        if number < 2 and len(run) == len(layout.streams):
+                            yield index, place
+                        else:
+                            later.append((index, place))
+        yield from later[:24]
+
+
+def renamed(place: Place, table: dict[int, int]) -> Place:
+    """A place with the numbers of its streams as a table has them."""
+    return Place(place.dim, place.layout._replace(streams=tuple(table[stream] for stream in place.layout.streams)))
