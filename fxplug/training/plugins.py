@@ -16,15 +16,9 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError, TrainError, did_you_mean
 from .plugin_hooks import OFFERED
-from .plugin_loader import CHAINED, Local, StandIn, hook_methods, load
+from .plugin_loader import CHAINED, Local, hook_methods, load
 from .plugin_state import NoSuchKey
 
-STAND_INS = {
-    "plugins.plugins": StandIn("fxplug.training.plugin_hooks", ("class BasePlugin", "class PluginRunner")),
-    "train": StandIn("fxplug.training.plugin_state", ("TrainingState:", "def save_model(")),
-    "utils.sample_generator": StandIn("fxplug.training.plugin_state", ("def clean_filename(", "class SampleGenerator")),
-    "colorama": StandIn("fxplug.training.plugin_state"),
-}
 LIMITS = {"on_epoch_": 5.0, "on_training_": 20.0, "on_model_": 20.0, "": 0.5}  # seconds of one call, as in EveryDream2trainer
 SHARE = 0.01  # of the run: a plugin that takes more is named at its end
 SECONDS, CALLS, LONGEST, FAILURES = range(4)  # columns of the tally
@@ -56,7 +50,7 @@ class Plugins:
         self.on_error = on_error
         self.common: dict[str, Any] = {}
         self.note: Callable[[str], object] = logging.getLogger(__name__).warning
-        self._local = Local.of([base or Path.cwd(), Path.cwd()], STAND_INS)
+        self._local = Local.of([base or Path.cwd(), Path.cwd()])
         self.sample = ""
         self._plugins: dict[str, object] = {}
         for index, spec in enumerate(specs):

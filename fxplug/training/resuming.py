@@ -22,18 +22,9 @@ from ..core.errors import TrainError
 from ..core.reading import reason
 from ..core.spec.train_section import written
 from ..core.torch_internals.modules import tree_map
-from .checkpoint import (
-    PREFIX,
-    Checkpoint,
-    differences,
-    found,
-    plain_random_state,
-    read,
-    set_plain_random_state,
-    write,
-    write_to,
-)
+from .checkpoint import PREFIX, Checkpoint, differences, found, read, write, write_to
 from .distributed import gathered
+from .random_draws import random_state_with_device, set_random_state
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -49,7 +40,7 @@ def keep(trainer: Trainer, path: Path | None = None) -> None:
     """
     if trainer.out is None and path is None:
         return
-    made = _snapshot(trainer, gathered(trainer.accelerator, plain_random_state()))
+    made = _snapshot(trainer, gathered(trainer.accelerator, random_state_with_device()))
     newest = None
     if trainer.first:
         with _reported(trainer, f"checkpoint of step {trainer.progress.step}" if path is None else f"checkpoint '{path}'"):
@@ -117,7 +108,7 @@ def rescue(trainer: Trainer, error: BaseException) -> None:
     if lost is None:
         try:
             if not kept or kept[-1].name != f"{PREFIX}{step:08}":
-                made = _snapshot(trainer, [plain_random_state(trainer.drawn)])
+                made = _snapshot(trainer, [trainer.drawn or random_state_with_device()])
                 kept.append(write(trainer.out / "checkpoints", made, trainer.settings.save.keep))
             whole = True
             _write_modules(trainer)
@@ -203,7 +194,7 @@ def restore(trainer: Trainer, path: Path) -> None:
         setattr(trainer.progress, key, value)
     trainer.take_step.checked = True
     if len(kept.random) == trainer.accelerator.num_processes:
-        set_plain_random_state(kept.random[trainer.accelerator.process_index])
+        set_random_state(kept.random[trainer.accelerator.process_index])
     else:
         trainer.watch.note("another number of processes than before: dropout draws other numbers from here on")
     if trainer.out is not None and trainer.first:  # later ones are of a line of the run that is given up

@@ -19,7 +19,7 @@ from ..core.ir.traced_module import TracedModule
 from ..core.spec.run_config import check_settings
 from ..core.spec.train_section import Train
 from ..lowerings.regions.submodules import originals
-from .checkpoint import Checkpoint, fingerprint, newest, seeded
+from .checkpoint import Checkpoint, fingerprint, newest
 from .data.loader import loader_of
 from .diagnosis import check_fits
 from .distributed import gathered, launched, prepared, set_mode
@@ -28,7 +28,7 @@ from .param_groups import Ema, check_optimizer, choose, make_optimizer, make_sch
 from .plugin_state import Optimizers, State, plugin_batch
 from .plugins import Plugins, open_plugins
 from .progress import Pace, Progress
-from .random_draws import Draws, mixed, random_state, random_state_kept
+from .random_draws import Draws, mixed, random_state_kept, random_state_with_device, seeded
 from .resuming import export, interruptible, keep, keep_best, rescue, restore, take_best
 from .splitting import divided, share
 from .stepping import Batch, Stepper
@@ -104,7 +104,8 @@ class Trainer:
                 raise TrainError(f"test.{key} compares tests: give test.every, and what is tested (test in the section data)")
         self._set_up(Path(base or Path.cwd()), timm)
         self._check_first_batch()  # before plugins see the module, which may hook it
-        self.state = State(train_batch=self.data, unet=module, save=lambda path: keep(self, path), **self.task.parts())
+        parts = self.task.parts()
+        self.state = State(train_batch=self.data, unet=module, write_checkpoint=lambda path: keep(self, path), **parts)
         self._tell_of_the_model()
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
         self.progress = Progress()
@@ -305,7 +306,7 @@ class Trainer:
     def _step(self, batches: list[Batch]) -> dict[str, Any]:
         progress = self.progress
         place = {"epoch": progress.epoch, "global_step": self.pace.seen, "local_step": progress.done}
-        self.drawn = random_state()
+        self.drawn = random_state_with_device()
         lr = self.optimizer.param_groups[0]["lr"]
         report = self.take_step(batches, progress.step + 1, place)
         progress.step += 1

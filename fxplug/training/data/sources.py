@@ -72,7 +72,7 @@ def open_items(spec: Data, base: Path, *, test: bool = False) -> Items:
             return open_classes(spec, base)
         return open_dataset(spec, base, "test" if test else "train") if kinds == ["dataset"] else open_call(spec)
     except SpecError as error:
-        if error.path or error.finding == str(error):
+        if not error.located:
             raise SpecError(error.finding, path=(*(("data", "test") if test else ("data",)), *error.path)) from error.__cause__
         raise
 
