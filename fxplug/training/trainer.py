@@ -115,8 +115,8 @@ class Trainer:
         self.drawn: Any = None  # the random state before the step at hand
         self.saved = False  # whether the module is written
         self._make(optimizer, scheduler)
-        counts = self.steps, self.epochs, self.pace.per_epoch
-        self.watch = Watch(self.out if self.first else None, self.settings, *counts, quiet=quiet or not self.first)
+        out = self.out if self.first else None
+        self.watch = Watch(out, self.settings, self.steps, self.epochs, quiet=quiet or not self.first)
         self.take_step.note = self.plugins.note = self.watch.note
 
     def _set_up(self, base: Path, timm: str | None) -> None:
