@@ -19,7 +19,7 @@ from ..tasks.task import Task
 from .batch_order import Order, Request, assign, bucket_sizes
 from .fetching import Fetch, Fetched, Size, Transform, rescaled, too_many
 from .image_files import Unreadable
-from .sources import Items, keyed, own_items
+from .sources import Items, classes_of, keyed, own_items
 
 
 class Loader:
@@ -246,8 +246,7 @@ class Given:
                 raise TrainError(f"a plugin's {hook} cannot reach into a DataLoader: give its data set instead")
         self.loader, self.items, self.seed, self.train, self.sampler = loader, loader.dataset, seed, train, sampler
         self.size: Size | None = None
-        classes = getattr(loader.dataset, "classes", None)
-        self.classes: list[str] | None = [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
+        self.classes = classes_of(loader.dataset)
         self.root: str | None = None
         self.transform: Transform | None = None
         self.skipped: dict[str, str] = {}

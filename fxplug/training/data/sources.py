@@ -16,7 +16,7 @@ from ...core.errors import SpecError, TrainError, did_you_mean, shown
 from ...core.spec.pass_file import import_target
 from ...core.spec.train_section import Data, Use
 from .files import existing, open_classes, open_images
-from .image_files import Unreadable, as_image, read_image, read_size
+from .image_files import Unreadable, as_image, read_size, stored
 
 NAMES = {
     "image": ("image", "img"),
@@ -118,19 +118,24 @@ class OwnItems:
 
     A sample is a mapping (`image` or `img`, `label`, `caption` or `text`, `condition`, and anything that collates), or a tuple
     (image, label) or (image, caption). `columns` gives keys other names. What counts as an image, `as_image` says. The data
-    set's `classes`, and its `sizes` [(h, w), ...] which buckets need, are used where it has them.
+    set's `classes`, and its `sizes` [(h, w), ...] which buckets need, are used where it has them. `root` is the folder of a
+    Hugging Face data set.
     """
 
-    def __init__(self, dataset: Any, spec: Data) -> None:
+    def __init__(self, dataset: Any, spec: Data, root: str | None = None) -> None:
         self.dataset, self.columns, self.channels, self.captions = dataset, spec.columns, spec.channels, spec.captions
-        classes = getattr(dataset, "classes", None)
-        self.classes: list[str] | None = [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
-        self.root: str | None = None
+        self.root, self.classes = root, classes_of(dataset)
 
     @cached_property
     def sizes(self) -> list[tuple[int, int]] | None:
-        """(h, w) of each image, where the data set has them."""
-        return getattr(self.dataset, "sizes", None)
+        """(h, w) of each image, where the data set has them, or image files with headers; else None."""
+        if self.root is None:
+            return getattr(self.dataset, "sizes", None)
+        name = self.columns["image"]
+        if type(self.dataset.features[name]).__name__ != "Image":
+            return None
+        rows = self.dataset.select_columns([name])
+        return [(0, 0) if (file := rows[i][name]) is None else read_size(stored(file)) for i in range(len(rows))]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -148,7 +153,11 @@ class OwnItems:
             at = traceback.extract_tb(error.__traceback__)[-1]
             finding = f"{name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
             raise TrainError(finding) from error
-        item = self._item(sample, name)
+        item = keyed(sample, name, self.columns)
+        if item.get("caption", "") is None:
+            if self.captions == "required":
+                raise TrainError(f"{name} has no caption; give it one, or say 'captions: optional'")
+            item["caption"] = ""
         name = item.setdefault("name", name)
         for key in ("image", "condition"):
             if key in item:
@@ -158,9 +167,6 @@ class OwnItems:
         if "caption" in item and self.captions == "none":
             del item["caption"]
         return item
-
-    def _item(self, sample: Any, name: str) -> dict[str, Any]:
-        return keyed(sample, name, self.columns)
 
     def _label(self, label: Any, name: str) -> int:
         if isinstance(label, str) and self.classes is not None:
@@ -174,15 +180,21 @@ class OwnItems:
             raise TrainError(finding) from None
 
 
+def classes_of(dataset: Any) -> list[str] | None:
+    """The names of a data set's classes, where it has them."""
+    classes = getattr(dataset, "classes", None)
+    return [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
+
+
 def keyed(sample: Any, name: str, columns: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
     """A sample, or a batch, with the keys of an item. Raises TrainError for one that is neither a mapping nor a pair."""
     if isinstance(sample, Mapping):
-        item = dict(sample)
-        for key, column in columns.items():
-            if column not in item:
-                found = ", ".join(map(str, item))
-                raise TrainError(f"{name} has no '{column}'{did_you_mean(column, item)}, it has {found}")
-            item[key] = item.pop(column)
+        for column in columns.values():
+            if column not in sample:
+                found = ", ".join(map(str, sample))
+                raise TrainError(f"{name} has no '{column}'{did_you_mean(column, sample)}, it has {found}")
+        item = {key: value for key, value in sample.items() if key not in columns.values()}
+        item |= {key: sample[column] for key, column in columns.items()}
         for key, others in NAMES.items():
             for other in others:
                 if key not in item and other in item:
@@ -196,36 +208,7 @@ def keyed(sample: Any, name: str, columns: Mapping[str, str] = MappingProxyType(
     raise TrainError(f"{name} must be a mapping or a tuple (image, label), not {kind}")
 
 
-class HubItems(OwnItems):
-    """Rows of a Hugging Face data set on disk; `columns` says which column each key is, and other columns are left out."""
-
-    def __init__(self, dataset: Any, columns: dict[str, str], spec: Data, classes: list[str] | None, root: str) -> None:
-        super().__init__(dataset, spec)
-        self.columns, self.classes, self.root = columns, classes, root
-
-    def _item(self, row: Any, name: str) -> dict[str, Any]:
-        item = {key: row[column] for key, column in self.columns.items()}
-        if item.get("caption", "") is None:
-            if self.captions == "required":
-                raise TrainError(f"{name} has no caption; give it one, or say 'captions: optional'")
-            item["caption"] = ""
-        for key in ("image", "condition"):
-            if isinstance(item.get(key), dict):  # an Image column that is not decoded
-                item[key] = read_image(_source(item[key]), name, self.channels)
-        return item
-
-    @cached_property
-    def sizes(self) -> list[tuple[int, int]] | None:
-        """(h, w) of each image, from the headers; None where images are arrays."""
-        name = self.columns["image"]
-        if type(self.dataset.features[name]).__name__ != "Image":
-            return None
-        rows = self.dataset.select_columns([name])
-        values = (rows[i][name] for i in range(len(rows)))
-        return [(0, 0) if value is None else read_size(_source(value)) for value in values]
-
-
-def open_dataset(spec: Data, base: Path, split: str = "train") -> HubItems:
+def open_dataset(spec: Data, base: Path, split: str = "train") -> OwnItems:
     """A data set of `save_to_disk`; `split` is the one taken where `spec.split` does not say.
 
     Columns are found by their features first (Image, ClassLabel), by their names second; `columns` overrules both and adds
@@ -264,7 +247,10 @@ def open_dataset(spec: Data, base: Path, split: str = "train") -> HubItems:
             classes = list(feature.names)
         elif features[label] == "text":
             classes = sorted(set(dataset[label]))
-    return HubItems(dataset, columns, spec, classes, str(folder))
+    used = dataset.select_columns(list(dict.fromkeys(columns.values())))
+    items = OwnItems(used, spec.model_copy(update={"columns": columns}), str(folder))
+    items.classes = classes
+    return items
 
 
 def _columns(features: dict[str, str], spec: Data, folder: Path) -> dict[str, str]:
@@ -316,10 +302,6 @@ def _kind(feature: Any) -> str:
     if name == "Value" and dtype in ("string", "large_string"):
         return "text"
     return "int" if name == "Value" and "int" in dtype else (dtype if name == "Value" else name)
-
-
-def _source(value: dict[str, Any]) -> bytes | Path:
-    return value["bytes"] if value["bytes"] is not None else Path(value["path"])
 
 
 def own_items(dataset: Any, spec: Data, name: str) -> OwnItems:
