@@ -211,8 +211,7 @@ class Trainer:
         self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
         self.kept_best: Checkpoint | None = None  # where the run has no folder
         self.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
-        parts = self.module, self.runner, self.task, self.groups, self.optimizer
-        self.take_step = Stepper(self.accelerator, *parts, self.settings, self.plugins, self.seed)
+        self.take_step = Stepper(self)
 
     def _divided(self) -> TracedModule:
         """The module as processes that share samples compute it together; the module itself where none do."""
