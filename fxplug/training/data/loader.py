@@ -228,6 +228,9 @@ class Given:
     processes, one whose sampler does not share the samples among them.
     """
 
+    size: Size | None = None
+    root: str | None = None
+
     def __init__(
         self, loader: DataLoader[Any], *, seed: int = 0, world: int = 1, train: bool = True, hooks: Plugins | None = None
     ) -> None:
@@ -245,15 +248,9 @@ class Given:
             if hooks is not None and hooks.has(hook):
                 raise TrainError(f"a plugin's {hook} cannot reach into a DataLoader: give its data set instead")
         self.loader, self.items, self.seed, self.train, self.sampler = loader, loader.dataset, seed, train, sampler
-        self.size: Size | None = None
-        self.classes = classes_of(loader.dataset)
-        self.root: str | None = None
+        self.classes, self.skipped = classes_of(loader.dataset), dict[str, str]()
         self.transform: Transform | None = None
-        self.skipped: dict[str, str] = {}
-        self.buckets: dict[Size, int] = {}
-        self.left_out = 0
-        generator = loader.generator
-        self._start = None if generator is None else generator.initial_seed()
+        self._start = None if loader.generator is None else loader.generator.initial_seed()
 
     def first(self, count: int) -> dict[str, Any]:
         """The first `count` samples of the data set as a batch; of one without numbers, the first of its first batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ class Text:
         if ":" in use.name:
             self.encode = _called(use, device)
         else:
-            self.encode = self.encoder = FolderText(base / use.name, device, **_folder_options(use))
+            check_options(FolderText, use.options, "a text encoder", given=2)
+            self.encode = self.encoder = FolderText(base / use.name, device, **use.options)
 
     def __call__(self, captions: Sequence[str], tokens: Tensor | None = None) -> dict[str, Tensor]:
         """Tensors [b, ...]; `tokens` int64 [b, n] take the place of those of the captions. Gradients reach what trains."""
@@ -96,23 +98,13 @@ class Text:
 
 def _called(use: Use, device: torch.device) -> Callable[[list[str]], Any]:
     target: Any = import_target(use.name)
-    if isinstance(target, type):
-        check_options(target, use.options, use.name)
-        made = target(**use.options)
-        if isinstance(made, nn.Module):
-            made.to(device).eval().requires_grad_(False)
-        if not callable(made):
-            raise SpecError(f"a {target.__name__} cannot be called with captions")
-        return made  # type: ignore[no-any-return]
     if not callable(target):
         raise SpecError(f"'{use.name}' is not a function or class")
-    check_options(target, use.options, use.name, given=1)
-    return lambda captions: target(captions, **use.options)
-
-
-def _folder_options(use: Use) -> dict[str, Any]:
-    check_options(FolderText, use.options, "a text encoder", given=2)
-    return use.options
+    check_options(target, use.options, use.name, given=0 if isinstance(target, type) else 1)
+    if not isinstance(target, type):
+        return partial(target, **use.options)
+    made: Any = target(**use.options)
+    return made.to(device).eval().requires_grad_(False) if isinstance(made, nn.Module) else made
 
 
 class FolderText:
