@@ -17,10 +17,11 @@ from ...core.errors import FxplugError, TrainError
 from ...core.spec.train_section import Data
 from ..plugins import Plugins
 from ..random_draws import mixed, random_state_kept, seed_all
+from ..tasks.task import function_of
 from .batch_order import Request
 from .image_files import Place, Unreadable, as_image, placed, prepared
 from .sidecars import Caption
-from .sources import Items, condition_function
+from .sources import Items
 
 Size = tuple[int, int]
 Transform = Callable[[Image.Image, Size], Tensor]
@@ -56,7 +57,7 @@ class Fetch:
         self.items, self.spec, self.seed, self.train, self.transform, self.hooks = items, spec, seed, train, transform, hooks
         self.groups, self.sizes = groups, sizes
         named = spec.conditions is not None and ":" in spec.conditions.name
-        self.condition = condition_function(spec.conditions) if named and spec.conditions else None
+        self.condition = function_of(spec.conditions, ("data", "conditions")) if named and spec.conditions else None
         self._hooked = {hook for hook in ("transform_caption", "transform_pil_image") if hooks is not None and hooks.has(hook)}
 
     def __call__(self, request: Request, enough: int | None = None) -> Fetched:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import traceback
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from ...core.errors import SpecError, TrainError, did_you_mean, shown
 from ...core.spec.pass_file import import_target
 from ...core.spec.train_section import Data, Use
+from ..tasks.task import function_of
 from .files import existing, open_classes, open_images
 from .image_files import Unreadable, as_image, read_size, stored
 
@@ -65,7 +66,7 @@ def open_items(spec: Data, base: Path, *, test: bool = False) -> Items:
             finding = f"a folder of them goes with files; with '{kinds[0]}' each sample has its own 'condition'"
             raise SpecError(finding, path=("conditions",))
         if spec.conditions and ":" in spec.conditions.name:
-            condition_function(spec.conditions)
+            function_of(spec.conditions, ("conditions",))
         if kinds == ["images"]:
             return open_images(spec, base)
         if kinds == ["classes"]:
@@ -329,16 +330,3 @@ def open_call(spec: Data) -> OwnItems:
         finding = f"'{use.name}' raised {type(error).__name__}: {error}"
         raise SpecError(finding, path=("call", use.name)) from error
     return own_items(dataset, spec, f"what '{use.name}' gives")
-
-
-def condition_function(use: Use) -> Any:
-    """The function image -> condition image that `conditions: module:function` names; of a class, an instance."""
-    try:
-        made = import_target(use.name)
-    except SpecError as error:
-        raise SpecError(error.finding, path=("conditions",)) from None
-    if isinstance(made, type):
-        return made(**use.options)
-    if callable(made):
-        return partial(made, **use.options) if use.options else made
-    raise SpecError(f"'{use.name}' is no function, but a {type(made).__name__}", path=("conditions",))
