@@ -61,10 +61,10 @@ def prepared(image: Image.Image, channels: int) -> Image.Image:
 def as_image(value: Any, name: str, channels: int = 3) -> Image.Image | Tensor:
     """An image of a data set as the loader takes it.
 
-    PIL images, and uint8 arrays and tensors [c, h, w], get this many channels. A float array or tensor is an image that is
-    ready: it becomes float32 [c, h, w] and is otherwise left as it is, so its values must be those the task works with.
-    Tensors are [c, h, w] or [h, w], numpy arrays (and lists) [h, w, c] or [h, w]. Raises TrainError for anything else, and
-    Unreadable for a PIL image that does not decode.
+    PIL images, and uint8 arrays and tensors [c, h, w], become PIL images of this many channels. A float array or tensor is an
+    image that is ready: it becomes float32 [c, h, w] and is otherwise left as it is, so its values must be those the task works
+    with. Tensors are [c, h, w] or [h, w], numpy arrays (and lists) [h, w, c] or [h, w]. Raises TrainError for anything else,
+    and Unreadable for a PIL image that does not decode.
     """
     if value is None:
         raise Unreadable(name, "no image")
@@ -92,7 +92,7 @@ def as_image(value: Any, name: str, channels: int = 3) -> Image.Image | Tensor:
         array = array.to(torch.uint8)  # a list has no dtype
     if array.dtype != torch.uint8:
         raise TrainError(f"{name}: image values must be uint8 or float, not {str(array.dtype).removeprefix('torch.')}")
-    return array if len(array) == channels else prepared(to_pil_image(array), channels)
+    return prepared(to_pil_image(array), channels)
 
 
 def stored(value: dict[str, Any]) -> bytes | Path:

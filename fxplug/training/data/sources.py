@@ -30,8 +30,8 @@ NAMES = {
 class Items(Protocol):
     """Samples by number.
 
-    An item is a dict: `name`, and what there is of `image` and `condition` (PIL images, uint8 tensors [c, h, w], or float
-    ones that are ready), `caption` (str), `label` (int), and other values that collate. An image that cannot be read raises
+    An item is a dict: `name`, and what there is of `image` and `condition` (PIL images, or float tensors [c, h, w] that are
+    ready), `caption` (str), `label` (int), and other values that collate. An image that cannot be read raises
     `Unreadable`.
     """
 
