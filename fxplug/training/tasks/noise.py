@@ -94,6 +94,7 @@ class Diffusion(Noise):
         return index
 
     def noisy(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
+        """Data with as much noise as the steps have."""
         made: Tensor = self.scheduler.add_noise(x, noise, index)
         return made
 
