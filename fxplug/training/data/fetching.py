@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...core.errors import FxplugError, TrainError
@@ -35,7 +35,7 @@ class Fetched(NamedTuple):
     error: FxplugError | None = None
 
 
-class Fetch:
+class Fetch(Dataset[Any]):
     """Makes batches; picklable when items, transform and hooks are.
 
     Every sample starts from random numbers seeded with (seed, epoch, index). When training, the place of an unreadable image
@@ -59,6 +59,10 @@ class Fetch:
         named = spec.conditions is not None and ":" in spec.conditions.name
         self.condition = function_of(spec.conditions, ("data", "conditions")) if named and spec.conditions else None
         self._hooked = {hook for hook in ("transform_caption", "transform_pil_image") if hooks is not None and hooks.has(hook)}
+
+    def __getitem__(self, request: Request) -> Fetched:
+        """The batch of a request, as torch's workers ask for it."""
+        return self(request)
 
     def __call__(self, request: Request, enough: int | None = None) -> Fetched:
         """The batch of a request; `enough` is after how many samples it ends."""

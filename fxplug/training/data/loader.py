@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ...core.errors import SpecError, TrainError
@@ -145,7 +145,7 @@ class Loader:
         self._requests[:] = requests
         if self._pool is None:
             self._pool = DataLoader(
-                _Requested(self._fetch),
+                self._fetch,
                 batch_size=None,
                 sampler=self._requests,
                 collate_fn=_same,
@@ -192,16 +192,6 @@ def loader_of(
     spec = Data(call=Use(type(data).__name__, {}))
     items = own_items(data, spec, "the data")
     return Loader(items, spec, batch, seed=seed, rank=rank, world=world, train=train, hooks=hooks)
-
-
-class _Requested(Dataset[Any]):
-    """torch's workers index a data set with what the sampler gives: here a whole batch."""
-
-    def __init__(self, fetch: Fetch) -> None:
-        self.fetch = fetch
-
-    def __getitem__(self, request: Request) -> Fetched:
-        return self.fetch(request)
 
 
 def _same(fetched: Any) -> Any:
