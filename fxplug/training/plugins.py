@@ -39,7 +39,7 @@ class Plugins:
     Python path. `on_error`: whether a plugin that raises stops the run. What all hooks get goes into `common`; `note` is told
     in a line of text what goes wrong while a run goes on; `sample` is the one that is transformed.
 
-    Raises SpecError (its path begins with the place in `specs`) for a path that does not import, a class that is no plugin or
+    Raises SpecError, at the place in `specs`, for a path that does not import, a class that is no plugin or
     cannot be made, a hook that does not exist, and an argument that a hook does not offer. May be pickled into worker
     processes, where only the plugins that transform are there.
     """
@@ -57,7 +57,8 @@ class Plugins:
             try:
                 plugin = load(spec, self._local)
             except SpecError as error:
-                raise SpecError(error.finding, path=(index, *error.path), key=error.key) from error.__cause__
+                path = ("train", "plugins", index, *error.path)
+                raise SpecError(error.finding, path=path, key=error.key) from error.__cause__
             name, count = type(plugin).__name__, sum(type(p).__name__ == type(plugin).__name__ for p in self._plugins.values())
             self._plugins[f"{name}@{count}" if count else name] = plugin
         self._places = [(name, hook) for name, plugin in self._plugins.items() for hook in hook_methods(plugin)]
@@ -206,14 +207,6 @@ class Plugins:
         self._places, self._tally = state["places"], state["tally"]
         self.common, self.note, self.sample = {}, logging.getLogger(__name__).warning, ""
         self._register()
-
-
-def open_plugins(specs: Sequence[Any], on_error: Literal["stop", "continue"], base: str | Path | None = None) -> Plugins:
-    """The plugins of a run. Raises SpecError with the way to the one that is wrong."""
-    try:
-        return Plugins(specs, base=base, on_error=on_error)
-    except SpecError as error:
-        raise SpecError(error.finding, path=("train", "plugins", *error.path), key=error.key) from error.__cause__
 
 
 def as_text(result: Any, given: Any) -> Any:

@@ -25,7 +25,7 @@ from .checkpoint import found
 from .data.loader import Loader
 from .data.sources import open_items, with_classes
 from .distributed import check_agreement, gathered, launched
-from .plugins import open_plugins
+from .plugins import Plugins
 from .splitting import share
 from .tasks.denoise import Denoise
 from .tasks.task import make_task
@@ -84,7 +84,7 @@ def train(
         check_folder(folder, SpecError)
         start = _start(folder, resume)
         task = make_task(config.train.task)
-        plugins = open_plugins(config.train.plugins, config.train.on_plugin_error, config.base)
+        plugins = Plugins(config.train.plugins, base=config.base, on_error=config.train.on_plugin_error)
         rank, world = share(accelerator, config.train)
         common: dict[str, Any] = {"seed": config.seed, "rank": rank, "world": world, "batch": config.train.batch}
         hooks = plugins if plugins.transforms else None

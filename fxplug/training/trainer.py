@@ -26,7 +26,7 @@ from .distributed import gathered, launched, prepared, set_mode
 from .monitor import Watch
 from .param_groups import Ema, check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
 from .plugin_state import Optimizers, State, plugin_batch
-from .plugins import Plugins, open_plugins
+from .plugins import Plugins
 from .progress import Pace, Progress
 from .random_draws import Draws, mixed, random_state_kept, random_state_with_device, seeded
 from .resuming import export, interruptible, keep, keep_best, rescue, restore, take_best
@@ -86,7 +86,7 @@ class Trainer:
         self.first = self.accelerator.is_main_process
         if not isinstance(plugins, Plugins):
             specs = self.settings.plugins if plugins is None else plugins
-            plugins = open_plugins(specs, self.settings.on_plugin_error, base)
+            plugins = Plugins(specs, base=base, on_error=self.settings.on_plugin_error)
         self.plugins = plugins
         before = {name: p.dtype for name, p in module.named_parameters()}
         self.groups = choose(module, self.settings, others=self.task.trains)

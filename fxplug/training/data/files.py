@@ -13,7 +13,7 @@ from typing import Any, Literal
 from PIL import Image
 
 from ...core import reading
-from ...core.errors import DEFAULT, Limits, SpecError, did_you_mean
+from ...core.errors import DEFAULT, SpecError, did_you_mean
 from ...core.reading import parse_json
 from ...core.spec.train_section import Data
 from ...core.spec.yaml_source import Section, Source, Where, held
@@ -256,7 +256,7 @@ class MetadataLine(Section, extra="allow"):
     caption: str | None = None
 
 
-def read_metadata(file: Path, top: Path, names: Collection[str], limits: Limits = DEFAULT) -> dict[str, dict[str, Any]]:
+def read_metadata(file: Path, top: Path, names: Collection[str]) -> dict[str, dict[str, Any]]:
     """The values that the lines of a `metadata.jsonl` give to images, whose `names` are relative to `top`; null is left out.
 
     There are none without the file. Raises SpecError with file and line.
@@ -264,12 +264,12 @@ def read_metadata(file: Path, top: Path, names: Collection[str], limits: Limits 
     found: dict[str, dict[str, Any]] = {}
     if not os.path.lexists(file):
         return found
-    whole = reading.text(file, limits.lines, lambda finding: SpecError(finding, where=Where(str(file))))
+    whole = reading.text(file, DEFAULT.lines, lambda finding: SpecError(finding, where=Where(str(file))))
     for number, text in enumerate(whole.split("\n"), 1):
         if not text.strip():
             continue
         where = Where(str(file), number)
-        data = parse_json(text, lambda finding, where=where: SpecError(finding, where=where), limits)  # type: ignore[misc]
+        data = parse_json(text, lambda finding, where=where: SpecError(finding, where=where))  # type: ignore[misc]
         with Source(data, str(file), {(): where}).inside():
             line = held(MetadataLine, data)
             values = {key: value for key, value in (line.model_extra or {}).items() if value is not None}

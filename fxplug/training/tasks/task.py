@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ...core.errors import SpecError, brief_fields, did_you_mean
 from ...core.spec.pass_file import check_options, import_target
 from ...core.spec.train_section import Use, read_use
-from ...core.spec.yaml_source import NOWHERE, Where
 from ..random_draws import Draws
 
 if TYPE_CHECKING:
@@ -98,32 +97,29 @@ def means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     return {name: float(total) / float(count) if count else float("nan") for name, (total, count) in totals.items()}
 
 
-def make_task(spec: Any, where: Where = NOWHERE) -> Task:
+def make_task(spec: Any) -> Task:
     """A task by its name, by import path, or as a mapping of either to its options. Raises SpecError."""
     if isinstance(spec, Task):
         return spec
     use = read_use(spec)
     if ":" not in use.name and use.name not in NAMES:
         hint = did_you_mean(use.name, NAMES) or f"; there are {', '.join(NAMES)}, or 'package.module:Class' for one of your own"
-        raise SpecError(f"no task '{use.name}'{hint}", path=("train", "task"), where=where)
-    kind = import_target(NAMES.get(use.name, use.name), where)
+        raise SpecError(f"no task '{use.name}'{hint}", path=("train", "task"))
+    kind = import_target(NAMES.get(use.name, use.name))
     if not (isinstance(kind, type) and issubclass(kind, Task)):
-        raise SpecError(f"'{use.name}' is no subclass of fxplug.Task", path=("train", "task"), where=where)
-    task: Task = construct(kind, use, ("train", "task"), where)
+        raise SpecError(f"'{use.name}' is no subclass of fxplug.Task", path=("train", "task"))
+    task: Task = construct(kind, use, ("train", "task"))
     return task
 
 
-def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = (), where: Where = NOWHERE, given: int = 0) -> Any:
-    """What `kind` makes of the options; the first `given` parameters are left to later calls.
-
-    SpecError for an option that it does not take, with the nearest one, and for one that is missing.
-    """
+def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = ()) -> Any:
+    """What `kind` makes of the options. SpecError for an option that it lacks, with the nearest, and for a missing one."""
     path = (*path, use.name) if use.options else path
-    check_options(kind, use.options, use.name, path=path, where=where, given=given)
+    check_options(kind, use.options, use.name, path=path)
     try:
         return kind(**use.options)
     except SpecError as error:
-        raise SpecError(error.finding, path=(*path, *error.path), key=error.key, where=where) from None
+        raise SpecError(error.finding, path=(*path, *error.path), key=error.key) from None
 
 
 def function_of(use: Use, path: tuple[str, ...] = (), given: int = 1) -> Any:
