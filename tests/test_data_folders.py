@@ -170,12 +170,12 @@ def test_a_list_of_paths_alone_has_the_captions_beside_the_files(tmp_path):
 
 SUBSET = "[[datasets]]\n[[datasets.subsets]]\nimage_dir = '.'\n"
 BAD_TOML = {
-    "a number": ("datasets = 3", "'datasets' must be a list of tables, [[datasets]], not 3"),
-    "a table": ("[datasets]\nx = 1", "'datasets' must be a list of tables, [[datasets]], not {'x': 1}"),
-    "numbers": ("[[datasets]]\nsubsets = [1]", "'subsets' must be a list of tables, [[subsets]], not [1]"),
-    "general": ("general = 1", "'general' must be [general], not 1"),
-    "less than nothing": (f"{SUBSET}num_repeats = -2", "multiply must be a number above 0"),
-    "no share": (f"{SUBSET}caption_dropout_rate = 5", "cond_dropout must be a number from 0"),
+    "a number": ("datasets = 3", "datasets: must be a list, not 3"),
+    "a table": ("[datasets]\nx = 1", "datasets: must be a list, not a mapping"),
+    "numbers": ("[[datasets]]\nsubsets = [1]", "datasets[0].subsets[0]: must be a mapping, not 1"),
+    "general": ("general = 1", "general: must be a mapping, not 1"),
+    "less than nothing": (f"{SUBSET}num_repeats = -2", "datasets[0].subsets[0].num_repeats: must be a number above 0"),
+    "no share": (f"{SUBSET}caption_dropout_rate = 5", "caption_dropout_rate: must be a number from 0"),
     "a misspelt key": (f"{SUBSET}num_repeat = 2", "num_repeat (did you mean 'num_repeats'?)"),
 }
 
@@ -215,15 +215,15 @@ def test_a_toml_of_subsets(tmp_path):
 
 
 WRONG = {
-    "a word for a number": ({"multiply.txt": "two"}, "multiply.txt: multiply must be a number above 0, not 'two'"),
-    "nothing": ({"multiply.txt": "0"}, "multiply must be a number above 0"),
-    "a share above 1": ({"cond_dropout.txt": "20"}, "cond_dropout must be a number from 0 to 1, not '20'"),
-    "no number": ({"loss_scale.txt": "nan"}, "loss_scale must be a number of any size"),
+    "a word for a number": ({"multiply.txt": "two"}, "multiply.txt: multiply: must be a number above 0, not 'two'"),
+    "nothing": ({"multiply.txt": "0"}, "multiply: must be a number above 0"),
+    "a share above 1": ({"cond_dropout.txt": "20"}, "cond_dropout: must be a number from 0 to 1, not '20'"),
+    "no number": ({"loss_scale.txt": "nan"}, "loss_scale: must be a number, not 'nan'"),
     "more than an epoch can hold": ({"multiply.txt": "1e9"}, "data.images: an epoch has 1e+09 samples"),
     "broken YAML": ({"local.yaml": "tags: ["}, "local.yaml:1: not valid YAML"),
     "a list": ({"a.yaml": ["a"]}, "a.yaml: must be a mapping or a caption"),
-    "a wrong kind": ({"a.yaml": {"shuffle_tags": "yes, please"}}, "a.yaml: 'shuffle_tags' must be bool"),
-    "tags that are none": ({"a.yaml": {"tags": [["x"]]}}, "a.yaml: a tag must be text, or a mapping"),
+    "a wrong kind": ({"a.yaml": {"shuffle_tags": "yes, please"}}, "a.yaml:1: shuffle_tags: must be true or false"),
+    "tags that are none": ({"a.yaml": {"tags": [["x"]]}}, "a.yaml:1: tags: a tag must be text, or a mapping"),
     "a folder in its place": ({"a.caption/x.png": None}, "a.caption: cannot be read: it is a folder, not a file"),
 }
 

@@ -121,6 +121,7 @@ class Slices:
             )
         self.output = self.flow.nodes[-1]
         self.inputs = [n for n in self.flow.nodes if n.op == "placeholder"]
+        self.variadic = [n for n in self.inputs if str(n.target).startswith("**")]
         taken = self.flow.needs.copy()
         for cut in cuts:
             taken.remove_edges_from(list(taken.in_edges(cut.node)))
@@ -246,22 +247,22 @@ class Slices:
 
     def _write(self, nodes: Iterable[fx.Node], carried: bool = False, takes: bool = False, gives: bool = False) -> Graph:
         """A graph of these nodes. With `takes` the cut values are inputs, with `gives` they are results too."""
-        graph = Graph()
+        graph, own = Graph(), set(nodes)
         values: dict[fx.Node, fx.Node] = {}
         kept: dict[str, fx.Node] = {}
-        own = set(nodes)
-        heads = self.carried if carried else self.inputs
         inputs: dict[str, fx.Node] = {}
-        for node in sorted(heads, key=lambda n: (str(n.target).startswith("**"), n)):
-            if takes and not inputs and str(node.target).startswith("**"):
-                inputs = self._added(graph)
+        for node in sorted(self.carried if carried else [n for n in self.inputs if n not in self.variadic]):
             if carried:
                 meta = {**meta_of(node), "nn_module_stack": ROOT}
                 values[node] = insert(graph, "placeholder", node.name, name=node.name, meta=meta)
             else:
                 copy_nodes([node], graph, values)
         if takes:
-            inputs = self._checked(graph, inputs or self._added(graph), values)
+            inputs = {c.name: self._node(graph, "placeholder", c.name, (None,), n, c) for n, c in self.cuts.items()}
+        if not carried:
+            copy_nodes(self.variadic, graph, values)
+        if takes:
+            inputs = self._checked(graph, inputs, values)
         for node in self.flow.nodes:
             if node in values or node not in own or node is self.output:
                 continue
@@ -277,13 +278,6 @@ class Slices:
         graph.lint()
         return graph
 
-    def _added(self, graph: Graph) -> dict[str, fx.Node]:
-        """The kept values as inputs."""
-        found = {}
-        for node, cut in self.cuts.items():
-            found[cut.name] = self._node(graph, "placeholder", cut.name, (None,), node, cut)
-        return found
-
     def _checked(self, graph: Graph, inputs: Mapping[str, fx.Node], values: Mapping[fx.Node, fx.Node]) -> dict[str, fx.Node]:
         found = {}
         like = next((n for n in values.values() if "shape" in n.meta), None)
@@ -297,16 +291,15 @@ class Slices:
     def _taken(self, graph: Graph, cut: _Cut, given: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
         if cut.base is not None:
             return self._node(graph, "call_function", operator.add, (values[cut.base], given), cut.node, cut)
-        if self.flow.changed(cut.node):
-            return self._node(graph, "call_method", "clone", (given,), cut.node, cut)
-        return given
+        return self._unchanged(graph, cut, given)
 
     def _given(self, graph: Graph, cut: _Cut, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
         if cut.base is not None:
             return self._differ(graph, values[cut.node], values[cut.base], cut.node, cut)
-        if self.flow.changed(cut.node):
-            return self._node(graph, "call_method", "clone", (values[cut.node],), cut.node, cut)
-        return values[cut.node]
+        return self._unchanged(graph, cut, values[cut.node])
+
+    def _unchanged(self, graph: Graph, cut: _Cut, value: fx.Node) -> fx.Node:
+        return self._node(graph, "call_method", "clone", (value,), cut.node, cut) if self.flow.changed(cut.node) else value
 
     def _differ(self, graph: Graph, value: fx.Node, base: fx.Node, like: fx.Node, cut: _Cut | None = None) -> fx.Node:
         return self._node(graph, "call_function", operator.sub, (value, base), like, cut)

@@ -6,13 +6,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +19,6 @@ from ..core.errors import DEFAULT, Limits, TrainError, brief_fields
 from ..core.quantised import plain
 from ..core.weight_files import save_file
 from ..core.writing import new_folder, written
-from .random_draws import random_state, random_state_kept, seed_all, set_random_state
 
 FORMAT = 1
 PREFIX = "step-"
@@ -95,36 +92,6 @@ def read(folder: Path, limits: Limits = DEFAULT) -> Checkpoint:
         raise
     except Exception as error:  # of a damaged file, whatever it holds
         raise TrainError(f"'{folder}' cannot be read: {type(error).__name__}: {error}; resume from another one") from error
-
-
-def plain_random_state(state: Any = None) -> dict[str, Any]:
-    """The state of every generator that this process draws from, in plain values and tensors; what `random_state` gave is that
-    of an earlier moment, on the CPU."""
-    python, numpy, torchs = state or random_state()
-    kind, keys, *rest = numpy
-    plain = {"python": [python[0], list(python[1]), python[2]], "torch": torchs}
-    plain["numpy"] = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
-    if torch.cuda.is_available():
-        plain["cuda"] = torch.cuda.get_rng_state()
-    return plain
-
-
-def set_plain_random_state(state: Mapping[str, Any]) -> None:
-    """Put `plain_random_state` back."""
-    version, numbers, gauss = state["python"]
-    kind, keys, *rest = state["numpy"]
-    set_random_state(((version, tuple(numbers), gauss), (kind, keys.numpy().astype(np.uint32), *rest), state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Every generator of this process seeded inside; those of the CPU are where they were again after."""
-    with random_state_kept():
-        torch.manual_seed(seed)
-        seed_all(seed)
-        yield
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -126,28 +127,14 @@ class Finder(nn.Module):
             )
         if self.finding is None:
             graph = without_edges(module.graph)
-            names = [n for n in graph.nodes if n.op == "placeholder"]
+            given = inspect.signature(module.forward).bind(*args, **kwargs)
+            given.apply_defaults()
             try:
-                given = bound(names, args, kwargs)
-                _Watched(module, garbage_collect_values=True, graph=graph).run(*given, enable_io_processing=False)
+                watched = _Watched(module, garbage_collect_values=True, graph=graph)
+                watched.run(*given.arguments.values(), enable_io_processing=False)
             except _NotFinite as found:
                 self.finding = str(found)
         return module(*args, **kwargs)
-
-
-def bound(placeholders: list[fx.Node], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The value of each placeholder in a call that the module itself accepts."""
-    given = list(args)
-    for node in placeholders[len(args) :]:
-        name = str(node.target)
-        if name.startswith("**"):
-            known = {str(n.target) for n in placeholders}
-            given.append({key: value for key, value in kwargs.items() if key not in known})
-        elif name.startswith("*"):
-            given.append(())
-        else:
-            given.append(kwargs[name] if name in kwargs else node.args[0])
-    return given
 
 
 def _bad(values: Mapping[str, Any], what: str) -> str | None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+from torch.utils.tensorboard.summary import image
 
 from ..core.writing import new_file
 
@@ -109,9 +109,4 @@ class Events:
 
     def image(self, tag: str, picture: torch.Tensor, step: int) -> None:
         """A uint8 image [c, h, w]. Raises OSError."""
-        png = io.BytesIO()
-        Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy()).save(png, format="png")
-        height, width = picture.shape[1:]
-        whole = summary_pb2.Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png.getvalue())
-        shown = summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag=tag, image=whole)])
-        self._write(event_pb2.Event(step=step, summary=shown))
+        self._write(event_pb2.Event(step=step, summary=image(tag, picture, dataformats="CHW")))  # type: ignore[no-untyped-call]

@@ -38,12 +38,11 @@ class Watch:
         settings: Train,
         steps: int,
         epochs: int,
-        steps_per_epoch: int,
         console: Console | None = None,
         quiet: bool = False,
     ) -> None:
         self.out, self.settings, self.quiet = out, settings, quiet
-        self.steps, self.epochs, self.steps_per_epoch = steps, epochs, max(1, steps_per_epoch)
+        self.steps, self.epochs = steps, epochs
         self.console = console or Console(stderr=True)
         self._lines = Lines(out / "log.jsonl") if out else None
         self._events: Events | None = None
@@ -73,12 +72,9 @@ class Watch:
             file.unlink(missing_ok=True)
         return [record for record in self._lines.read() if "loss" in record]
 
-    def start(self, module: nn.Module, counts: tuple[int, int] | None = None) -> None:
-        """The model is ready. `counts`: its trainable parameters and all of them; None counts them."""
-        parameters = list(module.parameters())
-        if counts is None:
-            counts = sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
-        self._on_gpu = any(p.is_cuda for p in parameters)
+    def start(self, module: nn.Module, counts: tuple[int, int]) -> None:
+        """The model is ready. `counts`: its trainable parameters, and all of them."""
+        self._on_gpu = any(p.is_cuda for p in module.parameters())
         if self.out:
             if self.settings.log.tensorboard:
                 self._try("tensorboard", self._open_events, self.out / "tensorboard")
@@ -99,11 +95,9 @@ class Watch:
     def _open_events(self, folder: Path) -> None:
         self._events = Events(folder, self._begin)
 
-    def step(self, record: Mapping[str, Any], last: bool | None = None) -> None:
-        """A step is done: `record` has `step`, `loss`, `lr`, `seconds`, perhaps `samples` (how many), and whatever else to log.
-
-        `last` says whether it ended an epoch; None counts the steps.
-        """
+    def step(self, record: Mapping[str, Any], last: bool) -> None:
+        """A step is done, and was the `last` of its epoch or not. `record` has `step`, `epoch`, `loss`, `lr`, `seconds`, and
+        what else to log."""
         step = self._step = int(record["step"])
         self._since.append((float(record["loss"]), float(record["seconds"])))
         self._log(record)
@@ -114,14 +108,12 @@ class Watch:
             self._shown = time.monotonic()
             task = self._progress.tasks[0]
             self._progress.update(task.id, completed=step)
-            self._progress.update(task.id, state=self._state(record, task.speed or 0.0), refresh=True)
-        ended = step % self.steps_per_epoch == 0 if last is None else last
-        if ended or step == self.steps:
-            epoch = (step - 1) // self.steps_per_epoch if last is None else int(record["epoch"])
-            self._end_epoch(epoch, float(record["lr"]))
+            self._progress.update(task.id, state=self._state(task.speed or 0.0), refresh=True)
+        if last or step == self.steps:
+            self._end_epoch(int(record["epoch"]), float(record["lr"]))
 
-    def _state(self, record: Mapping[str, Any], speed: float) -> str:
-        batch = record.get("samples", self.settings.batch * self.settings.accumulate)
+    def _state(self, speed: float) -> str:
+        batch = self.settings.batch * self.settings.accumulate
         left = (self.steps - self._step) / speed if speed else 0.0
         parts = (
             f"loss {fmean(loss for loss, _ in self._since):.4g}",

@@ -88,7 +88,9 @@ def _groups(module: TracedModule, base: Sequence[str], others: bool = False) -> 
     if chosen:
         groups.append({"name": "base", "names": chosen})
     if not groups and not others:
-        raise TrainError(_nothing(entries))
+        frozen = ", ".join(entry["name"] for entry in entries if not entry["train"])
+        why = f"{frozen} has train: false" if frozen else "no pass has parameters" if entries else "there is no pass"
+        raise TrainError(f"nothing trains: {why}; 'trainable' names parameters of the base ('**' is all of it)")
     return groups
 
 
@@ -118,7 +120,7 @@ def named_by(patterns: Sequence[str], names: Mapping[str, str], whose: str, path
 
     SpecError, at the pattern's place below `path`, for one that names no parameter.
     """
-    around = {alias: [*accumulate(alias.split("."), "{}.{}".format)] for alias in names}
+    around = {alias: _prefixes(alias) for alias in names}
     known = {part for parts in around.values() for part in parts}
     chosen: set[str] = set()
     for index, pattern in enumerate(patterns):
@@ -130,19 +132,9 @@ def named_by(patterns: Sequence[str], names: Mapping[str, str], whose: str, path
     return [name for name in dict.fromkeys(names.values()) if name in chosen]
 
 
-def _dots(name: str) -> list[int]:
-    return [index for index, letter in enumerate(name) if letter == "."]
-
-
-def _nothing(entries: list[dict[str, Any]]) -> str:
-    if not entries:
-        return "nothing trains: there is no pass, and 'trainable' names nothing of the base ('**' is all of it)"
-    frozen = [entry["name"] for entry in entries if not entry["train"]]
-    bare = [entry["name"] for entry in entries if entry["train"]]
-    parts = [
-        f"{', '.join(names)} {what}" for names, what in ((frozen, "has train: false"), (bare, "has no parameters")) if names
-    ]
-    return f"nothing trains: {'; '.join(parts)}; 'trainable' names parameters of the base ('**' is all of it)"
+def _prefixes(name: str) -> list[str]:
+    """The modules around a parameter, the outermost first, and itself."""
+    return [*accumulate(name.split("."), "{}.{}".format)]
 
 
 def make_optimizer(use: Use, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -259,7 +251,7 @@ def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[
     for group in groups:
         rows = zip(group["names"], group["params"], strict=True)
         for name, parameter in ((name, parameter) for name, parameter in rows if parameter.requires_grad):
-            holder = next((name[:end] for end in _dots(name) if name[:end] in blocks | networks), name)
+            holder = next((prefix for prefix in _prefixes(name) if prefix in blocks | networks), name)
             held.setdefault(holder, []).append((name, parameter))
     lost = {holder: [name for name, p in inside if p.grad is None] for holder, inside in held.items()}
     whole = {holder for holder, inside in held.items() if len(lost[holder]) == len(inside)}
@@ -276,7 +268,7 @@ def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[
     put = {site["block"] for entry in module.meta.get("passes", []) for site in entry["sites"] if site["block"]}
     halves = {block for block in put if any(name.startswith(f"{block}.") for name in moved)}
     zero = [h for h, inside in held.items() if not lost[h] and moved.isdisjoint(name for name, _ in inside)]
-    fresh = {h for h in zero if any(h[:end] in halves for end in _dots(h))}
+    fresh = {h for h in zero if not halves.isdisjoint(_prefixes(h)[:-1])}
     return [*(name for names in lost.values() for name in names), *(h for h in zero if h not in fresh)]
 
 

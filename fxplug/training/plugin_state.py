@@ -6,6 +6,7 @@ Where a run loads its plugins, `from train import ...` gives this module (see fx
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class Optimizers:
         return getattr(self.__dict__["optimizer_unet"], name)
 
 
+@dataclass(eq=False, repr=False)
 class State:
     """`unet` is the module that trains, whatever it is. What a run does not have is None.
 
@@ -52,32 +54,27 @@ class State:
     is None.
     """
 
-    def __init__(
-        self,
-        optimizer: Any = None,
-        train_batch: Any = None,
-        unet: Any = None,
-        text_encoder: Any = None,
-        tokenizer: Any = None,
-        scheduler: Any = None,
-        vae: Any = None,
-        unet_ema: Any = None,
-        text_encoder_ema: Any = None,
-        save: Callable[[Path], None] | None = None,
-    ) -> None:
-        self.optimizer, self.train_batch, self.unet, self.vae = optimizer, train_batch, unet, vae
-        self.text_encoder, self.tokenizer, self.scheduler = text_encoder, tokenizer, scheduler
-        self.unet_ema, self.text_encoder_ema = unet_ema, text_encoder_ema
-        self._save = save
-        if text_encoder is not None and not hasattr(text_encoder, "text_model"):
+    optimizer: Any = None
+    train_batch: Any = None
+    unet: Any = None
+    text_encoder: Any = None
+    tokenizer: Any = None
+    scheduler: Any = None
+    vae: Any = None
+    unet_ema: Any = None
+    text_encoder_ema: Any = None
+    write_checkpoint: Callable[[Path], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.text_encoder is not None and not hasattr(self.text_encoder, "text_model"):
             # transformers 5 has the layers on the encoder itself; as a plain attribute it is no submodule of its own
-            object.__setattr__(text_encoder, "text_model", text_encoder)
+            object.__setattr__(self.text_encoder, "text_model", self.text_encoder)
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint of this moment to the folder `path`, from which the run can be resumed."""
-        if self._save is None:
+        if self.write_checkpoint is None:
             raise RuntimeError("this state is of no run")
-        self._save(Path(path))
+        self.write_checkpoint(Path(path))
 
 
 def save_model(save_path: str | Path, ed_state: State, *args: Any, **options: Any) -> None:

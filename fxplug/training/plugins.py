@@ -16,15 +16,9 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError, TrainError, did_you_mean
 from .plugin_hooks import OFFERED
-from .plugin_loader import CHAINED, Local, StandIn, hook_methods, load
+from .plugin_loader import CHAINED, Local, hook_methods, load
 from .plugin_state import NoSuchKey
 
-STAND_INS = {
-    "plugins.plugins": StandIn("fxplug.training.plugin_hooks", ("class BasePlugin", "class PluginRunner")),
-    "train": StandIn("fxplug.training.plugin_state", ("TrainingState:", "def save_model(")),
-    "utils.sample_generator": StandIn("fxplug.training.plugin_state", ("def clean_filename(", "class SampleGenerator")),
-    "colorama": StandIn("fxplug.training.plugin_state"),
-}
 LIMITS = {"on_epoch_": 5.0, "on_training_": 20.0, "on_model_": 20.0, "": 0.5}  # seconds of one call, as in EveryDream2trainer
 SHARE = 0.01  # of the run: a plugin that takes more is named at its end
 SECONDS, CALLS, LONGEST, FAILURES = range(4)  # columns of the tally
@@ -45,7 +39,7 @@ class Plugins:
     Python path. `on_error`: whether a plugin that raises stops the run. What all hooks get goes into `common`; `note` is told
     in a line of text what goes wrong while a run goes on; `sample` is the one that is transformed.
 
-    Raises SpecError (its path begins with the place in `specs`) for a path that does not import, a class that is no plugin or
+    Raises SpecError, at the place in `specs`, for a path that does not import, a class that is no plugin or
     cannot be made, a hook that does not exist, and an argument that a hook does not offer. May be pickled into worker
     processes, where only the plugins that transform are there.
     """
@@ -56,14 +50,15 @@ class Plugins:
         self.on_error = on_error
         self.common: dict[str, Any] = {}
         self.note: Callable[[str], object] = logging.getLogger(__name__).warning
-        self._local = Local.of([base or Path.cwd(), Path.cwd()], STAND_INS)
+        self._local = Local.of([base or Path.cwd(), Path.cwd()])
         self.sample = ""
         self._plugins: dict[str, object] = {}
         for index, spec in enumerate(specs):
             try:
                 plugin = load(spec, self._local)
             except SpecError as error:
-                raise SpecError(error.finding, path=(index, *error.path), key=error.key) from error.__cause__
+                path = ("train", "plugins", index, *error.path)
+                raise SpecError(error.finding, path=path, key=error.key) from error.__cause__
             name, count = type(plugin).__name__, sum(type(p).__name__ == type(plugin).__name__ for p in self._plugins.values())
             self._plugins[f"{name}@{count}" if count else name] = plugin
         self._places = [(name, hook) for name, plugin in self._plugins.items() for hook in hook_methods(plugin)]
@@ -212,14 +207,6 @@ class Plugins:
         self._places, self._tally = state["places"], state["tally"]
         self.common, self.note, self.sample = {}, logging.getLogger(__name__).warning, ""
         self._register()
-
-
-def open_plugins(specs: Sequence[Any], on_error: Literal["stop", "continue"], base: str | Path | None = None) -> Plugins:
-    """The plugins of a run. Raises SpecError with the way to the one that is wrong."""
-    try:
-        return Plugins(specs, base=base, on_error=on_error)
-    except SpecError as error:
-        raise SpecError(error.finding, path=("train", "plugins", *error.path), key=error.key) from error.__cause__
 
 
 def as_text(result: Any, given: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,16 +76,31 @@ def random_state_kept() -> Iterator[None]:
         set_random_state(states)
 
 
-def random_state() -> tuple[Any, ...]:
-    """The states of the three generators."""
-    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+def random_state() -> dict[str, Any]:
+    """The states of the three generators of the CPU, in plain values and tensors."""
+    version, numbers, gauss = random.getstate()
+    numpys: Any = np.random.get_state()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [numpys[0], torch.from_numpy(numpys[1].astype(np.int64)), *numpys[2:]],
+        "torch": torch.default_generator.get_state(),
+    }
 
 
-def set_random_state(states: tuple[Any, ...]) -> None:
-    """Put the generators where they stood."""
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.default_generator.set_state(states[2])
+def random_state_with_device() -> dict[str, Any]:
+    """`random_state`, and that of the GPU where there is one."""
+    device = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {**random_state(), **device}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put the generators of a state where they stood."""
+    (version, numbers, gauss), (kind, keys, *rest) = state["python"], state["numpy"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.default_generator.set_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def seed_all(seed: int) -> None:
@@ -93,3 +108,12 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Every generator of this process seeded inside; those of the CPU are where they were again after."""
+    with random_state_kept():
+        torch.manual_seed(seed)
+        seed_all(seed)
+        yield

@@ -22,18 +22,9 @@ from ..core.errors import TrainError
 from ..core.reading import reason
 from ..core.spec.train_section import written
 from ..core.torch_internals.modules import tree_map
-from .checkpoint import (
-    PREFIX,
-    Checkpoint,
-    differences,
-    found,
-    plain_random_state,
-    read,
-    set_plain_random_state,
-    write,
-    write_to,
-)
+from .checkpoint import PREFIX, Checkpoint, differences, found, read, write, write_to
 from .distributed import gathered
+from .random_draws import random_state_with_device, set_random_state
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -49,7 +40,7 @@ def keep(trainer: Trainer, path: Path | None = None) -> None:
     """
     if trainer.out is None and path is None:
         return
-    made = _snapshot(trainer, gathered(trainer.accelerator, plain_random_state()))
+    made = _snapshot(trainer, gathered(trainer.accelerator, random_state_with_device()))
     newest = None
     if trainer.first:
         with _reported(trainer, f"checkpoint of step {trainer.progress.step}" if path is None else f"checkpoint '{path}'"):
@@ -106,31 +97,30 @@ def rescue(trainer: Trainer, error: BaseException) -> None:
     step, stepper = trainer.progress.step, trainer.take_step
     if trainer.out is None or not trainer.first or step == 0 or trainer.saved:
         return
-    lost, whole = None, False
+    lost, module = None, f" and '{trainer.out / 'module'}'"
+    kept = found(trainer.out / "checkpoints")
     if trainer.sharded is not None:
         lost = "its weights are parts on several processes"
     elif not stepper.whole:
         lost = "the optimizer was changing the weights"
     elif not all(bool(p.isfinite().all()) for p in trainer.trained.values()):
         lost = "its weights are not finite"
-    kept = found(trainer.out / "checkpoints")
-    if lost is None:
+    elif not kept or kept[-1].name != f"{PREFIX}{step:08}":
         try:
-            if not kept or kept[-1].name != f"{PREFIX}{step:08}":
-                made = _snapshot(trainer, [plain_random_state(trainer.drawn)])
-                kept.append(write(trainer.out / "checkpoints", made, trainer.settings.save.keep))
-            whole = True
-            _write_modules(trainer)
+            made = _snapshot(trainer, [trainer.drawn or random_state_with_device()])
+            kept.append(write(trainer.out / "checkpoints", made, trainer.settings.save.keep))
         except Exception as other:  # the system's or torch's; the first error is the one that counts
             lost = f"it cannot be written: {other}"
-    begin = f"{'stopped' if isinstance(error, KeyboardInterrupt) else 'the run ended'} after step {step}"
     if lost is None:
-        text = f"{begin}: what it learnt is in '{kept[-1]}' (--resume goes on from there) and '{trainer.out / 'module'}'"
-    elif whole:
-        text = f"{begin}: what it learnt is in '{kept[-1]}' (--resume goes on from there); there is no module, as {lost}"
+        try:
+            _write_modules(trainer)
+        except Exception as other:  # as above
+            module = f"; there is no module, as it cannot be written: {other}"
+    text = f"{'stopped' if isinstance(error, KeyboardInterrupt) else 'the run ended'} after step {step}"
+    if lost is None:
+        text += f": what it learnt is in '{kept[-1]}' (--resume goes on from there){module}"
     else:
-        last = f"the newest checkpoint is '{kept[-1]}'" if kept else "there is no checkpoint"
-        text = f"{begin}, of which nothing is kept as {lost}; {last}"
+        text += f", of which nothing is kept as {lost}; {_newest(trainer)}"
     error.add_note(text)
     trainer.watch.note(text, said=False)
 
@@ -203,7 +193,7 @@ def restore(trainer: Trainer, path: Path) -> None:
         setattr(trainer.progress, key, value)
     trainer.take_step.checked = True
     if len(kept.random) == trainer.accelerator.num_processes:
-        set_plain_random_state(kept.random[trainer.accelerator.process_index])
+        set_random_state(kept.random[trainer.accelerator.process_index])
     else:
         trainer.watch.note("another number of processes than before: dropout draws other numbers from here on")
     if trainer.out is not None and trainer.first:  # later ones are of a line of the run that is given up
@@ -292,15 +282,18 @@ def _reported(trainer: Trainer, what: str) -> Iterator[None]:
         if found_error is None:
             raise
         full = found_error.errno in FULL
-        kept = found(trainer.out / "checkpoints") if trainer.out else []
-        last = f"the newest checkpoint is '{kept[-1]}'" if kept else "there is no checkpoint yet"
         why = "the disk is full" if full else reason(found_error)
-        text = f"the {what} could not be written, {why} ({error}); {last}"
+        text = f"the {what} could not be written, {why} ({error}); {_newest(trainer)}"
         if not full:
             raise TrainError(f"{text}; make the folder writable and resume") from error
         if trainer.settings.save.on_full_disk == "stop":
             raise TrainError(f"{text}; make room and resume, or set save.on_full_disk: continue") from error
         trainer.watch.note(f"{text}; the run goes on")
+
+
+def _newest(trainer: Trainer) -> str:
+    kept = found(trainer.out / "checkpoints") if trainer.out else []
+    return f"the newest checkpoint is '{kept[-1]}'" if kept else "there is no checkpoint"
 
 
 def _system_error(error: BaseException | None) -> OSError | None:

@@ -25,7 +25,7 @@ from .checkpoint import found
 from .data.loader import Loader
 from .data.sources import open_items, with_classes
 from .distributed import check_agreement, gathered, launched
-from .plugins import open_plugins
+from .plugins import Plugins
 from .splitting import share
 from .tasks.denoise import Denoise
 from .tasks.task import make_task
@@ -79,11 +79,12 @@ def train(
         accelerator = launched(config.train.precision, device)
         plain = resolved(config)
         check_agreement(accelerator, plain)
-        folder = gathered(accelerator, _folder(name or _name(source), out, resume))[0]
+        named = Path(source).stem if isinstance(source, (str, Path)) else "train"
+        folder = gathered(accelerator, _folder(name or named, out, resume))[0]
         check_folder(folder, SpecError)
         start = _start(folder, resume)
         task = make_task(config.train.task)
-        plugins = open_plugins(config.train.plugins, config.train.on_plugin_error, config.base)
+        plugins = Plugins(config.train.plugins, base=config.base, on_error=config.train.on_plugin_error)
         rank, world = share(accelerator, config.train)
         common: dict[str, Any] = {"seed": config.seed, "rank": rank, "world": world, "batch": config.train.batch}
         hooks = plugins if plugins.transforms else None
@@ -112,7 +113,9 @@ def train(
             quiet=quiet,
         )
         if accelerator.is_main_process:
-            _written(folder, plain)
+            with reported(lambda finding: TrainError(f"{folder} {finding}"), "cannot be written"):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), "utf-8")
         try:
             history = trainer.fit(resume=start)
         finally:
@@ -121,10 +124,6 @@ def train(
         first = accelerator.is_main_process and isinstance(task, Denoise)
         use = into_pipeline(result.module, folder, config) if first else ""
     return Run(result.module, history, folder, trainer.metrics, trainer, use)
-
-
-def _name(source: Any) -> str:
-    return Path(str(source)).stem if isinstance(source, (str, Path)) else "train"
 
 
 def _folder(name: str, out: str | Path | None, resume: bool | str | Path) -> Path:
@@ -158,12 +157,6 @@ def _report(folder: Path, trainer: Trainer) -> None:
         trainer.watch.note(f"report.html is not written: {error}")
 
 
-def _written(folder: Path, plain: dict[str, Any]) -> None:
-    with reported(lambda finding: TrainError(f"{folder} {finding}"), "cannot be written"):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), "utf-8")
-
-
 def into_pipeline(module: TracedModule, out: Path, config: Config) -> str:
     """Write `adapter/` beside the saved `module/` of a run where diffusers has a form for all that was trained.
 
@@ -181,8 +174,8 @@ def into_pipeline(module: TracedModule, out: Path, config: Config) -> str:
     except (FxplugError, OSError) as error:  # such as a pass that no adapter file of diffusers has a form for
         if isinstance(error, OSError):
             warnings.warn(f"{out / 'adapter'} cannot be written: {error}", stacklevel=2)
-        else:
-            _tidied(out / "adapter")
+        elif not any((out / "adapter").iterdir()):
+            (out / "adapter").rmdir()
         return "\n".join(["import fxplug", *lines, f"pipe.{part} = fxplug.load({str(out / 'module')!r})"])
     return "\n".join([*lines, f"pipe.load_lora_weights({str(out / 'adapter')!r})"])
 
@@ -195,8 +188,3 @@ def _pipeline(config: Config) -> str:
         if (home / "model_index.json").is_file():
             return repr(str(home))
     return '"the pipeline of this model"'
-
-
-def _tidied(folder: Path) -> None:
-    if not any(folder.iterdir()):
-        folder.rmdir()

@@ -6,24 +6,21 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.errors import GuardError, TrainError
-from ..core.ir.traced_module import TracedModule
-from ..core.spec.train_section import Train
 from ..lowerings.frozen_norms import hold_norms
 from .diagnosis import Finder, bad_gradients, misfit
 from .distributed import mean, set_mode
 from .param_groups import check_gradients
-from .plugins import Plugins
 from .random_draws import Draws
-from .splitting import share
-from .tasks.task import Task
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 OVERFLOWS = 50  # so many fp16 steps in a row may be skipped while the loss scale falls
 Batch = dict[str, Any]
@@ -32,27 +29,15 @@ Batch = dict[str, Any]
 class Stepper:
     """Takes optimizer steps. `module` is what was traced, `runner` what runs: the same lowered, compiled, in DDP."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        module: TracedModule,
-        runner: nn.Module,
-        task: Task,
-        groups: list[dict[str, Any]],
-        optimizer: Any,
-        settings: Train,
-        plugins: Plugins,
-        seed: int,
-    ) -> None:
-        self.accelerator, self.module, self.runner, self.task = accelerator, module, runner, task
-        self.groups, self.optimizer, self.settings, self.plugins = groups, optimizer, settings, plugins
-        self.seed = seed
-        self.rank, self.world = share(accelerator, settings)
+    def __init__(self, trainer: Trainer) -> None:
+        self.accelerator, self.module, self.runner = trainer.accelerator, trainer.module, trainer.runner
+        self.task, self.groups, self.optimizer = trainer.task, trainer.groups, trainer.optimizer
+        self.settings, self.plugins, self.trained = trainer.settings, trainer.plugins, trainer.trained
+        self.seed, self.rank, self.world = trainer.seed, trainer.rank, trainer.world
         self.note: Callable[[str], object] = print
         self.asked: Callable[[], bool] = lambda: False  # whether this process was told to stop
         self.stop = False  # whether any was; all know it after the same step
-        self.trained = {name: p for group in groups for name, p in zip(group["names"], group["params"], strict=True)}
-        self.frozen = {name for name, _ in module.named_parameters()} - self.trained.keys()
+        self.frozen = {name for name, _ in self.module.named_parameters()} - self.trained.keys()
         self.checked, self.overflows = False, 0
         self.whole = True  # whether all of a step is done; the trainer says so when it has counted it
 

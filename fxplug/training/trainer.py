@@ -19,16 +19,16 @@ from ..core.ir.traced_module import TracedModule
 from ..core.spec.run_config import check_settings
 from ..core.spec.train_section import Train
 from ..lowerings.regions.submodules import originals
-from .checkpoint import Checkpoint, fingerprint, newest, seeded
+from .checkpoint import Checkpoint, fingerprint, newest
 from .data.loader import loader_of
 from .diagnosis import check_fits
 from .distributed import gathered, launched, prepared, set_mode
 from .monitor import Watch
 from .param_groups import Ema, check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
 from .plugin_state import Optimizers, State, plugin_batch
-from .plugins import Plugins, open_plugins
+from .plugins import Plugins
 from .progress import Pace, Progress
-from .random_draws import Draws, mixed, random_state, random_state_kept
+from .random_draws import Draws, mixed, random_state_kept, random_state_with_device, seeded
 from .resuming import export, interruptible, keep, keep_best, rescue, restore, take_best
 from .splitting import divided, share
 from .stepping import Batch, Stepper
@@ -86,7 +86,7 @@ class Trainer:
         self.first = self.accelerator.is_main_process
         if not isinstance(plugins, Plugins):
             specs = self.settings.plugins if plugins is None else plugins
-            plugins = open_plugins(specs, self.settings.on_plugin_error, base)
+            plugins = Plugins(specs, base=base, on_error=self.settings.on_plugin_error)
         self.plugins = plugins
         before = {name: p.dtype for name, p in module.named_parameters()}
         self.groups = choose(module, self.settings, others=self.task.trains)
@@ -104,7 +104,8 @@ class Trainer:
                 raise TrainError(f"test.{key} compares tests: give test.every, and what is tested (test in the section data)")
         self._set_up(Path(base or Path.cwd()), timm)
         self._check_first_batch()  # before plugins see the module, which may hook it
-        self.state = State(train_batch=self.data, unet=module, save=lambda path: keep(self, path), **self.task.parts())
+        parts = self.task.parts()
+        self.state = State(train_batch=self.data, unet=module, write_checkpoint=lambda path: keep(self, path), **parts)
         self._tell_of_the_model()
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
         self.progress = Progress()
@@ -114,8 +115,8 @@ class Trainer:
         self.drawn: Any = None  # the random state before the step at hand
         self.saved = False  # whether the module is written
         self._make(optimizer, scheduler)
-        counts = self.steps, self.epochs, self.pace.per_epoch
-        self.watch = Watch(self.out if self.first else None, self.settings, *counts, quiet=quiet or not self.first)
+        out = self.out if self.first else None
+        self.watch = Watch(out, self.settings, self.steps, self.epochs, quiet=quiet or not self.first)
         self.take_step.note = self.plugins.note = self.watch.note
 
     def _set_up(self, base: Path, timm: str | None) -> None:
@@ -210,8 +211,7 @@ class Trainer:
         self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
         self.kept_best: Checkpoint | None = None  # where the run has no folder
         self.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
-        parts = self.module, self.runner, self.task, self.groups, self.optimizer
-        self.take_step = Stepper(self.accelerator, *parts, self.settings, self.plugins, self.seed)
+        self.take_step = Stepper(self)
 
     def _divided(self) -> TracedModule:
         """The module as processes that share samples compute it together; the module itself where none do."""
@@ -305,7 +305,7 @@ class Trainer:
     def _step(self, batches: list[Batch]) -> dict[str, Any]:
         progress = self.progress
         place = {"epoch": progress.epoch, "global_step": self.pace.seen, "local_step": progress.done}
-        self.drawn = random_state()
+        self.drawn = random_state_with_device()
         lr = self.optimizer.param_groups[0]["lr"]
         report = self.take_step(batches, progress.step + 1, place)
         progress.step += 1

@@ -10,17 +10,18 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import default_collate
-from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
+from torch.utils.data import Dataset, default_collate
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...core.errors import FxplugError, TrainError
 from ...core.spec.train_section import Data
 from ..plugins import Plugins
 from ..random_draws import mixed, random_state_kept, seed_all
+from ..tasks.task import function_of
 from .batch_order import Request
 from .image_files import Place, Unreadable, as_image, placed, prepared
 from .sidecars import Caption
-from .sources import Items, condition_function
+from .sources import Items
 
 Size = tuple[int, int]
 Transform = Callable[[Image.Image, Size], Tensor]
@@ -34,7 +35,7 @@ class Fetched(NamedTuple):
     error: FxplugError | None = None
 
 
-class Fetch:
+class Fetch(Dataset[Any]):
     """Makes batches; picklable when items, transform and hooks are.
 
     Every sample starts from random numbers seeded with (seed, epoch, index). When training, the place of an unreadable image
@@ -56,8 +57,12 @@ class Fetch:
         self.items, self.spec, self.seed, self.train, self.transform, self.hooks = items, spec, seed, train, transform, hooks
         self.groups, self.sizes = groups, sizes
         named = spec.conditions is not None and ":" in spec.conditions.name
-        self.condition = condition_function(spec.conditions) if named and spec.conditions else None
+        self.condition = function_of(spec.conditions, ("data", "conditions")) if named and spec.conditions else None
         self._hooked = {hook for hook in ("transform_caption", "transform_pil_image") if hooks is not None and hooks.has(hook)}
+
+    def __getitem__(self, request: Request) -> Fetched:
+        """The batch of a request, as torch's workers ask for it."""
+        return self(request)
 
     def __call__(self, request: Request, enough: int | None = None) -> Fetched:
         """The batch of a request; `enough` is after how many samples it ends."""
@@ -75,11 +80,6 @@ class Fetch:
                 return Fetched(collate(samples) if samples else None, skipped)
             except FxplugError as error:
                 return Fetched(None, skipped, error)
-
-    @property
-    def _plain(self) -> bool:
-        """Whether nobody asks for a PIL image."""
-        return self.transform is None and self.condition is None and "transform_pil_image" not in self._hooked
 
     def _readable(self, index: int, request: Request, skipped: dict[str, str]) -> dict[str, Any] | None:
         for candidate in self._candidates(index, request.group):
@@ -111,21 +111,15 @@ class Fetch:
             item["caption"] = caption.shuffled() if self.train else caption.text()
         if self.hooks is not None:
             self.hooks.sample = f"epoch {epoch}, {item['name']}"
-        item = self._with_image(item, size, place)
+        self._put_image(item, size, place)
         if self.hooks is not None and "transform_caption" in self._hooked and "caption" in item:
             item["caption"] = self.hooks.transform_caption(item["caption"])  # behind the image, as EveryDream2trainer has it
         item["index"] = index
         return item
 
-    def _with_image(self, item: dict[str, Any], size: Size | None, place: Place) -> dict[str, Any]:
-        """The item with its image, and what goes with it, as tensors of a size."""
-        image, condition = item.get("image"), item.get("condition")
-        if isinstance(condition, Tensor) and condition.dtype == torch.uint8:
-            item["condition"] = to_pil_image(condition)
-        if isinstance(image, Tensor) and image.dtype == torch.uint8:
-            if self._plain and condition is None and size in (None, tuple(image.shape[1:])):
-                return {**item, "image": image.flip(-1) if place.flip else image}
-            image = to_pil_image(image)
+    def _put_image(self, item: dict[str, Any], size: Size | None, place: Place) -> None:
+        """Make tensors of a size of an item's image and of what goes with it."""
+        image = item.get("image")
         if isinstance(image, Image.Image):
             self._put(item, image, size or (image.height, image.width), place)
         elif isinstance(image, Tensor):
@@ -135,7 +129,6 @@ class Fetch:
             if "transform_pil_image" in self._hooked:
                 raise TrainError(f"{item['name']} is a float image: a plugin's transform_pil_image needs PIL or uint8")
             self._put_condition(item, (image.shape[1], image.shape[2]), Place())
-        return item
 
     def _put(self, item: dict[str, Any], image: Image.Image, size: Size, place: Place) -> None:
         """Put the image into its item as a tensor. A task's transform crops by itself, unless a condition must match."""
@@ -174,8 +167,6 @@ class Fetch:
             made = as_image(made, f"the condition of {name}", 1 if np.ndim(made) == 2 else 3)
         elif made.mode != "L":
             made = prepared(made, 1 if made.mode == "1" else 3)
-        if isinstance(made, Tensor) and made.dtype == torch.uint8:
-            made = to_pil_image(made)
         return pil_to_tensor(placed(made, size, Place())) if isinstance(made, Image.Image) else made
 
     def _put_condition(self, item: dict[str, Any], size: Size, place: Place) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +13,10 @@ from typing import Any, Literal
 from PIL import Image
 
 from ...core import reading
-from ...core.errors import DEFAULT, Limits, SpecError, did_you_mean
+from ...core.errors import DEFAULT, SpecError, did_you_mean
 from ...core.reading import parse_json
 from ...core.spec.train_section import Data
-from ...core.spec.yaml_source import Where, shown
+from ...core.spec.yaml_source import Section, Source, Where, held
 from .image_files import read_image, read_size
 from .sidecars import CONCEPT, Listed, Settings, Sidecars, from_json, from_name, from_toml, numbers
 
@@ -81,7 +81,7 @@ def open_images(spec: Data, base: Path) -> FileItems:
     said = [_settings(image, sidecars, spec.repeats == "folders") for image in listed]
     for name, value, settings in zip(names, values, said, strict=True):
         if "caption" in value:
-            settings = replace(settings, plain=value["caption"], prompt=None)
+            settings = settings.model_copy(update={"plain": value["caption"], "prompt": None})
         elif spec.captions == "filename" and not (settings.plain or settings.prompt):
             settings = settings.under(Settings(plain=from_name(Path(name).stem)))
         if (caption := settings.caption()) is not None:
@@ -140,15 +140,11 @@ def _settings(image: Listed, sidecars: Sidecars, repeats: bool) -> Settings:
 
 def _with_metadata(top: Path, names: list[str]) -> list[dict[str, Any]]:
     """What the `metadata.jsonl` nearest above each image says about it."""
-    values: list[dict[str, Any]] = [{} for _ in names]
-    order = {name: i for i, name in enumerate(names)}
+    values: dict[str, dict[str, Any]] = {name: {} for name in names}
     folders = {folder for name in names for folder in Path(name).parents}
     for folder in sorted(folders, key=lambda f: (len(f.parts), f)):  # so that the nearest metadata is read last
-        for name, line in read_metadata(top / folder / METADATA, top).items():
-            if name not in order:
-                raise SpecError(f"no image '{name}'{did_you_mean(name, names)}", where=line.where)
-            values[order[name]] = line.values
-    return values
+        values |= read_metadata(top / folder / METADATA, top, values)
+    return list(values.values())
 
 
 def open_classes(spec: Data, base: Path) -> FileItems:
@@ -252,50 +248,43 @@ def _suffixes() -> frozenset[str]:
     return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN)
 
 
-@dataclass(frozen=True)
-class Line:
-    """The values that one line gives an image, and where it stands."""
+class MetadataLine(Section, extra="allow"):
+    """What one line says of an image; `file_name` is relative to the file's folder, `text` another word for `caption`."""
 
-    values: dict[str, Any]
-    where: Where
+    file_name: str
+    text: str | None = None
+    caption: str | None = None
 
 
-def read_metadata(file: Path, top: Path, limits: Limits = DEFAULT) -> dict[str, Line]:
-    """The lines of a `metadata.jsonl` by image, relative to `top`.
+def read_metadata(file: Path, top: Path, names: Collection[str]) -> dict[str, dict[str, Any]]:
+    """The values that the lines of a `metadata.jsonl` give to images, whose `names` are relative to `top`; null is left out.
 
-    `file_name` is relative to the file's folder; `text` or `caption` is the caption; other keys are kept, null is left out.
     There are none without the file. Raises SpecError with file and line.
     """
-    lines: dict[str, Line] = {}
+    found: dict[str, dict[str, Any]] = {}
     if not os.path.lexists(file):
-        return lines
-    below = file.parent.relative_to(top)
-    whole = reading.text(file, limits.lines, lambda finding: SpecError(finding, where=Where(str(file))))
+        return found
+    whole = reading.text(file, DEFAULT.lines, lambda finding: SpecError(finding, where=Where(str(file))))
     for number, text in enumerate(whole.split("\n"), 1):
         if not text.strip():
             continue
         where = Where(str(file), number)
-        values = parse_json(text, lambda finding, where=where: SpecError(finding, where=where), limits)  # type: ignore[misc]
-        if not isinstance(values, dict):
-            raise SpecError(f"must be a mapping, not {shown(values)}", where=where)
-        values = {key: value for key, value in values.items() if value is not None}
-        name = values.pop("file_name", None)
-        if not isinstance(name, str):
-            hint = did_you_mean("file_name", values) if name is None else ""
-            raise SpecError(f"needs 'file_name', the path of an image{hint}", where=where)
-        name = (below / name).as_posix()
-        if "text" in values and "caption" in values:
-            raise SpecError("both 'text' and 'caption'", where=where)
-        if "text" in values:
-            values["caption"] = values.pop("text")
-        if not isinstance(values.get("caption", ""), str):
-            raise SpecError(f"the caption must be text, not {shown(values['caption'])}", where=where)
-        if taken := [key for key in OWN if key in values]:
-            raise SpecError(f"the key '{taken[0]}' is the loader's own; name it otherwise", where=where)
-        if name in lines:
-            raise SpecError(f"'{name}' again, after line {lines[name].where.line}", where=where)
-        lines[name] = Line(values, where)
-    return lines
+        data = parse_json(text, lambda finding, where=where: SpecError(finding, where=where))  # type: ignore[misc]
+        with Source(data, str(file), {(): where}).inside():
+            line = held(MetadataLine, data)
+            values = {key: value for key, value in (line.model_extra or {}).items() if value is not None}
+            name = (file.parent.relative_to(top) / line.file_name).as_posix()
+            if line.text is not None and line.caption is not None:
+                raise SpecError("both 'text' and 'caption'")
+            if taken := [key for key in OWN if key in values]:
+                raise SpecError(f"the key '{taken[0]}' is the loader's own; name it otherwise")
+            if name not in names:
+                raise SpecError(f"no image '{name}'{did_you_mean(name, names)}")
+            if name in found:
+                raise SpecError(f"'{name}' again in a later line")
+        caption = line.caption if line.text is None else line.text
+        found[name] = values if caption is None else {**values, "caption": caption}
+    return found
 
 
 def labels(names: Sequence[str], values: list[dict[str, Any]]) -> list[str] | None:

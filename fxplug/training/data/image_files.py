@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
-from torchvision.transforms.v2.functional import to_pil_image
+from torchvision.transforms.v2.functional import to_image, to_pil_image
 
 from ...core.errors import TrainError
 
 _ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 lie on their side
-_LEADING, _TRAILING = "[c, h, w] or [h, w]", "[h, w, c] or [h, w]"
 
 
 class Unreadable(Exception):
@@ -62,10 +61,10 @@ def prepared(image: Image.Image, channels: int) -> Image.Image:
 def as_image(value: Any, name: str, channels: int = 3) -> Image.Image | Tensor:
     """An image of a data set as the loader takes it.
 
-    PIL images, and uint8 arrays and tensors [c, h, w], get this many channels. A float array or tensor is an image that is
-    ready: it becomes float32 [c, h, w] and is otherwise left as it is, so its values must be those the task works with.
-    Tensors are [c, h, w] or [h, w], numpy arrays (and lists) [h, w, c] or [h, w]. Raises TrainError for anything else, and
-    Unreadable for a PIL image that does not decode.
+    PIL images, and uint8 arrays and tensors [c, h, w], become PIL images of this many channels. A float array or tensor is an
+    image that is ready: it becomes float32 [c, h, w] and is otherwise left as it is, so its values must be those the task works
+    with. Tensors are [c, h, w] or [h, w], numpy arrays (and lists) [h, w, c] or [h, w]. Raises TrainError for anything else,
+    and Unreadable for a PIL image that does not decode.
     """
     if value is None:
         raise Unreadable(name, "no image")
@@ -74,27 +73,31 @@ def as_image(value: Any, name: str, channels: int = 3) -> Image.Image | Tensor:
             return prepared(value, channels)
         except Exception as error:  # a decoder's: the image is not loaded yet
             raise Unreadable(name, _why(b"...", error)) from error
+    if isinstance(value, dict):
+        return read_image(stored(value), name, channels)
     if isinstance(value, (bytes, bytearray)):
         return read_image(bytes(value), name, channels)
-    layout = _LEADING if isinstance(value, Tensor) else _TRAILING
-    array = torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, (np.ndarray, list)) else value
-    if not isinstance(array, Tensor):
+    found = np.asarray(value) if isinstance(value, list) else value
+    if not isinstance(found, (Tensor, np.ndarray)):
         raise TrainError(f"{name}: an image must be a PIL image, a tensor or a numpy array, not a {type(value).__name__}")
-    if layout == _TRAILING and array.ndim == 3:
-        array = array.permute(2, 0, 1)
-    array = array[None] if array.ndim == 2 else array
-    if array.ndim != 3 or (array.dtype == torch.uint8 and len(array) not in (1, 3, 4)):
-        found = "x".join(map(str, np.shape(value)))
+    array = to_image(found).as_subclass(Tensor) if found.ndim in (2, 3) else torch.empty(0)
+    if array.ndim != 3 or (not array.is_floating_point() and len(array) not in (1, 3, 4)):
+        layout = "[c, h, w] or [h, w]" if isinstance(value, Tensor) else "[h, w, c] or [h, w]"
+        shape = "x".join(map(str, np.shape(value)))
         kind = f"an image that is a {type(value).__name__} must be {layout} with 1, 3 or 4 channels"
-        raise TrainError(f"{name}: {kind}, not {found}")
+        raise TrainError(f"{name}: {kind}, not {shape}")
     if array.is_floating_point():
         return array.float().contiguous()
+    if isinstance(value, list) and 0 <= int(array.min()) <= int(array.max()) <= 255:
+        array = array.to(torch.uint8)  # a list has no dtype
     if array.dtype != torch.uint8:
-        if isinstance(value, list) and 0 <= int(array.min()) <= int(array.max()) <= 255:
-            array = array.to(torch.uint8)  # a list has no dtype
-        else:
-            raise TrainError(f"{name}: image values must be uint8 or float, not {str(array.dtype).removeprefix('torch.')}")
-    return array if len(array) == channels else prepared(to_pil_image(array), channels)
+        raise TrainError(f"{name}: image values must be uint8 or float, not {str(array.dtype).removeprefix('torch.')}")
+    return prepared(to_pil_image(array), channels)
+
+
+def stored(value: dict[str, Any]) -> bytes | Path:
+    """What a Hugging Face data set has of an image that it is not to decode."""
+    return value["bytes"] if value["bytes"] is not None else Path(value["path"])
 
 
 def _orientation(image: Image.Image) -> int:

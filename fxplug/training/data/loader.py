@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ...core.errors import SpecError, TrainError
@@ -19,7 +19,7 @@ from ..tasks.task import Task
 from .batch_order import Order, Request, assign, bucket_sizes
 from .fetching import Fetch, Fetched, Size, Transform, rescaled, too_many
 from .image_files import Unreadable
-from .sources import Items, keyed, own_items
+from .sources import Items, classes_of, keyed, own_items
 
 
 class Loader:
@@ -145,7 +145,7 @@ class Loader:
         self._requests[:] = requests
         if self._pool is None:
             self._pool = DataLoader(
-                _Requested(self._fetch),
+                self._fetch,
                 batch_size=None,
                 sampler=self._requests,
                 collate_fn=_same,
@@ -194,16 +194,6 @@ def loader_of(
     return Loader(items, spec, batch, seed=seed, rank=rank, world=world, train=train, hooks=hooks)
 
 
-class _Requested(Dataset[Any]):
-    """torch's workers index a data set with what the sampler gives: here a whole batch."""
-
-    def __init__(self, fetch: Fetch) -> None:
-        self.fetch = fetch
-
-    def __getitem__(self, request: Request) -> Fetched:
-        return self.fetch(request)
-
-
 def _same(fetched: Any) -> Any:
     return fetched
 
@@ -228,6 +218,9 @@ class Given:
     processes, one whose sampler does not share the samples among them.
     """
 
+    size: Size | None = None
+    root: str | None = None
+
     def __init__(
         self, loader: DataLoader[Any], *, seed: int = 0, world: int = 1, train: bool = True, hooks: Plugins | None = None
     ) -> None:
@@ -245,16 +238,9 @@ class Given:
             if hooks is not None and hooks.has(hook):
                 raise TrainError(f"a plugin's {hook} cannot reach into a DataLoader: give its data set instead")
         self.loader, self.items, self.seed, self.train, self.sampler = loader, loader.dataset, seed, train, sampler
-        self.size: Size | None = None
-        classes = getattr(loader.dataset, "classes", None)
-        self.classes: list[str] | None = [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
-        self.root: str | None = None
+        self.classes, self.skipped = classes_of(loader.dataset), dict[str, str]()
         self.transform: Transform | None = None
-        self.skipped: dict[str, str] = {}
-        self.buckets: dict[Size, int] = {}
-        self.left_out = 0
-        generator = loader.generator
-        self._start = None if generator is None else generator.initial_seed()
+        self._start = None if loader.generator is None else loader.generator.initial_seed()
 
     def first(self, count: int) -> dict[str, Any]:
         """The first `count` samples of the data set as a batch; of one without numbers, the first of its first batch."""

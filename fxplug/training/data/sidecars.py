@@ -14,24 +14,46 @@ import os
 import random
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ...core import reading
 from ...core.errors import DEFAULT, SpecError, did_you_mean, shown
-from ...core.spec.yaml_source import Where, read_yaml
+from ...core.spec.yaml_source import Section, Source, Where, checked, held, read_yaml
 
-NUMBERS = {"multiply": math.inf, "flip_p": 1.0, "cond_dropout": 1.0, "loss_scale": math.inf}  # each with the most it may be
+NUMBERS = ("multiply", "flip_p", "cond_dropout", "loss_scale")
 KEYS = ("main_prompt", "caption", "tags", "max_caption_length", "shuffle_tags", *NUMBERS)
 IGNORED = ("rating", "batch_id")
 LONGEST = 2048  # characters of a caption with weighted tags
 CONCEPT = re.compile(r"(\d+)_(.+)")  # a folder of kohya's: so many repeats, and what is in it
-# what is read of what a subset of a TOML may say
-TOML = {"image_dir", "num_repeats", "caption_extension", "class_tokens", "shuffle_caption", "keep_tokens", "flip_aug"} | {
-    "caption_dropout_rate"
-}
+
+
+def _read_number(value: Any, least: float = -math.inf, most: float = math.inf) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and least <= number <= most):
+        bounds = "" if least == -math.inf else " above 0" if most == math.inf else " from 0 to 1"
+        raise SpecError(f"must be a number{bounds}, not {shown(value)}")
+    return number
+
+
+def _read_tags(value: Any) -> tuple[tuple[str, float], ...]:
+    if not isinstance(value, list):
+        raise SpecError(f"must be a list, not {shown(value)}")
+    tags = [tag if isinstance(tag, Mapping) else {"tag": tag} for tag in value]
+    for tag in tags:
+        if not isinstance(tag.get("tag"), (str, int, float)):
+            raise SpecError(f"a tag must be text, or a mapping of 'tag' and 'weight', not {shown(tag.get('tag', tag))}")
+    return tuple((str(tag["tag"]), 1.0 if tag.get("weight") is None else _read_number(tag["weight"])) for tag in tags)
+
+
+Repeats = Annotated[float, checked(lambda value: _read_number(value, math.ulp(0.0)))]
+Share = Annotated[float, checked(lambda value: _read_number(value, 0.0, 1.0))]
+Number = Annotated[float, checked(_read_number)]
 
 
 @dataclass(frozen=True)
@@ -59,30 +81,29 @@ class Caption:
         return _joined(self.main, taken)
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(Section):
     """What is said about an image. None is nothing said. A caption is `plain` text, or a `prompt` with `tags` beside it."""
 
     plain: str | None = None
     prompt: str | None = None
-    tags: tuple[tuple[str, float], ...] = ()
+    tags: Annotated[tuple[tuple[str, float], ...], checked(_read_tags)] = ()
     max_caption_length: int | None = None
     shuffle_tags: bool | None = None
-    multiply: float | None = None
-    flip_p: float | None = None
-    cond_dropout: float | None = None
-    loss_scale: float | None = None
+    multiply: Repeats | None = None
+    flip_p: Share | None = None
+    cond_dropout: Share | None = None
+    loss_scale: Number | None = None
 
     def under(self, nearer: Settings) -> Settings:
         """These, with those of something nearer to the image over them."""
-        said = {f.name: value for f in fields(nearer) if (value := getattr(nearer, f.name)) is not None}
+        said = {key: value for key, value in nearer if value is not None}
         tags = self.tags
         if "plain" in said or "prompt" in said:
             said |= {"plain": nearer.plain, "prompt": nearer.prompt}
             tags = (*_parts(self.plain)[1], *tags)  # of a caption that gives way, the tags stay
         said["tags"] = tuple(dict.fromkeys((*nearer.tags, *tags)))
         said["shuffle_tags"] = True if self.shuffle_tags else nearer.shuffle_tags
-        return replace(self, **said)
+        return self.model_copy(update=said)
 
     def caption(self) -> str | Caption | None:
         """The caption, its parts behind the first one being tags where there are others or they are to be shuffled."""
@@ -131,43 +152,31 @@ class Sidecars:
         if alone:
             return settings
         for suffix in (".txt", ".caption", ".yml", ".yaml"):
-            if file.stem + suffix not in names:
-                continue
-            beside = file.with_suffix(suffix)
-            if suffix in (".txt", ".caption"):
-                settings = settings.under(Settings(_text(beside)))
-            else:
-                settings = settings.under(self.read(beside))
+            if file.stem + suffix in names:
+                settings = settings.under(self.read(file.with_suffix(suffix)))
         return settings
 
     def read(self, file: Path) -> Settings:
-        """The settings of a YAML file."""
-        source = read_yaml(file)
-        if source.data is None:
-            return Settings()
-        return self.parsed(source.data, Where(str(file)))
+        """The settings of a YAML file, or of one with a caption."""
+        source = read_yaml(file) if file.suffix in (".yml", ".yaml") else Source(_text(file), str(file))
+        return Settings() if source.data is None else self.parsed(source.data, source)
 
-    def parsed(self, data: Any, where: Where) -> Settings:
-        """Settings of a mapping, or of text: a caption."""
+    def parsed(self, data: Any, source: Source) -> Settings:
+        """Settings of a mapping, or of text: a caption; `source` knows the places."""
         if isinstance(data, str):
             return Settings(plain=data.strip())
         if not isinstance(data, Mapping):
-            raise SpecError(f"must be a mapping or a caption, not {shown(data)}", where=where)
-        unread = [str(key) for key in data if key not in (*KEYS, *IGNORED, "image")]
-        if unread:
-            self._note(f"{where}: nothing reads '{unread[0]}'{did_you_mean(unread[0], KEYS)}")
-        for key in IGNORED:
-            if data.get(key) is not None:
-                self._note(f"{where}: '{key}' is not gone by")
-        own: dict[str, Any] = {key: read_number(data[key], key, where) for key in NUMBERS if data.get(key) is not None}
-        for key, kind in (("max_caption_length", int), ("shuffle_tags", bool)):
-            if data.get(key) is not None:
-                own[key] = _of(kind, data[key], key, where)
-        if data.get("main_prompt") is not None:
-            own["prompt"] = _of(str, data["main_prompt"], "main_prompt", where)
-        own["tags"] = tuple(_tag(tag, where) for tag in _of(list, data.get("tags") or [], "tags", where))
-        settings = Settings(**own)
-        return settings if data.get("caption") is None else settings.under(self.parsed(data["caption"], where))
+            raise source.error(f"must be a mapping or a caption, not {shown(data)}")
+        said = {str(key): value for key, value in data.items() if value is not None}
+        for key in said:
+            if key not in (*KEYS, *IGNORED, "image"):
+                self._note(f"{source.file}: nothing reads '{key}'{did_you_mean(key, KEYS)}")
+            elif key in IGNORED:
+                self._note(f"{source.file}: '{key}' is not gone by")
+        own = {key: said[key] for key in KEYS[2:] if key in said}
+        with source.inside():
+            settings = held(Settings, {**own, "prompt": said["main_prompt"]} if "main_prompt" in said else own)
+        return settings if "caption" not in said else settings.under(self.parsed(said["caption"], source))
 
     def _folder(self, folder: Path) -> tuple[set[str], Settings, Settings]:
         if folder in self._folders:
@@ -179,10 +188,8 @@ class Sidecars:
                 above = above.under(self.read(folder / name))
         here = Settings(shuffle_tags=True if "shuffle_tags.txt" in names else None)
         for key in NUMBERS:
-            if f"{key}.txt" in names:
-                file = folder / f"{key}.txt"
-                own: dict[str, Any] = {key: read_number(_text(file), key, Where(str(file)))}
-                here = replace(here, **own)
+            if (file := folder / f"{key}.txt").name in names:
+                here = here.under(self.parsed({key: _text(file)}, Source(None, str(file))))
         for name in ("local.yaml", "local.yml"):
             if name in names:
                 here = here.under(self.read(folder / name))
@@ -205,34 +212,6 @@ def _joined(main: str, tags: list[str]) -> str:
 
 def _text(file: Path) -> str:
     return reading.text(file, DEFAULT.caption, lambda finding: SpecError(finding, where=Where(str(file)))).strip()
-
-
-def read_number(value: Any, key: str, where: Where) -> float:
-    """A number that a sidecar or a list has for one of NUMBERS. Raises SpecError for one that the key cannot be."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    low = key == "multiply" and number == 0
-    if not math.isfinite(number) or low or not (key == "loss_scale" or 0 <= number <= NUMBERS[key]):
-        kind = {"multiply": "above 0", "loss_scale": "of any size"}.get(key, "from 0 to 1")
-        raise SpecError(f"{key} must be a number {kind}, not {shown(value)}", where=where)
-    return number
-
-
-def _of(kind: type[Any], value: Any, key: str, where: Where) -> Any:
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise SpecError(f"'{key}' must be {kind.__name__}, not {shown(value)}", where=where)
-    return str(value).strip() if kind is str else value
-
-
-def _tag(value: Any, where: Where) -> tuple[str, float]:
-    if isinstance(value, Mapping) and value.get("tag") is not None:
-        weight = value.get("weight")
-        return str(value["tag"]), 1.0 if weight is None else read_number(weight, "loss_scale", where)
-    if not isinstance(value, (str, int, float)):
-        raise SpecError(f"a tag must be text, or a mapping of 'tag' and 'weight', not {shown(value)}", where=where)
-    return str(value), 1.0
 
 
 @dataclass
@@ -264,8 +243,29 @@ def from_json(file: Path, sidecars: Sidecars) -> list[Listed]:
         if beside is not None and beside.is_file():
             text = reading.text(beside, DEFAULT.caption, lambda finding: SpecError(finding, where=where))
             entry = {**entry, "caption": text}
-        listed.append(Listed(image, None if alone else sidecars.parsed(entry, where)))
+        listed.append(Listed(image, None if alone else sidecars.parsed(entry, Source(entry, str(file)))))
     return listed
+
+
+class Toml(Section, extra="ignore"):
+    """A data set of kohya's: what it says of all `subsets`, of those of one of `datasets`, and of each."""
+
+    general: dict[str, Any] = {}
+    datasets: list[dict[str, Any]] = []
+    subsets: list[dict[str, Any]] = []
+
+
+class Subset(Section, extra="ignore"):
+    """A folder of images, and what is read of what is said about it."""
+
+    image_dir: str
+    num_repeats: Repeats = 1.0
+    caption_extension: str = ".caption"
+    class_tokens: str | None = None
+    shuffle_caption: bool = False
+    keep_tokens: int = 0
+    flip_aug: bool = False
+    caption_dropout_rate: Share | None = None
 
 
 def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) -> list[Listed]:
@@ -275,61 +275,40 @@ def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) 
         data = tomllib.loads(reading.text(file, DEFAULT.json, lambda finding: SpecError(finding, where=where)))
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"not valid TOML: {error}", where=where) from None
-    listed, unread = [], set()
-    for said in _subsets(data, where):
-        if not isinstance(said.get("image_dir"), str):
-            raise SpecError("a subset needs 'image_dir', a folder", where=where)
-        folder = file.parent / said["image_dir"]
-        if not folder.is_dir():
-            raise SpecError(f"no such folder '{folder}'", where=where)
-        unread |= said.keys() - TOML
-        # as there: a subset has the images of its folder, not of those below it
-        listed += [_of_subset(folder / name, said, where) for name in below(folder) if "/" not in name]
+    listed, unread, source = list[Listed](), set[str](), Source(data, str(file))
+    with source.inside():
+        whole = held(Toml, data)
+        for number, dataset in enumerate(whole.datasets):
+            for index, own in enumerate(held(Toml, dataset, "datasets", number).subsets):
+                said = {**whole.general, **dataset, **own}
+                del said["subsets"]
+                subset = held(Subset, said, "datasets", number, "subsets", index)
+                unread |= said.keys() - Subset.model_fields.keys()
+                folder = file.parent / subset.image_dir
+                if not folder.is_dir():
+                    raise SpecError(f"no such folder '{folder}'")
+                # as there: a subset has the images of its folder, not of those below it
+                listed += [_of_subset(folder / name, subset) for name in below(folder) if "/" not in name]
     if not listed:
         raise SpecError("it names no images", where=where)
     if unread:
-        names = ", ".join(f"{key}{did_you_mean(key, TOML)}" for key in sorted(unread))
+        names = ", ".join(f"{key}{did_you_mean(key, Subset.model_fields)}" for key in sorted(unread))
         notes.append(f"{file}: {names} are not read: 'size', 'buckets' and 'train' say such things here")
     return listed
 
 
-def _subsets(data: Mapping[str, Any], where: Where) -> Iterator[dict[str, Any]]:
-    """Each subset with what is said above it."""
-    general = _tables(data, "general", where)
-    for dataset in _tables(data, "datasets", where):
-        whole = {key: value for key, value in dataset.items() if key != "subsets"}
-        for subset in _tables(dataset, "subsets", where):
-            yield {**(general[0] if general else {}), **whole, **subset}
-
-
-def _tables(data: Mapping[str, Any], key: str, where: Where) -> list[dict[str, Any]]:
-    """The tables under a key; [general] is one, the others are lists. Raises SpecError for anything else."""
-    found = data.get(key, [])
-    tables = [found] if key == "general" and isinstance(found, dict) else found
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        wanted = "[general]" if key == "general" else f"a list of tables, [[{key}]]"
-        raise SpecError(f"'{key}' must be {wanted}, not {shown(found)}", where=where)
-    return tables
-
-
-def _of_subset(image: Path, said: Mapping[str, Any], where: Where) -> Listed:
-    beside = image.with_suffix(str(said.get("caption_extension", ".caption")))
-    caption = said.get("class_tokens")
-    if os.path.lexists(beside):
-        caption = _text(beside)
-    try:
-        settings = Settings(
-            plain=caption,
-            multiply=read_number(said.get("num_repeats", 1), "multiply", where),
-            flip_p=0.5 if said.get("flip_aug") else None,
-            cond_dropout=read_number(said[rate], "cond_dropout", where) if (rate := "caption_dropout_rate") in said else None,
-            shuffle_tags=bool(said.get("shuffle_caption")) or None,
-        )
-        keep = int(said.get("keep_tokens", 0))
-    except (TypeError, ValueError) as error:
-        raise SpecError(f"a subset has a value of the wrong kind: {error}", where=where) from None
-    if settings.shuffle_tags and caption:
-        parts = [part.strip() for part in caption.split(",")]
-        tags = tuple((part, 1.0) for part in parts[keep:])
-        settings = replace(settings, plain=None, prompt=", ".join(parts[:keep]), tags=tags)
+def _of_subset(image: Path, subset: Subset) -> Listed:
+    beside = image.with_suffix(subset.caption_extension)
+    caption = _text(beside) if os.path.lexists(beside) else subset.class_tokens
+    said: dict[str, Any] = {"plain": caption}
+    if subset.shuffle_caption and caption:
+        parts, keep = [part.strip() for part in caption.split(",")], subset.keep_tokens
+        said = {"prompt": ", ".join(parts[:keep]), "tags": parts[keep:]}
+    settings = Settings(
+        **said,
+        multiply=subset.num_repeats,
+        flip_p=0.5 if subset.flip_aug else None,
+        cond_dropout=subset.caption_dropout_rate,
+        shuffle_tags=subset.shuffle_caption or None,
+    )
     return Listed(image, settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import traceback
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -15,8 +15,9 @@ from torch.utils.data import IterableDataset
 from ...core.errors import SpecError, TrainError, did_you_mean, shown
 from ...core.spec.pass_file import import_target
 from ...core.spec.train_section import Data, Use
+from ..tasks.task import function_of
 from .files import existing, open_classes, open_images
-from .image_files import Unreadable, as_image, read_image, read_size
+from .image_files import Unreadable, as_image, read_size, stored
 
 NAMES = {
     "image": ("image", "img"),
@@ -29,8 +30,8 @@ NAMES = {
 class Items(Protocol):
     """Samples by number.
 
-    An item is a dict: `name`, and what there is of `image` and `condition` (PIL images, uint8 tensors [c, h, w], or float
-    ones that are ready), `caption` (str), `label` (int), and other values that collate. An image that cannot be read raises
+    An item is a dict: `name`, and what there is of `image` and `condition` (PIL images, or float tensors [c, h, w] that are
+    ready), `caption` (str), `label` (int), and other values that collate. An image that cannot be read raises
     `Unreadable`.
     """
 
@@ -65,14 +66,14 @@ def open_items(spec: Data, base: Path, *, test: bool = False) -> Items:
             finding = f"a folder of them goes with files; with '{kinds[0]}' each sample has its own 'condition'"
             raise SpecError(finding, path=("conditions",))
         if spec.conditions and ":" in spec.conditions.name:
-            condition_function(spec.conditions)
+            function_of(spec.conditions, ("conditions",))
         if kinds == ["images"]:
             return open_images(spec, base)
         if kinds == ["classes"]:
             return open_classes(spec, base)
         return open_dataset(spec, base, "test" if test else "train") if kinds == ["dataset"] else open_call(spec)
     except SpecError as error:
-        if error.path or error.finding == str(error):
+        if not error.located:
             raise SpecError(error.finding, path=(*(("data", "test") if test else ("data",)), *error.path)) from error.__cause__
         raise
 
@@ -118,19 +119,24 @@ class OwnItems:
 
     A sample is a mapping (`image` or `img`, `label`, `caption` or `text`, `condition`, and anything that collates), or a tuple
     (image, label) or (image, caption). `columns` gives keys other names. What counts as an image, `as_image` says. The data
-    set's `classes`, and its `sizes` [(h, w), ...] which buckets need, are used where it has them.
+    set's `classes`, and its `sizes` [(h, w), ...] which buckets need, are used where it has them. `root` is the folder of a
+    Hugging Face data set.
     """
 
-    def __init__(self, dataset: Any, spec: Data) -> None:
+    def __init__(self, dataset: Any, spec: Data, root: str | None = None) -> None:
         self.dataset, self.columns, self.channels, self.captions = dataset, spec.columns, spec.channels, spec.captions
-        classes = getattr(dataset, "classes", None)
-        self.classes: list[str] | None = [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
-        self.root: str | None = None
+        self.root, self.classes = root, classes_of(dataset)
 
     @cached_property
     def sizes(self) -> list[tuple[int, int]] | None:
-        """(h, w) of each image, where the data set has them."""
-        return getattr(self.dataset, "sizes", None)
+        """(h, w) of each image, where the data set has them, or image files with headers; else None."""
+        if self.root is None:
+            return getattr(self.dataset, "sizes", None)
+        name = self.columns["image"]
+        if type(self.dataset.features[name]).__name__ != "Image":
+            return None
+        rows = self.dataset.select_columns([name])
+        return [(0, 0) if (file := rows[i][name]) is None else read_size(stored(file)) for i in range(len(rows))]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -148,7 +154,11 @@ class OwnItems:
             at = traceback.extract_tb(error.__traceback__)[-1]
             finding = f"{name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
             raise TrainError(finding) from error
-        item = self._item(sample, name)
+        item = keyed(sample, name, self.columns)
+        if item.get("caption", "") is None:
+            if self.captions == "required":
+                raise TrainError(f"{name} has no caption; give it one, or say 'captions: optional'")
+            item["caption"] = ""
         name = item.setdefault("name", name)
         for key in ("image", "condition"):
             if key in item:
@@ -158,9 +168,6 @@ class OwnItems:
         if "caption" in item and self.captions == "none":
             del item["caption"]
         return item
-
-    def _item(self, sample: Any, name: str) -> dict[str, Any]:
-        return keyed(sample, name, self.columns)
 
     def _label(self, label: Any, name: str) -> int:
         if isinstance(label, str) and self.classes is not None:
@@ -174,15 +181,21 @@ class OwnItems:
             raise TrainError(finding) from None
 
 
+def classes_of(dataset: Any) -> list[str] | None:
+    """The names of a data set's classes, where it has them."""
+    classes = getattr(dataset, "classes", None)
+    return [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
+
+
 def keyed(sample: Any, name: str, columns: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
     """A sample, or a batch, with the keys of an item. Raises TrainError for one that is neither a mapping nor a pair."""
     if isinstance(sample, Mapping):
-        item = dict(sample)
-        for key, column in columns.items():
-            if column not in item:
-                found = ", ".join(map(str, item))
-                raise TrainError(f"{name} has no '{column}'{did_you_mean(column, item)}, it has {found}")
-            item[key] = item.pop(column)
+        for column in columns.values():
+            if column not in sample:
+                found = ", ".join(map(str, sample))
+                raise TrainError(f"{name} has no '{column}'{did_you_mean(column, sample)}, it has {found}")
+        item = {key: value for key, value in sample.items() if key not in columns.values()}
+        item |= {key: sample[column] for key, column in columns.items()}
         for key, others in NAMES.items():
             for other in others:
                 if key not in item and other in item:
@@ -196,36 +209,7 @@ def keyed(sample: Any, name: str, columns: Mapping[str, str] = MappingProxyType(
     raise TrainError(f"{name} must be a mapping or a tuple (image, label), not {kind}")
 
 
-class HubItems(OwnItems):
-    """Rows of a Hugging Face data set on disk; `columns` says which column each key is, and other columns are left out."""
-
-    def __init__(self, dataset: Any, columns: dict[str, str], spec: Data, classes: list[str] | None, root: str) -> None:
-        super().__init__(dataset, spec)
-        self.columns, self.classes, self.root = columns, classes, root
-
-    def _item(self, row: Any, name: str) -> dict[str, Any]:
-        item = {key: row[column] for key, column in self.columns.items()}
-        if item.get("caption", "") is None:
-            if self.captions == "required":
-                raise TrainError(f"{name} has no caption; give it one, or say 'captions: optional'")
-            item["caption"] = ""
-        for key in ("image", "condition"):
-            if isinstance(item.get(key), dict):  # an Image column that is not decoded
-                item[key] = read_image(_source(item[key]), name, self.channels)
-        return item
-
-    @cached_property
-    def sizes(self) -> list[tuple[int, int]] | None:
-        """(h, w) of each image, from the headers; None where images are arrays."""
-        name = self.columns["image"]
-        if type(self.dataset.features[name]).__name__ != "Image":
-            return None
-        rows = self.dataset.select_columns([name])
-        values = (rows[i][name] for i in range(len(rows)))
-        return [(0, 0) if value is None else read_size(_source(value)) for value in values]
-
-
-def open_dataset(spec: Data, base: Path, split: str = "train") -> HubItems:
+def open_dataset(spec: Data, base: Path, split: str = "train") -> OwnItems:
     """A data set of `save_to_disk`; `split` is the one taken where `spec.split` does not say.
 
     Columns are found by their features first (Image, ClassLabel), by their names second; `columns` overrules both and adds
@@ -264,7 +248,10 @@ def open_dataset(spec: Data, base: Path, split: str = "train") -> HubItems:
             classes = list(feature.names)
         elif features[label] == "text":
             classes = sorted(set(dataset[label]))
-    return HubItems(dataset, columns, spec, classes, str(folder))
+    used = dataset.select_columns(list(dict.fromkeys(columns.values())))
+    items = OwnItems(used, spec.model_copy(update={"columns": columns}), str(folder))
+    items.classes = classes
+    return items
 
 
 def _columns(features: dict[str, str], spec: Data, folder: Path) -> dict[str, str]:
@@ -318,10 +305,6 @@ def _kind(feature: Any) -> str:
     return "int" if name == "Value" and "int" in dtype else (dtype if name == "Value" else name)
 
 
-def _source(value: dict[str, Any]) -> bytes | Path:
-    return value["bytes"] if value["bytes"] is not None else Path(value["path"])
-
-
 def own_items(dataset: Any, spec: Data, name: str) -> OwnItems:
     """The items of a data set that is called `name`. Raises SpecError for one without length or numbers, or without samples."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
@@ -347,16 +330,3 @@ def open_call(spec: Data) -> OwnItems:
         finding = f"'{use.name}' raised {type(error).__name__}: {error}"
         raise SpecError(finding, path=("call", use.name)) from error
     return own_items(dataset, spec, f"what '{use.name}' gives")
-
-
-def condition_function(use: Use) -> Any:
-    """The function image -> condition image that `conditions: module:function` names; of a class, an instance."""
-    try:
-        made = import_target(use.name)
-    except SpecError as error:
-        raise SpecError(error.finding, path=("conditions",)) from None
-    if isinstance(made, type):
-        return made(**use.options)
-    if callable(made):
-        return partial(made, **use.options) if use.options else made
-    raise SpecError(f"'{use.name}' is no function, but a {type(made).__name__}", path=("conditions",))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,11 +15,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ...core.errors import SpecError, did_you_mean, shown
-from ...core.spec.pass_file import check_known, check_options, import_target, taken
+from ...core.spec.pass_file import check_known, taken
 from ...core.spec.train_section import Use, read_use
 from ..random_draws import Draws
 from .calling import Call, check_labels, image_of, inputs_of
-from .task import Batch, Task, TaskInfo, Totals, construct
+from .task import Batch, Task, TaskInfo, Totals, construct, function_of
 
 PREPROCESS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 
@@ -227,10 +226,6 @@ def _preprocessing(given: Any) -> str | dict[str, Any] | None:
 def _criterion(given: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
     if given is None or (callable(given) and not isinstance(given, type)):
         return given
-    use = Use(given.__name__, {}) if isinstance(given, type) else read_use(given)
-    target: Any = given if isinstance(given, type) else import_target(use.name)
-    if isinstance(target, type):
-        made: Callable[[Tensor, Tensor], Tensor] = construct(target, use, ("criterion",))
-        return made
-    check_options(target, use.options, use.name, path=("criterion",), given=2)
-    return functools.partial(target, **use.options)
+    if isinstance(given, type):
+        return construct(given, Use(given.__name__, {}), ("criterion",))  # type: ignore[no-any-return]
+    return function_of(read_use(given), ("criterion",), given=2)  # type: ignore[no-any-return]

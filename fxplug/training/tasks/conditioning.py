@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from ...core.errors import SpecError
 from ...core.models.factory import build
-from ...core.spec.pass_file import check_options, import_target
+from ...core.spec.pass_file import check_options
 from ...core.spec.run_config import load_config
-from ...core.spec.train_section import Use, read_use
+from ...core.spec.train_section import read_use
 from ...core.spec.yaml_source import no_such_file
 from ..param_groups import named_by
 from ..random_draws import Draws
 from .calling import first_tensor
+from .task import function_of
 
 LONGEST = 512  # tokens of a caption where neither the tokenizer nor the encoder says how many
 
@@ -75,9 +76,12 @@ class Text:
         use = read_use(spec)
         self.name, self.device, self.encoder = use.name, device, None
         if ":" in use.name:
-            self.encode = _called(use, device)
+            self.encode = function_of(use)
+            if isinstance(self.encode, nn.Module):
+                self.encode.to(device).eval().requires_grad_(False)
         else:
-            self.encode = self.encoder = FolderText(base / use.name, device, **_folder_options(use))
+            check_options(FolderText, use.options, "a text encoder", given=2)
+            self.encode = self.encoder = FolderText(base / use.name, device, **use.options)
 
     def __call__(self, captions: Sequence[str], tokens: Tensor | None = None) -> dict[str, Tensor]:
         """Tensors [b, ...]; `tokens` int64 [b, n] take the place of those of the captions. Gradients reach what trains."""
@@ -92,27 +96,6 @@ class Text:
                 wanted = f"for {len(captions)} captions it is a tensor [{len(captions)}, ...]"
                 raise SpecError(f"'{self.name}' gives {got} for '{name}'; {wanted}")
         return {name: value.to(self.device) for name, value in named.items()}
-
-
-def _called(use: Use, device: torch.device) -> Callable[[list[str]], Any]:
-    target: Any = import_target(use.name)
-    if isinstance(target, type):
-        check_options(target, use.options, use.name)
-        made = target(**use.options)
-        if isinstance(made, nn.Module):
-            made.to(device).eval().requires_grad_(False)
-        if not callable(made):
-            raise SpecError(f"a {target.__name__} cannot be called with captions")
-        return made  # type: ignore[no-any-return]
-    if not callable(target):
-        raise SpecError(f"'{use.name}' is not a function or class")
-    check_options(target, use.options, use.name, given=1)
-    return lambda captions: target(captions, **use.options)
-
-
-def _folder_options(use: Use) -> dict[str, Any]:
-    check_options(FolderText, use.options, "a text encoder", given=2)
-    return use.options
 
 
 class FolderText:

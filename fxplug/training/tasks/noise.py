@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,34 +22,23 @@ FILE = "scheduler_config.json"
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 
 
-class Noise(ABC):
+class Noise:
     """A way between data and noise in `steps` steps, and what a model predicts there.
 
-    `index` int64 [b] is a step in the order of the scheduler: DDPM counts from little noise, flow matching from much.
+    Kinds have `time(index)`, the timesteps [b] that the model is given; `noisy(x, noise, index)` and `target(x, noise, index)`,
+    data with noise and what is to be predicted of it; `weight(index)` float32 [b] of each sample's loss; and `sampler()`, a
+    new diffusers scheduler. `index` int64 [b] is a step in the order of the scheduler: DDPM counts from little noise, flow
+    matching from much.
     """
 
     prediction: str
     steps: int
+    kind: Any
+    config: dict[str, Any]
 
-    @abstractmethod
-    def time(self, index: Tensor) -> Tensor:
-        """The timesteps [b] that the model is given."""
-
-    @abstractmethod
-    def noisy(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
-        """Data with noise, of the shape of both."""
-
-    @abstractmethod
-    def target(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
-        """What the model is to predict."""
-
-    @abstractmethod
-    def weight(self, index: Tensor) -> Tensor:
-        """The weight float32 [b] of each sample's loss."""
-
-    @abstractmethod
     def sampler(self) -> Any:
         """A new diffusers scheduler that makes samples."""
+        return self.kind.from_config(self.config)
 
     def sample(self, denoise: Denoiser, noise: Tensor, steps: int, seed: int = 0) -> Tensor:
         """What becomes of pure noise [n, c, h, w] in so many steps; `denoise(x, time)` is the model's prediction."""
@@ -106,6 +94,7 @@ class Diffusion(Noise):
         return index
 
     def noisy(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
+        """Data with as much noise as the steps have."""
         made: Tensor = self.scheduler.add_noise(x, noise, index)
         return made
 
@@ -130,7 +119,7 @@ class Diffusion(Noise):
     def sampler(self) -> Any:
         """The scheduler that was named; DDIM, with trailing timesteps, for DDPM."""
         if self.kind is not diffusers.DDPMScheduler:
-            return self.kind.from_config(self.config)  # type: ignore[attr-defined]
+            return super().sampler()
         # DDIM takes few steps where DDPM takes all; with "trailing" the first is the last of the training (arXiv 2305.08891)
         config = {**self.config, "timestep_spacing": "trailing"}
         return diffusers.DDIMScheduler.from_config(_shared(diffusers.DDIMScheduler, config))
@@ -181,9 +170,6 @@ class Flow(Noise):
             return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
         return torch.ones_like(sigma)
 
-    def sampler(self) -> Any:
-        return self.kind.from_config(self.config)  # type: ignore[attr-defined]
-
 
 DENSITIES: dict[str, dict[str, float]] = {"uniform": {}, "logit_normal": {"mean": 0.0, "std": 1.0}, "mode": {"scale": 1.29}}
 
@@ -212,7 +198,7 @@ def positions(density: Use, count: int, draw: Draws) -> Tensor:
 
 def open_noise(
     use: Use, base: Path, *, prediction: str | None, latents: bool, snr_gamma: float | None, weighting: str, time_scale: float
-) -> Noise:
+) -> Diffusion | Flow:
     """The noise of a diffusers scheduler: a class with options, or a folder with scheduler_config.json. Raises SpecError."""
     kind, config = _scheduler(use, base)
     flow = hasattr(kind, "scale_noise")

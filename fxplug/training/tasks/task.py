@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from ...core.errors import SpecError, brief_fields, did_you_mean
 from ...core.spec.pass_file import check_options, import_target
 from ...core.spec.train_section import Use, read_use
-from ...core.spec.yaml_source import NOWHERE, Where
 from ..random_draws import Draws
+
+if TYPE_CHECKING:
+    from .conditioning import FolderText
 
 Batch = dict[str, Any]
 # a sum and what it is a sum of: processes add up both, and the metric is their quotient
@@ -43,26 +46,6 @@ class TaskInfo:
     __repr__ = brief_fields
 
 
-class TextEncoder(Protocol):
-    """A text encoder `model` with its tokenizer, some of whose parameters may train; `source` is the folder they are from."""
-
-    source: str
-    model: Any
-    tokenizer: Any
-
-    def tokens(self, captions: Sequence[str]) -> Tensor:
-        """Numbers int64 [b, n] of the tokens of captions."""
-
-    def group(self, lr: float, weight_decay: float) -> dict[str, Any]:
-        """The optimizer's group of what trains, with its own rates, else these."""
-
-    def freezing(self) -> dict[str, Any]:
-        """What of it does not train: `freeze_embeddings` and so on."""
-
-    def save(self, folder: Path) -> None:
-        """Write it into a folder that a configuration may name."""
-
-
 class Task:
     """What is learnt from a batch. A task of one's own is a subclass with a `loss`; the options are its constructor's.
 
@@ -74,7 +57,7 @@ class Task:
 
     best: ClassVar[str | None] = None  # the metric of `test` of which the highest is the best
     reads: ClassVar[tuple[str, ...]] = ()  # what of `loss_scale` and `cond_dropout` of a sample it goes by
-    encoder: TextEncoder | None = None  # what turns captions into tensors, where plugins may look at it
+    encoder: FolderText | None = None  # what turns captions into tensors, where plugins may look at it
     trains = False  # whether something of `encoder` trains too
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
@@ -114,29 +97,43 @@ def means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     return {name: float(total) / float(count) if count else float("nan") for name, (total, count) in totals.items()}
 
 
-def make_task(spec: Any, where: Where = NOWHERE) -> Task:
+def make_task(spec: Any) -> Task:
     """A task by its name, by import path, or as a mapping of either to its options. Raises SpecError."""
     if isinstance(spec, Task):
         return spec
     use = read_use(spec)
     if ":" not in use.name and use.name not in NAMES:
         hint = did_you_mean(use.name, NAMES) or f"; there are {', '.join(NAMES)}, or 'package.module:Class' for one of your own"
-        raise SpecError(f"no task '{use.name}'{hint}", path=("train", "task"), where=where)
-    kind = import_target(NAMES.get(use.name, use.name), where)
+        raise SpecError(f"no task '{use.name}'{hint}", path=("train", "task"))
+    kind = import_target(NAMES.get(use.name, use.name))
     if not (isinstance(kind, type) and issubclass(kind, Task)):
-        raise SpecError(f"'{use.name}' is no subclass of fxplug.Task", path=("train", "task"), where=where)
-    task: Task = construct(kind, use, ("train", "task"), where)
+        raise SpecError(f"'{use.name}' is no subclass of fxplug.Task", path=("train", "task"))
+    task: Task = construct(kind, use, ("train", "task"))
     return task
 
 
-def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = (), where: Where = NOWHERE, given: int = 0) -> Any:
-    """What `kind` makes of the options; the first `given` parameters are left to later calls.
-
-    SpecError for an option that it does not take, with the nearest one, and for one that is missing.
-    """
+def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = ()) -> Any:
+    """What `kind` makes of the options. SpecError for an option that it lacks, with the nearest, and for a missing one."""
     path = (*path, use.name) if use.options else path
-    check_options(kind, use.options, use.name, path=path, where=where, given=given)
+    check_options(kind, use.options, use.name, path=path)
     try:
         return kind(**use.options)
     except SpecError as error:
-        raise SpecError(error.finding, path=(*path, *error.path), key=error.key, where=where) from None
+        raise SpecError(error.finding, path=(*path, *error.path), key=error.key) from None
+
+
+def function_of(use: Use, path: tuple[str, ...] = (), given: int = 1) -> Any:
+    """The function that an import path names, with its options; of a class, an object of it. Later calls give `given` values.
+
+    SpecError for what cannot be imported or called so.
+    """
+    try:
+        target: Any = import_target(use.name)
+    except SpecError as error:
+        raise SpecError(error.finding, path=path) from None
+    if isinstance(target, type):
+        return construct(target, use, path)
+    if not callable(target):
+        raise SpecError(f"'{use.name}' is no function, but a {type(target).__name__}", path=path)
+    check_options(target, use.options, use.name, path=path, given=given)
+    return functools.partial(target, **use.options) if use.options else target
