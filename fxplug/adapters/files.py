@@ -23,8 +23,9 @@ from ..core.spec.addresses import by_ending
 from . import peft_config
 from .file_keys import SHARED, Layer, find_saved_module, place
 from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable
-from .layer_matching import PARTS, Fit, fit, split_part
+from .layer_matching import Fit, fit, split_part
 from .other_kinds import INTEGERS, Row, Said, parameters_of, rows_of
+from .tables import PARTS
 from .updates import PRODUCT, AdapterFile, Entry, base_of, largest, needs, rank_of, without_padding
 
 __all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
@@ -356,7 +357,7 @@ class _Reader:
         if not config:
             return None
         about = f"{self.where}: its configuration: "
-        absent = peft_config.DEFAULTS.get(config.get("peft_type"), {})
+        absent = peft_config.METHODS.get(config.get("peft_type"), {})
         default = config.get("lora_alpha", config.get("alpha", absent.get("lora_alpha", absent.get("alpha"))))
         alpha = self.said(part, "alpha_pattern", layer, default)
         r = self.said(part, "rank_pattern", layer, config.get("r", absent.get("r")))

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,31 +18,9 @@ from torch import Tensor
 
 from ..blocks.low_rank import lokr_shapes
 from .held import Layer
-from .saved_heads import BEFORE, FILE
+from .tables import FORMATS
 from .updates import Entry
 
-_WITH_ALPHA = ("lora", "dora", "loha", "lokr", "delta")
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a tool writes adapters: the kinds of updates that it has a form for, how its names of layers begin, and the file
-    in a folder of it, empty where it writes a file alone."""
-
-    kinds: tuple[str, ...]
-    start: str
-    file: str = ""
-
-
-FORMATS = {
-    # PEFT takes use_dora and lora_bias one without the other
-    "peft": Format(("lora", "lora+bias", "dora", "loha", "lokr"), BEFORE, FILE),
-    "diffusers": Format(("lora", "lora+bias", "dora", "lokr"), "", "pytorch_lora_weights.safetensors"),
-    "kohya": Format(_WITH_ALPHA, "lora_"),
-    "comfy": Format((*_WITH_ALPHA, "dora by input"), "diffusion_model."),
-    "lycoris": Format(_WITH_ALPHA, "lycoris_"),
-    "fxplug": Format(("lora", "lora+bias", "dora", "dora by input", "loha", "lokr", "delta"), ""),
-}
 CONFIGURED = ("peft", "diffusers")  # what says ranks and alphas in a configuration
 OWN = {"lora": "Lora", "loha": "Loha", "lokr": "Lokr", "dora": "Dora"}
 
@@ -50,7 +28,7 @@ OWN = {"lora": "Lora", "loha": "Loha", "lokr": "Lokr", "dora": "Dora"}
 def refused(entry: Entry, as_: str, layer: Layer | None) -> str:
     """Why a format cannot hold an update; an empty text where it can."""
     if entry.method == "diff":
-        known = entry.kind in FORMATS[as_].kinds
+        known = entry.kind in FORMATS[as_]["kinds"]
         return "" if known else f"has a change of its {entry.param}, whole, for which {as_} has no form"
     if layer is None:
         return "is no layer with a weight"
@@ -62,7 +40,7 @@ def refused(entry: Entry, as_: str, layer: Layer | None) -> str:
         return f"is an embedding, for whose {entry.kind} {as_} has no form"
     if layer.groups > 1 and "down" in entry.tensors:
         return f"is a convolution in {layer.groups} groups, for whose low-rank updates {as_} has no form"
-    if entry.kind not in FORMATS[as_].kinds:
+    if entry.kind not in FORMATS[as_]["kinds"]:
         return f"has {entry.kind}, for which {as_} has no form"
     return ""
 

@@ -10,24 +10,10 @@ from typing import Any
 
 from ..core.errors import ArtifactError, brief_fields, did_you_mean
 from .layer_names import SWAPPED, first_names, looks_like
+from .tables import PARTS, table
 from .updates import AdapterFile, Entry, with_projections
 
-# the parts of a pipeline by how their layers' names begin: dotted, or with kohya's underscores
-PARTS = (
-    "unet", "transformer", "transformer_2", "diffusion_model", "prior", "text_encoder", "text_encoder_2", "text_encoder_3",
-    "text_conditioner",
-)  # fmt: skip
-# other tools' beginnings: ComfyUI's and OMI's text encoders, and what Anima has between its text encoder and its transformer
-DOTTED_PARTS = {
-    "diffusion_model.llm_adapter.": "text_conditioner", "clip_l.": "text_encoder", "clip_g.": "text_encoder_2",
-    "t5.": "text_encoder_3", "t5xxl.": "text_encoder_3",
-}  # fmt: skip
 _COMFYS_TEXT = re.compile(r"text_encoders\.((\w+)\.)transformer\.")
-FLAT_PARTS = {
-    "lora_unet_llm_adapter_": "text_conditioner",
-    "lora_unet_": "unet", "lora_transformer_": "transformer", "lora_te_": "text_encoder", "lora_te1_": "text_encoder",
-    "lora_te2_": "text_encoder_2", "lora_te3_": "text_encoder_3", "lora_prior_unet_": "prior", "lycoris_": "", "lora_": "",
-}  # fmt: skip
 EMBEDDED = ("<", "emb_params", "bundle_emb.", "string_to_param")  # learned words lie beside the layers in some files
 
 
@@ -36,8 +22,8 @@ def split_part(name: str) -> tuple[str, str, str]:
     start = "base_model.model." if name.startswith("base_model.model.") else ""
     inner = name.removeprefix(start)
     if m := _COMFYS_TEXT.match(inner):
-        return start + m[0], DOTTED_PARTS.get(m[1], f"text_encoder_{m[2]}"), inner.removeprefix(m[0])
-    for prefix, part in (FLAT_PARTS | DOTTED_PARTS).items():
+        return start + m[0], table("formats")["starts"].get(m[1], f"text_encoder_{m[2]}"), inner.removeprefix(m[0])
+    for prefix, part in table("formats")["starts"].items():
         if inner.startswith(prefix):
             return start + prefix, part, inner.removeprefix(prefix)
     if ":" in inner:  # a layer by its number

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ArtifactError, shown
-from .peft_config import DEFAULTS
+from .peft_config import METHODS
 
 Tensors = Mapping[str, Tensor]
 # changes of a parameter, and what is read in its place
@@ -59,7 +59,7 @@ class Said:
         """A value of PEFT's configuration of a method. Raises ArtifactError without one, and for a value of another type."""
         if self.config is None:
             raise self.error(f"needs PEFT's configuration, which says its {key}: give config=, or the folder with it")
-        value = self.config.get(key, DEFAULTS[kind][key])
+        value = self.config.get(key, METHODS[kind][key])
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
             raise self.error(f"has a configuration with {key}: {shown(value)}, which cannot be")
         return value

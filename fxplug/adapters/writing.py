@@ -21,20 +21,13 @@ from ..core.weight_files import save_file
 from ..core.writing import new_file, new_folder
 from . import key_layouts
 from .held import Held, Layer, layers_of, trained
-from .key_layouts import CONFIGURED, FORMATS, alpha_of, config, configured, ours, refused, unlike, with_alpha
-from .layer_matching import PARTS
+from .key_layouts import CONFIGURED, alpha_of, config, configured, ours, refused, unlike, with_alpha
 from .named import named, part_of
 from .saved_heads import BEFORE, changed_layers
+from .tables import FORMATS, PARTS, table
 from .updates import Entry
 
 SHOWN = 3  # so many layers are named in a message
-# what modelspec and kohya's metadata call a model, by its class; of a UNet the width of the text tells which one it is
-ARCHITECTURES = {
-    "FluxTransformer2DModel": ("flux-1-dev", "flux1"), "SD3Transformer2DModel": ("stable-diffusion-3", "sd3"),
-    768: ("stable-diffusion-v1", "sd_v1"), 1024: ("stable-diffusion-v2-768-v", "sd_v2"),
-    2048: ("stable-diffusion-xl-v1-base", "sdxl_base_v1-0"),
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class About:
@@ -228,12 +221,12 @@ def write(made: Content, path: str | os.PathLike[str], as_: str) -> Saved:
         return ArtifactError(f"{target} {finding}")
 
     with reported(raises, "cannot be written"):
-        is_folder = bool(FORMATS[as_].file) and (as_ == "peft" or target.suffix != ".safetensors")
+        is_folder = "file" in FORMATS[as_] and (as_ == "peft" or target.suffix != ".safetensors")
         if not is_folder and target.suffix != ".safetensors":
             target = target / f"{target.name or 'adapter'}.safetensors" if target.is_dir() else Path(f"{target}.safetensors")
         if is_folder:
             with new_folder(target, raises) as work:
-                save_file(made.tensors, work / FORMATS[as_].file, made.about)
+                save_file(made.tensors, work / FORMATS[as_]["file"], made.about)
                 if made.config:
                     text = json.dumps(made.config, indent=2, sort_keys=True) + "\n"
                     (work / "adapter_config.json").write_text(text, "utf-8")
@@ -280,7 +273,8 @@ def _metadata(
         said["ss_network_args"] = json.dumps(args)
     kind = next(iter(model.classes), "")
     width = model.config.get("cross_attention_dim") if "UNet" in kind else kind
-    architecture, version = ARCHITECTURES.get(width, ("", "")) if isinstance(width, (int, str)) else ("", "")
+    known = table("formats")["architectures"]
+    architecture, version = known.get(width, ("", "")) if isinstance(width, (int, str)) else ("", "")
     if version:
         said["ss_base_model_version"] = version
     size = model.config.get("sample_size")
