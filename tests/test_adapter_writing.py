@@ -27,8 +27,8 @@ import fxplug
 from fxplug.__main__ import app
 from fxplug.adapters import files
 from fxplug.adapters.held import Held, layers_of
-from fxplug.adapters.key_layouts import FORMATS
 from fxplug.adapters.layer_names import first_names
+from fxplug.adapters.tables import FORMATS
 from fxplug.adapters.writing import About, content
 from fxplug.core.errors import ArtifactError, SpecError
 
@@ -735,7 +735,7 @@ def test_numbers_that_are_none_are_not_written(tmp_path):
     new = tuned("lora", at="conv")
     with torch.no_grad():
         new.get_submodule("style.conv.Lora").up.weight[0] = torch.nan
-    with pytest.raises(ArtifactError, match="'style.conv.Lora.up.weight' has numbers that are not finite"):
+    with pytest.raises(ArtifactError, match="'base_model.model.conv.lora_B.weight' has numbers that are not finite"):
         fxplug.save_adapter(new, tmp_path / "a")
     slots = copy.deepcopy(banked())
     slots.adapters.load("ink", pairs(SHAPES, 2, form="lycoris_{}"))

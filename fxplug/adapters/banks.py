@@ -346,9 +346,11 @@ def rows_for(
     if high:
         path, rank, bank, p = max(high, key=lambda row: row[1])
         word = "rank_max" if bank.slots else "rank"
+        kind = next((placed[at].kind for at, *_ in high if at in placed and placed[at].kind in ("loha", "lokr")), "")
+        other = f", or pass {kind}, which holds the factors as they are" if kind else ""
         raise SpecError(
             f"{len(high)} layers of the adapter have a rank above {word}={bank.rank}, the highest is {rank} at '{path}': "
-            f"apply pass '{p}' with {word}={rank}{_cost(placed, [row[0] for row in high], bank)}"
+            f"apply pass '{p}' with {word}={rank}{other}"
         )
     return ready
 
@@ -373,17 +375,6 @@ def _first_fitting(
     if failed:
         raise failed
     return high
-
-
-def _cost(placed: Mapping[str, Entry], paths: Sequence[str], bank: Bank) -> str:
-    """What products of another kind cost as plain ones, if much."""
-    entries = [placed[path] for path in paths if path in placed and placed[path].kind in ("loha", "lokr")]
-    if not entries:
-        return ""
-    own = sum(tensor.numel() for entry in entries for tensor in entry.tensors.values())
-    plain = sum(entry.product_rank() * (entry.sizes()[0] + math.prod(entry.sizes()[1])) for entry in entries)
-    kind = entries[0].kind
-    return f", or pass {kind}, which holds their {own:,} numbers as they are; as plain products they are {plain:,} a slot"
 
 
 def _whole(bank: Bank, entry: Entry, name: str) -> list[int]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean
 from .files import AdapterFile, Entry, fit
 from .held import Held, Layer
-from .key_layouts import CONFIGURED, alpha_of, with_alpha
+from .key_layouts import CONFIGURED, alpha_of, tensors_of
 from .named import format_of, part_of
 from .saved_heads import split_saved_modules
 from .tables import FORMATS, PARTS, table
@@ -204,7 +204,7 @@ def write_own(
     entries = [_in_dtype(entry, dtype) for entry in entries]
     tensors: dict[str, Tensor] = {}
     for entry in entries:
-        tensors |= with_alpha(entry.name, entry, _layer(entry))
+        tensors |= tensors_of(layout or "kohya", entry.name, entry, _layer(entry))
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
     if odd := next((key for key, value in tensors.items() if not value.float().isfinite().all()), None):
         raise ArtifactError(f"'{odd}' has numbers that are not finite (NaN or infinity): write it in a wider dtype")

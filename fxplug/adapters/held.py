@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.base import scaled_factor
-from ..core.errors import DEFAULT, ArtifactError, SpecError, brief_fields, did_you_mean
+from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean
 from ..core.quantised import is_transposed, weight_shape
 from .banks import Bank, rank_dims
-from .files import read
 from .find_tensors import unreadable
+from .loading import bank_of
 from .saved_heads import held_heads
 from .slot_memory import read_said, scaled, unscaled
 from .updates import Entry, rank_of
@@ -22,7 +22,6 @@ from .updates import Entry, rank_of
 if TYPE_CHECKING:
     from .slots import Adapters
 
-OURS = replace(DEFAULT, update=float("inf"))  # what was learned here may be as large as it is
 BLOCKS = ("Lora", "LoraWeight", "Dora", "Loha", "Lokr", "Delta", "Vera")  # whose updates files have a form for
 
 
@@ -108,10 +107,10 @@ def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str, table: bool) -> 
     if not exact or not all(torch.equal(values[key].to(own[key].dtype), own[key]) for key in own if key != factor):
         # written over since it was loaded, by an optimizer for example: the file's dtype has no room for that
         values = {**own, factor: unscaled(own[factor], None, scale, own[factor].dtype)}
-    return _entry(bank, values, scale, rank, p, table)
+    return _entry(bank, values, scale, p, table)
 
 
-def _entry(bank: Bank, values: dict[str, Tensor], scale: float, rank: int, p: str, table: bool) -> Entry:
+def _entry(bank: Bank, values: dict[str, Tensor], scale: float, p: str, table: bool) -> Entry:
     if bank.kind == "Delta":
         return changed(bank.path, p, values["delta"], bank.param)
     kind = bank.kind.lower() if bank.kind in ("Loha", "Lokr", "Dora") else "lora"
@@ -120,8 +119,9 @@ def _entry(bank: Bank, values: dict[str, Tensor], scale: float, rank: int, p: st
     embedding = bank.kind == "Embedding"
     if kind == "lora" and not bank.maps:
         values["down"] = values["down"].T if embedding else values["down"].flatten(0, 1)
-    rank = rank_of(values)
-    return Entry(bank.path, bank.path, p, kind, {k: v.contiguous() for k, v in values.items()}, scale, rank, embedding)
+    kind = f"{kind}+bias" if "bias" in values else kind
+    tensors = {key: value.contiguous() for key, value in values.items()}
+    return Entry(bank.path, bank.path, p, kind, tensors, scale, rank_of(values), embedding)
 
 
 def changed(path: str, p: str, delta: Tensor, param: str) -> Entry:
@@ -196,7 +196,7 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
                 entries[path] = Entry(path, path, name, "lora", {"down": down, "up": up}, 1.0, made.rank)
                 rslora.add(False)
             else:
-                entries[path] = _of_block(made, path, name)
+                entries[path] = _of_block(module, site, path, name)
                 rslora.add(bool(made.rslora))
     if not entries and not wanted:
         other = ": of one with slots, name the adapter in them, module.adapters.save(name, ...)" if applied else ""
@@ -206,19 +206,16 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
     return Held(tuple(entries.values()), left, rslora == {True}, held_heads(module, wanted))
 
 
-def _of_block(block: Any, path: str, name: str) -> Entry:
+def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) -> Entry:
     """The update of one block."""
-    kind = type(block).__name__
-    found = {**dict(block.named_parameters()), **dict(block.named_buffers())}
-    if odd := next((text for value in found.values() if (text := unreadable(value))), ""):
+    block = module.get_submodule(site["block"])
+    bank = bank_of(module, site)
+    assert bank is not None
+    state = dict(block.state_dict(prefix=f"{bank.block}.", keep_vars=True))
+    if odd := next((text for value in state.values() if (text := unreadable(value))), ""):
         raise ArtifactError(f"the update of '{path}' {odd}")
-    if any(value.is_meta for value in found.values()):
+    if any(value.is_meta for value in state.values()):
         raise ArtifactError(f"the update of '{path}' is on the meta device, which holds no values")
-    state = {f"{name}.{path}.{kind}.{key}": value.detach().cpu().clone() for key, value in found.items()}
-    (entry,) = read(state, limits=OURS).entries
-    embedding = getattr(block, "kind", "") == "Embedding"
-    tensors = dict(entry.tensors)
-    if embedding and not entry.embedding:  # a square one, whose shapes did not tell
-        tensors["down"] = tensors["down"].T.contiguous()
-    own = _by("dora", block.dim, embedding or "Embedding" in kind) if kind == "Dora" else entry.kind
-    return replace(entry, name=path, path=path, part=name, tensors=tensors, embedding=embedding, kind=own)
+    own = {key: bank.views(key, state[tensor], 0).detach().cpu().clone() for key, tensor in bank.names.items()}
+    scale = float(state[f"{bank.block}.scale"])
+    return _entry(bank, own, scale, name, False)

@@ -146,7 +146,7 @@ def fit(
     wanted = [p for p in groups if part in (None, p)]
     finder = _Finder(file, shapes)
     found = {p: finder.known(groups[p]) for p in wanted}
-    if not all(hits.good == len(hits.homes) for hits in found.values()):
+    if not all(hits.all for hits in found.values()):
         whole = {path: tuple(int(n) for n in shape) for path, shape in (model() if model else {}).items()}
         finder = _Finder(file, whole | shapes, old=True)
         found = {p: max(found[p], finder.known(groups[p]), key=_Hits.rank) for p in wanted}
@@ -276,6 +276,11 @@ class _Hits:
     good: int
 
     @property
+    def all(self) -> bool:
+        """Whether every entry has a layer that it fits."""
+        return self.good == len(self.homes)
+
+    @property
     def named(self) -> int:
         return sum(bool(home) for home in self.homes)
 
@@ -320,44 +325,37 @@ class _Finder:
 
     def known(self, entries: Sequence[Entry]) -> _Hits:
         """The best of the readings that need no guess."""
-        readings: list[Callable[[Entry], str]] = [
-            lambda e: e.name,
-            lambda e: e.name.removeprefix("base_model.model."),
-            lambda e: e.path,
-        ]
+        names = [e.name for e in entries]
+        readings = names, [name.removeprefix("base_model.model.") for name in names], [e.path for e in entries]
         return max((self.tried(entries, reading) for reading in readings), key=_Hits.rank)
 
     def deep(self, entries: Sequence[Entry], inside: Mapping[str, Any]) -> _Hits:
         """The first reading under which every entry has a layer that it fits: fewest components taken away, or some added."""
+        if hits := self.shortened(entries, "."):
+            return hits
         first = entries[0].path
-        for n in range(1, first.count(".") + 1):
-            if len({tuple(entry.path.split(".")[:n]) for entry in entries}) > 1:
-                break  # what begins otherwise may be of another model
-            if hits := self.all(entries, self.without(n)):
-                return hits
-        starts = {path.removesuffix(first) for path in inside if path.endswith(f".{first}")}
-        found = [hits for start in sorted(starts) if (hits := self.all(entries, self.after(start)))]
+        starts = sorted({path.removesuffix(first) for path in inside if path.endswith(f".{first}")})
+        readings = (self.tried(entries, [start + e.path for e in entries]) for start in starts)
+        found = [hits for hits in readings if hits.all]
         if len(found) > 1:
             where = " or ".join(f"'{hits.homes[0][0]}'" for hits in found[:3])
             raise ArtifactError(f"{self.file.source}: '{entries[0].name}' may be {where}: name the layers as the graph does")
-        if found:
-            return found[0]
-        for n in range(1, first.count("_") + 1):
-            if len({tuple(entry.path.replace(".", "_").split("_")[:n]) for entry in entries}) > 1:
-                break
-            if hits := self.all(entries, self.without(n, "_")):
+        flat = [entry.path.replace(".", "_") for entry in entries]
+        return found[0] if found else self.shortened(entries, "_") or self.tried(entries, flat)
+
+    def shortened(self, entries: Sequence[Entry], dot: str) -> _Hits | None:
+        """The layers of all entries without the first components that their paths share, between dots or underscores."""
+        parts = [entry.path.replace(".", dot).split(dot) for entry in entries]
+        for n in range(1, len(parts[0])):
+            if len({tuple(own[:n]) for own in parts}) > 1:
+                return None  # what begins otherwise may be of another model
+            if (hits := self.tried(entries, [dot.join(own[n:]) for own in parts])).all:
                 return hits
-        return self.tried(entries, self.without(0, "_"))
+        return None
 
-    def after(self, start: str) -> Callable[[Entry], str]:
-        return lambda e: start + e.path
-
-    def without(self, number: int, dot: str = ".") -> Callable[[Entry], str]:
-        """Names without their first components; by underscores if that is what `dot` says."""
-        return lambda e: dot.join(e.path.replace(".", dot).split(dot)[number:])
-
-    def tried(self, entries: Sequence[Entry], reading: Callable[[Entry], str]) -> _Hits:
-        homes = [self.home(entry, reading(entry)) for entry in entries]
+    def tried(self, entries: Sequence[Entry], names: Sequence[str]) -> _Hits:
+        """The layers of entries by such names."""
+        homes = [self.home(entry, name) for entry, name in zip(entries, names, strict=True)]
         good = sum(bool(home) and self.takes(home, e) for e, home in zip(entries, homes, strict=True))
         return _Hits(homes, good)
 
@@ -365,16 +363,6 @@ class _Finder:
         """Whether an entry has the shape of its home's weight, or as many numbers as that has outputs."""
         shape = self.whole(home)
         return entry.fits(shape if entry.param == "weight" else shape[:1])
-
-    def all(self, entries: Sequence[Entry], reading: Callable[[Entry], str]) -> _Hits | None:
-        """The layers of all entries, if each has one that it fits; given up at the first that has not."""
-        homes = []
-        for entry in entries:
-            home = self.home(entry, reading(entry))
-            if not home or not self.takes(home, entry):
-                return None
-            homes.append(home)
-        return _Hits(homes, len(homes))
 
     def home(self, entry: Entry, name: str) -> Home:
         """The layers that a name means: the graph's own, or by the name that the family's code has, whichever fits."""

@@ -104,7 +104,7 @@ def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]
         if entry.get("slots") or (passes is not None and name not in passes):
             continue
         sites = {site["block"]: site for site in reversed(entry["sites"]) if site["block"] and not site.get("apart")}
-        banks = [bank for site in reversed(sites.values()) if (bank := _bank(module, site)) is not None]
+        banks = [bank for site in reversed(sites.values()) if (bank := bank_of(module, site)) is not None]
         if banks:
             made[name] = banks
     if not made:
@@ -113,7 +113,7 @@ def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]
     return made
 
 
-def _bank(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
+def bank_of(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
     """The block of a site as a bank of one; None for a block that no adapter file has."""
     block: Any = module.get_submodule(site["block"])
     kind, path = type(block).__name__, site["path"].partition("@")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,15 +59,14 @@ def named(
 
 def _flat(rows: Sequence[tuple[str, Entry]], start: str) -> tuple[list[tuple[str, Entry]], dict[str, str]]:
     """Names with underscores for dots; what two layers would both be called is left out."""
-    made: dict[str, Entry] = {}
+    made: dict[tuple[str, str, str], tuple[str, Entry]] = {}
     left = {}
     for name, entry in rows:
         key = start + name.replace(".", "_")
-        if key in made:
-            left[entry.path] = f"with underscores for dots its name is that of '{made[key].path}'"
-        else:
-            made[key] = entry
-    return list(made.items()), left
+        _, first = made.setdefault((key, entry.param, entry.method), (key, entry))
+        if first is not entry:
+            left[entry.path] = f"with underscores for dots its name is that of '{first.path}'"
+    return list(made.values()), left
 
 
 def _first(entries: Sequence[Entry], layers: Mapping[str, Layer]) -> tuple[list[tuple[str, Entry]], dict[str, str]]:
@@ -75,12 +75,13 @@ def _first(entries: Sequence[Entry], layers: Mapping[str, Layer]) -> tuple[list[
     for name, paths in first_names(layers).items():
         for path in paths:
             known.setdefault(path.removesuffix(SWAPPED), (name, paths))
-    groups: dict[tuple[str, tuple[str, ...]], dict[str, Entry]] = {}
+    groups: dict[Any, dict[str, Entry]] = {}  # a layer may have a change of its weight, and one of its bias
     for entry in entries:
-        groups.setdefault(known.get(entry.path, (entry.path, (entry.path,))), {})[entry.path] = entry
+        layer = known.get(entry.path, (entry.path, (entry.path,)))
+        groups.setdefault((*layer, entry.param, entry.method), {})[entry.path] = entry
     made: list[tuple[str, Entry]] = []
     left: dict[str, str] = {}
-    for (name, paths), found in groups.items():
+    for (name, paths, *_), found in groups.items():
         own = {path.removesuffix(SWAPPED): path for path in paths}
         turned = {path: entry.swapped() if own[path].endswith(SWAPPED) else entry for path, entry in found.items()}
         if len(paths) == 1:

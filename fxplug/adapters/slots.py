@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +17,10 @@ from ..core.torch_internals.modules import unwatched
 from ..core.torch_internals.tensors import FakeTensor
 from .banks import Bank, check_name, rows_for
 from .files import Fit, Source, read
+from .held import in_slots
 from .loading import fit_to, weights_of
 from .saved_heads import without_heads
-from .slot_saving import save
-from .writing import About, about_of
+from .writing import About, Saved, about_of, content, write
 
 Weights = Mapping[str, float]
 
@@ -369,7 +370,26 @@ class Adapters:
                 if view.shape != (but or {}).get(tensor_name) and view.any():
                     write(view, 0)
 
-    save = save
+    def save(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        as_: str = "peft",
+        part: str | None = None,
+        partial: bool = False,
+        dtype: torch.dtype | None = None,
+        about: Mapping[str, str] | None = None,
+    ) -> Saved:
+        """Write an adapter as a tool reads it, see `writing.save_adapter`: what was loaded comes back to the last bit.
+
+        The slots may be used meanwhile, and are not changed while they are read. Raises SpecError for a name that is not
+        loaded, and what `save_adapter` does.
+        """
+        with hold(self.turns):
+            held = in_slots(self, self.check_known(name))
+        options: Any = {"name": name, "part": part, "partial": partial, "dtype": dtype, "said": about}
+        return write(content(held, as_, self.about(), there=self.there, **options), path, as_)
 
     def about(self) -> About:
         """What is known of the model."""

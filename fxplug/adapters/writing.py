@@ -19,9 +19,8 @@ from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean, 
 from ..core.reading import reported
 from ..core.weight_files import save_file
 from ..core.writing import new_file, new_folder
-from . import key_layouts
 from .held import Held, Layer, layers_of, trained
-from .key_layouts import CONFIGURED, alpha_of, config, configured, ours, refused, unlike, with_alpha
+from .key_layouts import CONFIGURED, alone, alpha_of, config, joined_biases, refused, tensors_of, unlike
 from .named import named, part_of
 from .saved_heads import BEFORE, changed_layers
 from .tables import FORMATS, PARTS, table
@@ -153,8 +152,8 @@ def content(
     if held.heads and as_ != "peft":
         left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, for which {as_} has no form")
     entries, changes = [], []
-    single = key_layouts.alone(held.entries, as_)
-    for entry in key_layouts.joined_biases(held.entries) if as_ in CONFIGURED else held.entries:
+    single = alone(held.entries, as_)
+    for entry in joined_biases(held.entries) if as_ in CONFIGURED else held.entries:
         layer = model.layers.get(entry.path)
         if as_ == "peft" and entry.method == "diff" and entry.param in ("weight", "bias"):
             changes.append(entry)
@@ -170,13 +169,8 @@ def content(
     if as_ == "fxplug":
         rows = [(entry.path, entry) for entry in entries]
     else:
-        rows = []
-        for whole in (False, True):  # a layer may have a change of its weight, and one of its bias
-            for param in dict.fromkeys(entry.param for entry in entries if (entry.method == "diff") is whole):
-                some = [entry for entry in entries if (entry.method == "diff") is whole and entry.param == param]
-                found, more = named(some, as_, {**model.named, **model.layers}, part)
-                rows += found
-                left |= more
+        rows, more = named(sorted(entries, key=lambda e: e.method), as_, {**model.named, **model.layers}, part)
+        left |= more
     if not rows:
         why = told(left or dict.fromkeys(heads, "is whole, and PEFT needs a layer with an update beside it"))
         raise ArtifactError(f"nothing of this adapter can be written as {as_}: {why or 'it has no layers'}")
@@ -189,10 +183,7 @@ def content(
     biased = any("bias" in entry.kind for _, entry in rows)
     for key, entry in rows:
         layer = model.layers.get(entry.path) or Layer("", (1,) if entry.method else tuple(entry.sizes()[1]))
-        if as_ in CONFIGURED:
-            tensors |= configured(key, entry, layer, biased)
-        else:
-            tensors |= ours(entry, layer) if as_ == "fxplug" else with_alpha(key, entry, layer)
+        tensors |= tensors_of(as_, key, entry, layer, biased)
     if as_ == "peft":
         tensors |= {f"{BEFORE}{key}": value if dtype is None else value.to(dtype) for key, value in heads.items()}
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
