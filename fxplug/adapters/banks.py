@@ -13,7 +13,7 @@ from torch import Tensor
 from ..blocks.base import META, ROUNDING_RESIDUE, scaled_factor
 from ..blocks.low_rank import in_slot
 from ..core.errors import SpecError, brief_fields, shown
-from .slot_memory import lost, said, scaled
+from .slot_memory import meta_row, rounding_residue, scaled
 from .updates import Entry
 
 # the dimensions of a parameter that are ranks; a bank is padded there and nowhere else
@@ -163,8 +163,10 @@ class Bank:
             if key == factor and there(self.memory[META]) is not None:
                 rank = entry.rank if self.kind in ("Loha", "Lokr") else rank
                 meta = value.is_meta or held.is_meta
-                steps = torch.zeros(held.shape, dtype=torch.int8) if meta else lost(value.cpu(), held.cpu(), entry.scale)
-                yield self, META, self.memory[META], said(entry.scale, rank, value.dtype)
+                steps = torch.zeros(held.shape, dtype=torch.int8)
+                if not meta:
+                    steps = rounding_residue(value.cpu(), held.cpu(), entry.scale)
+                yield self, META, self.memory[META], meta_row(entry.scale, rank, value.dtype)
                 yield self, ROUNDING_RESIDUE, self.memory[ROUNDING_RESIDUE], steps
 
 
@@ -252,7 +254,7 @@ def _change(bank: Bank, entry: Entry, base: Tensor | None) -> Tensor:
     return made
 
 
-def homes_of(entry: Entry, banks: Sequence[Bank]) -> list[int]:
+def candidate_banks(entry: Entry, banks: Sequence[Bank]) -> list[int]:
     """Which of several homes at a place an entry may go to: those of its own kind first, then those that have room for it.
 
     Any low-rank product goes where a plain one does, and everything into a change of the whole.
@@ -282,7 +284,7 @@ def parted(placed: Mapping[str, Entry], homes: Mapping[str, Sequence[Bank]]) -> 
             continue  # part of a sum
         if entry.optional and any(bank.kind == "Scale" for bank in homes.get(path.removesuffix(f".{entry.param}"), ())):
             continue
-        if "+bias" in entry.kind and not homes_of(entry, homes.get(path, ())):
+        if "+bias" in entry.kind and not candidate_banks(entry, homes.get(path, ())):
             tensors = dict(entry.tensors)
             delta = tensors.pop("bias").float() * entry.scale
             made[path] = replace(entry, kind=entry.kind.replace("+bias", ""), tensors=tensors)
@@ -326,7 +328,7 @@ def rows_for(
     high: list[tuple[str, int, Bank, str]] = []
     for path, entry in parted(placed, homes).items():
         here = homes.get(path, [])
-        at = homes_of(entry, here)
+        at = candidate_banks(entry, here)
         own = there(f"{path}.weight") if entry.base is not None else None
         if entry.base is not None and own is not None and not own.is_meta and not torch.equal(entry.base.to(own), own):
             raise SpecError(

@@ -31,7 +31,7 @@ INTEGERS = (
 
 
 @dataclass(frozen=True)
-class Said:
+class LayerFacts:
     """What a file says beside the tensors of a layer: `where` is the file, `layer` its layer, `keys` the tensors' own names.
 
     `onetrainer` says that OneTrainer wrote it, whose OFT is PEFT's with choices of its own.
@@ -65,6 +65,9 @@ class Said:
         return Entry(self.layer, path, part, kind, tensors, method=method, options=options or {}, **more)
 
 
+Make = Callable[[Tensors, LayerFacts], list[Entry]]
+
+
 @dataclass(frozen=True)
 class Kind:
     """The tensors that a kind of update needs, and those that it may have, by role, each with its sizes.
@@ -76,33 +79,33 @@ class Kind:
 
     needed: Mapping[str, str]
     more: Mapping[str, str] = field(default_factory=dict)
-    make: Callable[[Tensors, Said], list[Entry]] | None = None
+    make: Make | None = None
 
-    def check_roles(self, tensors: Tensors, said: Said) -> None:
+    def check_roles(self, tensors: Tensors, facts: LayerFacts) -> None:
         """Raise ArtifactError for tensors that are missing, or that the kind has not."""
-        first = next(iter(said.keys.values()))
+        first = next(iter(facts.keys.values()))
         if lacks := sorted(self.needed.keys() - tensors.keys()):
-            raise ArtifactError(f"{said.where}: '{first}' is half an update: '{said.layer}' has no {', '.join(lacks)}")
+            raise ArtifactError(f"{facts.where}: '{first}' is half an update: '{facts.layer}' has no {', '.join(lacks)}")
         if extra := sorted(tensors.keys() - self.needed.keys() - self.more.keys()):
-            keys = ", ".join(f"'{said.keys[role]}'" for role in extra)
-            raise said.error(f"is whole without {keys}, which cannot be applied as well")
+            keys = ", ".join(f"'{facts.keys[role]}'" for role in extra)
+            raise facts.error(f"is whole without {keys}, which cannot be applied as well")
 
-    def check_sizes(self, tensors: Tensors, said: Said) -> None:
+    def check_sizes(self, tensors: Tensors, facts: LayerFacts) -> None:
         """Raise ArtifactError for tensors whose sizes are none of theirs, or do not go together."""
         known: dict[str, tuple[Any, str]] = {}  # sizes by name, each with the role of the tensor that has it
         for role, form in {**self.needed, **self.more}.items():
-            if role in tensors and (other := _conflict(role, form.split(), tensors[role], known, said)):
+            if role in tensors and (other := _conflict(role, form.split(), tensors[role], known, facts)):
                 shapes = f"{list(tensors[other].shape)} and {list(tensors[role].shape)}"
-                both = f"'{said.keys[other]}' and '{said.keys[role]}'"
-                raise ArtifactError(f"{said.where}: {both} do not go together: their shapes are {shapes}")
+                both = f"'{facts.keys[other]}' and '{facts.keys[role]}'"
+                raise ArtifactError(f"{facts.where}: {both} do not go together: their shapes are {shapes}")
 
 
-def _conflict(role: str, names: list[str], tensor: Tensor, known: dict[str, tuple[Any, str]], said: Said) -> str:
+def _conflict(role: str, names: list[str], tensor: Tensor, known: dict[str, tuple[Any, str]], facts: LayerFacts) -> str:
     """The role of the tensor that has other sizes by these names, an empty text for none; new ones are noted in `known`."""
     shape = tuple(tensor.shape)
     rest = names.pop() if names[-1].startswith("...") else ""
     if not len(names) <= len(shape) <= (5 if rest else len(names)) or (not tensor.numel() and role not in INTEGERS):
-        raise ArtifactError(f"{said.where}: '{said.keys[role]}' has the shape {list(shape)}, which is no {role}'s")
+        raise ArtifactError(f"{facts.where}: '{facts.keys[role]}' has the shape {list(shape)}, which is no {role}'s")
     found: list[tuple[str, Any]] = [*zip(names, shape, strict=False), *([(rest, shape[len(names) :])] if len(rest) > 3 else [])]
     for name, size in found:
         factors = name.split("*")
@@ -124,69 +127,69 @@ def nearest_kind(tensors: Tensors) -> Kind:
     return min([kind for kind in KINDS if not tensors.keys().isdisjoint(kind.needed)] or [KINDS[0]], key=distance)
 
 
-def changes_of(said: Said, tensors: dict[str, Tensor]) -> list[Entry]:
+def changes_of(facts: LayerFacts, tensors: dict[str, Tensor]) -> list[Entry]:
     """The whole changes among a layer's tensors, which are taken out. Raises ArtifactError for one of nothing."""
     for role in tensors.keys() & (WHOLE.keys() | SET.keys()):
         if not tensors[role].numel() or not 1 <= tensors[role].dim() <= 5:
-            raise said.error(f"has a {role} of {list(tensors[role].shape)}, which is no parameter's")
+            raise facts.error(f"has a {role} of {list(tensors[role].shape)}, which is no parameter's")
     made = []
     for role in [role for role in tensors if role in WHOLE]:
         value = tensors.pop(role)
         value = value.flatten() if role == "beft_bias" else value
-        made.append(said.entry("delta", "diff", {"delta": value}, param=WHOLE[role]))
+        made.append(facts.entry("delta", "diff", {"delta": value}, param=WHOLE[role]))
     for role in [role for role in tensors if role in SET]:
-        made.append(said.entry("delta", "whole", {"whole": tensors.pop(role)}, param=SET[role]))
+        made.append(facts.entry("delta", "whole", {"whole": tensors.pop(role)}, param=SET[role]))
     return made
 
 
 # --- LyCORIS
 
 
-def _lycoris_oft(t: Tensors, said: Said) -> list[Entry]:
+def _lycoris_oft(t: Tensors, facts: LayerFacts) -> list[Entry]:
     blocks = t["oft_blocks"]
     if blocks.dim() not in (3, 4) or blocks.shape[-1] != blocks.shape[-2] or (blocks.dim() == 4 and blocks.shape[-1] % 2):
-        raise said.error(f"has oft_blocks of {list(blocks.shape)}, which are no square blocks")
+        raise facts.error(f"has oft_blocks of {list(blocks.shape)}, which are no square blocks")
     if "rescale" in t and t["rescale"].numel() != blocks.shape[-3] * blocks.shape[-1]:
-        raise said.error(f"has {t['rescale'].numel()} factors in rescale, and {blocks.shape[-3] * blocks.shape[-1]} outputs")
+        raise facts.error(f"has {t['rescale'].numel()} factors in rescale, and {blocks.shape[-3] * blocks.shape[-1]} outputs")
     method = "diag-oft" if blocks.dim() == 3 else "butterfly oft"
-    return [said.entry("delta", method, dict(t), {"constraint": said.alpha or 0.0})]
+    return [facts.entry("delta", method, dict(t), {"constraint": facts.alpha or 0.0})]
 
 
-def _glora(t: Tensors, said: Said) -> list[Entry]:
+def _glora(t: Tensors, facts: LayerFacts) -> list[Entry]:
     rank = len(t["a2"])
-    return [said.entry("delta", "glora", dict(t), {"scale": (said.alpha or rank) / rank}, rank=rank)]
+    return [facts.entry("delta", "glora", dict(t), {"scale": (facts.alpha or rank) / rank}, rank=rank)]
 
 
-def _lycoris_ia3(t: Tensors, said: Said) -> list[Entry]:
+def _lycoris_ia3(t: Tensors, facts: LayerFacts) -> list[Entry]:
     side = "input" if bool(t["on_input"].flatten()[:1].any()) else "output"
-    return [said.entry("delta", "gate", {"gate": t["weight"].flatten().float() + 1}, {"side": side})]
+    return [facts.entry("delta", "gate", {"gate": t["weight"].flatten().float() + 1}, {"side": side})]
 
 
 # --- PEFT: what is a low-rank product after all
 
 
-def _adalora(t: Tensors, said: Said) -> list[Entry]:
+def _adalora(t: Tensors, facts: LayerFacts) -> list[Entry]:
     rank = len(t["down"])
     # all in one factor, so that the scale says the rest
     own = {"down": t["down"] * t["lora_E"].to(t["down"].dtype), "up": t["up"]}
-    return [said.entry("lora", "", own, scale=said.get("ADALORA", "lora_alpha", (int, float)) / (rank + 1e-5), rank=rank)]
+    return [facts.entry("lora", "", own, scale=facts.get("ADALORA", "lora_alpha", (int, float)) / (rank + 1e-5), rank=rank)]
 
 
-def _vera(t: Tensors, said: Said) -> list[Entry]:
+def _vera(t: Tensors, facts: LayerFacts) -> list[Entry]:
     rank = len(t["vera_lambda_d"])
     own = {"lambda_b": t["vera_lambda_b"], "lambda_d": t["vera_lambda_d"]}
-    if {"vera_A", "vera_B"} <= said.shared.keys():
-        a, b = said.shared["vera_A"], said.shared["vera_B"]
+    if {"vera_A", "vera_B"} <= facts.shared.keys():
+        a, b = facts.shared["vera_A"], facts.shared["vera_B"]
         if a.dim() != 2 or b.dim() != 2 or len(a) != rank or b.shape[1] != rank or len(b) < len(own["lambda_b"]):
-            raise said.error(f"has vera_lambda_d of {rank}, and the file projections of {list(a.shape)} and {list(b.shape)}")
-        return [said.entry("lora", "vera", {**own, "A": a, "B": b}, rank=rank)]
-    return [said.entry("lora", "vera", own, {"key": said.get("VERA", "projection_prng_key", int)}, rank=rank)]
+            raise facts.error(f"has vera_lambda_d of {rank}, and the file projections of {list(a.shape)} and {list(b.shape)}")
+        return [facts.entry("lora", "vera", {**own, "A": a, "B": b}, rank=rank)]
+    return [facts.entry("lora", "vera", own, {"key": facts.get("VERA", "projection_prng_key", int)}, rank=rank)]
 
 
-def _vblora(t: Tensors, said: Said) -> list[Entry]:
-    if "vblora_vector_bank" not in said.shared:
-        raise said.error("needs vblora_vector_bank, which the file has not")
-    bank, topk = said.shared["vblora_vector_bank"].float(), said.get("VBLORA", "topk", int)
+def _vblora(t: Tensors, facts: LayerFacts) -> list[Entry]:
+    if "vblora_vector_bank" not in facts.shared:
+        raise facts.error("needs vblora_vector_bank, which the file has not")
+    bank, topk = facts.shared["vblora_vector_bank"].float(), facts.get("VBLORA", "topk", int)
 
     def made(half: str) -> Tensor:
         if half in t:
@@ -197,89 +200,89 @@ def _vblora(t: Tensors, said: Said) -> list[Entry]:
             weights = torch.cat([weights, 1 - weights.sum(-1, keepdim=True)], -1)
         good = bank.dim() == 2 and at.shape == weights.shape and at.dim() == 3 and at.numel() > 0
         if not good or (not at.is_meta and (int(at.max()) >= len(bank) or int(at.min()) < 0)):
-            raise said.error(f"has {half} that do not go with the bank of {len(bank)} vectors")
+            raise facts.error(f"has {half} that do not go with the bank of {len(bank)} vectors")
         return (weights.unsqueeze(-1) * bank[at]).sum(-2)
 
     a, b = made("vblora_logits_A"), made("vblora_logits_B")
     down, up = a.flatten(1), b.transpose(1, 2).flatten(0, 1)
     if up.shape[1] != len(down):
-        raise said.error(f"has logits for ranks of {len(down)} and {up.shape[1]}")
-    return [said.entry("lora", "", {"down": down, "up": up}, rank=len(down))]
+        raise facts.error(f"has logits for ranks of {len(down)} and {up.shape[1]}")
+    return [facts.entry("lora", "", {"down": down, "up": up}, rank=len(down))]
 
 
-def _miss(t: Tensors, said: Said) -> list[Entry]:
+def _miss(t: Tensors, facts: LayerFacts) -> list[Entry]:
     (block,) = t.values()
     if block.dim() not in (2, 3) or (block.dim() == 3 and block.shape[1] != block.shape[2]):
-        raise said.error(f"has a block of {list(block.shape)}, which is no square's")
+        raise facts.error(f"has a block of {list(block.shape)}, which is no square's")
     if block.dim() == 3:
-        return [said.entry("delta", "bat", {"block": block}, rank=block.shape[2])]
-    mini = said.config is not None and said.config.get("init_weights") == "mini"
-    return [said.entry("lora", "miss", {"block": block}, {"mini": mini}, rank=len(block))]
+        return [facts.entry("delta", "bat", {"block": block}, rank=block.shape[2])]
+    mini = facts.config is not None and facts.config.get("init_weights") == "mini"
+    return [facts.entry("lora", "miss", {"block": block}, {"mini": mini}, rank=len(block))]
 
 
 # --- PEFT: the others
 
 
-def _plain(method: str, prefix: str, rank: Callable[[Tensors], int] = lambda t: 0) -> Callable[[Tensors, Said], list[Entry]]:
+def _plain(method: str, prefix: str, rank: Callable[[Tensors], int] = lambda t: 0) -> Make:
     """The tensors of a method as they are, without a prefix of their names."""
 
-    def make(t: Tensors, said: Said) -> list[Entry]:
+    def make(t: Tensors, facts: LayerFacts) -> list[Entry]:
         own = {role.removeprefix(prefix): tensor for role, tensor in t.items()}
-        return [said.entry("delta", method, own, rank=rank(own))]
+        return [facts.entry("delta", method, own, rank=rank(own))]
 
     return make
 
 
-def _oft(t: Tensors, said: Said) -> list[Entry]:
+def _oft(t: Tensors, facts: LayerFacts) -> list[Entry]:
     rotation = t["oft_R"]
     size = (1 + math.isqrt(1 + 8 * rotation.shape[1])) // 2
     if size * (size - 1) // 2 != rotation.shape[1]:
-        raise said.error(f"has an oft_R of {list(rotation.shape)}, which is above no square's diagonal")
-    if said.onetrainer:  # OneTrainer's modules/module/LoRAModule.py: always five terms, and no configuration in the file
+        raise facts.error(f"has an oft_R of {list(rotation.shape)}, which is above no square's diagonal")
+    if facts.onetrainer:  # OneTrainer's modules/module/LoRAModule.py: always five terms, and no configuration in the file
         scaled = "scaled_oft" in t and bool(t["scaled_oft"].any())
         rotation = rotation / (2 * math.sqrt(size - 1)) if scaled else rotation
         own = {"size": size, "terms": 5, "share": len(rotation) == 1, "kernel_forwards": True}
-        return [said.entry("oft", "oft", {"rotation": rotation}, own, rank=len(rotation))]
-    share = said.get("OFT", "block_share", bool)
+        return [facts.entry("oft", "oft", {"rotation": rotation}, own, rank=len(rotation))]
+    share = facts.get("OFT", "block_share", bool)
     if share and len(rotation) != 1:
-        raise said.error(f"has an oft_R of {len(rotation)} blocks, and a configuration with block_share, which is one for all")
-    series = said.get("OFT", "use_cayley_neumann", bool)
-    version = re.match(r"(\d+)\.(\d+)", str((said.config or {}).get("peft_version")))
-    if series and "use_cayley_neumann" in (said.config or {}) and (not version or (int(version[1]), int(version[2])) < (0, 18)):
-        raise said.error(
+        raise facts.error(f"has an oft_R of {len(rotation)} blocks, and a configuration with block_share, which is one for all")
+    series, config = facts.get("OFT", "use_cayley_neumann", bool), facts.config or {}
+    version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
+    if series and "use_cayley_neumann" in config and (not version or (int(version[1]), int(version[2])) < (0, 18)):
+        raise facts.error(
             "has a configuration with use_cayley_neumann of PEFT before 0.18, whose series was another and is "
             "read by no later one: merge it with that version (merge_and_unload) and take the difference with fxplug.extract"
         )
-    terms = said.get("OFT", "num_cayley_neumann_terms", int) if series else 0
+    terms = facts.get("OFT", "num_cayley_neumann_terms", int) if series else 0
     if terms and not 3 <= terms <= TERMS:
-        raise said.error(f"has a configuration with num_cayley_neumann_terms: {terms}; 3 to {TERMS} are read")
-    if said.get("OFT", "coft", bool):  # as PEFT bounds them when it reads them
-        most = said.get("OFT", "eps", (int, float)) / math.sqrt(len(rotation))
+        raise facts.error(f"has a configuration with num_cayley_neumann_terms: {terms}; 3 to {TERMS} are read")
+    if facts.get("OFT", "coft", bool):  # as PEFT bounds them when it reads them
+        most = facts.get("OFT", "eps", (int, float)) / math.sqrt(len(rotation))
         norms = rotation.float().norm(dim=1, keepdim=True) * math.sqrt(2)
         rotation = torch.where(norms <= most, rotation, (rotation * (most / norms)).to(rotation.dtype))
     options = {"size": size, "terms": max(terms, 4) if terms else 0, "share": share}
-    return [said.entry("oft", "oft", {"rotation": rotation}, options, rank=len(rotation))]
+    return [facts.entry("oft", "oft", {"rotation": rotation}, options, rank=len(rotation))]
 
 
-def _boft(t: Tensors, said: Said) -> list[Entry]:
+def _boft(t: Tensors, facts: LayerFacts) -> list[Entry]:
     levels, count, size, _ = t["boft_R"].shape
     if levels > 1 and (size % 2 or count % 2 ** (levels - 1)):
-        raise said.error(f"has a boft_R of {list(t['boft_R'].shape)}, which is no butterflies of squares")
-    return [said.entry("boft", "boft", {"rotation": t["boft_R"], "magnitude": t["boft_s"].reshape(-1, 1)}, rank=count)]
+        raise facts.error(f"has a boft_R of {list(t['boft_R'].shape)}, which is no butterflies of squares")
+    return [facts.entry("boft", "boft", {"rotation": t["boft_R"], "magnitude": t["boft_s"].reshape(-1, 1)}, rank=count)]
 
 
-def _ia3(t: Tensors, said: Said) -> list[Entry]:
+def _ia3(t: Tensors, facts: LayerFacts) -> list[Entry]:
     gate = t["ia3_l"]
     if gate.numel() != max(gate.shape):
-        raise said.error(f"has an ia3_l of {list(gate.shape)}, which is no gate for each of its channels")
+        raise facts.error(f"has an ia3_l of {list(gate.shape)}, which is no gate for each of its channels")
     if gate.dim() == 2:
         side = "output" if gate.shape[1] == 1 and gate.shape[0] > 1 else "input"
     else:  # a convolution's are alike
-        feeding = said.get("IA3", "feedforward_modules", (list, str, type(None))) or []
-        side = "input" if _feeds(said.layer, feeding) else "output"
+        feeding = facts.get("IA3", "feedforward_modules", (list, str, type(None))) or []
+        side = "input" if _feeds(facts.layer, feeding) else "output"
     own = {"gate": gate.flatten()}
-    made = [said.entry("ia3", "gate", own, {"side": side})]
-    return [*made, said.entry("ia3", "gate", own, {"side": side}, param="bias", optional=True)] if side == "output" else made
+    made = [facts.entry("ia3", "gate", own, {"side": side})]
+    return [*made, facts.entry("ia3", "gate", own, {"side": side}, param="bias", optional=True)] if side == "output" else made
 
 
 def _feeds(name: str, targets: Sequence[str] | str) -> bool:
@@ -288,64 +291,65 @@ def _feeds(name: str, targets: Sequence[str] | str) -> bool:
     return any(isinstance(one, str) and (name == one or name.endswith(f".{one}")) for one in targets)
 
 
-def _hra(t: Tensors, said: Said) -> list[Entry]:
-    gs = said.get("HRA", "apply_GS", bool)
-    return [said.entry("delta", "hra", {"u": t["hra_u"]}, {"gs": gs}, rank=t["hra_u"].shape[1])]
+def _hra(t: Tensors, facts: LayerFacts) -> list[Entry]:
+    gs = facts.get("HRA", "apply_GS", bool)
+    return [facts.entry("delta", "hra", {"u": t["hra_u"]}, {"gs": gs}, rank=t["hra_u"].shape[1])]
 
 
-def _fourier(t: Tensors, said: Said) -> list[Entry]:
-    options = {"seed": said.get("FOURIERFT", "random_loc_seed", int), "scale": said.get("FOURIERFT", "scaling", (int, float))}
-    return [said.entry("delta", "fourierft", {"spectrum": t["fourierft_spectrum"]}, options)]
+def _fourier(t: Tensors, facts: LayerFacts) -> list[Entry]:
+    options = {"seed": facts.get("FOURIERFT", "random_loc_seed", int), "scale": facts.get("FOURIERFT", "scaling", (int, float))}
+    return [facts.entry("delta", "fourierft", {"spectrum": t["fourierft_spectrum"]}, options)]
 
 
-def _shira(t: Tensors, said: Said) -> list[Entry]:
+def _shira(t: Tensors, facts: LayerFacts) -> list[Entry]:
     at, values = t["shira_indices"], t["shira_weight"].flatten()
     if at.shape[1] != len(values) or (not at.is_meta and int(at.min()) < 0):
-        raise said.error(f"has {len(values)} numbers, and shira_indices of {list(at.shape)}")
-    return [said.entry("delta", "shira", {"values": values, "at": at}, {"scale": 1.0})]
+        raise facts.error(f"has {len(values)} numbers, and shira_indices of {list(at.shape)}")
+    return [facts.entry("delta", "shira", {"values": values, "at": at}, {"scale": 1.0})]
 
 
-def _randlora(t: Tensors, said: Said) -> list[Entry]:
-    a, b = (t.get(f"randlora_{name}", said.shared.get(f"randlora_{name}")) for name in "AB")
+def _randlora(t: Tensors, facts: LayerFacts) -> list[Entry]:
+    a, b = (t.get(f"randlora_{name}", facts.shared.get(f"randlora_{name}")) for name in "AB")
     if a is None or b is None:
-        raise said.error("needs randlora_A and randlora_B, which PEFT draws anew in 16 bits: save it with save_projection=True")
+        why = "needs randlora_A and randlora_B, which PEFT draws anew in 16 bits: save it with save_projection=True"
+        raise facts.error(why)
     lam, gamma = t["randlora_lambda"], t["randlora_gamma"]
     good = a.dim() == b.dim() == 3 and a.shape[1] == 1 and len(a) == len(lam) == b.shape[2]
     if not good or len(gamma) > b.shape[1]:
-        raise said.error("has randlora_lambda and randlora_gamma that do not go with the file's projections")
-    options = {"scale": said.get("RANDLORA", "randlora_alpha", (int, float)) / len(lam)}
-    return [said.entry("delta", "randlora", {"lambda": lam, "gamma": gamma, "A": a, "B": b}, options, rank=len(lam))]
+        raise facts.error("has randlora_lambda and randlora_gamma that do not go with the file's projections")
+    options = {"scale": facts.get("RANDLORA", "randlora_alpha", (int, float)) / len(lam)}
+    return [facts.entry("delta", "randlora", {"lambda": lam, "gamma": gamma, "A": a, "B": b}, options, rank=len(lam))]
 
 
-def _road(t: Tensors, said: Said) -> list[Entry]:
-    options = {"variant": said.get("ROAD", "variant", str), "group": said.get("ROAD", "group_size", int)}
+def _road(t: Tensors, facts: LayerFacts) -> list[Entry]:
+    options = {"variant": facts.get("ROAD", "variant", str), "group": facts.get("ROAD", "group_size", int)}
     if options["variant"] not in ("road_1", "road_2", "road_4"):
-        raise said.error(f"has a configuration with variant: {shown(options['variant'])}; known are road_1, road_2 and road_4")
+        raise facts.error(f"has a configuration with variant: {shown(options['variant'])}; known are road_1, road_2 and road_4")
     if options["group"] < 2 or options["group"] % 2:
-        raise said.error("has road_theta and road_alpha that do not go together with its group_size")
+        raise facts.error("has road_theta and road_alpha that do not go together with its group_size")
     own = {"theta": t["road_theta"], "alpha": t["road_alpha"]}
-    return [said.entry("delta", "road", own, options, param=param, optional=param == "bias") for param in ("weight", "bias")]
+    return [facts.entry("delta", "road", own, options, param=param, optional=param == "bias") for param in ("weight", "bias")]
 
 
-def _gralora(t: Tensors, said: Said) -> list[Entry]:
+def _gralora(t: Tensors, facts: LayerFacts) -> list[Entry]:
     own = {role.removeprefix("gralora_"): tensor for role, tensor in t.items()}
     k, _, rank = own["A"].shape
     if rank % k or len(own.keys() & {"A_general", "B_general"}) == 1:
-        raise said.error("has gralora_A and gralora_B that do not go together")
-    options = {"scale": said.get("GRALORA", "alpha", (int, float)) / (rank + len(own.get("A_general", ())))}
-    return [said.entry("delta", "gralora", own, options, rank=rank)]
+        raise facts.error("has gralora_A and gralora_B that do not go together")
+    options = {"scale": facts.get("GRALORA", "alpha", (int, float)) / (rank + len(own.get("A_general", ())))}
+    return [facts.entry("delta", "gralora", own, options, rank=rank)]
 
 
-def _tokens(t: Tensors, said: Said) -> list[Entry]:
-    config = said.config or {}
+def _tokens(t: Tensors, facts: LayerFacts) -> list[Entry]:
+    config = facts.config or {}
     found = config.get("trainable_token_indices") or config.get("token_indices")
     if isinstance(found, dict):
-        found = next((rows for name, rows in found.items() if _feeds(said.layer, [name])), None)
+        found = next((rows for name, rows in found.items() if _feeds(facts.layer, [name])), None)
     rows = t["trainable_tokens_delta"]
     good = isinstance(found, list) and all(type(n) is int and n >= 0 for n in found)
     if not good or not len({*found}) == len(found) == len(rows):  # type: ignore[misc, arg-type]
-        raise said.error(f"has {len(rows)} trained tokens, and no configuration says trainable_token_indices for so many")
-    return [said.entry("delta", "tokens", {"rows": rows}, {"rows": tuple(found or ())})]
+        raise facts.error(f"has {len(rows)} trained tokens, and no configuration says trainable_token_indices for so many")
+    return [facts.entry("delta", "tokens", {"rows": rows}, {"rows": tuple(found or ())})]
 
 
 _BESIDE = {"bias": "n ...", "magnitude": "m ..."}  # what low-rank updates may have

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean
+from .contents import AdapterContents, Layer
 from .files import AdapterFile, Entry, fit
-from .held import Held, Layer
 from .key_layouts import CONFIGURED, alpha_of, tensors_of
 from .named import format_of, part_of
 from .saved_heads import split_saved_modules
@@ -164,7 +164,7 @@ def write_parts(
             where = each if each in PARTS else None
             if about and about.classes[0].startswith("Flux") and as_ in ("kohya", "comfy") and each == "text_encoder_2":
                 where = "text_encoder_3"
-            held = Held(tuple(kept), left, heads=heads)
+            held = AdapterContents(tuple(kept), left, heads=heads)
             done = content(held, as_, model, name=name, part=where, partial=partial, dtype=dtype)
             if as_ == "kohya" and each == "text_encoder" and own and about and not _early(about):
                 done = replace(done, tensors={k.replace("lora_te_", "lora_te1_", 1): t for k, t in done.tensors.items()})

@@ -22,7 +22,7 @@ from ..core.errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
 from ..core.spec.addresses import by_ending
 from . import peft_config
 from .file_keys import SHARED, Layer, find_saved_module, place
-from .file_kinds import INTEGERS, Kind, Said, changes_of, nearest_kind
+from .file_kinds import INTEGERS, Kind, LayerFacts, changes_of, nearest_kind
 from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable
 from .layer_matching import Fit, fit, split_part
 from .tables import PARTS
@@ -168,21 +168,21 @@ class _Reader:
         config = self.configs.get(part) or self.configs.get("")
         onetrainer = "." not in layer.name or any(key.startswith("ot_") for key in self.about)  # PEFT's names have dots
         shared = {} if layer.own else {name: self.tensor(key) for name, key in self.shared.items()}
-        said = Said(self.where, layer.name, keys or layer.keys, config, alpha, shared, onetrainer)
+        facts = LayerFacts(self.where, layer.name, keys or layer.keys, config, alpha, shared, onetrainer)
         shape = tensors.pop("reshape_weight", None)
-        made = changes_of(said, tensors)
+        made = changes_of(facts, tensors)
         for entry in made:
             if entry.method == "diff" and largest(entry.tensors, 1.0) > self.limits.update:
                 most = f"changes a {entry.param} by more than {self.limits.update:g}; see Limits"
                 raise ArtifactError(f"{self.where}: '{layer.name}' {most}")
         if tensors or not made:
             kind = nearest_kind(tensors)
-            kind.check_roles(tensors, said)
+            kind.check_roles(tensors, facts)
             if kind.make is not None:
-                kind.check_sizes(tensors, said)
-                own = kind.make(tensors, said)
+                kind.check_sizes(tensors, facts)
+                own = kind.make(tensors, facts)
             else:
-                own = self.low_rank(layer, kind, tensors, said)
+                own = self.low_rank(layer, kind, tensors, facts)
             base = next((e for e in made if e.method == "whole" and e.param == "weight"), None)
             if own and base is not None and ".base_layer." in keys["whole_weight"]:
                 made.remove(base)  # PEFT saves the weights of embeddings beside
@@ -193,7 +193,7 @@ class _Reader:
             raise ArtifactError(f"{self.where}: {text}")
         return made
 
-    def low_rank(self, layer: Layer, kind: Kind, tensors: dict[str, Tensor], said: Said) -> list[Entry]:
+    def low_rank(self, layer: Layer, kind: Kind, tensors: dict[str, Tensor], facts: LayerFacts) -> list[Entry]:
         """A low-rank update; none for what a slot has nothing for."""
         keys, base = layer.keys, base_of(tensors)
         if base == "loha" and not layer.own and "hada_t1" not in tensors:  # OneTrainer keeps the kernel dimensions
@@ -204,7 +204,7 @@ class _Reader:
         slot = self.slots.get(layer.group)
         if slot is not None:
             tensors = self.in_slot(layer, tensors, *slot)
-        self.check(layer, kind, tensors, said, embedding)
+        self.check(layer, kind, tensors, facts, embedding)
         if slot is not None and not (tensors := without_padding(tensors)):
             return []
         if "mid" in tensors:  # a core between the two halves is the same as a larger down
@@ -281,9 +281,9 @@ class _Reader:
         own = low_rank.in_slot(down, slot, slots, down.shape[0] // up.shape[1])
         return {"down": own.flatten(0, 1), "up": low_rank.in_slot(up, slot, slots)}  # (groups * rank, in, *kernel)
 
-    def check(self, layer: Layer, kind: Kind, tensors: Mapping[str, Tensor], said: Said, embedding: bool | None) -> None:
+    def check(self, layer: Layer, kind: Kind, tensors: Mapping[str, Tensor], facts: LayerFacts, embedding: bool | None) -> None:
         """Raise ArtifactError unless the parts of a product go together."""
-        kind.check_sizes(tensors, said)
+        kind.check_sizes(tensors, facts)
         if "down" not in tensors:
             return
         down, up = tensors["down"], tensors["up"]

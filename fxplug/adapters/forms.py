@@ -11,8 +11,8 @@ from ..blocks.low_rank import lokr_shapes
 from ..core.errors import ArtifactError, SpecError
 from ..core.spec.pass_file import load_pass
 from ..core.spec.rules import Pass, Rule
+from .contents import Layer, layers_of
 from .files import AdapterFile, Fit, fit
-from .held import Layer, layers_of
 from .loading import tied
 from .saved_heads import without_heads
 from .updates import Entry

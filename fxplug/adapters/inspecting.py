@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import DEFAULT, ArtifactError, Limits, printable, shown
+from .contents import layers_of
 from .files import AdapterFile, Source, read
 from .forms import Plan, plan_for
-from .held import layers_of
 from .layer_matching import Fit, fit
 from .layer_names import looks_like
 from .named import format_of
@@ -129,7 +129,7 @@ class Inspection:
             rows.append(("covers", f"{len(found.placed)} of the model's {self.layers} layers, {share}"))
             for part, entries in found.others.items():
                 rows.append(("other part", f"{len(entries)} layers are for {part or '(no name)'}"))
-            rows += [("not here", printable(text)) for text in _misfits(found)]
+            rows += [("not here", printable(text)) for text in found.findings()]
             if found.assumed:
                 rows.append(("assumed", f"nothing says the scale of {len(found.assumed)} layers, it is taken as 1"))
         if self.slots is not None:
@@ -184,22 +184,6 @@ def _in_slots(file: AdapterFile, model: Any, part: str | None, guess: bool) -> F
         return None
     held = Adapters(model)
     return fit(file, {bank.path: bank.shape for banks in held.banks.values() for bank in banks}, part, held.shapes, guess)
-
-
-def _misfits(found: Fit) -> list[str]:
-    """What of a file has no place in a model, a line each."""
-    lines = []
-    if found.missing:
-        like = looks_like(entry.path for entry in found.missing)
-        some = _listed([shown(entry.name) for entry in found.missing])
-        lines.append(f"{len(found.missing)} layers: {some}{like and f'; names of {like}'}")
-    lines += [f"'{path}' {text}" for path, text in list(found.mismatched.items())[:SHOWN]]
-    if found.guessed:
-        pairs = [f"'{name}' for '{path}'" for name, path in found.guessed.items()]
-        lines.append(f"by shape and order, with guess: {_listed(pairs)}")
-    if found.rest:
-        lines.append(f"{len(found.rest)} tensors that are no update: {_listed([shown(key) for key in found.rest])}")
-    return lines
 
 
 def _said(about: Mapping[str, Any], keys: Sequence[str], all_: bool = False) -> str:

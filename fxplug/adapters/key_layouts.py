@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.low_rank import lokr_shapes
-from .held import Layer
+from .contents import Layer
 from .tables import FORMATS
 from .updates import Entry
 
@@ -66,7 +66,7 @@ def _single(value: float) -> float:
 _CHANGES = {("weight", False): "diff", ("bias", False): "diff_b", ("weight", True): "w_norm", ("bias", True): "b_norm"}
 
 
-def alone(entries: Sequence[Entry], as_: str) -> dict[str, str]:
+def biases_alone(entries: Sequence[Entry], as_: str) -> dict[str, str]:
     """The changes of biases that LyCORIS would not read, as it has none beside another update, by place, with the reason."""
     whole = {entry.path for entry in entries if entry.method == "diff" and entry.param == "weight"}
     changes = [e for e in entries if e.method == "diff" and e.param != "weight"]

@@ -68,6 +68,12 @@ class Fit:
 
     def check(self) -> Fit:
         """This, if every entry has its place. Raises ArtifactError that says how many have none, and the nearest layers."""
+        if found := self.findings():
+            raise ArtifactError(f"{self.file.source}: {'; '.join(found)}")
+        return self
+
+    def findings(self) -> list[str]:
+        """What has no place: how many of each kind, some of them, and the nearest layers or what to do."""
         found = []
         if self.missing:
             some = [f"'{e.name}'{did_you_mean(e.path, self._alike(e))}" for e in self.missing[:3]]
@@ -98,9 +104,7 @@ class Fit:
         if self.rest:
             some = [f"'{key}'" for key in self.rest[:3]]
             found.append(f"{len(self.rest)} tensors are no low-rank update: {_listed(some, len(self.rest))}")
-        if found:
-            raise ArtifactError(f"{self.file.source}: {'; '.join(found)}")
-        return self
+        return found
 
     def _alike(self, entry: Entry) -> Iterable[str]:
         return (path.replace(".", "_") for path in self.layers) if entry.flat else self.layers

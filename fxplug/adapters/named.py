@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .held import Layer
+from .contents import Layer
 from .layer_names import SWAPPED, first_names
 from .tables import FORMATS, PARTS
 from .updates import Entry

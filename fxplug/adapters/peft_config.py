@@ -17,7 +17,7 @@ METHODS: Mapping[str | None, Mapping[str, Any]] = _PEFT["methods"]
 def check(config: Mapping[str, Any], where: str) -> None:
     """Raise ArtifactError for a configuration with which the tensors of a file do not mean what they do by themselves.
 
-    Honoured elsewhere: `r`, `lora_alpha`, `alpha`, their patterns and `use_rslora`, what the rows of `other_kinds` ask for, and
+    Honoured elsewhere: `r`, `lora_alpha`, `alpha`, their patterns and `use_rslora`, what the kinds of `file_kinds` ask for, and
     what says which tensors are whole parameters (`modules_to_save`, `bias`, `trainable_token_indices`); `use_dora` and
     `lora_bias` say what the file must have. The names are those of PEFT 0.21's configurations.
     """
@@ -27,7 +27,7 @@ def check(config: Mapping[str, Any], where: str) -> None:
         if isinstance(kind, str) and kind in homeless:
             way = "; merge it with PEFT (merge_and_unload) and take the difference with fxplug.extract" * (group == "weights")
             raise ArtifactError(f"{where}: its peft_type is {kind}, which has no place here: {homeless[kind]}{way}")
-    if kind is not None and kind not in METHODS:
+    if kind is not None and not (isinstance(kind, str) and kind in METHODS):
         near = did_you_mean(str(kind), [*METHODS])
         raise ArtifactError(f"{where}: its peft_type is {shown(kind)}{near}; read are {', '.join(map(str, METHODS))}")
     refused = _PEFT["refused"]

@@ -16,9 +16,9 @@ from ..core.locks import Turns, change, choices_of, choosing, hold, turns_of
 from ..core.torch_internals.modules import unwatched
 from ..core.torch_internals.tensors import FakeTensor
 from .banks import Bank, check_name, rows_for
+from .contents import in_slots
 from .files import Fit, Source, read
-from .held import in_slots
-from .loading import fit_to, weights_of
+from .loading import fit_to, tensor_of, weights_of
 from .saved_heads import without_heads
 from .writing import About, Saved, about_of, content, write
 
@@ -119,12 +119,7 @@ class Adapters:
 
     def there(self, name: str) -> Tensor | None:
         """The same; None where there is none of that name."""
-        *owners, last = self.where.get(name, name).split(".")
-        module: Any = self.module
-        for owner in owners:  # get_submodule asks hasattr at each level, which is most of the time of a load
-            module = module._modules[owner]
-        found: Tensor | None = (module._parameters if last in module._parameters else module._buffers).get(last)
-        return found
+        return tensor_of(self.module, self.where.get(name, name))
 
     def shapes(self) -> dict[str, Sequence[int]]:
         """The weights of the whole model, by layer."""

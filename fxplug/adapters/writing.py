@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -19,8 +20,9 @@ from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean, 
 from ..core.reading import reported
 from ..core.weight_files import save_file
 from ..core.writing import new_file, new_folder
-from .held import Held, Layer, layers_of, trained
-from .key_layouts import CONFIGURED, alone, alpha_of, config, joined_biases, refused, tensors_of, unlike
+from .contents import AdapterContents, Layer, layers_of, trained
+from .key_layouts import CONFIGURED, alpha_of, biases_alone, config, joined_biases, refused, tensors_of, unlike
+from .loading import tensor_of
 from .named import named, part_of
 from .saved_heads import BEFORE, changed_layers
 from .tables import FORMATS, PARTS, table
@@ -53,7 +55,7 @@ class Saved:
     left_out: Mapping[str, str]
 
     def __repr__(self) -> str:
-        left = f"; left out: {told(self.left_out)}" if self.left_out else ""
+        left = f"; left out: {list_left_out(self.left_out)}" if self.left_out else ""
         return f"Saved({str(self.path)!r}, {self.as_}, {len(self.layers)} layers{left})"
 
 
@@ -112,19 +114,19 @@ def save_adapter(
     if isinstance(passes, str):
         raise SpecError(f"passes is a list of names, not a text: write ['{passes}']")
     held = trained(module, passes)
-    there = {**dict(module.named_buffers()), **dict(module.named_parameters(remove_duplicate=False))}.get
+    there = functools.partial(tensor_of, module)
     made = content(held, as_, about_of(module), name=name, part=part, partial=partial, dtype=dtype, said=about, there=there)
     return write(made, path, as_)
 
 
-def told(left: Mapping[str, str], number: int = SHOWN) -> str:
+def list_left_out(left: Mapping[str, str], number: int = SHOWN) -> str:
     """What was left out, the first of it by name."""
     some = [f"'{path}' {why}" for path, why in list(left.items())[:number]]
     return "; ".join([*some, *([f"and {len(left) - number} more"] if len(left) > number else [])])
 
 
 def content(
-    held: Held,
+    held: AdapterContents,
     as_: str,
     model: About,
     *,
@@ -152,7 +154,7 @@ def content(
     if held.heads and as_ != "peft":
         left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, for which {as_} has no form")
     entries, changes = [], []
-    single = alone(held.entries, as_)
+    single = biases_alone(held.entries, as_)
     for entry in joined_biases(held.entries) if as_ in CONFIGURED else held.entries:
         layer = model.layers.get(entry.path)
         if as_ == "peft" and entry.method == "diff" and entry.param in ("weight", "bias"):
@@ -172,12 +174,12 @@ def content(
         rows, more = named(sorted(entries, key=lambda e: e.method), as_, {**model.named, **model.layers}, part)
         left |= more
     if not rows:
-        why = told(left or dict.fromkeys(heads, "is whole, and PEFT needs a layer with an update beside it"))
+        why = list_left_out(left or dict.fromkeys(heads, "is whole, and PEFT needs a layer with an update beside it"))
         raise ArtifactError(f"nothing of this adapter can be written as {as_}: {why or 'it has no layers'}")
     if left and not partial:
         of = len({*left, *(entry.key(entry.path) for entry in held.entries)})
         way = "partial=True (--partial) leaves them out"
-        raise ArtifactError(f"{as_} cannot hold {len(left)} of {of} layers: {told(left)}; {way}")
+        raise ArtifactError(f"{as_} cannot hold {len(left)} of {of} layers: {list_left_out(left)}; {way}")
     kept = tuple(entry.key(entry.path) for entry in (*entries, *changes) if entry.key(entry.path) not in left)
     tensors: dict[str, Tensor] = {}
     biased = any("bias" in entry.kind for _, entry in rows)

@@ -16,7 +16,7 @@ from .banks import Bank, rank_dims
 from .find_tensors import unreadable
 from .loading import bank_of
 from .saved_heads import held_heads
-from .slot_memory import read_said, scaled, unscaled
+from .slot_memory import read_meta, scaled, unscaled
 from .updates import Entry, rank_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Held:
+class AdapterContents:
     """What is to be written: the updates by layer, and what of the module no adapter file holds, by place, with the reason.
 
     `rslora` says that each scale is alpha / sqrt(rank) by its pass's own word. `heads` are the parameters of layers that a pass
@@ -71,7 +71,7 @@ def layers_of(module: nn.Module, dims: int = 2) -> dict[str, Layer]:
 # --- slots
 
 
-def in_slots(adapters: Adapters, name: str) -> Held:
+def in_slots(adapters: Adapters, name: str) -> AdapterContents:
     """An adapter in the slots of a module, as its file had it; the caller holds the slots meanwhile."""
     entries: list[Entry] = []
     layers = adapters.about().layers
@@ -84,7 +84,7 @@ def in_slots(adapters: Adapters, name: str) -> Held:
             entry = _in_slot(adapters, bank, names.index(name), p, known is not None and known.kind == "Embedding")
             paths = {bank.path: 0, **{path: 0 for block, path in at if block == bank.block}}  # tied layers have one block
             entries += [] if entry is None else [replace(entry, name=path, path=path) for path in paths]
-    return Held(tuple(entries))
+    return AdapterContents(tuple(entries))
 
 
 def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str, table: bool) -> Entry | None:
@@ -92,7 +92,7 @@ def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str, table: bool) -> 
     own = {key: bank.views(key, adapters.tensor(name), slot).detach().cpu().clone() for key, name in bank.names.items()}
     beside = {key: adapters.there(name) for key, name in bank.memory.items()}
     row, steps = (None if t is None else bank.views(key, t, slot).cpu() for key, t in beside.items())
-    known = None if row is None else read_said(row)
+    known = None if row is None else read_meta(row)
     scale, rank, dtype = known or (1.0, 0, next(iter(own.values())).dtype)
     if known is None and not all(value.any() for value in own.values()):
         return None  # a layer that the adapter has nothing for
@@ -149,7 +149,7 @@ def _cut(value: Tensor, dims: Iterable[int], rank: int) -> Tensor:
 # --- passes
 
 
-def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
+def trained(module: Any, passes: Iterable[str] | None = None) -> AdapterContents:
     """The updates that passes without slots hold; `passes` names some of them, None is all that have any.
 
     Raises SpecError for a name that is no pass here, for one with slots, and where there is none.
@@ -203,7 +203,7 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
         raise SpecError(f"no pass without slots is applied here, so nothing was learned{other}")
     if not entries:
         raise SpecError(f"{' and '.join(wanted)}: no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}")
-    return Held(tuple(entries.values()), left, rslora == {True}, held_heads(module, wanted))
+    return AdapterContents(tuple(entries.values()), left, rslora == {True}, held_heads(module, wanted))
 
 
 def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) -> Entry:
