@@ -62,8 +62,9 @@ class Bank:
     @classmethod
     def of(cls, site: Mapping[str, Any]) -> Bank:
         """The bank of a site, as `apply` wrote it down."""
-        said: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in site["bank"].items()}
-        return cls(site["path"].partition("@")[0], site["block"], **said)
+        values: dict[str, Any] = dict(site["bank"])
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        return cls(site["path"].partition("@")[0], site["block"], **values)
 
     def plainly(self) -> dict[str, Any]:
         """Its fields, as plain values."""
@@ -227,9 +228,9 @@ def _as_is(bank: Bank, entry: Entry) -> dict[str, Tensor]:
     """The tensors of an entry for a block of its own method. Raises SpecError where that was made with other options."""
     wrong = {key: entry.options[key] for key, value in bank.options.items() if entry.options.get(key, value) != value}
     if wrong:
-        said = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
+        settings = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
         raise SpecError(
-            f"'{entry.name}' is {entry.kind} with {said}, and the block at '{bank.path}' has "
+            f"'{entry.name}' is {entry.kind} with {settings}, and the block at '{bank.path}' has "
             f"{', '.join(f'{key}={bank.options[key]!r}' for key in wrong)}: apply the pass as the adapter was made"
         )
     return {"weight": entry.tensors["gate"]} if bank.kind == "Scale" else dict(entry.tensors)

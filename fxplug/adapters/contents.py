@@ -175,7 +175,7 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> AdapterContents
             made = module.get_submodule(block)
             if getattr(made, "resizes", False):
                 continue  # `held_heads` has it
-            if type(made).__name__ not in BLOCKS:
+            if type(made).__name__ not in BLOCKS or not type(made).__module__.startswith("fxplug.blocks"):
                 left[path] = f"{name} has a {type(made).__name__} there, which adapter files have no form for"
             elif site.get("apart"):
                 left[path] = f"{name} has a block there that is not beside each call of the layer, on its input"
@@ -216,6 +216,8 @@ def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) 
         raise ArtifactError(f"the update of '{path}' {odd}")
     if any(value.is_meta for value in state.values()):
         raise ArtifactError(f"the update of '{path}' is on the meta device, which holds no values")
+    if dtypes := [state[key].dtype for key in bank.names.values() if not state[key].is_floating_point()]:
+        raise ArtifactError(f"the update of '{path}' holds {dtypes[0]}; an adapter's weights are floating point")
     own = {key: bank.views(key, state[tensor], 0).detach().cpu().clone() for key, tensor in bank.names.items()}
     scale = float(state[f"{bank.block}.scale"])
     return _entry(bank, own, scale, name, False)

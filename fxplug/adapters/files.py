@@ -96,9 +96,9 @@ class _Reader:
         self.shared = {m["name"]: key for key, m in common_of.items() if m["adapter"] in (None, adapter, "default")}
         common = {*common_of, *(key for key in self.state if _GATES.match(key))}
         placed = {key: place(key, self.state, adapter, adapters) for key in self.state if key not in common}
-        said = self.configs.get("", {})
-        if said:
-            placed |= {key: find_saved_module(key, said, self.state) for key, found in placed.items() if found is None}
+        config = self.configs.get("", {})
+        if config:
+            placed |= {key: find_saved_module(key, config, self.state) for key, found in placed.items() if found is None}
         if adapter is None and len(adapters) > 1:
             raise ArtifactError(f"{self.where} has several adapters: give adapter= one of {', '.join(sorted(adapters))}")
         layers: dict[str, Layer] = {}
@@ -325,8 +325,8 @@ class _Reader:
         about = f"{self.where}: its configuration: "
         absent = peft_config.METHODS.get(config.get("peft_type"), {})
         default = config.get("lora_alpha", config.get("alpha", absent.get("lora_alpha", absent.get("alpha"))))
-        alpha = self.said(part, "alpha_pattern", layer, default)
-        r = self.said(part, "rank_pattern", layer, config.get("r", absent.get("r")))
+        alpha = self.pattern_value(part, "alpha_pattern", layer, default)
+        r = self.pattern_value(part, "rank_pattern", layer, config.get("r", absent.get("r")))
         if r is not None and (not isinstance(r, int) or isinstance(r, bool) or not 0 < r < 1 << 31):
             raise ArtifactError(f"{about}the rank of '{layer.name}' must be a whole number, 1 or more, not {shown(r)}")
         if config.get("use_rslora") not in (None, True, False):
@@ -342,7 +342,7 @@ class _Reader:
         alpha = _number(alpha, f"{about}the alpha of '{layer.name}'")
         return low_rank.scaling(rank, alpha, config.get("use_rslora") is True)
 
-    def said(self, part: str, key: str, layer: Layer, default: Any) -> Any:
+    def pattern_value(self, part: str, key: str, layer: Layer, default: Any) -> Any:
         """The value of the first of PEFT's patterns that a layer's name matches."""
         found = self.chosen[part, key]
         return next((found[name] for name in _peft_names(layer.name) if name in found), default)

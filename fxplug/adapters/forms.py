@@ -65,8 +65,8 @@ def _lokr(entry: Entry, layer: Layer) -> Form | None:
     for way, by_hand in [*((way, False) for way in ways), *((way, True) for way in (*ways, {"first": (a, c)}))]:
         given = {"split": split} if by_hand else {"both": both, "full": full}
         if lokr_shapes(layer.shape, entry.rank, **way, cores=tucker, **given) == there:
-            said = {"decompose": split} if by_hand else {"decompose_both": both, "full_matrix": full}
-            rest = {**way, **said, "tucker": tucker}
+            split_by = {"decompose": split} if by_hand else {"decompose_both": both, "full_matrix": full}
+            rest = {**way, **split_by, "tucker": tucker}
             return Form("lokr", entry.rank, tuple(rest.items()))
     return None
 

@@ -115,9 +115,8 @@ def bank_of(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
     if kind not in ZERO or not type(block).__module__.startswith("fxplug.blocks"):
         return None
     if kind == "Lora":
-        said = {key: value for key, value in block.bank().items() if key != "slots"}
-        more = ("bias",) if block.bias else ()
-        return Bank(path, site["block"], slots=0, parameters=("down", "up", *more), **{**said, "shape": tuple(said["shape"])})
+        settings = {**block.bank(), "slots": 0, "parameters": ("down", "up", *(("bias",) if block.bias else ()))}
+        return Bank(path, site["block"], **{**settings, "shape": tuple(settings["shape"])})
     layer = module_at(module, path)
     shape = tuple(getattr(block, "shape", (block.width,) if kind == "Scale" else ()))
     options: dict[str, Any] = {}

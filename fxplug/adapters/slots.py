@@ -383,7 +383,7 @@ class Adapters:
         """
         with hold(self.turns):
             held = in_slots(self, self.check_known(name))
-        options: Any = {"name": name, "part": part, "partial": partial, "dtype": dtype, "said": about}
+        options: Any = {"name": name, "part": part, "partial": partial, "dtype": dtype, "metadata": about}
         return write(content(held, as_, self.about(), there=self.there, **options), path, as_)
 
     def about(self) -> About:

@@ -115,7 +115,7 @@ def save_adapter(
         raise SpecError(f"passes is a list of names, not a text: write ['{passes}']")
     held = trained(module, passes)
     there = functools.partial(tensor_of, module)
-    made = content(held, as_, about_of(module), name=name, part=part, partial=partial, dtype=dtype, said=about, there=there)
+    made = content(held, as_, about_of(module), name=name, part=part, partial=partial, dtype=dtype, metadata=about, there=there)
     return write(made, path, as_)
 
 
@@ -134,7 +134,7 @@ def content(
     part: str | None = None,
     partial: bool = False,
     dtype: torch.dtype | None = None,
-    said: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
     there: Callable[[str], Tensor | None] = lambda name: None,
 ) -> Content:
     """The updates that are held in the form that a tool reads; see `save`. Nothing is written.
@@ -148,8 +148,8 @@ def content(
         raise SpecError(f"there is no part '{part}' of a pipeline{did_you_mean(part, PARTS)}; there is {', '.join(PARTS)}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise SpecError(f"an adapter's tensors are floating point: dtype is torch.float16, for example, not {shown(dtype)}")
-    if odd := next((key for key, value in (said or {}).items() if not (isinstance(key, str) and isinstance(value, str))), None):
-        raise SpecError(f"metadata are texts by name, and {odd!r} is not")
+    if no_text := [pair[0] for pair in (metadata or {}).items() if not all(isinstance(each, str) for each in pair)]:
+        raise SpecError(f"metadata are texts by name, and {no_text[0]!r} is not")
     left = dict(held.left_out)
     if held.heads and as_ != "peft":
         left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, for which {as_} has no form")
@@ -196,7 +196,7 @@ def content(
         made = config([(entry.path, entry) for _, entry in rows], model.layers, held.rslora)
     if heads and as_ == "peft":
         made["modules_to_save"] = sorted({key.rpartition(".")[0] for key in heads})
-    about = {"format": "pt", **_metadata(as_, rows, model, name, tensors), **(said or {})}
+    about = {"format": "pt", **_metadata(as_, rows, model, name, tensors), **(metadata or {})}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}
         about["lora_adapter_metadata"] = json.dumps(packed, indent=2, sort_keys=True)
@@ -251,34 +251,34 @@ def _metadata(
     rank, alpha = Counter(flat or spatial or [(1, 1.0)]).most_common(1)[0][0]
     words = {"lora": "locon", "dora": "locon", "dora by input": "locon", "delta": "full"}
     kinds = sorted({words.get(entry.kind, entry.kind) for _, entry in rows})
-    said = {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
+    made = {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
     if as_ != "lycoris" and all(entry.kind == "lora" for _, entry in rows):
-        said["ss_network_module"] = "networks.lora"
+        made["ss_network_module"] = "networks.lora"
         args = {}
     else:
-        said["ss_network_module"] = "lycoris.kohya"
+        made["ss_network_module"] = "lycoris.kohya"
         args = {"algo": kinds[0] if len(kinds) == 1 else "full"}
         args |= {"dora_wd": "True"} if any("dora" in entry.kind for _, entry in rows) else {}
     if spatial and flat:
         conv_rank, conv_alpha = Counter(spatial).most_common(1)[0][0]
         args |= {"conv_dim": str(conv_rank), "conv_alpha": f"{conv_alpha:g}"}
     if args:
-        said["ss_network_args"] = json.dumps(args)
+        made["ss_network_args"] = json.dumps(args)
     kind = next(iter(model.classes), "")
     width = model.config.get("cross_attention_dim") if "UNet" in kind else kind
     known = table("formats")["architectures"]
     architecture, version = known.get(width, ("", "")) if isinstance(width, (int, str)) else ("", "")
     if version:
-        said["ss_base_model_version"] = version
+        made["ss_base_model_version"] = version
     size = model.config.get("sample_size")
     if isinstance(size, int) and "UNet" in kind:
-        said["modelspec.resolution"] = f"{8 * size}x{8 * size}"
-    said |= {
+        made["modelspec.resolution"] = f"{8 * size}x{8 * size}"
+    made |= {
         "modelspec.sai_model_spec": "1.0.0", "modelspec.implementation": "diffusers",
         "modelspec.architecture": f"{architecture or kind or 'unknown'}/lora", "modelspec.title": name or "adapter",
         "modelspec.hash_sha256": f"0x{_digest(tensors)}",
     }  # fmt: skip
-    return said
+    return made
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
