@@ -14,8 +14,7 @@ from diffusers.loaders import lora_conversion_utils, single_file_utils
 from trainer_keys import TRAINERS, lora_of, meant
 
 from fxplug.adapters import files
-from fxplug.adapters.families import FAMILIES
-from fxplug.adapters.layer_names import SWAPPED, family_of, first_names
+from fxplug.adapters.layer_names import SWAPPED, families, family_of, first_names
 from fxplug.core.errors import ArtifactError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # diffusers' about its own classes
@@ -118,7 +117,7 @@ def test_each_graph_has_its_own_family():
         if "Transformer" in kind and kind != one.name:
             family = family_of(n.removesuffix(".weight") for n, _ in one.build().named_parameters())
             found.setdefault(family and family[0].name, set()).add(kind)
-    for family in FAMILIES:
+    for family in families():
         assert len(found[family.name] - KIN.get(family.name, set())) == 1, (family.name, found[family.name])
 
 

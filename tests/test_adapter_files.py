@@ -10,7 +10,6 @@ from pathlib import Path
 
 import peft
 import pytest
-import small
 import torch
 from lycoris import LycorisNetwork, create_lycoris
 from safetensors.torch import save_file
@@ -364,44 +363,6 @@ def test_the_first_names_of_a_unet():
     assert list(found.placed) == [path for path in XL.values() if "attentions" in path]
     with pytest.raises(ArtifactError, match="8 layers have no slots here: 'conv_in', .* \\(give the pass at: 'conv_in', "):
         found.check()
-
-
-def test_slots_take_a_file_with_first_names():
-    traced = small.unet()
-    new = fxplug.apply(traced.gm, fxplug.load_pass("lora", at="re:.*attn2.to_k$", rank=4, slots=2))
-    names = {path: name for name, (path,) in first_names(layers(traced.model)).items() if path.endswith("attn2.to_k")}
-    state = {}
-    for path, name in names.items():
-        out, inner = traced.model.get_submodule(path).weight.shape
-        state[f"lora_unet_{name.replace('.', '_')}.lora_down.weight"] = torch.randn(2, inner)
-        state[f"lora_unet_{name.replace('.', '_')}.lora_up.weight"] = torch.randn(out, 2)
-    assert set(new.adapters.load("ink", state).placed) == set(names) and names
-
-
-@pytest.mark.parametrize("flat", [True, False], ids=["kohya", "ai-toolkit"])
-def test_the_first_names_of_flux(flat):
-    shapes = layers(small_flux())
-    named = {"double_blocks.0.img_attn.qkv": 24, "double_blocks.0.txt_mlp.2": 8, "single_blocks.0.linear1": 56}
-    named["final_layer.adaLN_modulation.1"] = 16
-    widths = {"double_blocks.0.txt_mlp.2": 32}
-    state = {}
-    for name, out in named.items():
-        key = f"lora_unet_{name.replace('.', '_')}.lora_{{}}.weight" if flat else f"diffusion_model.{name}.lora_{{}}.weight"
-        state[key.format("down" if flat else "A")] = torch.randn(2, widths.get(name, 8))
-        state[key.format("up" if flat else "B")] = torch.randn(out, 2)
-    values = list(state.values())
-    whole = [values[i + 1] @ values[i] for i in range(0, len(values), 2)]
-    found = files.fit(files.read(state), shapes).check()
-
-    def updates(owner, *names):
-        return torch.cat([found.placed[owner + name].update(shapes[owner + name]) for name in names])
-
-    assert len(found.placed) == 9
-    torch.testing.assert_close(updates("transformer_blocks.0.attn.", "to_q", "to_k", "to_v"), whole[0])
-    torch.testing.assert_close(updates("transformer_blocks.0.ff_context.net.2", ""), whole[1])
-    single = updates("single_transformer_blocks.0.", "attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
-    torch.testing.assert_close(single, whole[2])
-    torch.testing.assert_close(updates("norm_out.linear", ""), whole[3].roll(8, 0))  # its scale and shift change places
 
 
 def test_the_first_names_are_what_diffusers_makes_of_them():

@@ -26,9 +26,9 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug.__main__ import app
 from fxplug.adapters import files
-from fxplug.adapters.held import Held, layers_of
-from fxplug.adapters.key_layouts import FORMATS
+from fxplug.adapters.contents import AdapterContents, layers_of
 from fxplug.adapters.layer_names import first_names
+from fxplug.adapters.tables import FORMATS
 from fxplug.adapters.writing import About, content
 from fxplug.core.errors import ArtifactError, SpecError
 
@@ -200,6 +200,12 @@ def same(found, wanted):
         assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
 
 
+def comes_back(adapters, state, file):
+    """That an adapter of LyCORIS is written as it was loaded."""
+    adapters.load("ink", state)
+    same(load_file(adapters.save("ink", file, as_="lycoris").path), state)
+
+
 @cache
 def banked(name="lora", **options):
     at = "**" if name.startswith("lora") else LAYERS
@@ -214,9 +220,7 @@ SHAPES = {n: tuple(m.weight.shape) for n, m in Net().named_modules() if isinstan
 def test_a_kohya_file_comes_back_from_a_slot(alpha, dtype, tmp_path):
     new = copy.deepcopy(banked())
     state = pairs(SHAPES, 4, dtype, torch.tensor(alpha, dtype=dtype).item(), "lycoris_{}")
-    new.adapters.load("ink", state)
-    new.adapters.save("ink", tmp_path / "a", as_="lycoris")
-    same(load_file(tmp_path / "a.safetensors"), state)
+    comes_back(new.adapters, state, tmp_path / "a")
     fxplug.save(new, tmp_path / "module")
     fxplug.load(tmp_path / "module").adapters.save("ink", tmp_path / "b", as_="lycoris")
     same(load_file(tmp_path / "b.safetensors"), state)
@@ -242,9 +246,7 @@ def test_products_come_back_from_slots_that_map_weights(name, tmp_path):
     learned = tuned(name, LAYERS, rank=2 if name != "lokr" else 1, alpha=0.7)
     fxplug.save_adapter(learned, tmp_path / "a", as_="lycoris")
     new = copy.deepcopy(banked(name, rank=2 if name != "lokr" else 1))
-    new.adapters.load("ink", tmp_path / "a.safetensors")
-    new.adapters.save("ink", tmp_path / "b", as_="lycoris")
-    same(load_file(tmp_path / "b.safetensors"), load_file(tmp_path / "a.safetensors"))
+    comes_back(new.adapters, load_file(tmp_path / "a.safetensors"), tmp_path / "b")
 
 
 def test_what_was_written_over_in_a_slot_is_saved_as_it_is(tmp_path):
@@ -266,10 +268,7 @@ def test_what_was_written_over_in_a_slot_is_saved_as_it_is(tmp_path):
 
 def test_slots_of_16_bits_give_a_file_of_16_bits_back(tmp_path):
     new = copy.deepcopy(banked()).to(torch.bfloat16)
-    state = pairs(SHAPES, 4, torch.bfloat16, 0.7, "lycoris_{}")
-    new.adapters.load("ink", state)
-    new.adapters.save("ink", tmp_path / "a", as_="lycoris")
-    same(load_file(tmp_path / "a.safetensors"), state)
+    comes_back(new.adapters, pairs(SHAPES, 4, torch.bfloat16, 0.7, "lycoris_{}"), tmp_path / "a")
 
 
 # --- first names
@@ -660,10 +659,8 @@ def test_an_adapter_that_an_earlier_version_loaded(tmp_path):
 def test_lowered_forms_keep_it_as_well(how, tmp_path):
     new = copy.deepcopy(banked())
     options = {"merge": how} if how == "live" else {how: "auto"}
-    low = fxplug.lower(new, **options)
     state = pairs(SHAPES, 4, torch.float32, form="lycoris_{}")
-    low.adapters.load("ink", state)
-    same(load_file(low.adapters.save("ink", tmp_path / "a", as_="lycoris").path), state)
+    comes_back(fxplug.lower(new, **options).adapters, state, tmp_path / "a")
 
 
 @pytest.mark.parametrize(("options", "finding"), [
@@ -735,7 +732,7 @@ def test_numbers_that_are_none_are_not_written(tmp_path):
     new = tuned("lora", at="conv")
     with torch.no_grad():
         new.get_submodule("style.conv.Lora").up.weight[0] = torch.nan
-    with pytest.raises(ArtifactError, match="'style.conv.Lora.up.weight' has numbers that are not finite"):
+    with pytest.raises(ArtifactError, match="'base_model.model.conv.lora_B.weight' has numbers that are not finite"):
         fxplug.save_adapter(new, tmp_path / "a")
     slots = copy.deepcopy(banked())
     slots.adapters.load("ink", pairs(SHAPES, 2, form="lycoris_{}"))
@@ -754,7 +751,7 @@ def again(state, model, as_):
     layers = layers_of(model)
     shapes = {path: layer.shape for path, layer in layers.items()}
     placed = files.fit(files.read(state), shapes, model=lambda: shapes).check().placed
-    held = Held(tuple(replace(entry, path=path) for path, entry in placed.items()))
+    held = AdapterContents(tuple(replace(entry, path=path) for path, entry in placed.items()))
     return content(held, as_, About(layers, (type(model).__name__,))).tensors
 
 

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug.__main__ import app
 from fxplug.adapters import file_layouts
+from fxplug.adapters.contents import layers_of
 from fxplug.adapters.files import fit, read
-from fxplug.adapters.held import layers_of
 from fxplug.core.errors import ArtifactError, SpecError
 
 SPARSE = ("ties", "dare_linear", "dare_ties", "magnitude_prune")

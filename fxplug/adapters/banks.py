@@ -13,7 +13,7 @@ from torch import Tensor
 from ..blocks.base import META, ROUNDING_RESIDUE, scaled_factor
 from ..blocks.low_rank import in_slot
 from ..core.errors import SpecError, brief_fields, shown
-from .slot_memory import lost, said, scaled
+from .slot_memory import meta_row, rounding_residue, scaled
 from .updates import Entry
 
 # the dimensions of a parameter that are ranks; a bank is padded there and nowhere else
@@ -62,8 +62,9 @@ class Bank:
     @classmethod
     def of(cls, site: Mapping[str, Any]) -> Bank:
         """The bank of a site, as `apply` wrote it down."""
-        said: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in site["bank"].items()}
-        return cls(site["path"].partition("@")[0], site["block"], **said)
+        values: dict[str, Any] = dict(site["bank"])
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        return cls(site["path"].partition("@")[0], site["block"], **values)
 
     def plainly(self) -> dict[str, Any]:
         """Its fields, as plain values."""
@@ -163,8 +164,10 @@ class Bank:
             if key == factor and there(self.memory[META]) is not None:
                 rank = entry.rank if self.kind in ("Loha", "Lokr") else rank
                 meta = value.is_meta or held.is_meta
-                steps = torch.zeros(held.shape, dtype=torch.int8) if meta else lost(value.cpu(), held.cpu(), entry.scale)
-                yield self, META, self.memory[META], said(entry.scale, rank, value.dtype)
+                steps = torch.zeros(held.shape, dtype=torch.int8)
+                if not meta:
+                    steps = rounding_residue(value.cpu(), held.cpu(), entry.scale)
+                yield self, META, self.memory[META], meta_row(entry.scale, rank, value.dtype)
                 yield self, ROUNDING_RESIDUE, self.memory[ROUNDING_RESIDUE], steps
 
 
@@ -225,9 +228,9 @@ def _as_is(bank: Bank, entry: Entry) -> dict[str, Tensor]:
     """The tensors of an entry for a block of its own method. Raises SpecError where that was made with other options."""
     wrong = {key: entry.options[key] for key, value in bank.options.items() if entry.options.get(key, value) != value}
     if wrong:
-        said = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
+        settings = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
         raise SpecError(
-            f"'{entry.name}' is {entry.kind} with {said}, and the block at '{bank.path}' has "
+            f"'{entry.name}' is {entry.kind} with {settings}, and the block at '{bank.path}' has "
             f"{', '.join(f'{key}={bank.options[key]!r}' for key in wrong)}: apply the pass as the adapter was made"
         )
     return {"weight": entry.tensors["gate"]} if bank.kind == "Scale" else dict(entry.tensors)
@@ -252,7 +255,7 @@ def _change(bank: Bank, entry: Entry, base: Tensor | None) -> Tensor:
     return made
 
 
-def homes_of(entry: Entry, banks: Sequence[Bank]) -> list[int]:
+def candidate_banks(entry: Entry, banks: Sequence[Bank]) -> list[int]:
     """Which of several homes at a place an entry may go to: those of its own kind first, then those that have room for it.
 
     Any low-rank product goes where a plain one does, and everything into a change of the whole.
@@ -282,7 +285,7 @@ def parted(placed: Mapping[str, Entry], homes: Mapping[str, Sequence[Bank]]) -> 
             continue  # part of a sum
         if entry.optional and any(bank.kind == "Scale" for bank in homes.get(path.removesuffix(f".{entry.param}"), ())):
             continue
-        if "+bias" in entry.kind and not homes_of(entry, homes.get(path, ())):
+        if "+bias" in entry.kind and not candidate_banks(entry, homes.get(path, ())):
             tensors = dict(entry.tensors)
             delta = tensors.pop("bias").float() * entry.scale
             made[path] = replace(entry, kind=entry.kind.replace("+bias", ""), tensors=tensors)
@@ -326,7 +329,7 @@ def rows_for(
     high: list[tuple[str, int, Bank, str]] = []
     for path, entry in parted(placed, homes).items():
         here = homes.get(path, [])
-        at = homes_of(entry, here)
+        at = candidate_banks(entry, here)
         own = there(f"{path}.weight") if entry.base is not None else None
         if entry.base is not None and own is not None and not own.is_meta and not torch.equal(entry.base.to(own), own):
             raise SpecError(
@@ -346,9 +349,11 @@ def rows_for(
     if high:
         path, rank, bank, p = max(high, key=lambda row: row[1])
         word = "rank_max" if bank.slots else "rank"
+        kind = next((placed[at].kind for at, *_ in high if at in placed and placed[at].kind in ("loha", "lokr")), "")
+        other = f", or pass {kind}, which holds the factors as they are" if kind else ""
         raise SpecError(
             f"{len(high)} layers of the adapter have a rank above {word}={bank.rank}, the highest is {rank} at '{path}': "
-            f"apply pass '{p}' with {word}={rank}{_cost(placed, [row[0] for row in high], bank)}"
+            f"apply pass '{p}' with {word}={rank}{other}"
         )
     return ready
 
@@ -373,17 +378,6 @@ def _first_fitting(
     if failed:
         raise failed
     return high
-
-
-def _cost(placed: Mapping[str, Entry], paths: Sequence[str], bank: Bank) -> str:
-    """What products of another kind cost as plain ones, if much."""
-    entries = [placed[path] for path in paths if path in placed and placed[path].kind in ("loha", "lokr")]
-    if not entries:
-        return ""
-    own = sum(tensor.numel() for entry in entries for tensor in entry.tensors.values())
-    plain = sum(entry.product_rank() * (entry.sizes()[0] + math.prod(entry.sizes()[1])) for entry in entries)
-    kind = entries[0].kind
-    return f", or pass {kind}, which holds their {own:,} numbers as they are; as plain products they are {plain:,} a slot"
 
 
 def _whole(bank: Bank, entry: Entry, name: str) -> list[int]:

@@ -7,18 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .file_kinds import KINDS, WHOLE
 from .layer_names import new_name
 
 # how a key ends -> what the tensor is; {a} may be an adapter's name
 _ADAPTER = r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?"
 _BEHIND = r"(?<=processor\.qkv_lora)|(?<=processor\.proj_lora)|(?<=_lora1)|(?<=_lora2)"
-# of methods that are no low-rank product, see other_kinds
-_NAMES = (
-    "diff|diff_b|w_norm|b_norm|set_weight|reshape_weight|oft_blocks|rescale|on_input|lora_E|ranknum|vera_lambda_[bd]|"
-    "randlora_(?:lambda|gamma|A|B)|vblora_logits_[AB](?:_topk_(?:indices|weights))?|fourierft_spectrum|c3a_kernel|"
-    "shira_(?:weight|indices)|hra_u|miss_block|bone_block|oft_R|boft_[Rs]|ia3_l|hira_[AB]|road_(?:theta|alpha)|"
-    "delora_(?:A|B|lambda|w_norm)|gralora_[AB](?:_general)?|beft_bias|trainable_tokens_delta"
-)
+# of methods that are no low-rank product
+_ROLES = {*WHOLE, "set_weight", "reshape_weight", *(role for kind in KINDS if kind.make for role in (*kind.needed, *kind.more))}
+_NAMES = "|".join(role for role in sorted(_ROLES) if "_" in role or role in ("diff", "rescale", "ranknum"))
 _GLORA = ("a1", "a2", "b1", "b2", "bm")
 SHARED = re.compile(r"^(?:base_model\.)?(?P<name>vera_[AB]|randlora_[AB]|vblora_vector_bank)(?:\.(?P<adapter>[^.]+))?$")
 _FORMS = [

@@ -14,42 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean
+from .contents import AdapterContents, Layer
 from .files import AdapterFile, Entry, fit
-from .held import Held, Layer
-from .key_layouts import CONFIGURED, FORMATS, alpha_of, with_alpha
-from .layer_matching import PARTS
-from .named import COMFY, part_of
+from .key_layouts import CONFIGURED, alpha_of, tensors_of
+from .named import format_of, part_of
 from .saved_heads import split_saved_modules
+from .tables import FORMATS, PARTS, table
 from .writing import About, Content, Saved, _digest, _in_dtype, about_of, content, write
 
-# the denoisers of families at the sizes that were published: a class of diffusers, and what is not its default
-FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "sd1": ("UNet2DConditionModel", {"cross_attention_dim": 768}),
-    "sd2": ("UNet2DConditionModel", {
-        "cross_attention_dim": 1024, "attention_head_dim": [5, 10, 20, 20], "use_linear_projection": True,
-    }),
-    "sdxl": ("UNet2DConditionModel", {
-        "cross_attention_dim": 2048, "attention_head_dim": [5, 10, 20], "use_linear_projection": True,
-        "block_out_channels": [320, 640, 1280], "transformer_layers_per_block": [1, 2, 10], "addition_embed_type": "text_time",
-        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-        "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-        "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
-    }),
-    "sd3": ("SD3Transformer2DModel", {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536}),
-    "sd3.5-medium": ("SD3Transformer2DModel", {
-        "num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "qk_norm": "rms_norm",
-        "dual_attention_layers": [*range(13)],
-    }),
-    "sd3.5-large": ("SD3Transformer2DModel", {
-        "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "qk_norm": "rms_norm",
-    }),
-    "flux": ("FluxTransformer2DModel", {"guidance_embeds": True}),
-    "wan": ("WanTransformer3DModel", {}),
-    "qwen-image": ("QwenImageTransformer2DModel", {}),
-    "z-image": ("ZImageTransformer2DModel", {}),
-    "hunyuan-video": ("HunyuanVideoTransformer3DModel", {}),
-    "lumina2": ("Lumina2Transformer2DModel", {}),
-}  # fmt: skip
+FAMILIES: Mapping[str, Mapping[str, Any]] = table("formats")["published"]
 SECOND = "transformer_2"  # as in Wan 2.2, which has two transformers of one kind
 UNETS = re.compile(r"(^|[._])((down|up|input|output)_blocks|mid_block|middle_block)[._]")
 # text encoders' layers, whose names without dots tell these: CLIP's, and T5's
@@ -80,17 +53,17 @@ def model_of(model: nn.Module | None, family: str | None) -> About | None:
         raise SpecError(f"there is no family '{family}'{did_you_mean(family, FAMILIES)}; there is {', '.join(FAMILIES)}")
     import diffusers
 
-    cls, options = FAMILIES[family]
+    options = dict(FAMILIES[family])
     with torch.device("meta"):
-        return about_of(getattr(diffusers, cls).from_config({**options}))
+        return about_of(getattr(diffusers, options.pop("class")).from_config(options))
 
 
 def family_of(file: AdapterFile) -> About:
     """The first family that all layers of a file fit. Raises ArtifactError."""
     names = [entry.name for entry in file.entries if not entry.part.startswith("text_encoder")]
     unet = any(UNETS.search(name) for name in names)
-    for family, (cls, _) in FAMILIES.items():
-        if ("UNet" in cls) == unet and names and (about := model_of(None, family)):
+    for family, options in FAMILIES.items():
+        if ("UNet" in options["class"]) == unet and names and (about := model_of(None, family)):
             try:
                 on_paths(file, about)
             except ArtifactError:
@@ -104,11 +77,7 @@ def layout_of(file: AdapterFile) -> str:
     """The format whose names a file has; empty where several have such."""
     if file.about.get("software") == "fxplug":
         return "fxplug"
-    first = file.entries[0]
-    if first.flat:
-        return "lycoris" if first.name.startswith(FORMATS["lycoris"].start) else "kohya"
-    named = next((as_ for as_ in ("peft", "comfy") if first.name.startswith(FORMATS[as_].start)), "")
-    return named or ("diffusers" if first.part in PARTS else "")
+    return format_of(file.entries[0])
 
 
 def on_paths(file: AdapterFile, about: About | None) -> list[Entry]:
@@ -128,9 +97,9 @@ def on_paths(file: AdapterFile, about: About | None) -> list[Entry]:
             made.append(replace(entry, path=at, part=part, flat=False))
         others += [(other, entry) for other, some in found.others.items() for entry in some]
     for other, entry in others:
-        for text, start in COMFY.items():
-            if entry.path.startswith(f"{start}.") and text.startswith("text_encoder"):
-                entry = replace(entry, path=entry.path.removeprefix(f"{start}."), part=text)
+        for text, start in FORMATS["comfy"]["parts"].items():
+            if entry.path.startswith(start) and text.startswith("text_encoder"):
+                entry = replace(entry, path=entry.path.removeprefix(start), part=text)
         if flux and entry.part == "text_encoder_3":
             entry = replace(entry, part="text_encoder_2")
         names = _TEXT.match(entry.path) or _T5.match(entry.path)
@@ -195,7 +164,7 @@ def write_parts(
             where = each if each in PARTS else None
             if about and about.classes[0].startswith("Flux") and as_ in ("kohya", "comfy") and each == "text_encoder_2":
                 where = "text_encoder_3"
-            held = Held(tuple(kept), left, heads=heads)
+            held = AdapterContents(tuple(kept), left, heads=heads)
             done = content(held, as_, model, name=name, part=where, partial=partial, dtype=dtype)
             if as_ == "kohya" and each == "text_encoder" and own and about and not _early(about):
                 done = replace(done, tensors={k.replace("lora_te_", "lora_te1_", 1): t for k, t in done.tensors.items()})
@@ -235,7 +204,7 @@ def write_own(
     entries = [_in_dtype(entry, dtype) for entry in entries]
     tensors: dict[str, Tensor] = {}
     for entry in entries:
-        tensors |= with_alpha(entry.name, entry, _layer(entry))
+        tensors |= tensors_of(layout or "kohya", entry.name, entry, _layer(entry))
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
     if odd := next((key for key, value in tensors.items() if not value.float().isfinite().all()), None):
         raise ArtifactError(f"'{odd}' has numbers that are not finite (NaN or infinity): write it in a wider dtype")

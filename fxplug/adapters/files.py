@@ -22,10 +22,11 @@ from ..core.errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
 from ..core.spec.addresses import by_ending
 from . import peft_config
 from .file_keys import SHARED, Layer, find_saved_module, place
+from .file_kinds import INTEGERS, Kind, LayerFacts, changes_of, nearest_kind
 from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable
-from .layer_matching import PARTS, Fit, fit, split_part
-from .other_kinds import INTEGERS, Row, Said, parameters_of, rows_of
-from .updates import PRODUCT, AdapterFile, Entry, base_of, largest, needs, rank_of, without_padding
+from .layer_matching import Fit, fit, split_part
+from .tables import PARTS
+from .updates import PRODUCT, AdapterFile, Entry, base_of, largest, rank_of, without_padding
 
 __all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
 Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
@@ -33,10 +34,6 @@ LARGE = 1e30  # no number of an adapter's is larger
 _GATES = re.compile(
     r"^(?P<owner>.+)\.(?:gates\.table\.(?P<name>weights|entries|names)|(?:Lora|LoraWeight|Dora|Loha|Lokr|Delta)(?:_\d+)?\.(?:said|lost))$"
 )
-# how many dimensions a tensor has, where it is not 2
-_DIMS = dict.fromkeys(("down", "up", "mid", "lokr_w2"), (2, 5)) | dict.fromkeys(("hada_t1", "hada_t2", "lokr_t2"), (3, 5))
-# what else an update with these may have
-_EXTRA = {"down": ("mid",), "hada_w1_a": ("hada_t1", "hada_t2"), "lokr_w2_a": ("lokr_t2",)}
 
 
 def read(
@@ -99,9 +96,9 @@ class _Reader:
         self.shared = {m["name"]: key for key, m in common_of.items() if m["adapter"] in (None, adapter, "default")}
         common = {*common_of, *(key for key in self.state if _GATES.match(key))}
         placed = {key: place(key, self.state, adapter, adapters) for key in self.state if key not in common}
-        said = self.configs.get("", {})
-        if said:
-            placed |= {key: find_saved_module(key, said, self.state) for key, found in placed.items() if found is None}
+        config = self.configs.get("", {})
+        if config:
+            placed |= {key: find_saved_module(key, config, self.state) for key, found in placed.items() if found is None}
         if adapter is None and len(adapters) > 1:
             raise ArtifactError(f"{self.where} has several adapters: give adapter= one of {', '.join(sorted(adapters))}")
         layers: dict[str, Layer] = {}
@@ -165,56 +162,40 @@ class _Reader:
     def entries(self, layer: Layer) -> list[Entry]:
         """What a layer gets, a parameter each."""
         keys = {role: key for role, key in layer.keys.items() if role not in ("alpha", "scale")}
-        part = layer.group if layer.own else split_part(layer.name)[1]
-        if layer.own or not keys or not keys.keys() - {"down", "up", "mid", "bias", "magnitude"}:
-            return [entry for entry in [self.entry(layer)] if entry is not None]
         tensors = {role: self.tensor(key) for role, key in keys.items()}
-        asked = tensors.pop("reshape_weight", None)
+        part = layer.group if layer.own else split_part(layer.name)[1]
         alpha = self.number(layer.keys["alpha"]) if "alpha" in layer.keys else None
         config = self.configs.get(part) or self.configs.get("")
-        shared = {name: self.tensor(key) for name, key in self.shared.items()} if tensors else {}
         onetrainer = "." not in layer.name or any(key.startswith("ot_") for key in self.about)  # PEFT's names have dots
-        said = Said(self.where, layer.name, config, alpha, shared, onetrainer)
-        rows = parameters_of(said, tensors)
-        made: list[Entry] = []
-        if tensors and (found := rows_of(tensors, said)) is not None:
-            rows += found
-        elif tensors:
-            numbers = {role: key for role, key in layer.keys.items() if role in tensors or role in ("alpha", "scale")}
-            entry = self.entry(replace(layer, keys=numbers))
-            made = [] if entry is None else [entry]
-            if made and ".base_layer." in keys.get("whole_weight", ""):  # PEFT saves the weights of embeddings beside
-                base = next(row for row in rows if row.method == "whole" and row.param == "weight")
-                rows.remove(base)
-                made = [replace(made[0], base=base.tensors["whole"])]
-        made += [self.row(layer, row) for row in rows]
-        if asked is not None and (wrong := next((e for e in made if not e.fits([int(n) for n in asked.tolist()])), None)):
-            text = f"'{wrong.name}' is not for a weight of {asked.tolist()}, as its reshape_weight says"
+        shared = {} if layer.own else {name: self.tensor(key) for name, key in self.shared.items()}
+        facts = LayerFacts(self.where, layer.name, keys or layer.keys, config, alpha, shared, onetrainer)
+        shape = tensors.pop("reshape_weight", None)
+        made = changes_of(facts, tensors)
+        for entry in made:
+            if entry.method == "diff" and largest(entry.tensors, 1.0) > self.limits.update:
+                most = f"changes a {entry.param} by more than {self.limits.update:g}; see Limits"
+                raise ArtifactError(f"{self.where}: '{layer.name}' {most}")
+        if tensors or not made:
+            kind = nearest_kind(tensors)
+            kind.check_roles(tensors, facts)
+            if kind.make is not None:
+                kind.check_sizes(tensors, facts)
+                own = kind.make(tensors, facts)
+            else:
+                own = self.low_rank(layer, kind, tensors, facts)
+            base = next((e for e in made if e.method == "whole" and e.param == "weight"), None)
+            if own and base is not None and ".base_layer." in keys["whole_weight"]:
+                made.remove(base)  # PEFT saves the weights of embeddings beside
+                own = [replace(own[0], base=base.tensors["whole"]), *own[1:]]
+            made = own + made
+        if shape is not None and (wrong := next((e for e in made if not e.fits([int(n) for n in shape.tolist()])), None)):
+            text = f"'{wrong.name}' is not for a weight of {shape.tolist()}, as its reshape_weight says"
             raise ArtifactError(f"{self.where}: {text}")
         return made
 
-    def row(self, layer: Layer, row: Row) -> Entry:
-        name, flat = layer.name, "." not in layer.name
-        _, part, path = split_part(name)
-        if "delta" in row.tensors and largest(row.tensors, 1.0) > self.limits.update:
-            raise ArtifactError(f"{self.where}: '{name}' changes a {row.param} by more than {self.limits.update:g}; see Limits")
-        more = {"param": row.param, "method": row.method, "options": row.options, "optional": row.optional}
-        return Entry(name, path, part, row.kind, row.tensors, row.scale, row.rank, False, flat, **more)  # type: ignore[arg-type]
-
-    def entry(self, layer: Layer) -> Entry | None:
-        """One layer whole; None for one that a slot has nothing for."""
-        keys = dict(layer.keys)
-        tensors = {role: self.tensor(key) for role, key in keys.items() if role not in ("alpha", "scale")}
-        base = base_of(tensors)
-        wanted = next((need for need in needs(base) if tensors.keys() >= need - {"alpha"}), None)
-        if wanted is None:
-            need = min(needs(base), key=lambda n: len(n - tensors.keys()))
-            lacks = ", ".join(sorted(need - tensors.keys()))
-            raise ArtifactError(f"{self.where}: '{next(iter(keys.values()))}' is half an update: '{layer.name}' has no {lacks}")
-        extra = tensors.keys() - wanted - {"bias", "magnitude", *_EXTRA.get(min(wanted & _EXTRA.keys(), default=""), ())}
-        if extra:
-            keys_ = ", ".join(f"'{keys[role]}'" for role in sorted(extra))
-            raise ArtifactError(f"{self.where}: '{layer.name}' is whole without {keys_}, which cannot be applied as well")
+    def low_rank(self, layer: Layer, kind: Kind, tensors: dict[str, Tensor], facts: LayerFacts) -> list[Entry]:
+        """A low-rank update; none for what a slot has nothing for."""
+        keys, base = layer.keys, base_of(tensors)
         if base == "loha" and not layer.own and "hada_t1" not in tensors:  # OneTrainer keeps the kernel dimensions
             tensors = {r: t.flatten(1) if r.startswith("hada_") and 2 < t.dim() < 6 else t for r, t in tensors.items()}
         embedding = self.embedding(layer, tensors)
@@ -223,9 +204,9 @@ class _Reader:
         slot = self.slots.get(layer.group)
         if slot is not None:
             tensors = self.in_slot(layer, tensors, *slot)
-        self.check(layer, tensors, embedding)
+        self.check(layer, kind, tensors, facts, embedding)
         if slot is not None and not (tensors := without_padding(tensors)):
-            return None
+            return []
         if "mid" in tensors:  # a core between the two halves is the same as a larger down
             mid, low = tensors.pop("mid"), tensors["down"]
             tensors["down"] = low_rank.cored(mid.float(), low.flatten(1).float()).to(low.dtype)
@@ -233,13 +214,13 @@ class _Reader:
                 raise ArtifactError(f"{self.where}: '{keys['mid']}' times '{keys['down']}' has numbers beyond {low.dtype}")
         rank = rank_of(tensors)
         part_path = (layer.group, layer.name.partition(".")[2]) if layer.own else split_part(layer.name)[1:]
-        kind = base
+        word = base
         if "magnitude" in tensors:
-            kind = {"lora": "dora"}.get(base, f"{base}+dora")
+            word = {"lora": "dora"}.get(base, f"{base}+dora")
             if keys["magnitude"].endswith("dora_scale") and tensors["magnitude"].shape[0] == 1 < tensors["magnitude"].numel():
-                kind = f"{kind} by input"  # LyCORIS has both
+                word = f"{word} by input"  # LyCORIS has both
             tensors["magnitude"] = tensors["magnitude"].flatten()
-        kind = f"{kind}+bias" if "bias" in tensors else kind
+        word = f"{word}+bias" if "bias" in tensors else word
         scale = self.scale(layer, tensors, rank, part_path[0], slot is not None)
         assumed, scale = scale is None, 1.0 if scale is None else scale
         if largest(tensors, scale) > self.limits.update:
@@ -248,7 +229,7 @@ class _Reader:
                 f"{self.limits.update:g}, which no model stands; see Limits"
             )
         flat = "." not in layer.name and not layer.own
-        return Entry(layer.name, part_path[1], part_path[0], kind, tensors, scale, rank, embedding, flat, assumed)
+        return [Entry(layer.name, part_path[1], part_path[0], word, tensors, scale, rank, embedding, flat, assumed)]
 
     def embedding(self, layer: Layer, tensors: Mapping[str, Tensor]) -> bool | None:
         """Whether it is an Embedding's, in whose `blocks.Lora` the rank is the last dimension of `down`; None: may be."""
@@ -300,34 +281,20 @@ class _Reader:
         own = low_rank.in_slot(down, slot, slots, down.shape[0] // up.shape[1])
         return {"down": own.flatten(0, 1), "up": low_rank.in_slot(up, slot, slots)}  # (groups * rank, in, *kernel)
 
-    def check(self, layer: Layer, tensors: Mapping[str, Tensor], embedding: bool | None) -> None:
-        """Raise ArtifactError unless the tensors are not empty, and the parts of a product go together."""
-        for role, tensor in tensors.items():
-            low, high = (1, 5) if role in ("bias", "magnitude") else _DIMS.get(role, (2, 2))
-            high = 2 if embedding is not False else high
-            if not low <= tensor.dim() <= high or not tensor.numel():
-                shape = f"'{layer.keys[role]}' has the shape {list(tensor.shape)}"
-                raise ArtifactError(f"{self.where}: {shape}, which is no {role}'s")
+    def check(self, layer: Layer, kind: Kind, tensors: Mapping[str, Tensor], facts: LayerFacts, embedding: bool | None) -> None:
+        """Raise ArtifactError unless the parts of a product go together."""
+        kind.check_sizes(tensors, facts)
         if "down" not in tensors:
-            sides = []
-            for p in ("hada_w1", "hada_w2", "lokr_w1", "lokr_w2"):
-                if f"{p}_a" in tensors:
-                    a, b, core = tensors[f"{p}_a"], tensors[f"{p}_b"], tensors.get(p.replace("w", "t"))
-                    inner = (a.shape[1],) * 2 if core is None else (a.shape[0], core.shape[0])
-                    if inner[0] != inner[1] or b.shape[0] != (inner[0] if core is None else core.shape[1]):
-                        raise self.odd(layer, f"{p}_a", f"{p}_b", tensors)
-                    sides.append((a.shape[0 if core is None else 1], b.shape[1], () if core is None else core.shape[2:]))
-            if "hada_w1_a" in tensors and sides[0] != sides[1]:
-                raise self.odd(layer, "hada_w1_a", "hada_w2_b", tensors)
             return
         down, up = tensors["down"], tensors["up"]
         rank, groups = up.shape[1], len(down) // up.shape[1]  # a convolution may have groups, each with a down of its own
-        if rank != up.flatten(1).shape[1] or len(down) != rank * groups or not (groups == 1 or down.dim() > 2):
+        flat = embedding is False or down.dim() == up.dim() == 2
+        if rank != up.flatten(1).shape[1] or len(down) != rank * groups or not (groups == 1 or down.dim() > 2) or not flat:
             raise self.odd(layer, "down", "up", tensors)
         if "mid" in tensors:
             mid = tensors["mid"]
             most = max(PRODUCT, down.numel() + up.numel() + mid.numel())
-            if mid.shape[:2] != (up.shape[1], down.shape[0]) or mid[:, 0].numel() * down[0].numel() > most:
+            if mid[:, 0].numel() * down[0].numel() > most:
                 raise self.odd(layer, "mid", "down", tensors)
 
     def odd(self, layer: Layer, a: str, b: str, tensors: Mapping[str, Tensor]) -> ArtifactError:
@@ -356,10 +323,10 @@ class _Reader:
         if not config:
             return None
         about = f"{self.where}: its configuration: "
-        absent = peft_config.DEFAULTS.get(config.get("peft_type"), {})
+        absent = peft_config.METHODS.get(config.get("peft_type"), {})
         default = config.get("lora_alpha", config.get("alpha", absent.get("lora_alpha", absent.get("alpha"))))
-        alpha = self.said(part, "alpha_pattern", layer, default)
-        r = self.said(part, "rank_pattern", layer, config.get("r", absent.get("r")))
+        alpha = self.pattern_value(part, "alpha_pattern", layer, default)
+        r = self.pattern_value(part, "rank_pattern", layer, config.get("r", absent.get("r")))
         if r is not None and (not isinstance(r, int) or isinstance(r, bool) or not 0 < r < 1 << 31):
             raise ArtifactError(f"{about}the rank of '{layer.name}' must be a whole number, 1 or more, not {shown(r)}")
         if config.get("use_rslora") not in (None, True, False):
@@ -375,7 +342,7 @@ class _Reader:
         alpha = _number(alpha, f"{about}the alpha of '{layer.name}'")
         return low_rank.scaling(rank, alpha, config.get("use_rslora") is True)
 
-    def said(self, part: str, key: str, layer: Layer, default: Any) -> Any:
+    def pattern_value(self, part: str, key: str, layer: Layer, default: Any) -> Any:
         """The value of the first of PEFT's patterns that a layer's name matches."""
         found = self.chosen[part, key]
         return next((found[name] for name in _peft_names(layer.name) if name in found), default)

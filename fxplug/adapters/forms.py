@@ -11,8 +11,8 @@ from ..blocks.low_rank import lokr_shapes
 from ..core.errors import ArtifactError, SpecError
 from ..core.spec.pass_file import load_pass
 from ..core.spec.rules import Pass, Rule
+from .contents import Layer, layers_of
 from .files import AdapterFile, Fit, fit
-from .held import Layer, layers_of
 from .loading import tied
 from .saved_heads import without_heads
 from .updates import Entry
@@ -65,8 +65,8 @@ def _lokr(entry: Entry, layer: Layer) -> Form | None:
     for way, by_hand in [*((way, False) for way in ways), *((way, True) for way in (*ways, {"first": (a, c)}))]:
         given = {"split": split} if by_hand else {"both": both, "full": full}
         if lokr_shapes(layer.shape, entry.rank, **way, cores=tucker, **given) == there:
-            said = {"decompose": split} if by_hand else {"decompose_both": both, "full_matrix": full}
-            rest = {**way, **said, "tucker": tucker}
+            split_by = {"decompose": split} if by_hand else {"decompose_both": both, "full_matrix": full}
+            rest = {**way, **split_by, "tucker": tucker}
             return Form("lokr", entry.rank, tuple(rest.items()))
     return None
 

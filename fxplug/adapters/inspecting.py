@@ -10,30 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import DEFAULT, ArtifactError, Limits, printable, shown
+from .contents import layers_of
 from .files import AdapterFile, Source, read
 from .forms import Plan, plan_for
-from .held import layers_of
 from .layer_matching import Fit, fit
 from .layer_names import looks_like
+from .named import format_of
 from .slots import Adapters
+from .tables import FORMATS, table
 
 SHOWN = 5  # so many of a kind are listed
-# keys of metadata by which a tool is known, and what its files are called; a value that begins so, and its tool
-MARKS: Sequence[tuple[str, str, str]] = (
-    ("fxplug.config", "", "fxplug"),
-    ("ot_branch", "", "OneTrainer"), ("ot_revision", "", "OneTrainer"),
-    ("ss_network_module", "lycoris", "LyCORIS in kohya's sd-scripts"),
-    ("ss_network_module", "networks.lora_", "kohya's scripts or musubi-tuner"),
-    ("ss_network_module", "", "kohya's sd-scripts"),
-    ("lora_adapter_metadata", "", "diffusers"),
-    ("peft_type", "", "PEFT"),
-)  # fmt: skip
-# how the names of layers begin in the layout of a tool
-LAYOUTS = (
-    ("base_model.model.", "PEFT"), ("lora_unet_", "kohya's sd-scripts"), ("lora_te", "kohya's sd-scripts"),
-    ("lycoris_", "LyCORIS"), ("diffusion_model.", "ComfyUI"), ("unet.", "diffusers"), ("transformer.", "diffusers"),
-    ("text_encoder.", "diffusers"), (":", "numbered layers"),
-)  # fmt: skip
 TRAINED = ("ss_network_dim", "ss_network_alpha", "ss_network_args", "ss_steps", "ss_epoch", "ss_learning_rate", "ss_optimizer")
 BASES = ("base_model_name_or_path", "ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "baseModel")
 TITLES = ("modelspec.title", "ss_output_name", "name", "title")
@@ -93,12 +79,11 @@ class Inspection:
             if isinstance(name, str) and name:
                 version = said.get("version") if isinstance(said, dict) else None
                 return printable(f"{name} {version}" if version else name)[:80]
-        for key, start, tool in MARKS:
+        for key, start, tool in table("formats")["marks"]:
             if str(about.get(key, "\0")).startswith(start) and key in about:
-                return tool
-        names = [entry.name for entry in self.file.entries]
-        known = Counter(tool for name in names for start, tool in LAYOUTS if name.startswith(start))
-        return f"unknown, with names as {known.most_common(1)[0][0]} has them" if known else "unknown"
+                return str(tool)
+        known = Counter(as_ for entry in self.file.entries if (as_ := format_of(entry)))
+        return f"unknown, with names as {FORMATS[known.most_common(1)[0][0]]['tool']} has them" if known else "unknown"
 
     @property
     def family(self) -> str:
@@ -144,7 +129,7 @@ class Inspection:
             rows.append(("covers", f"{len(found.placed)} of the model's {self.layers} layers, {share}"))
             for part, entries in found.others.items():
                 rows.append(("other part", f"{len(entries)} layers are for {part or '(no name)'}"))
-            rows += [("not here", printable(text)) for text in _misfits(found)]
+            rows += [("not here", printable(text)) for text in found.findings()]
             if found.assumed:
                 rows.append(("assumed", f"nothing says the scale of {len(found.assumed)} layers, it is taken as 1"))
         if self.slots is not None:
@@ -199,22 +184,6 @@ def _in_slots(file: AdapterFile, model: Any, part: str | None, guess: bool) -> F
         return None
     held = Adapters(model)
     return fit(file, {bank.path: bank.shape for banks in held.banks.values() for bank in banks}, part, held.shapes, guess)
-
-
-def _misfits(found: Fit) -> list[str]:
-    """What of a file has no place in a model, a line each."""
-    lines = []
-    if found.missing:
-        like = looks_like(entry.path for entry in found.missing)
-        some = _listed([shown(entry.name) for entry in found.missing])
-        lines.append(f"{len(found.missing)} layers: {some}{like and f'; names of {like}'}")
-    lines += [f"'{path}' {text}" for path, text in list(found.mismatched.items())[:SHOWN]]
-    if found.guessed:
-        pairs = [f"'{name}' for '{path}'" for name, path in found.guessed.items()]
-        lines.append(f"by shape and order, with guess: {_listed(pairs)}")
-    if found.rest:
-        lines.append(f"{len(found.rest)} tensors that are no update: {_listed([shown(key) for key in found.rest])}")
-    return lines
 
 
 def _said(about: Mapping[str, Any], keys: Sequence[str], all_: bool = False) -> str:

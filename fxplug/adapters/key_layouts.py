@@ -10,39 +10,17 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..blocks.low_rank import lokr_shapes
-from .held import Layer
-from .saved_heads import BEFORE, FILE
+from .contents import Layer
+from .tables import FORMATS
 from .updates import Entry
 
-_WITH_ALPHA = ("lora", "dora", "loha", "lokr", "delta")
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a tool writes adapters: the kinds of updates that it has a form for, how its names of layers begin, and the file
-    in a folder of it, empty where it writes a file alone."""
-
-    kinds: tuple[str, ...]
-    start: str
-    file: str = ""
-
-
-FORMATS = {
-    # PEFT takes use_dora and lora_bias one without the other
-    "peft": Format(("lora", "lora+bias", "dora", "loha", "lokr"), BEFORE, FILE),
-    "diffusers": Format(("lora", "lora+bias", "dora", "lokr"), "", "pytorch_lora_weights.safetensors"),
-    "kohya": Format(_WITH_ALPHA, "lora_"),
-    "comfy": Format((*_WITH_ALPHA, "dora by input"), "diffusion_model."),
-    "lycoris": Format(_WITH_ALPHA, "lycoris_"),
-    "fxplug": Format(("lora", "lora+bias", "dora", "dora by input", "loha", "lokr", "delta"), ""),
-}
 CONFIGURED = ("peft", "diffusers")  # what says ranks and alphas in a configuration
 OWN = {"lora": "Lora", "loha": "Loha", "lokr": "Lokr", "dora": "Dora"}
 
@@ -50,7 +28,7 @@ OWN = {"lora": "Lora", "loha": "Loha", "lokr": "Lokr", "dora": "Dora"}
 def refused(entry: Entry, as_: str, layer: Layer | None) -> str:
     """Why a format cannot hold an update; an empty text where it can."""
     if entry.method == "diff":
-        known = entry.kind in FORMATS[as_].kinds
+        known = entry.kind in FORMATS[as_]["kinds"]
         return "" if known else f"has a change of its {entry.param}, whole, for which {as_} has no form"
     if layer is None:
         return "is no layer with a weight"
@@ -62,7 +40,7 @@ def refused(entry: Entry, as_: str, layer: Layer | None) -> str:
         return f"is an embedding, for whose {entry.kind} {as_} has no form"
     if layer.groups > 1 and "down" in entry.tensors:
         return f"is a convolution in {layer.groups} groups, for whose low-rank updates {as_} has no form"
-    if entry.kind not in FORMATS[as_].kinds:
+    if entry.kind not in FORMATS[as_]["kinds"]:
         return f"has {entry.kind}, for which {as_} has no form"
     return ""
 
@@ -84,29 +62,11 @@ def _single(value: float) -> float:
     return torch.tensor(value, dtype=torch.float32).item()
 
 
-def configured(key: str, entry: Entry, layer: Layer, biased: bool = False) -> dict[str, Tensor]:
-    """A layer's tensors as PEFT and diffusers have them; `biased` says that each layer of the file has a bias."""
-    t = dict(entry.tensors)
-    if "down" not in t:
-        return {f"{key}.{name}": value for name, value in t.items()}
-    down, up = t.pop("down"), t.pop("up")
-    if layer.kind == "Embedding":
-        a, b = (down, up) if entry.embedding else (up.T, down.T)
-        return {f"{key}.lora_embedding_A": a, f"{key}.lora_embedding_B": b}
-    made = {f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up}
-    if biased:
-        made[f"{key}.lora_B.bias"] = t.pop("bias", torch.zeros(up.shape[0], dtype=up.dtype))
-    if "magnitude" in t:
-        shape = [1, -1, *[1] * (len(layer.shape) - 2)] if len(layer.shape) > 2 else [-1]
-        made[f"{key}.lora_magnitude_vector"] = t.pop("magnitude").reshape(shape)
-    return made
-
-
 # a change of a parameter, and whether its layer is a normalisation
 _CHANGES = {("weight", False): "diff", ("bias", False): "diff_b", ("weight", True): "w_norm", ("bias", True): "b_norm"}
 
 
-def alone(entries: Sequence[Entry], as_: str) -> dict[str, str]:
+def biases_alone(entries: Sequence[Entry], as_: str) -> dict[str, str]:
     """The changes of biases that LyCORIS would not read, as it has none beside another update, by place, with the reason."""
     whole = {entry.path for entry in entries if entry.method == "diff" and entry.param == "weight"}
     changes = [e for e in entries if e.method == "diff" and e.param != "weight"]
@@ -131,21 +91,36 @@ def joined_biases(entries: Sequence[Entry]) -> list[Entry]:
     return made
 
 
-def with_alpha(key: str, entry: Entry, layer: Layer) -> dict[str, Tensor]:
-    """A layer's tensors as kohya's tools, ComfyUI and LyCORIS have them."""
-    made: dict[str, Tensor] = {}
+def tensors_of(as_: str, key: str, entry: Entry, layer: Layer, biased: bool = False) -> dict[str, Tensor]:
+    """An update under the keys of a format, below `key`; `biased` says that each layer of the file has a bias."""
+    t = dict(entry.tensors)
     if entry.method == "diff":
-        return {f"{key}.{_CHANGES[entry.param, len(layer.shape) < 2]}": entry.tensors["delta"]}
-    tensors = dict(entry.tensors)
-    if _is_whole(entry) and entry.scale != 1:  # no alpha scales two full matrices: these tools pass over it
-        tensors["lokr_w1"] = (tensors["lokr_w1"].double() * entry.scale).to(tensors["lokr_w1"].dtype)
-    for name, value in tensors.items():
-        if name == "magnitude":
-            around = [1] * (len(layer.shape) - 2)
-            made[f"{key}.dora_scale"] = value.reshape(*((1, -1) if entry.kind.endswith("by input") else (-1, 1)), *around)
-        else:
-            made[f"{key}.lora_{name}.weight" if name in ("down", "up") else f"{key}.{name}"] = value
-    return {**made, f"{key}.alpha": _alpha(entry)}
+        return {f"{key}.{_CHANGES[entry.param, len(layer.shape) < 2]}": t["delta"]}
+    keys, around = FORMATS[as_].get("keys", {}), [1] * (len(layer.shape) - 2)
+    if as_ == "fxplug":  # the names that the blocks of a pass have, or where these say less LyCORIS'
+        if entry.kind.endswith("by input"):
+            return tensors_of("comfy", key, entry, layer)
+        block = OWN[entry.kind.partition("+")[0]]
+        key, keys = f"{entry.part or 'adapter'}.{key}.{block}", keys if block == "Lora" else {}
+    if as_ in CONFIGURED or as_ == "fxplug":
+        if layer.kind == "Embedding" and "down" in t:
+            t["down"], t["up"] = (t["down"], t["up"]) if entry.embedding else (t["up"].T, t["down"].T)
+            if as_ == "fxplug":
+                t["down"] = t["down"].T
+            else:
+                keys = {"down": "lora_embedding_A", "up": "lora_embedding_B"}
+        elif biased and "down" in t:
+            t.setdefault("bias", torch.zeros(t["up"].shape[0], dtype=t["up"].dtype))
+        if "magnitude" in t and around:
+            t["magnitude"] = t["magnitude"].reshape(1, -1, *around)
+        scale = {f"{key}.scale": torch.tensor(entry.scale, dtype=torch.float32)} if as_ == "fxplug" else {}
+    else:
+        if _is_whole(entry) and entry.scale != 1:  # no alpha scales two full matrices: these tools pass over it
+            t["lokr_w1"] = (t["lokr_w1"].double() * entry.scale).to(t["lokr_w1"].dtype)
+        if "magnitude" in t:
+            t["magnitude"] = t["magnitude"].reshape(*((1, -1) if entry.kind.endswith("by input") else (-1, 1)), *around)
+        scale = {f"{key}.alpha": _alpha(entry)}
+    return {**{f"{key}.{keys.get(name, name)}": value for name, value in t.items()}, **scale}
 
 
 def _is_whole(entry: Entry) -> bool:
@@ -162,23 +137,6 @@ def _alpha(entry: Entry) -> Tensor:
         return made
     made = made.new_tensor(alpha)
     return made if made.double().item() == alpha else torch.tensor(alpha, dtype=torch.float32)
-
-
-def ours(entry: Entry, layer: Layer | None) -> dict[str, Tensor]:
-    """A layer's tensors under the names that the blocks of a pass have, or LyCORIS', which say more."""
-    if entry.method == "diff" or entry.kind.endswith("by input"):
-        return with_alpha(entry.path, entry, layer or Layer("", entry.tensors["delta"].shape))
-    kind = OWN[entry.kind.partition("+")[0]]
-    t = dict(entry.tensors)
-    embedding = layer is not None and layer.kind == "Embedding"
-    if kind == "Dora" and "magnitude" in t and layer is not None and len(layer.shape) > 2:
-        t["magnitude"] = t["magnitude"].reshape(1, -1, *[1] * (len(layer.shape) - 2))
-    if kind == "Lora" and embedding:
-        t["down"], t["up"] = (t["down"].T, t["up"]) if entry.embedding else (t["up"], t["down"].T)
-    names = {"down": "down.weight", "up": "up.weight", "bias": "up.bias"} if kind == "Lora" else {}
-    key = f"{entry.part or 'adapter'}.{entry.path}.{kind}"
-    made = {f"{key}.{names.get(name, name)}": value for name, value in t.items()}
-    return {**made, f"{key}.scale": torch.tensor(entry.scale, dtype=torch.float32)}
 
 
 # --- PEFT's configuration
@@ -218,7 +176,7 @@ def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, Layer], rslor
         cores = any(name in entry.tensors for _, entry in rows for name in ("hada_t1", "lokr_t2"))
         made |= {"use_effective_conv2d": cores}
     if base == "lokr":
-        made |= {"decompose_both": any("lokr_w1_a" in e.tensors for _, e in rows), "decompose_factor": _factor(rows, layers)}
+        made |= _lokr_options(rows, layers)[0]
     return made
 
 
@@ -233,13 +191,9 @@ def unlike(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, Layer]) -> di
         if not entry.kind.startswith(base):
             left[path] = f"has {entry.kind}, and the other layers {base}, of which PEFT has one in a file"
     if base == "lokr":
-        kept = [(path, entry) for path, entry in rows if path not in left]
-        both = any("lokr_w1_a" in entry.tensors for _, entry in kept)
-        cores = any("lokr_t2" in entry.tensors for _, entry in kept)
-        factor = _factor(kept, layers)
-        for path, entry in kept:
-            if _lokr_shapes(entry, layers[path], factor, both, cores) != {n: tuple(t.shape) for n, t in entry.tensors.items()}:
-                left[path] = "has a LoKr whose factors are others than PEFT would make with what it has for the other layers"
+        _, others = _lokr_options([(path, entry) for path, entry in rows if path not in left], layers)
+        why = "has a LoKr whose factors are others than PEFT would make with what it has for the other layers"
+        left |= dict.fromkeys(others, why)
     if base == "loha":
         cores = any("hada_t1" in entry.tensors for _, entry in rows)
         for path, entry in rows:
@@ -254,23 +208,18 @@ def whole_rank(entry: Entry) -> int:
     return max(n for name, tensor in entry.tensors.items() if name.startswith("lokr_w") for n in tensor.shape)
 
 
-def _factor(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, Layer]) -> int:
-    """The factor by which PEFT splits widths as most of these updates do."""
-    sides = {(entry.tensors.get("lokr_w1", entry.tensors.get("lokr_w1_a"))).shape[0] for _, entry in rows}  # type: ignore[union-attr]
-    both = any("lokr_w1_a" in e.tensors for _, e in rows)
-    cores = any("lokr_t2" in e.tensors for _, e in rows)
+def _lokr_options(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, Layer]) -> tuple[dict[str, Any], list[str]]:
+    """The options with which PEFT makes the factors of most of these LoKrs (peft.tuners.lokr), and the paths of the others."""
+    made = {path: {name: tuple(tensor.shape) for name, tensor in entry.tensors.items()} for path, entry in rows}
+    both, cores = (any(name in shapes for shapes in made.values()) for name in ("lokr_w1_a", "lokr_t2"))
 
-    def agreeing(factor: int) -> int:
-        made = [(_lokr_shapes(e, layers[path], factor, both, cores), e) for path, e in rows]
-        return sum(shapes == {n: tuple(t.shape) for n, t in e.tensors.items()} for shapes, e in made)
+    def others(factor: int) -> list[str]:
+        ranks = {path: whole_rank(entry) if "lokr_w2" in made[path] else entry.rank for path, entry in rows}
+        return [p for p in made if lokr_shapes(layers[p].shape, ranks[p], factor, both, cores) != made[p]]
 
-    return max((-1, *sides), key=agreeing)
-
-
-def _lokr_shapes(entry: Entry, layer: Layer, factor: int, both: bool, cores: bool) -> dict[str, tuple[int, ...]]:
-    """The factors that PEFT makes for a layer, by its rule (peft.tuners.lokr)."""
-    rank = whole_rank(entry) if "lokr_w2" in entry.tensors else entry.rank
-    return lokr_shapes(layer.shape, rank, factor, both, cores)
+    sides = {(shapes.get("lokr_w1") or shapes["lokr_w1_a"])[0] for shapes in made.values()}
+    factor = min((-1, *sides), key=lambda factor: len(others(factor)))
+    return {"decompose_both": both, "decompose_factor": factor}, others(factor)
 
 
 def _exactly(path: str) -> str:

@@ -10,24 +10,10 @@ from typing import Any
 
 from ..core.errors import ArtifactError, brief_fields, did_you_mean
 from .layer_names import SWAPPED, first_names, looks_like
+from .tables import PARTS, table
 from .updates import AdapterFile, Entry, with_projections
 
-# the parts of a pipeline by how their layers' names begin: dotted, or with kohya's underscores
-PARTS = (
-    "unet", "transformer", "transformer_2", "diffusion_model", "prior", "text_encoder", "text_encoder_2", "text_encoder_3",
-    "text_conditioner",
-)  # fmt: skip
-# other tools' beginnings: ComfyUI's and OMI's text encoders, and what Anima has between its text encoder and its transformer
-DOTTED_PARTS = {
-    "diffusion_model.llm_adapter.": "text_conditioner", "clip_l.": "text_encoder", "clip_g.": "text_encoder_2",
-    "t5.": "text_encoder_3", "t5xxl.": "text_encoder_3",
-}  # fmt: skip
 _COMFYS_TEXT = re.compile(r"text_encoders\.((\w+)\.)transformer\.")
-FLAT_PARTS = {
-    "lora_unet_llm_adapter_": "text_conditioner",
-    "lora_unet_": "unet", "lora_transformer_": "transformer", "lora_te_": "text_encoder", "lora_te1_": "text_encoder",
-    "lora_te2_": "text_encoder_2", "lora_te3_": "text_encoder_3", "lora_prior_unet_": "prior", "lycoris_": "", "lora_": "",
-}  # fmt: skip
 EMBEDDED = ("<", "emb_params", "bundle_emb.", "string_to_param")  # learned words lie beside the layers in some files
 
 
@@ -36,8 +22,8 @@ def split_part(name: str) -> tuple[str, str, str]:
     start = "base_model.model." if name.startswith("base_model.model.") else ""
     inner = name.removeprefix(start)
     if m := _COMFYS_TEXT.match(inner):
-        return start + m[0], DOTTED_PARTS.get(m[1], f"text_encoder_{m[2]}"), inner.removeprefix(m[0])
-    for prefix, part in (FLAT_PARTS | DOTTED_PARTS).items():
+        return start + m[0], table("formats")["starts"].get(m[1], f"text_encoder_{m[2]}"), inner.removeprefix(m[0])
+    for prefix, part in table("formats")["starts"].items():
         if inner.startswith(prefix):
             return start + prefix, part, inner.removeprefix(prefix)
     if ":" in inner:  # a layer by its number
@@ -82,6 +68,12 @@ class Fit:
 
     def check(self) -> Fit:
         """This, if every entry has its place. Raises ArtifactError that says how many have none, and the nearest layers."""
+        if found := self.findings():
+            raise ArtifactError(f"{self.file.source}: {'; '.join(found)}")
+        return self
+
+    def findings(self) -> list[str]:
+        """What has no place: how many of each kind, some of them, and the nearest layers or what to do."""
         found = []
         if self.missing:
             some = [f"'{e.name}'{did_you_mean(e.path, self._alike(e))}" for e in self.missing[:3]]
@@ -112,9 +104,7 @@ class Fit:
         if self.rest:
             some = [f"'{key}'" for key in self.rest[:3]]
             found.append(f"{len(self.rest)} tensors are no low-rank update: {_listed(some, len(self.rest))}")
-        if found:
-            raise ArtifactError(f"{self.file.source}: {'; '.join(found)}")
-        return self
+        return found
 
     def _alike(self, entry: Entry) -> Iterable[str]:
         return (path.replace(".", "_") for path in self.layers) if entry.flat else self.layers
@@ -160,7 +150,7 @@ def fit(
     wanted = [p for p in groups if part in (None, p)]
     finder = _Finder(file, shapes)
     found = {p: finder.known(groups[p]) for p in wanted}
-    if not all(hits.good == len(hits.homes) for hits in found.values()):
+    if not all(hits.all for hits in found.values()):
         whole = {path: tuple(int(n) for n in shape) for path, shape in (model() if model else {}).items()}
         finder = _Finder(file, whole | shapes, old=True)
         found = {p: max(found[p], finder.known(groups[p]), key=_Hits.rank) for p in wanted}
@@ -290,6 +280,11 @@ class _Hits:
     good: int
 
     @property
+    def all(self) -> bool:
+        """Whether every entry has a layer that it fits."""
+        return self.good == len(self.homes)
+
+    @property
     def named(self) -> int:
         return sum(bool(home) for home in self.homes)
 
@@ -334,44 +329,37 @@ class _Finder:
 
     def known(self, entries: Sequence[Entry]) -> _Hits:
         """The best of the readings that need no guess."""
-        readings: list[Callable[[Entry], str]] = [
-            lambda e: e.name,
-            lambda e: e.name.removeprefix("base_model.model."),
-            lambda e: e.path,
-        ]
+        names = [e.name for e in entries]
+        readings = names, [name.removeprefix("base_model.model.") for name in names], [e.path for e in entries]
         return max((self.tried(entries, reading) for reading in readings), key=_Hits.rank)
 
     def deep(self, entries: Sequence[Entry], inside: Mapping[str, Any]) -> _Hits:
         """The first reading under which every entry has a layer that it fits: fewest components taken away, or some added."""
+        if hits := self.shortened(entries, "."):
+            return hits
         first = entries[0].path
-        for n in range(1, first.count(".") + 1):
-            if len({tuple(entry.path.split(".")[:n]) for entry in entries}) > 1:
-                break  # what begins otherwise may be of another model
-            if hits := self.all(entries, self.without(n)):
-                return hits
-        starts = {path.removesuffix(first) for path in inside if path.endswith(f".{first}")}
-        found = [hits for start in sorted(starts) if (hits := self.all(entries, self.after(start)))]
+        starts = sorted({path.removesuffix(first) for path in inside if path.endswith(f".{first}")})
+        readings = (self.tried(entries, [start + e.path for e in entries]) for start in starts)
+        found = [hits for hits in readings if hits.all]
         if len(found) > 1:
             where = " or ".join(f"'{hits.homes[0][0]}'" for hits in found[:3])
             raise ArtifactError(f"{self.file.source}: '{entries[0].name}' may be {where}: name the layers as the graph does")
-        if found:
-            return found[0]
-        for n in range(1, first.count("_") + 1):
-            if len({tuple(entry.path.replace(".", "_").split("_")[:n]) for entry in entries}) > 1:
-                break
-            if hits := self.all(entries, self.without(n, "_")):
+        flat = [entry.path.replace(".", "_") for entry in entries]
+        return found[0] if found else self.shortened(entries, "_") or self.tried(entries, flat)
+
+    def shortened(self, entries: Sequence[Entry], dot: str) -> _Hits | None:
+        """The layers of all entries without the first components that their paths share, between dots or underscores."""
+        parts = [entry.path.replace(".", dot).split(dot) for entry in entries]
+        for n in range(1, len(parts[0])):
+            if len({tuple(own[:n]) for own in parts}) > 1:
+                return None  # what begins otherwise may be of another model
+            if (hits := self.tried(entries, [dot.join(own[n:]) for own in parts])).all:
                 return hits
-        return self.tried(entries, self.without(0, "_"))
+        return None
 
-    def after(self, start: str) -> Callable[[Entry], str]:
-        return lambda e: start + e.path
-
-    def without(self, number: int, dot: str = ".") -> Callable[[Entry], str]:
-        """Names without their first components; by underscores if that is what `dot` says."""
-        return lambda e: dot.join(e.path.replace(".", dot).split(dot)[number:])
-
-    def tried(self, entries: Sequence[Entry], reading: Callable[[Entry], str]) -> _Hits:
-        homes = [self.home(entry, reading(entry)) for entry in entries]
+    def tried(self, entries: Sequence[Entry], names: Sequence[str]) -> _Hits:
+        """The layers of entries by such names."""
+        homes = [self.home(entry, name) for entry, name in zip(entries, names, strict=True)]
         good = sum(bool(home) and self.takes(home, e) for e, home in zip(entries, homes, strict=True))
         return _Hits(homes, good)
 
@@ -379,16 +367,6 @@ class _Finder:
         """Whether an entry has the shape of its home's weight, or as many numbers as that has outputs."""
         shape = self.whole(home)
         return entry.fits(shape if entry.param == "weight" else shape[:1])
-
-    def all(self, entries: Sequence[Entry], reading: Callable[[Entry], str]) -> _Hits | None:
-        """The layers of all entries, if each has one that it fits; given up at the first that has not."""
-        homes = []
-        for entry in entries:
-            home = self.home(entry, reading(entry))
-            if not home or not self.takes(home, entry):
-                return None
-            homes.append(home)
-        return _Hits(homes, len(homes))
 
     def home(self, entry: Entry, name: str) -> Home:
         """The layers that a name means: the graph's own, or by the name that the family's code has, whichever fits."""

@@ -6,25 +6,52 @@ Most adapter files that people share have those names. What is here is told from
 from __future__ import annotations
 
 import collections
+import functools
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from .families import FAMILIES, Family
+from .tables import table
 
 # any vision transformer has them: they tell no family
 SHARED_WITH_TIMM = tuple(f"blocks.{{i}}.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"))
 SWAPPED = "~"  # the two halves of the outputs change places
 
-RESNET = {
-    "in_layers.0": "norm1", "in_layers.2": "conv1", "emb_layers.1": "time_emb_proj", "out_layers.0": "norm2",
-    "out_layers.3": "conv2", "skip_connection": "conv_shortcut",
-}  # fmt: skip
-UNET = {
-    "time_embed.0": "time_embedding.linear_1", "time_embed.2": "time_embedding.linear_2",
-    "label_emb.0.0": "add_embedding.linear_1", "label_emb.0.2": "add_embedding.linear_2",
-    "input_blocks.0.0": "conv_in", "out.0": "conv_norm_out", "out.2": "conv_out",
-}  # fmt: skip
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a path
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family of models names its layers, a row of families.yaml, which says what these fields are."""
+
+    name: str
+    has: tuple[str, ...]
+    names: Mapping[str, str]
+    also: Mapping[str, str]
+
+
+@functools.cache
+def families() -> tuple[Family, ...]:
+    """The families in the order in which a graph is compared with them."""
+    made = []
+    for row in table("families")["families"]:
+        names, also = (_rows(row.get(key, {}), row.get("time", "")) for key in ("names", "also"))
+        made.append(Family(row["name"], tuple(one.replace("{time}", row.get("time", "")) for one in row["has"]), names, also))
+    return tuple(made)
+
+
+def _rows(rows: Any, time: str, old: str = "", new: str = "") -> dict[str, str]:
+    """A table without its groups: their name -> ours."""
+    made: dict[str, str] = {}
+    for key, value in rows.items() if isinstance(rows, dict) else [("", one) for one in rows]:
+        theirs, arrow, ours = key.partition(" ->")
+        ours = ours.strip() if arrow else theirs
+        if isinstance(value, str):
+            made[old + theirs] = (new + value).replace("{time}", time)
+        else:
+            made |= _rows(value, time, f"{old}{theirs}." if theirs else old, f"{new}{ours}." if ours else new)
+    return made
 
 
 def first_names(layers: Iterable[str], also: bool = False) -> dict[str, tuple[str, ...]]:
@@ -41,13 +68,13 @@ def first_names(layers: Iterable[str], also: bool = False) -> dict[str, tuple[st
     if found is None:
         return {}
     family, start = found
-    return _names(family.names | family.also if also else family.names, known, start)
+    return _names({**family.names, **family.also} if also else family.names, known, start)
 
 
 def family_of(layers: Iterable[str]) -> tuple[Family, str] | None:
     """The family of a graph with these layers, and where in it: a prefix of their paths, empty for the whole graph."""
     kinds = {_NUMBER.sub("#", path) for path in layers}
-    for family in FAMILIES:
+    for family in families():
         first, *others = (_kind(name) for name in family.has)
         starts = {kind.removesuffix(first) for kind in kinds if kind == first or kind.endswith(f".{first}")}
         for start in sorted(starts, key=len):
@@ -63,8 +90,8 @@ def looks_like(names: Iterable[str]) -> str:
     some = list(names)
     if all(map(shared.fullmatch, some)):
         return ""
-    for family in FAMILIES:
-        old = re.compile("|".join(_pattern(name) for name in family.names | family.also))
+    for family in families():
+        old = re.compile("|".join(_pattern(name) for name in {**family.names, **family.also}))
         counted[family.name] = sum(bool(old.fullmatch(name) or old.fullmatch(name.replace("_", "."))) for name in some)
     most = max(counted.values())
     return " or ".join(name for name, count in counted.items() if count == most) if most > len(some) / 2 else ""
@@ -135,8 +162,9 @@ def _unet(layers: Mapping[str, None]) -> dict[str, str]:
         owners[f"up_blocks.{level}.upsamplers.0"] = f"output_blocks.{number - 1}.{1 + attends}"
     owners |= {"mid_block.resnets.0": "middle_block.0", "mid_block.attentions.0": "middle_block.1"}
     owners |= {"mid_block.resnets.1": "middle_block.2"}
-    resnet = {new: old for old, new in RESNET.items()}
-    names = {old: new for old, new in UNET.items() if new in layers}
+    unet = table("families")["unet"]
+    resnet = {new: old for old, new in unet["resnets"].items()}
+    names = {old: new for old, new in unet["names"].items() if new in layers}
     for path in layers:
         parts = path.split(".")
         for n in range(len(parts), 1, -1):

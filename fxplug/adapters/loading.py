@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,14 +55,7 @@ def load_adapter(
     if not (partial and found.placed):
         found.check()
 
-    def there(name: str) -> Tensor | None:
-        owner, _, last = name.rpartition(".")
-        try:
-            home = module.get_submodule(owner)
-        except AttributeError:
-            return None
-        return home._parameters.get(last, home._buffers.get(last))
-
+    there = functools.partial(tensor_of, module)
     ready = [row for rows in rows_for(banks, found.placed, there).values() for row in rows]
     scales = {row[0].block: found.placed[row[0].key].scale for row in ready if row[0].key in found.placed}
     writes: list[tuple[Tensor, Tensor]] = []
@@ -104,7 +98,7 @@ def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]
         if entry.get("slots") or (passes is not None and name not in passes):
             continue
         sites = {site["block"]: site for site in reversed(entry["sites"]) if site["block"] and not site.get("apart")}
-        banks = [bank for site in reversed(sites.values()) if (bank := _bank(module, site)) is not None]
+        banks = [bank for site in reversed(sites.values()) if (bank := bank_of(module, site)) is not None]
         if banks:
             made[name] = banks
     if not made:
@@ -113,7 +107,7 @@ def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]
     return made
 
 
-def _bank(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
+def bank_of(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
     """The block of a site as a bank of one; None for a block that no adapter file has."""
     block: Any = module.get_submodule(site["block"])
     kind, path = type(block).__name__, site["path"].partition("@")[0]
@@ -121,10 +115,9 @@ def _bank(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
     if kind not in ZERO or not type(block).__module__.startswith("fxplug.blocks"):
         return None
     if kind == "Lora":
-        said = {key: value for key, value in block.bank().items() if key != "slots"}
-        more = ("bias",) if block.bias else ()
-        return Bank(path, site["block"], slots=0, parameters=("down", "up", *more), **{**said, "shape": tuple(said["shape"])})
-    layer = _module(module, path)
+        settings = {**block.bank(), "slots": 0, "parameters": ("down", "up", *(("bias",) if block.bias else ()))}
+        return Bank(path, site["block"], **{**settings, "shape": tuple(settings["shape"])})
+    layer = module_at(module, path)
     shape = tuple(getattr(block, "shape", (block.width,) if kind == "Scale" else ()))
     options: dict[str, Any] = {}
     if kind == "Oft":
@@ -151,14 +144,21 @@ def _new(bank: Bank, there: Callable[[str], Tensor | None]) -> list[tuple[Tensor
     return made
 
 
-def _module(module: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None
+# --- what a module has
 
 
-# --- what a module has, for fitting
+def module_at(module: Any, path: str) -> Any:
+    """A module by its path; None where there is none."""
+    for name in path.split(".") if path else ():  # get_submodule asks hasattr at each level, most of the time of a load
+        module = None if module is None else module._modules.get(name)
+    return module
+
+
+def tensor_of(module: Any, name: str) -> Tensor | None:
+    """A parameter or buffer by its name in the state dict; None where there is none of that name."""
+    path, _, last = name.rpartition(".")
+    home = module_at(module, path)
+    return None if home is None else home._parameters.get(last, home._buffers.get(last))
 
 
 def weights_of(module: nn.Module) -> dict[str, Sequence[int]]:

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .held import Layer
+from .contents import Layer
 from .layer_names import SWAPPED, first_names
+from .tables import FORMATS, PARTS
 from .updates import Entry
-
-# of the first names: what kohya's tools and ComfyUI call a part of a pipeline
-KOHYA = {
-    **dict.fromkeys(("unet", "transformer", "transformer_2"), "unet"),
-    "text_encoder": "te", "text_encoder_2": "te2", "text_encoder_3": "te3",
-}  # fmt: skip
-COMFY = {
-    **dict.fromkeys(("unet", "transformer", "transformer_2"), "diffusion_model"),
-    "text_encoder": "text_encoders.clip_l.transformer", "text_encoder_2": "text_encoders.clip_g.transformer",
-    "text_encoder_3": "text_encoders.t5xxl.transformer",
-}  # fmt: skip
 
 
 def part_of(classes: Sequence[str]) -> str:
@@ -32,39 +23,50 @@ def part_of(classes: Sequence[str]) -> str:
     return "text_encoder" if any(word in name for word in ("Text", "T5", "CLIP", "Llama", "Gemma")) else "transformer"
 
 
+def start_of(as_: str, part: str) -> str:
+    """What a format puts before the names of the layers of a part of a pipeline."""
+    row = FORMATS[as_]
+    return str(row.get("parts", {}).get(part, row["start"])).replace("{part}", part)
+
+
+def format_of(entry: Entry) -> str:
+    """The format whose names the layer of an update has; empty where several have such."""
+    if entry.flat:
+        return "" if ":" in entry.name else "lycoris" if entry.name.startswith(start_of("lycoris", "")) else "kohya"
+    named = next((as_ for as_ in ("peft", "comfy") if entry.name.startswith(start_of(as_, "unet"))), "")
+    return named or ("diffusers" if entry.part in PARTS else "")
+
+
 def named(
     entries: Sequence[Entry], as_: str, layers: Mapping[str, Layer], part: str
 ) -> tuple[list[tuple[str, Entry]], dict[str, str]]:
     """Each update with what the format calls its layer, and what it has no name for, by path, with the reason."""
-    if as_ == "peft":
-        return [(f"base_model.model.{entry.path}", entry) for entry in entries], {}
-    if as_ in ("diffusers", "lycoris"):
-        rows = [(entry.path, entry) for entry in entries]
-        if as_ == "diffusers":
-            return [(f"{part}.{path}", entry) for path, entry in rows], {}
-        return _flat(rows, "lycoris_")
+    start = start_of(as_, part)
+    if as_ in ("peft", "diffusers"):
+        return [(start + entry.path, entry) for entry in entries], {}
+    if as_ == "lycoris":
+        return _flat([(entry.path, entry) for entry in entries], start)
     # kohya's tools have diffusers' names for the UNets of Stable Diffusion 1 and 2, and the first names for all later models
     early = part == "unet" and "add_embedding.linear_1" not in layers
     rows, left = ([(e.path, e) for e in entries], {}) if as_ == "kohya" and early else _first(entries, layers)
     if part.startswith("text_encoder"):  # of CLIP's, whose outer module newer versions of transformers have no more
         rows = [(f"text_model.{name}" if name.startswith("encoder.layers.") else name, entry) for name, entry in rows]
     if as_ == "comfy":
-        return [(f"{COMFY.get(part, part)}.{name}", entry) for name, entry in rows], left
-    made, same = _flat(rows, f"lora_{KOHYA.get(part, part)}_")
+        return [(start + name, entry) for name, entry in rows], left
+    made, same = _flat(rows, start)
     return made, left | same
 
 
 def _flat(rows: Sequence[tuple[str, Entry]], start: str) -> tuple[list[tuple[str, Entry]], dict[str, str]]:
     """Names with underscores for dots; what two layers would both be called is left out."""
-    made: dict[str, Entry] = {}
+    made: dict[tuple[str, str, str], tuple[str, Entry]] = {}
     left = {}
     for name, entry in rows:
         key = start + name.replace(".", "_")
-        if key in made:
-            left[entry.path] = f"with underscores for dots its name is that of '{made[key].path}'"
-        else:
-            made[key] = entry
-    return list(made.items()), left
+        _, first = made.setdefault((key, entry.param, entry.method), (key, entry))
+        if first is not entry:
+            left[entry.path] = f"with underscores for dots its name is that of '{first.path}'"
+    return list(made.values()), left
 
 
 def _first(entries: Sequence[Entry], layers: Mapping[str, Layer]) -> tuple[list[tuple[str, Entry]], dict[str, str]]:
@@ -73,12 +75,13 @@ def _first(entries: Sequence[Entry], layers: Mapping[str, Layer]) -> tuple[list[
     for name, paths in first_names(layers).items():
         for path in paths:
             known.setdefault(path.removesuffix(SWAPPED), (name, paths))
-    groups: dict[tuple[str, tuple[str, ...]], dict[str, Entry]] = {}
+    groups: dict[Any, dict[str, Entry]] = {}  # a layer may have a change of its weight, and one of its bias
     for entry in entries:
-        groups.setdefault(known.get(entry.path, (entry.path, (entry.path,))), {})[entry.path] = entry
+        layer = known.get(entry.path, (entry.path, (entry.path,)))
+        groups.setdefault((*layer, entry.param, entry.method), {})[entry.path] = entry
     made: list[tuple[str, Entry]] = []
     left: dict[str, str] = {}
-    for (name, paths), found in groups.items():
+    for (name, paths, *_), found in groups.items():
         own = {path.removesuffix(SWAPPED): path for path in paths}
         turned = {path: entry.swapped() if own[path].endswith(SWAPPED) else entry for path, entry in found.items()}
         if len(paths) == 1:

@@ -19,13 +19,13 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.flo
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def said(scale: float, rank: int, dtype: torch.dtype) -> Tensor:
+def meta_row(scale: float, rank: int, dtype: torch.dtype) -> Tensor:
     """A row of `said`."""
     (bits,) = struct.unpack("<q", struct.pack("<d", scale))
     return torch.tensor([bits, rank, DTYPES.index(dtype) if dtype in DTYPES else 0], dtype=torch.int64)
 
 
-def read_said(row: Tensor) -> tuple[float, int, torch.dtype] | None:
+def read_meta(row: Tensor) -> tuple[float, int, torch.dtype] | None:
     """The scale, rank and dtype of a row of `said`; None where nothing is said, or what no load has written."""
     bits, rank, number = row.tolist()
     (scale,) = struct.unpack("<d", struct.pack("<q", bits))
@@ -37,7 +37,7 @@ def scaled(value: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return (value.float() * scale).to(dtype)
 
 
-def lost(value: Tensor, held: Tensor, scale: float) -> Tensor:
+def rounding_residue(value: Tensor, held: Tensor, scale: float) -> Tensor:
     """What `unscaled` needs to know, int8, of the number of a file and what is held of it; 0 where that is too far away."""
     if scale == 1 and value.dtype == held.dtype != torch.float64:
         return torch.zeros(held.shape, dtype=torch.int8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +16,11 @@ from ..core.locks import Turns, change, choices_of, choosing, hold, turns_of
 from ..core.torch_internals.modules import unwatched
 from ..core.torch_internals.tensors import FakeTensor
 from .banks import Bank, check_name, rows_for
+from .contents import in_slots
 from .files import Fit, Source, read
-from .loading import fit_to, weights_of
+from .loading import fit_to, tensor_of, weights_of
 from .saved_heads import without_heads
-from .slot_saving import save
-from .writing import About, about_of
+from .writing import About, Saved, about_of, content, write
 
 Weights = Mapping[str, float]
 
@@ -118,12 +119,7 @@ class Adapters:
 
     def there(self, name: str) -> Tensor | None:
         """The same; None where there is none of that name."""
-        *owners, last = self.where.get(name, name).split(".")
-        module: Any = self.module
-        for owner in owners:  # get_submodule asks hasattr at each level, which is most of the time of a load
-            module = module._modules[owner]
-        found: Tensor | None = (module._parameters if last in module._parameters else module._buffers).get(last)
-        return found
+        return tensor_of(self.module, self.where.get(name, name))
 
     def shapes(self) -> dict[str, Sequence[int]]:
         """The weights of the whole model, by layer."""
@@ -369,7 +365,26 @@ class Adapters:
                 if view.shape != (but or {}).get(tensor_name) and view.any():
                     write(view, 0)
 
-    save = save
+    def save(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        as_: str = "peft",
+        part: str | None = None,
+        partial: bool = False,
+        dtype: torch.dtype | None = None,
+        about: Mapping[str, str] | None = None,
+    ) -> Saved:
+        """Write an adapter as a tool reads it, see `writing.save_adapter`: what was loaded comes back to the last bit.
+
+        The slots may be used meanwhile, and are not changed while they are read. Raises SpecError for a name that is not
+        loaded, and what `save_adapter` does.
+        """
+        with hold(self.turns):
+            held = in_slots(self, self.check_known(name))
+        options: Any = {"name": name, "part": part, "partial": partial, "dtype": dtype, "metadata": about}
+        return write(content(held, as_, self.about(), there=self.there, **options), path, as_)
 
     def about(self) -> About:
         """What is known of the model."""

@@ -268,19 +268,6 @@ def base_of(tensors: Mapping[str, Tensor]) -> str:
     return "lokr" if any(name.startswith("lokr_") for name in tensors) else "lora"
 
 
-def needs(base: str) -> list[set[str]]:
-    """The sets of tensors that an update is whole with."""
-    if base == "loha":
-        return [{"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}]
-    if base == "lokr":
-        return [
-            {*(f"lokr_w1{end}" for end in first), *(f"lokr_w2{end}" for end in second)}
-            for first in (("",), ("_a", "_b"))
-            for second in (("",), ("_a", "_b"))
-        ]
-    return [{"down", "up"}]
-
-
 def rank_of(tensors: Mapping[str, Tensor]) -> int:
     """The rank that alpha is divided by."""
     if "up" in tensors:

@@ -23,6 +23,16 @@ adapters = typer.Typer(
 )  # fmt: skip
 Saved = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")]
 Named = Annotated[str, typer.Argument(metavar="NAME", help="What the adapter is called.")]
+Source = Annotated[Path, typer.Argument(metavar="FILE", help="The adapter: a file, or a folder.")]
+Adapter = Annotated[str | None, typer.Option("--adapter", help="Which of several in the file.")]
+Part = Annotated[str | None, typer.Option("--part", help="The part of a pipeline that the model is.")]
+Partial = Annotated[bool, typer.Option("--partial", help="Leave out what has no place here, or no form in the format.")]
+Out = Annotated[Path, typer.Option("--out", help="The adapter to write.")]
+Rank = Annotated[int | None, typer.Option("--rank", help="The rank, or the highest that a layer gets.")]
+As = Annotated[str, typer.Option("--as", help="The format: peft, diffusers, kohya, comfy, lycoris or fxplug.")]
+OtherAs = Annotated[str | None, typer.Option("--as", help="The format, that of the first file otherwise.")]
+Model = Annotated[str | None, typer.Option("--model", metavar="CONFIG_OR_DIR", help="The model that it is for.")]
+Family = Annotated[str | None, typer.Option("--family", help="The model by its family: sd1, sdxl, flux, ...")]
 
 
 @adapters.command("list")
@@ -41,10 +51,10 @@ def list_adapters(folder: Saved, allow: Allow = None, debug: Debug = False) -> N
 def load_adapter(
     folder: Saved,
     name: Named,
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="The adapter: a file, or a folder.")],
-    adapter: Annotated[str | None, typer.Option("--adapter", help="Which of several in the file.")] = None,
-    part: Annotated[str | None, typer.Option("--part", help="The part of a pipeline that this model is.")] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="Leave out layers that are not here.")] = False,
+    source: Source,
+    adapter: Adapter = None,
+    part: Part = None,
+    partial: Partial = False,
     replace: Annotated[bool, typer.Option("--replace", help="Take the slot of the adapter of that name.")] = False,
     allow: Allow = None,
     debug: Debug = False,
@@ -86,12 +96,12 @@ def unload_adapter(folder: Saved, name: Named, allow: Allow = None, debug: Debug
 
 @adapters.command("inspect")
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The adapter: a file, or a folder.")],
+    file: Source,
     model: Annotated[
         str | None, typer.Argument(metavar="[CONFIG_OR_DIR]", help="What it is to fit: a configuration, or a saved rewrite.")
     ] = None,
-    adapter: Annotated[str | None, typer.Option("--adapter", help="Which of several in the file.")] = None,
-    part: Annotated[str | None, typer.Option("--part", help="The part of a pipeline that the model is.")] = None,
+    adapter: Adapter = None,
+    part: Part = None,
     guess: Annotated[bool, typer.Option("--guess", help="Take layers by shape and order, where no name tells them.")] = False,
     set: Set = None,
     allow: Allow = None,
@@ -124,12 +134,12 @@ def _model(subject: str | None, set_: list[str] | None, allow: list[str] | None)
 def extract_adapter(
     base: Annotated[Path, typer.Argument(metavar="BASE", help="The checkpoint that was tuned: a file, or a model's folder.")],
     tuned: Annotated[Path, typer.Argument(metavar="TUNED", help="What it became.")],
-    out: Annotated[Path, typer.Option("--out", help="The adapter to write.")],
+    out: Out,
     rank: Annotated[str, typer.Option("--rank", help="A rank, or the share of each difference to keep: 0.98.")] = "16",
     at: Annotated[str, typer.Option("--at", help="Which layers: a pattern, as in a pass.")] = "**",
-    as_: Annotated[str, typer.Option("--as", help="The format: peft, diffusers, kohya, comfy, lycoris or fxplug.")] = "kohya",
-    part: Annotated[str | None, typer.Option("--part", help="The part of a pipeline that this model is.")] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="Leave out what the format cannot hold.")] = False,
+    as_: As = "kohya",
+    part: Part = None,
+    partial: Partial = False,
     debug: Debug = False,
 ) -> None:
     """Make an adapter of what a tuned checkpoint has and its base has not."""
@@ -143,14 +153,6 @@ def extract_adapter(
     for path, why in (*found.left_out.items(), *done.left_out.items()):
         print(f"left out: '{path}' {why}")
     print(f"{len(done.layers)} layers, {found.same} are the same\nsaved in {done.path}")
-
-
-Source = Annotated[Path, typer.Argument(metavar="FILE", help="The adapter: a file, or a folder.")]
-Out = Annotated[Path, typer.Option("--out", help="The adapter to write.")]
-Rank = Annotated[int | None, typer.Option("--rank", help="The rank, or the highest that a layer gets.")]
-AsOther = Annotated[str | None, typer.Option("--as", help="The format: peft, diffusers, kohya, comfy, lycoris or fxplug.")]
-Model = Annotated[str | None, typer.Option("--model", metavar="CONFIG_OR_DIR", help="The model that it is for.")]
-Family = Annotated[str | None, typer.Option("--family", help="The model by its family: sd1, sdxl, flux, ...")]
 
 
 @adapters.command("resize")
@@ -173,11 +175,11 @@ def resize_adapter(
 def convert_adapter(
     file: Source,
     out: Out,
-    as_: Annotated[str, typer.Option("--as", help="The format: peft, diffusers, kohya, comfy, lycoris or fxplug.")],
+    as_: As,
     model: Model = None,
     family: Family = None,
-    part: Annotated[str | None, typer.Option("--part", help="Only this part of a pipeline.")] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="Leave out what the format cannot hold.")] = False,
+    part: Part = None,
+    partial: Partial = False,
     set: Set = None,
     allow: Allow = None,
     debug: Debug = False,
@@ -201,7 +203,7 @@ def merge_adapters(
     sign: Annotated[str, typer.Option("--sign", help="The sign of most in ties: total or frequency.")] = "total",
     clamp: Annotated[float | None, typer.Option("--clamp", help="Of svd: cut tensors at this quantile.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="What dare draws by.")] = 0,
-    as_: AsOther = None,
+    as_: OtherAs = None,
     model: Model = None,
     family: Family = None,
     set: Set = None,

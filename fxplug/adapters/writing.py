@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -19,22 +20,15 @@ from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean, 
 from ..core.reading import reported
 from ..core.weight_files import save_file
 from ..core.writing import new_file, new_folder
-from . import key_layouts
-from .held import Held, Layer, layers_of, trained
-from .key_layouts import CONFIGURED, FORMATS, alpha_of, config, configured, ours, refused, unlike, with_alpha
-from .layer_matching import PARTS
+from .contents import AdapterContents, Layer, layers_of, trained
+from .key_layouts import CONFIGURED, alpha_of, biases_alone, config, joined_biases, refused, tensors_of, unlike
+from .loading import tensor_of
 from .named import named, part_of
 from .saved_heads import BEFORE, changed_layers
+from .tables import FORMATS, PARTS, table
 from .updates import Entry
 
 SHOWN = 3  # so many layers are named in a message
-# what modelspec and kohya's metadata call a model, by its class; of a UNet the width of the text tells which one it is
-ARCHITECTURES = {
-    "FluxTransformer2DModel": ("flux-1-dev", "flux1"), "SD3Transformer2DModel": ("stable-diffusion-3", "sd3"),
-    768: ("stable-diffusion-v1", "sd_v1"), 1024: ("stable-diffusion-v2-768-v", "sd_v2"),
-    2048: ("stable-diffusion-xl-v1-base", "sdxl_base_v1-0"),
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class About:
@@ -61,7 +55,7 @@ class Saved:
     left_out: Mapping[str, str]
 
     def __repr__(self) -> str:
-        left = f"; left out: {told(self.left_out)}" if self.left_out else ""
+        left = f"; left out: {list_left_out(self.left_out)}" if self.left_out else ""
         return f"Saved({str(self.path)!r}, {self.as_}, {len(self.layers)} layers{left})"
 
 
@@ -120,19 +114,19 @@ def save_adapter(
     if isinstance(passes, str):
         raise SpecError(f"passes is a list of names, not a text: write ['{passes}']")
     held = trained(module, passes)
-    there = {**dict(module.named_buffers()), **dict(module.named_parameters(remove_duplicate=False))}.get
-    made = content(held, as_, about_of(module), name=name, part=part, partial=partial, dtype=dtype, said=about, there=there)
+    there = functools.partial(tensor_of, module)
+    made = content(held, as_, about_of(module), name=name, part=part, partial=partial, dtype=dtype, metadata=about, there=there)
     return write(made, path, as_)
 
 
-def told(left: Mapping[str, str], number: int = SHOWN) -> str:
+def list_left_out(left: Mapping[str, str], number: int = SHOWN) -> str:
     """What was left out, the first of it by name."""
     some = [f"'{path}' {why}" for path, why in list(left.items())[:number]]
     return "; ".join([*some, *([f"and {len(left) - number} more"] if len(left) > number else [])])
 
 
 def content(
-    held: Held,
+    held: AdapterContents,
     as_: str,
     model: About,
     *,
@@ -140,7 +134,7 @@ def content(
     part: str | None = None,
     partial: bool = False,
     dtype: torch.dtype | None = None,
-    said: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
     there: Callable[[str], Tensor | None] = lambda name: None,
 ) -> Content:
     """The updates that are held in the form that a tool reads; see `save`. Nothing is written.
@@ -154,14 +148,14 @@ def content(
         raise SpecError(f"there is no part '{part}' of a pipeline{did_you_mean(part, PARTS)}; there is {', '.join(PARTS)}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise SpecError(f"an adapter's tensors are floating point: dtype is torch.float16, for example, not {shown(dtype)}")
-    if odd := next((key for key, value in (said or {}).items() if not (isinstance(key, str) and isinstance(value, str))), None):
-        raise SpecError(f"metadata are texts by name, and {odd!r} is not")
+    if no_text := [pair[0] for pair in (metadata or {}).items() if not all(isinstance(each, str) for each in pair)]:
+        raise SpecError(f"metadata are texts by name, and {no_text[0]!r} is not")
     left = dict(held.left_out)
     if held.heads and as_ != "peft":
         left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, for which {as_} has no form")
     entries, changes = [], []
-    single = key_layouts.alone(held.entries, as_)
-    for entry in key_layouts.joined_biases(held.entries) if as_ in CONFIGURED else held.entries:
+    single = biases_alone(held.entries, as_)
+    for entry in joined_biases(held.entries) if as_ in CONFIGURED else held.entries:
         layer = model.layers.get(entry.path)
         if as_ == "peft" and entry.method == "diff" and entry.param in ("weight", "bias"):
             changes.append(entry)
@@ -177,29 +171,21 @@ def content(
     if as_ == "fxplug":
         rows = [(entry.path, entry) for entry in entries]
     else:
-        rows = []
-        for whole in (False, True):  # a layer may have a change of its weight, and one of its bias
-            for param in dict.fromkeys(entry.param for entry in entries if (entry.method == "diff") is whole):
-                some = [entry for entry in entries if (entry.method == "diff") is whole and entry.param == param]
-                found, more = named(some, as_, {**model.named, **model.layers}, part)
-                rows += found
-                left |= more
+        rows, more = named(sorted(entries, key=lambda e: e.method), as_, {**model.named, **model.layers}, part)
+        left |= more
     if not rows:
-        why = told(left or dict.fromkeys(heads, "is whole, and PEFT needs a layer with an update beside it"))
+        why = list_left_out(left or dict.fromkeys(heads, "is whole, and PEFT needs a layer with an update beside it"))
         raise ArtifactError(f"nothing of this adapter can be written as {as_}: {why or 'it has no layers'}")
     if left and not partial:
         of = len({*left, *(entry.key(entry.path) for entry in held.entries)})
         way = "partial=True (--partial) leaves them out"
-        raise ArtifactError(f"{as_} cannot hold {len(left)} of {of} layers: {told(left)}; {way}")
+        raise ArtifactError(f"{as_} cannot hold {len(left)} of {of} layers: {list_left_out(left)}; {way}")
     kept = tuple(entry.key(entry.path) for entry in (*entries, *changes) if entry.key(entry.path) not in left)
     tensors: dict[str, Tensor] = {}
     biased = any("bias" in entry.kind for _, entry in rows)
     for key, entry in rows:
         layer = model.layers.get(entry.path) or Layer("", (1,) if entry.method else tuple(entry.sizes()[1]))
-        if as_ in CONFIGURED:
-            tensors |= configured(key, entry, layer, biased)
-        else:
-            tensors |= ours(entry, layer) if as_ == "fxplug" else with_alpha(key, entry, layer)
+        tensors |= tensors_of(as_, key, entry, layer, biased)
     if as_ == "peft":
         tensors |= {f"{BEFORE}{key}": value if dtype is None else value.to(dtype) for key, value in heads.items()}
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
@@ -210,7 +196,7 @@ def content(
         made = config([(entry.path, entry) for _, entry in rows], model.layers, held.rslora)
     if heads and as_ == "peft":
         made["modules_to_save"] = sorted({key.rpartition(".")[0] for key in heads})
-    about = {"format": "pt", **_metadata(as_, rows, model, name, tensors), **(said or {})}
+    about = {"format": "pt", **_metadata(as_, rows, model, name, tensors), **(metadata or {})}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}
         about["lora_adapter_metadata"] = json.dumps(packed, indent=2, sort_keys=True)
@@ -228,12 +214,12 @@ def write(made: Content, path: str | os.PathLike[str], as_: str) -> Saved:
         return ArtifactError(f"{target} {finding}")
 
     with reported(raises, "cannot be written"):
-        is_folder = bool(FORMATS[as_].file) and (as_ == "peft" or target.suffix != ".safetensors")
+        is_folder = "file" in FORMATS[as_] and (as_ == "peft" or target.suffix != ".safetensors")
         if not is_folder and target.suffix != ".safetensors":
             target = target / f"{target.name or 'adapter'}.safetensors" if target.is_dir() else Path(f"{target}.safetensors")
         if is_folder:
             with new_folder(target, raises) as work:
-                save_file(made.tensors, work / FORMATS[as_].file, made.about)
+                save_file(made.tensors, work / FORMATS[as_]["file"], made.about)
                 if made.config:
                     text = json.dumps(made.config, indent=2, sort_keys=True) + "\n"
                     (work / "adapter_config.json").write_text(text, "utf-8")
@@ -265,33 +251,34 @@ def _metadata(
     rank, alpha = Counter(flat or spatial or [(1, 1.0)]).most_common(1)[0][0]
     words = {"lora": "locon", "dora": "locon", "dora by input": "locon", "delta": "full"}
     kinds = sorted({words.get(entry.kind, entry.kind) for _, entry in rows})
-    said = {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
+    made = {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
     if as_ != "lycoris" and all(entry.kind == "lora" for _, entry in rows):
-        said["ss_network_module"] = "networks.lora"
+        made["ss_network_module"] = "networks.lora"
         args = {}
     else:
-        said["ss_network_module"] = "lycoris.kohya"
+        made["ss_network_module"] = "lycoris.kohya"
         args = {"algo": kinds[0] if len(kinds) == 1 else "full"}
         args |= {"dora_wd": "True"} if any("dora" in entry.kind for _, entry in rows) else {}
     if spatial and flat:
         conv_rank, conv_alpha = Counter(spatial).most_common(1)[0][0]
         args |= {"conv_dim": str(conv_rank), "conv_alpha": f"{conv_alpha:g}"}
     if args:
-        said["ss_network_args"] = json.dumps(args)
+        made["ss_network_args"] = json.dumps(args)
     kind = next(iter(model.classes), "")
     width = model.config.get("cross_attention_dim") if "UNet" in kind else kind
-    architecture, version = ARCHITECTURES.get(width, ("", "")) if isinstance(width, (int, str)) else ("", "")
+    known = table("formats")["architectures"]
+    architecture, version = known.get(width, ("", "")) if isinstance(width, (int, str)) else ("", "")
     if version:
-        said["ss_base_model_version"] = version
+        made["ss_base_model_version"] = version
     size = model.config.get("sample_size")
     if isinstance(size, int) and "UNet" in kind:
-        said["modelspec.resolution"] = f"{8 * size}x{8 * size}"
-    said |= {
+        made["modelspec.resolution"] = f"{8 * size}x{8 * size}"
+    made |= {
         "modelspec.sai_model_spec": "1.0.0", "modelspec.implementation": "diffusers",
         "modelspec.architecture": f"{architecture or kind or 'unknown'}/lora", "modelspec.title": name or "adapter",
         "modelspec.hash_sha256": f"0x{_digest(tensors)}",
     }  # fmt: skip
-    return said
+    return made
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

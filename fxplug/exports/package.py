@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..adapters.held import Layer
+from ..adapters.contents import Layer
 from ..adapters.slots import Adapters
 from ..adapters.writing import About
 from ..core import weight_files

@@ -15,7 +15,7 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 import fxplug
-from fxplug.adapters.held import layers_of
+from fxplug.adapters.contents import layers_of
 from fxplug.adapters.named import named
 from fxplug.adapters.updates import Entry
 

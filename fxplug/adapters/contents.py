@@ -10,19 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.base import scaled_factor
-from ..core.errors import DEFAULT, ArtifactError, SpecError, brief_fields, did_you_mean
+from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean
 from ..core.quantised import is_transposed, weight_shape
 from .banks import Bank, rank_dims
-from .files import read
 from .find_tensors import unreadable
+from .loading import bank_of
 from .saved_heads import held_heads
-from .slot_memory import read_said, scaled, unscaled
+from .slot_memory import read_meta, scaled, unscaled
 from .updates import Entry, rank_of
 
 if TYPE_CHECKING:
     from .slots import Adapters
 
-OURS = replace(DEFAULT, update=float("inf"))  # what was learned here may be as large as it is
 BLOCKS = ("Lora", "LoraWeight", "Dora", "Loha", "Lokr", "Delta", "Vera")  # whose updates files have a form for
 
 
@@ -40,7 +39,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Held:
+class AdapterContents:
     """What is to be written: the updates by layer, and what of the module no adapter file holds, by place, with the reason.
 
     `rslora` says that each scale is alpha / sqrt(rank) by its pass's own word. `heads` are the parameters of layers that a pass
@@ -72,7 +71,7 @@ def layers_of(module: nn.Module, dims: int = 2) -> dict[str, Layer]:
 # --- slots
 
 
-def in_slots(adapters: Adapters, name: str) -> Held:
+def in_slots(adapters: Adapters, name: str) -> AdapterContents:
     """An adapter in the slots of a module, as its file had it; the caller holds the slots meanwhile."""
     entries: list[Entry] = []
     layers = adapters.about().layers
@@ -85,7 +84,7 @@ def in_slots(adapters: Adapters, name: str) -> Held:
             entry = _in_slot(adapters, bank, names.index(name), p, known is not None and known.kind == "Embedding")
             paths = {bank.path: 0, **{path: 0 for block, path in at if block == bank.block}}  # tied layers have one block
             entries += [] if entry is None else [replace(entry, name=path, path=path) for path in paths]
-    return Held(tuple(entries))
+    return AdapterContents(tuple(entries))
 
 
 def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str, table: bool) -> Entry | None:
@@ -93,7 +92,7 @@ def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str, table: bool) -> 
     own = {key: bank.views(key, adapters.tensor(name), slot).detach().cpu().clone() for key, name in bank.names.items()}
     beside = {key: adapters.there(name) for key, name in bank.memory.items()}
     row, steps = (None if t is None else bank.views(key, t, slot).cpu() for key, t in beside.items())
-    known = None if row is None else read_said(row)
+    known = None if row is None else read_meta(row)
     scale, rank, dtype = known or (1.0, 0, next(iter(own.values())).dtype)
     if known is None and not all(value.any() for value in own.values()):
         return None  # a layer that the adapter has nothing for
@@ -108,10 +107,10 @@ def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str, table: bool) -> 
     if not exact or not all(torch.equal(values[key].to(own[key].dtype), own[key]) for key in own if key != factor):
         # written over since it was loaded, by an optimizer for example: the file's dtype has no room for that
         values = {**own, factor: unscaled(own[factor], None, scale, own[factor].dtype)}
-    return _entry(bank, values, scale, rank, p, table)
+    return _entry(bank, values, scale, p, table)
 
 
-def _entry(bank: Bank, values: dict[str, Tensor], scale: float, rank: int, p: str, table: bool) -> Entry:
+def _entry(bank: Bank, values: dict[str, Tensor], scale: float, p: str, table: bool) -> Entry:
     if bank.kind == "Delta":
         return changed(bank.path, p, values["delta"], bank.param)
     kind = bank.kind.lower() if bank.kind in ("Loha", "Lokr", "Dora") else "lora"
@@ -120,8 +119,9 @@ def _entry(bank: Bank, values: dict[str, Tensor], scale: float, rank: int, p: st
     embedding = bank.kind == "Embedding"
     if kind == "lora" and not bank.maps:
         values["down"] = values["down"].T if embedding else values["down"].flatten(0, 1)
-    rank = rank_of(values)
-    return Entry(bank.path, bank.path, p, kind, {k: v.contiguous() for k, v in values.items()}, scale, rank, embedding)
+    kind = f"{kind}+bias" if "bias" in values else kind
+    tensors = {key: value.contiguous() for key, value in values.items()}
+    return Entry(bank.path, bank.path, p, kind, tensors, scale, rank_of(values), embedding)
 
 
 def changed(path: str, p: str, delta: Tensor, param: str) -> Entry:
@@ -149,7 +149,7 @@ def _cut(value: Tensor, dims: Iterable[int], rank: int) -> Tensor:
 # --- passes
 
 
-def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
+def trained(module: Any, passes: Iterable[str] | None = None) -> AdapterContents:
     """The updates that passes without slots hold; `passes` names some of them, None is all that have any.
 
     Raises SpecError for a name that is no pass here, for one with slots, and where there is none.
@@ -175,7 +175,7 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
             made = module.get_submodule(block)
             if getattr(made, "resizes", False):
                 continue  # `held_heads` has it
-            if type(made).__name__ not in BLOCKS:
+            if type(made).__name__ not in BLOCKS or not type(made).__module__.startswith("fxplug.blocks"):
                 left[path] = f"{name} has a {type(made).__name__} there, which adapter files have no form for"
             elif site.get("apart"):
                 left[path] = f"{name} has a block there that is not beside each call of the layer, on its input"
@@ -196,29 +196,28 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
                 entries[path] = Entry(path, path, name, "lora", {"down": down, "up": up}, 1.0, made.rank)
                 rslora.add(False)
             else:
-                entries[path] = _of_block(made, path, name)
+                entries[path] = _of_block(module, site, path, name)
                 rslora.add(bool(made.rslora))
     if not entries and not wanted:
         other = ": of one with slots, name the adapter in them, module.adapters.save(name, ...)" if applied else ""
         raise SpecError(f"no pass without slots is applied here, so nothing was learned{other}")
     if not entries:
         raise SpecError(f"{' and '.join(wanted)}: no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}")
-    return Held(tuple(entries.values()), left, rslora == {True}, held_heads(module, wanted))
+    return AdapterContents(tuple(entries.values()), left, rslora == {True}, held_heads(module, wanted))
 
 
-def _of_block(block: Any, path: str, name: str) -> Entry:
+def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) -> Entry:
     """The update of one block."""
-    kind = type(block).__name__
-    found = {**dict(block.named_parameters()), **dict(block.named_buffers())}
-    if odd := next((text for value in found.values() if (text := unreadable(value))), ""):
+    block = module.get_submodule(site["block"])
+    bank = bank_of(module, site)
+    assert bank is not None
+    state = dict(block.state_dict(prefix=f"{bank.block}.", keep_vars=True))
+    if odd := next((text for value in state.values() if (text := unreadable(value))), ""):
         raise ArtifactError(f"the update of '{path}' {odd}")
-    if any(value.is_meta for value in found.values()):
+    if any(value.is_meta for value in state.values()):
         raise ArtifactError(f"the update of '{path}' is on the meta device, which holds no values")
-    state = {f"{name}.{path}.{kind}.{key}": value.detach().cpu().clone() for key, value in found.items()}
-    (entry,) = read(state, limits=OURS).entries
-    embedding = getattr(block, "kind", "") == "Embedding"
-    tensors = dict(entry.tensors)
-    if embedding and not entry.embedding:  # a square one, whose shapes did not tell
-        tensors["down"] = tensors["down"].T.contiguous()
-    own = _by("dora", block.dim, embedding or "Embedding" in kind) if kind == "Dora" else entry.kind
-    return replace(entry, name=path, path=path, part=name, tensors=tensors, embedding=embedding, kind=own)
+    if dtypes := [state[key].dtype for key in bank.names.values() if not state[key].is_floating_point()]:
+        raise ArtifactError(f"the update of '{path}' holds {dtypes[0]}; an adapter's weights are floating point")
+    own = {key: bank.views(key, state[tensor], 0).detach().cpu().clone() for key, tensor in bank.names.items()}
+    scale = float(state[f"{bank.block}.scale"])
+    return _entry(bank, own, scale, name, False)
