@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import SpecError, TraceError, did_you_mean, shown
 from ...core.spec.addresses import is_pattern
 from ...core.spec.rules import COMMON, Match, Pass, Rule
-from ..zhijian.state import Call as Kept
-from ..zhijian.state import attributes, same
+from ..kept_state import Call as Kept
+from ..kept_state import ReadNames
 from .base_classes import PatchPluginContainer
 from .calls import Call, call_of
 from .patch_drivers import Fed, PatchAfter, PatchBefore, PatchPlugin, check_beside
@@ -25,15 +25,6 @@ if TYPE_CHECKING:
 KEYS = ("plugin", "layers", "options", "within", "wrap", "exclude_key", "also", "inputs", "feeds", "args")
 
 
-class _Seen:
-    """Which attributes the methods have read as they were before; a trace puts a set on a module back as it was."""
-
-    __slots__ = ("names",)
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-
 class PatchAround(PatchPlugin):
     """One side of PatchPluginBlocks around a module. The last value given, and the second one returned, is what they keep."""
 
@@ -43,7 +34,7 @@ class PatchAround(PatchPlugin):
         """`side` is before or after; both sides share the container."""
         super().__init__(container, call, feeds)
         self.side = side
-        self.seen = _Seen()
+        self.read = ReadNames()
 
     @classmethod
     def at(  # type: ignore[override]
@@ -55,7 +46,7 @@ class PatchAround(PatchPlugin):
         call = call_of(site.root, site.path)
         if beside is not None:
             block = cls(beside.container, call, feeds, side)
-            block.seen = beside.seen
+            block.read = beside.read
             return block
         container = patches(site, plugin, options, wrap, exclude_key, also)
         if type(container).forward is not PatchPluginContainer.forward:
@@ -65,14 +56,14 @@ class PatchAround(PatchPlugin):
 
     def forward(self, x: tuple[Any, ...], *values: Any) -> Any:
         *given, left = values
-        with Kept(self.container, left or {}, watch=True) as kept:
+        with Kept(self.container, left) as kept:
             out = self._before(x, given) if self.side == "before" else self._after(x, given[0], given[1:])
         if kept.anew:
             raise TraceError(
                 f"{type(self.container).__name__}: '{kept.anew[0]}' is assigned during the call: make it in __init__, and "
                 "change it in place"
             )
-        self.seen.names |= kept.read
+        self.read.names.update(kept.read)
         return out, kept.left()
 
     def _before(self, x: tuple[Any, ...], values: Sequence[Any]) -> Any:
@@ -90,13 +81,11 @@ class PatchAround(PatchPlugin):
 
     def ended(self, left: Mapping[str, Any]) -> None:
         """The forward is over and left these attributes. Raises TraceError where the next one would go on with them."""
-        before = attributes(self.container)
-        for name in sorted(self.seen.names.intersection(left)):
-            if name not in before or not same(before[name], left[name]):
-                raise TraceError(
-                    f"{name} is read before this call has written it: it holds what the last call left. A graph keeps no "
-                    "Python values between calls; what lasts is a buffer that is changed in place"
-                )
+        for name in self.read.stale(self.container, left):
+            raise TraceError(
+                f"{name} is read before this call has written it: it holds what the last call left. A graph keeps no "
+                "Python values between calls; what lasts is a buffer that is changed in place"
+            )
 
 
 def around_pass(given: Any) -> Pass:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
 from ...core.errors import SpecError, TraceError
+from ..kept_state import watched_kind
 from .base_classes import PatchPluginBlock, PatchPluginContainer
 from .calls import Call, call_of
 from .outcome import checked
-from .plugin_factory import feed, patches
-from .plugin_state import own_class, watched
+from .plugin_factory import patches, running
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Site
@@ -86,12 +86,10 @@ class PatchPlugin(nn.Module):
             named, fed = dict(zip(self.keywords, values, strict=False)), values[len(self.keywords) :]
         return () if by_name else x, named, fed
 
-    @contextmanager
-    def running(self, fed: Sequence[Any]) -> Iterator[None]:
-        """One call of the plugins: their inputs first, their attributes watched."""
-        with watched(self.container, type(self.container).__name__):
-            feed([plugin for _, plugin in self.container], self.feeds, fed)
-            yield
+    def running(self, fed: Sequence[Any]) -> AbstractContextManager[None]:
+        """One call of the plugins, see `plugin_factory.running`."""
+        plugins = [plugin for _, plugin in self.container]
+        return running(self.container, type(self.container).__name__, plugins, self.feeds, fed)
 
 
 class HalfPatch(PatchPlugin):
@@ -172,7 +170,7 @@ def _continued(container: PatchPluginContainer, y: Any, args: tuple[Any, ...], k
             _calls.append((given, named))
             return _result
 
-        one: Any = own_class(container)(container.host_name, vars(container)["_host"], None)
+        one: Any = watched_kind(container)(container.host_name, vars(container)["_host"], None)
         one.__dict__["plugin_names"] = [name]
         one.__dict__[name] = SimpleNamespace(post_forward=stand_in)
         try:
@@ -203,7 +201,7 @@ def check_beside(site: Site, container: PatchPluginContainer) -> None:
     That is so where its forward is not its own class's, and where a `pre_forward` comes behind another plugin's `post_forward`,
     which there gets the arguments that all of them have changed.
     """
-    own = own_class(container).__name__
+    own = watched_kind(container).__name__
     plain = PatchPluginContainer.__name__
     pre = [name for name, plugin in container if type(plugin).pre_forward is not PatchPluginBlock.pre_forward]
     for record in getattr(site.root, "meta", {}).get("passes", []):
