@@ -296,7 +296,7 @@ def test_what_goes_on_from_call_to_call_of_the_model_is_refused(vit, method, fin
     given = entry(Sums, ("blocks.0.mlp", method, "post"), ("blocks.1.mlp", method, "post"), ("blocks.2.mlp", "plain", "post"))
     with pytest.raises(FxplugError) as error:
         fxplug.apply(vit[1], fxplug.blitz([given], Sums()))
-    assert finding in str(error.value) and "Sums: " in str(error.value) or "blitz" in str(error.value)
+    assert finding in str(error.value)
 
 
 class Fits(AddinBase):

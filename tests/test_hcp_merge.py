@@ -163,7 +163,7 @@ def test_what_is_merged_is_saved_without_its_files(model, tmp_path):
 @pytest.mark.parametrize(
     "text, place, message",
     [
-        ("g: {type: unt, lora: []}", "type", "no part 'unt' .did you mean 'unet'"),
+        ("g: {type: unt, lora: []}", "type", "must be one of unet, TE, not 'unt' .did you mean 'unet'"),
         ("g: {lora: [{path: a.ckpt}]}", "g", "missing key 'type'"),
         ("g: {type: unet, lroa: []}", "g", "unknown key 'lroa' .did you mean 'lora'"),
         ("g: {type: unet, lora: {path: a}}", "lora", "must be a list of files"),
@@ -174,7 +174,7 @@ def test_what_is_merged_is_saved_without_its_files(model, tmp_path):
         ("g: {type: unet, lora: [{path: a, layers: ['re:(']}]}", "layers", "not a regular expression"),
         ("g: {type: unet, lora: [{path: a, mask: [{a: 1}, 1]}]}", "mask", "of the whole batch or of one half"),
         ("g: {type: unet, lora: [{path: a, alpha: .nan}]}", "alpha", "must be a number"),
-        ("g: {type: [unet], lora: [{path: a}]}", "type", "no part a list"),
+        ("g: {type: [unet], lora: [{path: a}]}", "type", "must be one of unet, TE, not a list"),
         ("load_ema: 'yes', g: {type: unet, lora: [{path: a}]}", "load_ema", "must be true or false"),
         ("plugin_cfg: {plugin_unet: [1]}, g: {type: unet, plugin: {}}", "plugin_cfg", "must be a mapping of plugins"),
         ("g: {type: unet, part: [{path: a}]}", "part", "missing key 'alpha'"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import networkx
 import pytest
 import small
 import timm
@@ -18,7 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 import fxplug
 from fxplug.blocks.lora import Lora
 from fxplug.core.ir.containers import leaves
-from fxplug.lowerings.regions.choice import cheapest
 from fxplug.lowerings.regions.submodules import originals, outline
 
 UNET = ["**.resnets.*", "**.attentions.*"]
@@ -381,19 +379,3 @@ def test_only_a_traced_module_and_only_once():
         outline(nn.Linear(2, 2))
     with pytest.raises(fxplug.SpecError, match="outlined already"):
         outline(outline(small.vit().gm, ["blocks.*"]))
-
-
-def test_the_cheapest_choice_is_found_from_the_inside_out():
-    tree = networkx.DiGraph([("", "a"), ("", "b"), ("a", "a.x"), ("a", "a.y"), ("b", "b.x")])
-    worth = {"a": 3, "a.x": 2, "a.y": 2, "b": 1, "b.x": 5}
-    moves = [lambda allowed, key=key: allowed ^ {key} for key in worth]
-
-    def take(allowed, key, inner):
-        return key in allowed and worth[key] > sum(worth[k] for k in inner)
-
-    def cost(_, regions):
-        return 10 - sum(worth[k] for k in regions)
-
-    assert cheapest(tree, frozenset(worth), moves, take, cost) == (1, ["a.x", "a.y", "b.x"])
-    assert cheapest(tree, frozenset(), moves, take, cost) == (2, ["a", "b.x"])  # no one move from there is better
-    assert cheapest(tree, frozenset(), [], take, cost) == (10, [])

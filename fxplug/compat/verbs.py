@@ -71,14 +71,17 @@ def convert(
     if folder:
         _checkpoint(file, out, passes or [], allow)
         return
-    from .hcp import convert_file as hcp
-    from .zhijian.convert_file import convert as zhijian
-
     if system == "zhijian":
-        done: Any = zhijian(file, model=model, out=out)
+        from .zhijian.convert_file import convert as zhijian
+
+        done = zhijian(file, model=model, out=out)
     elif of_weights:
-        done = hcp.convert_checkpoint(file, model=model, out=out, ema=ema)
+        from .hcp.convert_file import convert_checkpoint
+
+        done = convert_checkpoint(file, model=model, out=out, ema=ema)
     else:
+        from .hcp import convert_file as hcp
+
         done = hcp.convert(file, model=model, part=part, inputs=dict(map(hcp.read_input, input or [])), out=out)
     with reported(lambda finding: SpecError(f"{out} {finding}"), "cannot be written"):
         _write(out, done.text)

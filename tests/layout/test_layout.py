@@ -217,7 +217,7 @@ REACHED = {
     "exports.package_file": {"_root"},
     "core.rewriter.graft": {"_base"},
     "core.spec.run_config": {"_base"},
-    "compat.hcp.plugin_state": {"_watched"},
+    "compat.kept_state": {"_watched"},
 }
 # names in files that strangers wrote, which are read and never followed
 WRITTEN = {"core.ir.functions"}

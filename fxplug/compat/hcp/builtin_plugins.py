@@ -114,14 +114,15 @@ def _low_rank(
 def half_of(mask: Any) -> str | None:
     """Which half of the batch a `mask` of HCP-Diffusion chooses, first or second; None for all of it. Raises SpecError."""
     if mask is not None and (not isinstance(mask, (list, tuple)) or tuple(mask) not in list(MASKS)):
-        raise SpecError(f"{shown(mask)}: an update is of the whole batch or of one half of it", path=("mask",))
+        raise SpecError(f"{shown(mask)}: an update is of the whole batch or of one half of it")
     branch = None if mask is None else MASKS[tuple(mask)]
     return None if branch is None else HALVES[branch]
 
 
 def _half(sort: str, given: dict[str, Any]) -> str | None:
     """Which half of the batch an entry acts on, from its `branch`, `mask` or type; None for all of it."""
-    masked = half_of(given.pop("mask", None))
+    with at_key("mask"):
+        masked = half_of(given.pop("mask", None))
     branch = given.pop("branch", None) or (sort if sort in HALVES else "p" if sort == "dapp" else None)
     if branch is not None and branch not in HALVES:
         raise SpecError(f"no branch {shown(branch)}: there are {', '.join(HALVES)}", path=("branch",))

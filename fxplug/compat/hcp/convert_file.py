@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from ...core.errors import SpecError, did_you_mean, nearest
 from ...core.models.factory import build
 from ...core.spec.addresses import is_pattern
 from ...core.spec.run_config import load_config
-from ...core.spec.yaml_source import Source, read_yaml, shown
+from ...core.spec.yaml_source import Source, shown
+from ..configuration import PLACEHOLDER, Converted, dump_configuration, model_sections, rebase_path
 from .builtin_plugins import lora_passes
 from .checkpoint_files import keyed, looks_like, read_sections, trained_alpha
 from .config_files import References, read_files
@@ -37,16 +34,7 @@ TRAINER = {
     *("previewer", "tokenizer_pt", "data", "data_class", "unet", "text_encoder", "hydra"),
 }
 READ = {"_base_", "train", "data", "seed", "mixed_precision"}  # see train_section
-PLACEHOLDER = "REPLACE_ME"
 ALIKE = 0.85  # a key whose letters are so alike to those of a section is a mistake in its name
-
-
-@dataclass
-class Converted:
-    """A configuration as YAML text, and what its reader should know: what was left out, what is another than before."""
-
-    text: str
-    notes: list[str] = field(default_factory=list)
 
 
 def convert(
@@ -69,7 +57,7 @@ def convert(
     notes: list[str] = []
     source = read_files(Path(file), notes)
     sections = _sections(source, part, notes)
-    head = _model(model, Path(out).parent if out else Path.cwd())
+    head = model_sections(model, Path(out).parent if out else Path.cwd())
     host = Host(_built(head, Path(out).parent if out else Path.cwd()) if model else None, dict(inputs or {}), part)
     plugins, loras = PARTS[part]
     passes = plugins_of(source, (plugins,), sections[plugins], host, notes)
@@ -79,7 +67,7 @@ def convert(
     merge = read_merge(source, part, host, notes)
     passes = _merged([*passes, *merge.passes])
     _check_inputs(host)
-    head = merge.head(head, _model(model, Path.cwd()), notes)
+    head = merge.head(head, model_sections(model, Path.cwd()), notes)
     more = training(source, notes) if part == "unet" else {}
     if part == "unet":
         own_layers(source, more, notes)
@@ -90,7 +78,7 @@ def convert(
         notes.append("a branch is of half of a batch: {denoise: {train_guidance: SCALE}} trains each sample in both halves")
     if isinstance(images := more.get("data", {}).get("images"), (str, list)):
         folder, there = Path(out).parent if out else Path.cwd(), [images] if isinstance(images, str) else images
-        found = [_rebased(one, Path.cwd(), folder) for one in there]
+        found = [rebase_path(one, Path.cwd(), folder) for one in there]
         more["data"]["images"] = found[0] if isinstance(images, str) else found
     return Converted(_text(Path(file), part, head, passes, notes, model is None, more), notes)
 
@@ -115,7 +103,7 @@ def convert_checkpoint(
         merge.passes = [{"hcp/checkpoint": {**given, **({"ema": True} if ema else {})}}]
     if theirs := looks_like([*weights, *sections.get("base", {})], weights):
         notes.append(f"the names in {Path(file).name} are those of {theirs}")
-    head = merge.head(_model(model, Path(out).parent if out else Path.cwd()), _model(model, Path.cwd()), notes)
+    head = merge.head(model_sections(model, Path(out).parent if out else Path.cwd()), model_sections(model, Path.cwd()), notes)
     return Converted(_text(Path(file), "weights", head, merge.passes, notes, model is None), notes)
 
 
@@ -179,31 +167,6 @@ def _names_layers(value: Any) -> bool:
     return any(isinstance(entry, Mapping) and any(key in entry for key in PLACE_KEYS) for entry in entries)
 
 
-def _model(model: str | None, folder: Path) -> dict[str, Any]:
-    """The sections of the configuration that are not its passes."""
-    if model is None:
-        return {"model": PLACEHOLDER}
-    if not model.endswith((".yaml", ".yml")):
-        return {"model": _rebased(model, Path.cwd(), folder)}
-    path = Path(model)
-    read = read_yaml(path).data
-    load_config({**read, "passes": []}, base=path.parent)
-    head = {key: value for key, value in read.items() if key != "passes"}
-    for key in ("model", "weights"):
-        value = head.get(key)
-        if isinstance(value, str):
-            head[key] = _rebased(value, path.parent, folder)
-        elif isinstance(value, dict):
-            head[key] = {k: _rebased(v, path.parent, folder) if isinstance(v, str) else v for k, v in value.items()}
-    return head
-
-
-def _rebased(text: str, base: Path, folder: Path) -> str:
-    """A path below `base` as one below `folder`; anything that is no path there stays as it is."""
-    here = base / text
-    return os.path.relpath(here, folder) if here.exists() and ("/" in text or here.is_file() or here.is_dir()) else text
-
-
 def _built(head: Mapping[str, Any], folder: Path) -> nn.Module:
     return build(load_config(dict(head), base=folder), device="meta")
 
@@ -252,17 +215,6 @@ def _check_inputs(host: Host) -> None:
         )
 
 
-class _Dumper(yaml.SafeDumper):
-    """Lists of plain values on one line, and no aliases."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> Any:
-        plain = all(not isinstance(item, (list, dict)) for item in sequence)
-        return super().represent_sequence(tag, sequence, flow_style=plain)
-
-
 def _text(
     file: Path,
     part: str,
@@ -272,10 +224,9 @@ def _text(
     unnamed: bool,
     more: Mapping[str, Any] | None = None,
 ) -> str:
-    lines = [f"# What is in {file.name} ({part}) as a configuration, by `fxplug convert hcp`."]
-    lines += [f"# Note: {note}" for note in notes]
+    lines = [f"What is in {file.name} ({part}) as a configuration, by `fxplug convert hcp`."]
+    lines += [f"Note: {note}" for note in notes]
     if unnamed:
-        lines.append(f"# {PLACEHOLDER}: write the model that the plugins go into, and its example `inputs` if it needs some.")
+        lines.append(f"{PLACEHOLDER}: write the model that the plugins go into, and its example `inputs` if it needs some.")
     more = {key: value for key, value in (more or {}).items() if key not in head}
-    dump = yaml.dump({**head, "passes": passes, **more}, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
-    return "\n".join(lines) + "\n" + dump
+    return dump_configuration(lines, {**head, "passes": passes, **more}, (list, dict))

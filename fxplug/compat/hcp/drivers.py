@@ -1,14 +1,14 @@
 """HCP-Diffusion plugins as blocks: each driver makes a plugin for its site and calls the plugin's own methods.
 
 A driver is `inline`: what the plugin does is traced into the graph, and neither driver nor plugin is called afterwards. So a
-plugin may keep values on itself from one of its methods to the next (plugin_state.py), and its class is not needed to load what
+plugin may keep values on itself from one of its methods to the next (kept_state.py), and its class is not needed to load what
 is saved. The passes in passes/hcp use these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -25,8 +25,7 @@ from .patch_drivers import Fed
 from .patch_drivers import PatchAfter as PatchAfter
 from .patch_drivers import PatchBefore as PatchBefore
 from .patch_drivers import PatchPlugin as PatchPlugin
-from .plugin_factory import feed, make, single
-from .plugin_state import watched
+from .plugin_factory import make, running, single
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Site
@@ -47,12 +46,9 @@ class Driver(nn.Module):
         self.call = call
         self.feeds = tuple(feeds)
 
-    @contextmanager
-    def running(self, fed: Sequence[Any]) -> Iterator[None]:
-        """One call of the plugin: its inputs first, its attributes watched."""
-        with watched(self.plugin, self.plugin.name):
-            feed([self.plugin], self.feeds, fed)
-            yield
+    def running(self, fed: Sequence[Any]) -> AbstractContextManager[None]:
+        """One call of the plugin, see `plugin_factory.running`."""
+        return running(self.plugin, self.plugin.name, [self.plugin], self.feeds, fed)
 
 
 class SinglePlugin(Driver):
@@ -189,8 +185,7 @@ class MultiPlugin(nn.Module):
         plugin, rest = self.plugin, list(values)
         given = [(rest.pop(0), None if pre_hook else rest.pop(0)) for _, pre_hook in self.layers]
         results: list[Any] = [None] * len(given)
-        with watched(plugin, plugin.name):
-            feed([plugin], self.feeds, rest)
+        with running(plugin, plugin.name, [plugin], self.feeds, rest):
             for number in self.order:
                 (path, pre_hook), (x, y), host = self.layers[number], given[number], self.hosts[number]()
                 call = self.calls[number]

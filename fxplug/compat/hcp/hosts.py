@@ -6,13 +6,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 
 from ...core.errors import SpecError, did_you_mean
 from ...core.spec.addresses import identifier, select
-from ...core.spec.yaml_source import shown
+from ...core.spec.yaml_source import checked, shown
 from .layer_patterns import Layer, Place, places
 
 PARTS = {"unet": ("plugin_unet", "lora_unet"), "TE": ("plugin_TE", "lora_text_encoder")}  # a model: its two sections
@@ -67,6 +67,9 @@ def number(value: Any, path: tuple[str | int, ...], least: float = -math.inf, be
         bounds = f"{least:g} or more" + (f" and below {below:g}" if below < math.inf else "")
         raise SpecError(f"must be {bounds}, not {shown(value)}", path=path)
     return float(value)
+
+
+Number = Annotated[float, checked(lambda value: number(value, ()))]
 
 
 def taken(given: dict[str, Any], key: str) -> Any:

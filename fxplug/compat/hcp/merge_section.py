@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from ...core.errors import SpecError, did_you_mean
-from ...core.spec.yaml_source import Source, shown
+from ...core.spec.yaml_source import Section, Source, checked, held, shown
 from .builtin_plugins import half_of
 from .config_files import References, near, read_files
 from .entries import plugins_of
-from .hosts import PARTS, Host, number, pass_name
+from .hosts import PARTS, Host, Number, pass_name
 from .layer_patterns import read_layers
 
 GROUP = ("type", "base_model_alpha", "lora", "part", "plugin")
-ITEMS = {
-    "lora": ("path", "alpha", "layers", "mask", "dropout", "alpha_auto_scale"),
-    "part": ("path", "alpha", "layers"),
-}
 BUILDER = "fxplug.compat.hcp.merging:merged"
 
 
@@ -68,93 +66,67 @@ def read_merge(source: Source, part: str, host: Host, notes: list[str]) -> Merge
         if name == "plugin_cfg" or not isinstance(group, Mapping):
             continue  # values that others refer to
         with source.inside("merge", name):
-            if _is_of(group, part, str(name), notes):
-                _read_group(found, str(name), group, known, section.get("load_ema", False), notes)
+            _read_group(found, str(name), group, part, known, section.get("load_ema", False), notes)
     return found
 
 
-def _is_of(group: Mapping[str, Any], part: str, name: str, notes: list[str]) -> bool:
-    if "type" not in group:
-        if any(key in group for key in GROUP):
-            raise SpecError(f"missing key 'type', one of {', '.join(PARTS)}: HCP-Diffusion passes the group over")
-        return False
-    if group["type"] not in list(PARTS):
-        raise SpecError(f"no part {shown(group['type'])}{did_you_mean(group['type'], PARTS)}", path=("type",))
-    for key in group:
-        if key not in GROUP:
-            raise SpecError(f"unknown key '{key}'{did_you_mean(key, GROUP)}; there are {', '.join(GROUP)}", key=key)
-    if group["type"] != part and any(group.get(key) for key in ("lora", "part", "plugin")):
-        notes.append(f"merge.{name} is left out, as it is of another model (convert again with --part {group['type']})")
-    return bool(group["type"] == part)
+def _layers(layers: Any) -> list[str] | None:
+    """The layers of a file as they are written, None for all. Raises SpecError."""
+    return None if layers == "all" else [layer.text for layer in read_layers(layers, "layers")]
+
+
+Layers = Annotated[Any, checked(_layers)]
+
+
+class _Lora(Section):
+    path: str = Field(min_length=1, description="a file")
+    alpha: Number = 1.0
+    layers: Layers = None
+    mask: Annotated[Any, checked(lambda mask: half_of(mask) and list(mask))] = None
+    dropout: Any = None
+    alpha_auto_scale: bool = True
+
+
+class _Part(Section):
+    path: str = Field(min_length=1, description="a file")
+    alpha: Number = Field(description="the strength of the part, a number")
+    layers: Layers = None
+
+
+class _Group(Section):
+    type: Literal["unet", "TE"] = Field(description="the model that the files are for, unet or TE")
+    base_model_alpha: Number = 0.0
+    lora: list[Any] = Field([], description="a list of files")
+    part: list[Any] = Field([], description="a list of files")
+    plugin: dict[str, Any] = Field({}, description="a mapping of plugins by name")
 
 
 def _read_group(
-    found: Merge, name: str, group: Mapping[str, Any], plugins: list[str], ema: Any, notes: list[str]
+    found: Merge, name: str, given: Mapping[str, Any], part: str, plugins: list[str], ema: Any, notes: list[str]
 ) -> None:
-    share = group.get("base_model_alpha")
+    if not any(key in given for key in GROUP):
+        return
+    group = held(_Group, {key: value for key, value in given.items() if value is not None})
+    if group.type != part:
+        if group.lora or group.part or group.plugin:
+            notes.append(f"merge.{name} is left out, as it is of another model (convert again with --part {group.type})")
+        return
     more = {"ema": True} if ema else {}
-    for index, item in enumerate(_items(group, "part")):
-        path = ("part", index)
-        _check(item, "part", path)
-        if "alpha" not in item:
-            raise SpecError("missing key 'alpha', the strength of the part", path=path)
-        found.parts.append(
-            {"file": item["path"], "alpha": number(item["alpha"], (*path, "alpha")), **_chosen(item, path), **more,
-             "base": 0.0 if share is None else number(share, ("base_model_alpha",))}
-        )  # fmt: skip
-    for index, item in enumerate(_items(group, "lora")):
-        path = ("lora", index)
-        _check(item, "lora", path)
-        if item.get("dropout"):
-            notes.append(f"merge.{name}: a dropout of {item['dropout']} is left out, as nothing drops out when a model is used")
-        given = {"name": pass_name(f"{name}_lora_{index}", notes), "file": item["path"]}
-        given["alpha"] = number(item.get("alpha", 1.0), (*path, "alpha"))
-        given.update(_chosen(item, path), **more)
-        if half_at(item.get("mask"), path) is not None:
-            given["mask"] = list(item["mask"])
-        if not item.get("alpha_auto_scale", True):
-            given["alpha_auto_scale"] = False
-        found.passes.append({"hcp/checkpoint": given})
-    if group.get("lora") and not group.get("part") and share not in (None, 1):
-        notes.append(f"merge.{name}: base_model_alpha: {share} is left out, as HCP-Diffusion takes it for 'part' alone")
-    _plugin_weights(name, group.get("plugin") or {}, plugins, notes)
-
-
-def half_at(mask: Any, path: tuple[str | int, ...]) -> str | None:
-    """`half_of` with the place of the mask."""
-    try:
-        return half_of(mask)
-    except SpecError as error:
-        raise SpecError(error.finding, path=(*path, "mask")) from None
-
-
-def _items(group: Mapping[str, Any], key: str) -> list[Any]:
-    items = group.get(key) or []
-    if not isinstance(items, list):
-        raise SpecError(f"must be a list of files, not {shown(items)}", path=(key,))
-    return items
-
-
-def _check(item: Any, sort: str, path: tuple[str | int, ...]) -> None:
-    if not isinstance(item, Mapping):
-        raise SpecError(f"must be a mapping with 'path', not {shown(item)}", path=path)
-    for key in item:
-        if key not in ITEMS[sort]:
-            raise SpecError(f"unknown key '{key}'{did_you_mean(key, ITEMS[sort])}", path=path, key=key)
-    if not isinstance(item.get("path"), str) or not item["path"]:
-        found = f"must be a file, not {shown(item['path'])}" if "path" in item else "missing key 'path'"
-        raise SpecError(found, path=(*path, "path") if "path" in item else path)
-
-
-def _chosen(item: Mapping[str, Any], path: tuple[str | int, ...]) -> dict[str, Any]:
-    layers = item.get("layers", "all")
-    if layers == "all":
-        return {}
-    try:
-        read = read_layers(layers, "layers")
-    except SpecError as error:
-        raise SpecError(error.finding, path=(*path, *error.path)) from None
-    return {"layers": [layer.text for layer in read]}
+    for item in [held(_Part, one, "part", index) for index, one in enumerate(group.part)]:
+        layers = {} if item.layers is None else {"layers": item.layers}
+        found.parts.append({"file": item.path, "alpha": item.alpha, **layers, **more, "base": group.base_model_alpha})
+    for index, given in enumerate(group.lora):
+        one = held(_Lora, given, "lora", index)
+        if one.dropout:
+            notes.append(f"merge.{name}: a dropout of {one.dropout} is left out, as nothing drops out when a model is used")
+        own = {"name": pass_name(f"{name}_lora_{index}", notes), "file": one.path, "alpha": one.alpha}
+        own |= {} if one.layers is None else {"layers": one.layers}
+        own |= more | ({} if one.mask is None else {"mask": one.mask})
+        found.passes.append({"hcp/checkpoint": own if one.alpha_auto_scale else {**own, "alpha_auto_scale": False}})
+    if group.lora and not group.part and group.base_model_alpha != 1 and "base_model_alpha" in group.model_fields_set:
+        share = group.base_model_alpha
+        notes.append(f"merge.{name}: base_model_alpha: {share:g} is left out, as HCP-Diffusion takes it for 'part' alone")
+    _plugin_weights(name, group.plugin, plugins, notes)
 
 
 def _plugins(source: Source, given: Any, part: str, host: Host, notes: list[str]) -> list[dict[str, Any]]:
@@ -174,10 +146,8 @@ def _plugins(source: Source, given: Any, part: str, host: Host, notes: list[str]
     return plugins_of(source, ("merge", "plugin_cfg", key), given.get(key), host, notes)
 
 
-def _plugin_weights(group: str, plugins: Any, known: list[str], notes: list[str]) -> None:
+def _plugin_weights(group: str, plugins: Mapping[str, Any], known: list[str], notes: list[str]) -> None:
     """Notes on the weights of plugins: a pass has none of a file, and a saved rewrite is given them."""
-    if not isinstance(plugins, Mapping):
-        raise SpecError(f"must be a mapping of plugins by name, not {shown(plugins)}", path=("plugin",))
     for name, item in plugins.items():
         path = ("plugin", name)
         if not isinstance(item, Mapping) or not isinstance(item.get("path"), str):

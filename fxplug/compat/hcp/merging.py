@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from ...blocks.half_lora import HalfLora
@@ -22,16 +23,35 @@ from ...core.errors import ArtifactError, SpecError, did_you_mean, shown
 from ...core.models.factory import build
 from ...core.spec.rules import COMMON, Match, Pass, Rule
 from ...core.spec.run_config import load_config
+from ...core.spec.yaml_source import Section, checked, held
 from .builtin_plugins import half_of
 from .checkpoint_files import State, keyed, looks_like, read_sections, selected
+from .hosts import Number
 from .sample_plugins import checkpoint
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Site
 
-UPDATE_KEYS = ("file", "alpha", "layers", "mask", "ema", "alpha_auto_scale")
 SAMPLE = "fxplug.compat.hcp.sample_plugins:checkpoint"  # what the page of the pass shows
-PART_KEYS = ("file", "alpha", "base", "layers", "ema")
+class Update(Section):
+    """What stands below `hcp/checkpoint:` beside the keys of all passes."""
+
+    file: str = Field(min_length=1, description="the path of a file")
+    alpha: Number = 1.0
+    layers: Any = "all"
+    mask: Annotated[Any, checked(half_of)] = None
+    ema: bool = False
+    alpha_auto_scale: bool = True
+
+
+class Part(Section):
+    """A checkpoint that is mixed into a model."""
+
+    file: str = Field(min_length=1, description="the path of a file")
+    alpha: Number = Field(description="the strength of the part, a number")
+    base: Number = 0.0
+    layers: Any = "all"
+    ema: bool = False
 
 
 class TrainedLora(nn.Module):
@@ -75,28 +95,28 @@ def checkpoint_pass(given: Any) -> Pass:
     if not isinstance(given, Mapping):
         raise SpecError(f"must be a mapping with 'file', not {shown(given)}")
     common = {key: value for key, value in given.items() if key in COMMON}
-    own = _settings({key: value for key, value in given.items() if key not in COMMON}, UPDATE_KEYS)
-    half = half_of(own.get("mask"))
-    sections = _sections(own["file"], bool(own.get("ema", False)))
+    params = {key: value for key, value in given.items() if key not in COMMON}
+    own = held(Update, params)
+    sections = _sections(own.file, own.ema)
     try:
-        weights = keyed("lora", sections.get("lora", {}), own["file"])
-        chosen = selected(list(weights), own.get("layers", "all"), own["file"])
+        weights = keyed("lora", sections.get("lora", {}), own.file)
+        chosen = selected(list(weights), own.layers, own.file)
     except SpecError as error:
         raise SpecError(error.finding, path=error.path or ("file",)) from None
     if not weights:
-        raise SpecError(f"{own['file']} has no low-rank updates; it has {', '.join(sections)}", path=("file",))
+        raise SpecError(f"{own.file} has no low-rank updates; it has {', '.join(sections)}", path=("file",))
     for path in chosen:
         for name in ("down.weight", "up.weight"):
             if name not in weights[path]:
-                raise SpecError(f"{own['file']} lacks the {name.partition('.')[0]} half of '{path}'", path=("file",))
-    about = f"The low-rank updates in {own['file']}"
+                raise SpecError(f"{own.file} lacks the {name.partition('.')[0]} half of '{path}'", path=("file",))
+    about = f"The low-rank updates in {own.file}"
     if theirs := looks_like(weights, weights):
         about += f", which has the names of {theirs}"
     about += "."
-    options = {"weights": {path: weights[path] for path in chosen}, "file": own["file"], "half": half}
-    options |= {key: own[key] for key in ("alpha", "alpha_auto_scale") if key in own}
+    options = {"weights": {path: weights[path] for path in chosen}, "file": own.file, "half": own.mask, "alpha": own.alpha}
+    options["alpha_auto_scale"] = own.alpha_auto_scale
     rule = Rule(Match(path=chosen), TrainedLora, args=["x", "y"], options=options)
-    return Pass(rules=[rule], about=about, params=own, **{"name": "checkpoint", **common})
+    return Pass(rules=[rule], about=about, params=params, **{"name": "checkpoint", **common})
 
 
 def merged(model: Any, parts: Sequence[Mapping[str, Any]], weights: Any = None) -> nn.Module:
@@ -109,32 +129,24 @@ def merged(model: Any, parts: Sequence[Mapping[str, Any]], weights: Any = None) 
     on = str(torch.empty(0).device)
     built = build(load_config({"model": model, "weights": weights}, base=Path.cwd()), device="meta" if on == "meta" else None)
     state = built.state_dict(keep_vars=True)
-    mixed = [(part, _part(part, state, number)) for number, part in enumerate(map(_as_part, parts))]
+    read = [held(Part, part) for part in parts]
+    mixed = [(part, _part(part, state, number)) for number, part in enumerate(read)]
     with torch.no_grad():
         for part, values in mixed:
             for name, value in values.items():
                 own = state[name]
                 if own.is_floating_point() and not own.is_meta:
-                    own.copy_(part.get("base", 0.0) * own.float() + part["alpha"] * value.float())
+                    own.copy_(part.base * own.float() + part.alpha * value.float())
     return built
 
 
-def _as_part(part: Any) -> dict[str, Any]:
-    if not isinstance(part, Mapping):
-        raise SpecError(f"a part must be a mapping with 'file' and 'alpha', not {shown(part)}")
-    own = _settings(part, PART_KEYS)
-    if "alpha" not in own:
-        raise SpecError(f"{own['file']}: missing key 'alpha', the strength of the part")
-    return own
-
-
-def _part(part: Mapping[str, Any], state: Mapping[str, Tensor], number: int) -> State:
+def _part(part: Part, state: Mapping[str, Tensor], number: int) -> State:
     """The chosen weights of one part. Raises SpecError where they are of another model."""
-    file, sections = part["file"], _sections(part["file"], bool(part.get("ema", False)))
+    file, sections = part.file, _sections(part.file, part.ema)
     if "base" not in sections:
         raise SpecError(f"part {number + 1}: {file} has no weights of a model ('base'); it has {', '.join(sections)}")
     found = sections["base"]
-    found = {name: found[name] for name in selected(list(found), part.get("layers", "all"), file)}
+    found = {name: found[name] for name in selected(list(found), part.layers, file)}
     lost = [name for name in found if name not in state]
     if lost:
         text = f"part {number + 1}: {len(lost)} of {len(found)} weights in {file} are not in this model: '{lost[0]}'"
@@ -156,21 +168,3 @@ def _sections(file: str, ema: bool) -> dict[str, State]:
     except ArtifactError as error:
         here = "" if Path(file).exists() else "; files of a merge are looked for from the working folder"
         raise SpecError(f"{error}{here}", path=("file",)) from None
-
-
-def _settings(given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """What was given, of the right types. Raises SpecError."""
-    for key in given:
-        if key not in known:
-            raise SpecError(f"unknown key '{key}'{did_you_mean(key, known)}; there are {', '.join(known)}", key=key)
-    file = given.get("file")
-    if not isinstance(file, str) or not file:
-        raise SpecError(f"must be the path of a file, not {shown(file)}" if "file" in given else "missing key 'file'")
-    for key in ("alpha", "base"):
-        value = given.get(key, 1.0)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value or abs(value) == float("inf"):
-            raise SpecError(f"must be a number, not {shown(value)}", path=(key,))
-    for key in ("ema", "alpha_auto_scale"):
-        if not isinstance(given.get(key, True), bool):
-            raise SpecError(f"must be true or false, not {shown(given[key])}", path=(key,))
-    return dict(given)

@@ -1,20 +1,25 @@
-"""PatchPluginBlocks of HCP-Diffusion as blocks: in the place of a module, behind it or before it."""
+"""PatchPluginBlocks of HCP-Diffusion as blocks: in the place of a module, behind it, before it, or on both sides of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from torch import nn
 
-from ...core.errors import SpecError, TraceError
+from ...core.errors import SpecError, TraceError, shown
+from ...core.spec.addresses import is_pattern
+from ...core.spec.rules import COMMON, Match, Pass, Rule
+from ...core.spec.yaml_source import Section, held
+from ...core.spec.yaml_source import checked as read_by
+from ..kept_state import Call as Kept
+from ..kept_state import ReadNames, watched_kind
 from .base_classes import PatchPluginBlock, PatchPluginContainer
 from .calls import Call, call_of
 from .outcome import checked
-from .plugin_factory import feed, patches
-from .plugin_state import own_class, watched
+from .plugin_factory import feed, patches, running
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Site
@@ -86,12 +91,32 @@ class PatchPlugin(nn.Module):
             named, fed = dict(zip(self.keywords, values, strict=False)), values[len(self.keywords) :]
         return () if by_name else x, named, fed
 
-    @contextmanager
-    def running(self, fed: Sequence[Any]) -> Iterator[None]:
-        """One call of the plugins: their inputs first, their attributes watched."""
-        with watched(self.container, type(self.container).__name__):
-            feed([plugin for _, plugin in self.container], self.feeds, fed)
-            yield
+    def running(self, fed: Sequence[Any]) -> AbstractContextManager[None]:
+        """One call of the plugins, see `plugin_factory.running`."""
+        plugins = [plugin for _, plugin in self.container]
+        return running(self.container, type(self.container).__name__, plugins, self.feeds, fed)
+
+    def before(self, x: tuple[Any, ...], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """What the plugins make of the module's arguments, one after the other."""
+        inputs = () if args or self.call is None else self.call.names  # of those by name, what x[:] has
+        kwargs = given
+        for name, plugin in self.container:
+            args, kwargs = plugin.pre_forward(*args, **kwargs)
+            kept = [key for key in {**given, **kwargs} if key not in inputs]
+            if any(key not in kwargs or key not in given or kwargs[key] is not given[key] for key in kept):
+                raise TraceError(
+                    f"{name}: pre_forward changes what the model gives by name ({', '.join(kept)}); this pass changes the "
+                    "arguments by position: for one by name write a rule with port x.name"
+                )
+        return checked(tuple(args) or tuple(kwargs[key] for key in inputs), x, "pre_forward", "the module's input")
+
+    def after(self, y: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the plugins make of the module's result, one after the other."""
+        out = y
+        for name, plugin in self.container:
+            out = plugin.post_forward(out, *args, **kwargs)
+            checked(out, y, f"{name}: post_forward", "the module's result")
+        return out
 
 
 class HalfPatch(PatchPlugin):
@@ -118,15 +143,7 @@ class PatchAfter(HalfPatch):
     def forward(self, x: tuple[Any, ...], y: Any, *values: Any) -> Any:
         args, kwargs, fed = self.arguments(x, values)
         with self.running(fed):
-            return self.changed(y, args, kwargs)
-
-    def changed(self, y: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the plugins make of the module's result, one after the other."""
-        out = y
-        for name, plugin in self.container:
-            out = plugin.post_forward(out, *args, **kwargs)
-            checked(out, y, f"{name}: post_forward", "the module's result")
-        return out
+            return self.after(y, args, kwargs)
 
 
 class PatchBefore(HalfPatch):
@@ -137,21 +154,61 @@ class PatchBefore(HalfPatch):
     def forward(self, x: tuple[Any, ...], *values: Any) -> Any:
         args, given, fed = self.arguments(x, values)
         with self.running(fed):
-            return self.changed(x, args, given)
+            return self.before(x, args, given)
 
-    def changed(self, x: tuple[Any, ...], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """What the plugins make of the module's arguments, one after the other."""
-        inputs = () if args or self.call is None else self.call.names  # of those by name, what x[:] has
-        kwargs = given
-        for name, plugin in self.container:
-            args, kwargs = plugin.pre_forward(*args, **kwargs)
-            kept = [key for key in {**given, **kwargs} if key not in inputs]
-            if any(key not in kwargs or key not in given or kwargs[key] is not given[key] for key in kept):
-                raise TraceError(
-                    f"{name}: pre_forward changes what the model gives by name ({', '.join(kept)}); this pass changes the "
-                    "arguments by position: for one by name write a rule with port x.name"
-                )
-        return checked(tuple(args) or tuple(kwargs[key] for key in inputs), x, "pre_forward", "the module's input")
+
+class PatchAround(PatchPlugin):
+    """One side of PatchPluginBlocks around a module. The last value given, and the second one returned, is what they keep."""
+
+    def __init__(
+        self, container: PatchPluginContainer, call: Call | None = None, feeds: Fed = (), side: str = "before"
+    ) -> None:
+        """`side` is before or after; both sides share the container."""
+        super().__init__(container, call, feeds)
+        self.side = side
+        self.read = ReadNames()
+
+    @classmethod
+    def at(  # type: ignore[override]
+        cls, site: Site, plugin: str | type, side: str, options: Mapping[str, Any] | None = None, wrap: bool = False,
+        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), feeds: Fed = (),
+        beside: PatchAround | None = None,
+    ) -> PatchAround:  # fmt: skip
+        """As for PatchPlugin; `beside` is the other side. Raises SpecError for a container with a forward of its own."""
+        call = call_of(site.root, site.path)
+        if beside is not None:
+            block = cls(beside.container, call, feeds, side)
+            block.read = beside.read
+            return block
+        container = patches(site, plugin, options, wrap, exclude_key, also)
+        if not _keeps_host(type(container)):
+            raise SpecError(f"{type(container).__name__} has a forward of its own: use the pass hcp/patch")
+        check_beside(site, container)
+        return cls(container, call, feeds, side)
+
+    def forward(self, x: tuple[Any, ...], *values: Any) -> Any:
+        *given, left = values
+        y = None if self.side == "before" else given.pop(0)
+        args, named, fed = self.arguments(x, tuple(given))
+        plugins = [plugin for _, plugin in self.container]
+        with Kept(self.container, left) as kept:
+            feed(plugins, self.feeds, fed)
+            out = self.before(x, args, named) if self.side == "before" else self.after(y, args, named)
+        if kept.anew:
+            raise TraceError(
+                f"{type(self.container).__name__}: '{kept.anew[0]}' is assigned during the call: make it in __init__, and "
+                "change it in place"
+            )
+        self.read.names.update(kept.read)
+        return out, kept.left()
+
+    def ended(self, left: Mapping[str, Any]) -> None:
+        """The forward is over and left these attributes. Raises TraceError where the next one would go on with them."""
+        for name in self.read.stale(self.container, left):
+            raise TraceError(
+                f"{name} is read before this call has written it: it holds what the last call left. A graph keeps no "
+                "Python values between calls; what lasts is a buffer that is changed in place"
+            )
 
 
 class _Result:
@@ -172,7 +229,7 @@ def _continued(container: PatchPluginContainer, y: Any, args: tuple[Any, ...], k
             _calls.append((given, named))
             return _result
 
-        one: Any = own_class(container)(container.host_name, vars(container)["_host"], None)
+        one: Any = watched_kind(container)(container.host_name, vars(container)["_host"], None)
         one.__dict__["plugin_names"] = [name]
         one.__dict__[name] = SimpleNamespace(post_forward=stand_in)
         try:
@@ -203,7 +260,7 @@ def check_beside(site: Site, container: PatchPluginContainer) -> None:
     That is so where its forward is not its own class's, and where a `pre_forward` comes behind another plugin's `post_forward`,
     which there gets the arguments that all of them have changed.
     """
-    own = own_class(container).__name__
+    own = watched_kind(container).__name__
     plain = PatchPluginContainer.__name__
     pre = [name for name, plugin in container if type(plugin).pre_forward is not PatchPluginBlock.pre_forward]
     for record in getattr(site.root, "meta", {}).get("passes", []):
@@ -240,3 +297,54 @@ def _half(container: Any, method: str) -> Any:
                 "hcp/patch_around"
             )
     return container
+
+
+# --- the pass of both sides
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list, also of one text. Raises SpecError."""
+    if not isinstance(value, (str, list, tuple)):
+        raise SpecError(f"must be a list, not {shown(value)}")
+    return [value] if isinstance(value, str) else list(value)
+
+
+class Around(Section):
+    """What stands below `hcp/patch_around:` beside the keys of all passes."""
+
+    plugin: Any
+    layers: Annotated[list[Any], read_by(_listed)]
+    options: Any = None
+    within: Any = None
+    wrap: Any = False
+    exclude_key: Any = None
+    also: Any = ()
+    inputs: Any = None
+    feeds: Any = ()
+    args: Annotated[Sequence[Any], read_by(_listed)] = ("x[:]", "y[:]", "x[**]")
+
+
+def around_pass(given: Any) -> Pass:
+    """A pass out of what stands below `hcp/patch_around:`: two rules a layer, which hand on what its plugin keeps.
+
+    Raises SpecError whose path is below the entry.
+    """
+    params = {key: value for key, value in given.items() if key not in COMMON} if isinstance(given, Mapping) else given
+    own = held(Around, params)
+    if not own.layers:
+        raise SpecError("must be a list of layers, not an empty one", path=("layers",))
+    if own.within or any(not isinstance(layer, str) or is_pattern(layer) for layer in own.layers):
+        raise SpecError("the layers are listed one by one here, as a plugin keeps what it keeps at each of them; "
+                        "fxplug convert hcp --model lists them", path=("layers",))  # fmt: skip
+    options = {key: params[key] for key in ("plugin", "options", "wrap", "exclude_key", "also", "feeds") if key in params}
+    rules = []
+    for layer in dict.fromkeys(own.layers):
+        kept = f"kept at {layer}"
+        common: dict[str, Any] = {"match": Match(path=layer), "use": PatchAround, "name": kept}
+        before, after = ({**options, "side": side} for side in ("before", "after"))
+        extra = [*own.args[2:], kept]
+        rules.append(Rule(place="before", port="x[:]", args=["x[:]", *extra], options=before, **common))
+        rules.append(Rule(port="y[:]", args=["x[:]", "y[:]", *extra], options=after, **common))
+    common = {key: value for key, value in given.items() if key in COMMON}
+    about = "The pre_forward and post_forward of PatchPluginBlocks of HCP-Diffusion around each layer, which stays."
+    return Pass(rules=rules, about=about, params=params, inputs=own.inputs or {}, **{"name": "patch_around", **common})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from ...core.errors import FxplugError, SpecError, TraceError, did_you_mean, shown
 from ...core.spec.addresses import searched
 from ...core.spec.pass_file import check_options, import_target, taken
+from ..kept_state import Call
 from .base_classes import MAKING, BasePluginBlock, Making, MultiPluginBlock, PatchPluginBlock, PluginBlock, SinglePluginBlock
 
 if TYPE_CHECKING:
@@ -155,6 +157,36 @@ def wants_inputs(plugin: BasePluginBlock) -> bool:
     """Whether a plugin has a `feed_input_data` of its own, or has asked for it to be called."""
     own = type(plugin).feed_input_data is not BasePluginBlock.feed_input_data
     return own or bool(getattr(plugin, "takes_inputs", False))
+
+
+@contextmanager
+def running(
+    module: nn.Module, name: str, plugins: Sequence[BasePluginBlock], feeds: Sequence[str], fed: Sequence[Any]
+) -> Iterator[None]:
+    """One call of the plugins in a module: their inputs first, and their attributes afterwards as they were before.
+
+    Raises TraceError, naming the attribute, when the call reads what an earlier one left there and leaves something else: a
+    counter, a cache, a list that grows, a buffer that is assigned.
+    """
+    with Call(module) as call:
+        feed(plugins, feeds, fed)
+        yield
+    found = [
+        (key, "is made or assigned during the call: make it in __init__, and change a buffer in place (copy_)")
+        for key in call.anew
+    ]
+    found += [
+        (key, "is read before this call has written it: it holds what the last call left")
+        for attribute, key in call.read.items()
+        if attribute in call.set
+    ]
+    for key, finding in found:
+        path, _, own = key.rpartition(".")
+        raise TraceError(
+            f"{'.'.join(filter(None, [name, path]))}: the attribute 'self.{own}' {finding}. A graph keeps no Python values "
+            "between calls; give what comes from outside as an input of the pass (feed_input_data gets it), and keep what "
+            "lasts in a buffer (register_buffer in __init__, changed in place)"
+        )
 
 
 def feed(plugins: Sequence[BasePluginBlock], names: Sequence[str], values: Sequence[Any]) -> None:

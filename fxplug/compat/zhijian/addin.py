@@ -15,12 +15,18 @@ from ...blocks.base import Block
 from ...core.errors import SpecError, did_you_mean
 from ...core.ir.containers import children
 from ...core.spec.addresses import select
+from ..kept_state import Call, ReadNames
 from .host import Seen
 from .making import OnItsDevice, own, takes_outputs, with_first_parameters
-from .state import CACHE, KEEPS, Call, attributes, same
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Site
+
+CACHE = "inputs_cache"
+KEEPS = (
+    "what lasts from one call of the model to the next is a buffer that is changed in place (self.count.add_(1)); a value for "
+    "this call only needs no 'self.'"
+)
 
 
 class Addin(Block):
@@ -50,7 +56,7 @@ class Addin(Block):
         self.addin, self.method, self.point, self.across, self.host = addin, method, point, across, host
         self.takes_outputs = takes_outputs(addin, method, point)
         self.carries = carries
-        self.read: set[str] = set()
+        self.read = ReadNames()
 
     @classmethod
     def at(
@@ -86,7 +92,7 @@ class Addin(Block):
         """`(inputs)` or `(inputs, outputs)`, and the cache behind them where the line goes across modules."""
         left = values[-1] if self.carries else None
         given = values[:-1] if self.carries else values
-        with Call(self.addin, left or {}, watch=self.carries) as call:
+        with Call(self.addin, left) as call:
             result = self.result(self.addin, *given)
         for name in [*call.anew, *(() if self.carries else call.set)]:
             if name != CACHE:
@@ -94,7 +100,7 @@ class Addin(Block):
                     f"{self.called} sets '{name}' of the add-in, which would stay what it was when traced. A value from "
                     f"elsewhere in the model comes by an in point, as 'inputs_cache'; {KEEPS}"
                 )
-        self.read |= call.read
+        self.read.names.update(call.read)
         return (result, call.left()) if self.carries else result
 
     def result(self, addin: nn.Module, *values: Any) -> Any:
@@ -126,13 +132,11 @@ class Addin(Block):
 
     def ended(self, left: Mapping[str, Any]) -> None:
         """The forward is over and left these attributes. Raises SpecError where the next one would go on with them."""
-        before = attributes(self.addin)
-        for name in sorted(self.read.intersection(left)):
-            if name not in before or not same(before[name], left[name]):
-                raise SpecError(
-                    f"{type(self.addin).__name__} reads '{name}' as the call of the model before left it, and in a graph each "
-                    f"call begins anew: {KEEPS}"
-                )
+        for name in self.read.stale(self.addin, left):
+            raise SpecError(
+                f"{type(self.addin).__name__} reads '{name}' as the call of the model before left it, and in a graph each "
+                f"call begins anew: {KEEPS}"
+            )
 
     @property
     def called(self) -> str:

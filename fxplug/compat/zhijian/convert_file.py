@@ -8,14 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from ...core.errors import SpecError
 from ...core.models.factory import build
 from ...core.spec.run_config import load_config
 from ...core.spec.yaml_source import Source, read_yaml, shown
-from ..hcp.convert_file import PLACEHOLDER, Converted
-from ..hcp.convert_file import _model as head_of
+from ..configuration import PLACEHOLDER, Converted, dump_configuration, model_sections
 from .imports import imported
 from .line import parse
 from .lists import Entry, read_entry
@@ -42,7 +39,7 @@ def convert(file: str | Path, *, model: str | None = None, out: str | Path | Non
         raise source.error(f"has none of {', '.join(READ)}, so there is nothing to convert")
     notes: list[str] = []
     folder = Path(out).parent if out else Path.cwd()
-    head = {key: value for key, value in head_of(model, folder).items() if key != "train"}
+    head = {key: value for key, value in model_sections(model, folder).items() if key != "train"}
     built = build(load_config(dict(head), base=folder), device="meta") if model else None
     named, lines = _lines(source)
     used: set[str] = set(READ)
@@ -59,7 +56,8 @@ def convert(file: str | Path, *, model: str | None = None, out: str | Path | Non
         notes.append(f"left out, as no add-in reads it: {', '.join(left)}")
     if model is None and lines:
         notes.append(f"{PLACEHOLDER} stands for what only the model tells: convert with --model, or write it")
-    return Converted(_text(Path(file), config, notes), notes)
+    comments = [f"{Path(file).name} of ZhiJian, by `fxplug convert zhijian`.", *(f"Note: {note}" for note in notes)]
+    return Converted(dump_configuration(comments, config, (Mapping,)), notes)
 
 
 def _lines(source: Source) -> tuple[list[str], list[Any]]:
@@ -116,20 +114,3 @@ def _training(settings: Mapping[str, Any], trainable: list[str]) -> dict[str, An
 
 def _names_addins(keys: Sequence[Any]) -> bool:
     return any(key == ADDIN or (isinstance(key, (list, tuple)) and list(key) == [ADDIN]) for key in keys)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Places and hooks on one line, and no aliases."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> Any:
-        flat = all(not isinstance(item, Mapping) for item in sequence)
-        return super().represent_sequence(tag, sequence, flow_style=flat)
-
-
-def _text(file: Path, config: Mapping[str, Any], notes: Sequence[str]) -> str:
-    lines = [f"# {file.name} of ZhiJian, by `fxplug convert zhijian`.", *(f"# Note: {note}" for note in notes)]
-    dumped = yaml.dump(dict(config), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
-    return "\n".join(lines) + "\n" + dumped

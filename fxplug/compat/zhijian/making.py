@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from ...core.errors import SpecError, did_you_mean
 from ...core.spec.pass_file import check_options
+from ..kept_state import tables
 from .blitz import methods
 from .imports import imported
-from .state import tables
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Value

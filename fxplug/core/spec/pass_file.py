@@ -29,6 +29,7 @@ MOVED = {
     "fxplug.rewriter.widest": "fxplug.core.rewriter.widest",
     "fxplug.compat.zhijian_pass": "fxplug.compat.zhijian.blitz",
     "fxplug.compat.drivers": "fxplug.compat.hcp.drivers",
+    "fxplug.compat.hcp.patch_around": "fxplug.compat.hcp.patch_drivers",
     "fxplug.compat.samples": "fxplug.compat.hcp.sample_plugins",
 }
 

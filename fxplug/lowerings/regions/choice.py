@@ -1,107 +1,85 @@
-"""Which regions to take when nobody names them: the disjoint ones that cost least; and what outlined ones cost, in memory."""
+"""Which regions to take when nobody names them: repeated ones that are large inside and give little."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
 
 import networkx
 from torch import fx, nn
 
-from ...core.errors import MatchError
+from ...core.errors import SpecError
 from ...core.ir import functions
 from ...core.ir.regions import added
-from ...core.ir.subgraphs import Cut, aliases, changed_input, plan
-from ...core.ir.traced_module import class_names
+from ...core.ir.subgraphs import Cut, aliases
+from ...core.ir.traced_module import TracedModule, class_names
 
 SMALL = 1e-3  # a region of less than this share of the model's activations is not worth a second run
 
 
-State = TypeVar("State")
+def check_outlinable(gm: object, regions: object, caller: str) -> None:
+    """Raises SpecError for what is no traced module, for one with regions of its own, and for patterns that are one text."""
+    if not isinstance(gm, TracedModule):
+        raise SpecError(f"{caller} takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+    if "nested" in gm.meta or "regions" in gm.meta:
+        raise SpecError("this module is outlined already: outline the module it was made from")
+    if isinstance(regions, str):
+        raise SpecError(f"regions is a list of path patterns, not a text: write ['{regions}']")
 
 
-def cheapest(
-    tree: networkx.DiGraph[str],
-    start: State,
-    moves: Iterable[Callable[[State], State]],
-    take: Callable[[State, str, list[str]], bool],
-    cost: Callable[[State, list[str]], float],
-) -> tuple[float, list[str]]:
-    """Disjoint regions of a tree (`nesting_tree`), no set of which that was tried costs less, and what they cost.
-
-    A state says which regions may be taken: from the inside out, `take(state, region, inner)` says whether a region takes the
-    place of those that were taken inside it. Each of the moves is tried from the best state so far, in turn, until none of them
-    makes `cost(state, regions)` less.
-    """
-    order = [(key, list(tree.successors(key))) for key in networkx.dfs_postorder_nodes(tree, "")]
-    moves = list(moves)
-
-    def tried(state: State) -> tuple[float, list[str]]:
-        taken: dict[str, list[str]] = {}
-        for key, parts in order:
-            inner = [region for part in parts for region in taken.pop(part)]
-            taken[key] = [key] if take(state, key, inner) else inner
-        return cost(state, taken[""]), taken[""]
-
-    (best, regions), better = tried(start), True
-    while better:
-        better = False
-        for move in moves:
-            state = move(start)
-            now, found = tried(state)
-            if now < best:
-                best, regions, start, better = now, found, state, True
-    return best, regions
-
-
-def choose(graph: fx.Graph, members: Mapping[str, list[fx.Node]], root: nn.Module, checkpoint: bool) -> list[str]:
-    """Disjoint repeated regions of a graph, in the order they run.
+def choose(
+    graph: fx.Graph,
+    members: Mapping[str, list[fx.Node]],
+    root: nn.Module,
+    cut: Callable[[str, list[fx.Node]], Cut | str],
+    kind: Callable[[Cut], object] = lambda cut: None,
+) -> list[str]:
+    """Disjoint repeated regions of a graph, in the order they run; none where nothing is repeated.
 
     Regions are repeated when the same operations run in them in the same order, whatever their names and sizes are and
-    whatever passes put in. Of all choices the one with the smallest estimate of saved memory is taken: what leaves the
-    regions, what lies outside them, and the largest inside of one, as that is computed again (Chen et al. 2016, arXiv
-    1604.06174). A region that would save less than two thirds of its inside is not worth a second run. Sizes are those of the
-    trace. Raises MatchError when nothing is repeated.
+    whatever passes put in, and `kind` is equal. `cut` says how a region is cut out, or why it cannot be. Of all choices the
+    one with the smallest estimate of saved memory is taken: what leaves the regions, what lies outside them, and the largest
+    inside of one, as that is computed again (Chen et al. 2016, arXiv 1604.06174). A region that would save less than two
+    thirds of its inside is not worth a second run. Sizes are those of the trace.
     """
-    tree = nesting_tree(graph, members)
-    inside, leaving = _inside(graph, members, root, tree), dict[str, int]()
-    kinds = {key: hash(_structure(nodes, root)) for key, nodes in members.items() if not is_leaf(key, nodes)}
+    tree = _nesting_tree(graph, members)
+    new = {n: 0 if n.op in ("placeholder", "output", "get_attr") or aliases(n, root) else _bytes(n) for n in graph.nodes}
+    inside = {key: sum(new[n] for n in members.get(key, graph.nodes)) for key in tree}
+    structures = {key: hash(_structure(nodes, root)) for key, nodes in members.items() if not _is_leaf(key, nodes)}
+    alike = Counter(structures.values())
+    repeated = [key for key, structure in structures.items() if alike[structure] > 1]
+    cuts = {key: found for key in repeated if isinstance(found := cut(key, members[key]), Cut)}
+    kinds = {key: (structures[key], kind(found)) for key, found in cuts.items()}
     same = Counter(kinds.values())
-    for key, kind in kinds.items():
-        cut = plan(key, members[key], root) if same[kind] > 1 else ""
-        if isinstance(cut, Cut) and not (checkpoint and changed_input(cut.nodes, cut.inputs, root)):
-            leaving[key] = sum(map(_bytes, cut.outputs))
+    leaving = {key: sum(map(_bytes, cuts[key].outputs)) for key in kinds if same[kinds[key]] > 1}
+    order = [(key, list(tree.successors(key))) for key in networkx.dfs_postorder_nodes(tree, "")]
     spent: dict[str, int] = {}  # with nothing taken inside
-    for key in networkx.dfs_postorder_nodes(tree, ""):
-        parts = list(tree.successors(key))
+    for key, parts in order:
         spent[key] = max(0, inside[key] - sum(inside[k] for k in parts)) + sum(spent[k] for k in parts)
 
-    def cost(key: str, taken: list[str]) -> int:
-        return spent[key] - sum(spent[k] - leaving[k] for k in taken)
+    def taken(limit: float) -> tuple[float, list[str]]:
+        """What is taken from the inside out where no region may be larger than this, and what that costs."""
+        found: dict[str, list[str]] = {}
+        for key, parts in order:
+            found[key] = [region for part in parts for region in found.pop(part)]
+            cost = spent[key] - sum(spent[k] - leaving[k] for k in found[key])
+            if key in leaving and inside[key] <= limit and 3 * leaving[key] <= cost and cost > SMALL * inside[""]:
+                found[key] = [key]
+        return cost + limit, found[""]
 
-    def take(limit: float, key: str, inner: list[str]) -> bool:
-        if key not in leaving or inside[key] > limit:
-            return False
-        now = cost(key, inner)
-        return 3 * leaving[key] <= now and now > SMALL * inside[""]
-
-    limits = sorted({inside[key] for key in leaving})
-    moves = [lambda _, limit=limit: limit for limit in limits]
-    _, regions = cheapest(tree, math.inf, moves, take, lambda limit, regions: cost("", regions) + limit)
-    if not regions:
-        raise MatchError("no region here is repeated and can be cut out: name the regions yourself")
+    tried = [taken(limit) for limit in sorted({inside[key] for key in leaving})]
+    _, regions = min(tried, key=lambda row: row[0], default=(math.inf, []))
     return sorted(regions, key=lambda key: members[key][0])
 
 
-def is_leaf(key: str, nodes: list[fx.Node]) -> bool:
+def _is_leaf(key: str, nodes: list[fx.Node]) -> bool:
     """Whether a region, given with its nodes, is one call of a module that is kept whole."""
     port = nodes[0].meta.get("port")
     return nodes[0].op == "call_module" and port is not None and port.path == key
 
 
-def nesting_tree(graph: fx.Graph, members: Mapping[str, list[fx.Node]]) -> networkx.DiGraph[str]:
+def _nesting_tree(graph: fx.Graph, members: Mapping[str, list[fx.Node]]) -> networkx.DiGraph[str]:
     """The regions as a tree below the model itself."""
     tree: networkx.DiGraph[str] = networkx.DiGraph()
     tree.add_node("")
@@ -112,14 +90,6 @@ def nesting_tree(graph: fx.Graph, members: Mapping[str, list[fx.Node]]) -> netwo
                 if inner not in tree:
                     tree.add_edge(outer, inner)
     return tree
-
-
-def _inside(
-    graph: fx.Graph, members: Mapping[str, list[fx.Node]], root: nn.Module, tree: networkx.DiGraph[str]
-) -> dict[str, int]:
-    """The bytes of all that is new in each region."""
-    new = {n: 0 if n.op in ("placeholder", "output", "get_attr") or aliases(n, root) else _bytes(n) for n in graph.nodes}
-    return {key: sum(new[n] for n in members.get(key, graph.nodes)) for key in tree}
 
 
 def _bytes(node: fx.Node) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-import networkx
 import torch
 from torch import Tensor, fx, nn
 
@@ -23,7 +21,7 @@ from ...core.ir.subgraphs import Cut, aliases, changed_input, extract, members, 
 from ...core.ir.traced_module import TracedModule, class_names, shell
 from ...core.torch_internals.modules import as_listened, constant_floats, is_set_aside
 from ...core.torch_internals.tensors import memory_id
-from .choice import cheapest, is_leaf, nesting_tree
+from .choice import check_outlinable, choose
 from .submodules import named, stack_around
 
 CALL = 10  # what one more call of a region costs to compile, in operations compiled once
@@ -93,19 +91,14 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
     module computes which regions.
 
     `regions` are path patterns (exact, glob, slices, `re:`); of nested regions the outer one is taken, and one that is like no
-    other stays in the graph. None takes those that leave the fewest operations to compile.
+    other stays in the graph. None takes those that `choose` finds, where they leave clearly fewer operations to compile.
 
     Raises MatchError for a pattern that matches nothing, and when nothing is repeated; SpecError for a named region that cannot
     be cut out, with the reason.
     """
-    if not isinstance(gm, TracedModule):
-        raise SpecError(f"nest takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
-    if "nested" in gm.meta or "regions" in gm.meta:
-        raise SpecError("this module is outlined already: outline the module it was made from")
-    if isinstance(regions, str):
-        raise SpecError(f"regions is a list of path patterns, not a text: write ['{regions}']")
+    check_outlinable(gm, regions, "nest")
     graphs = {mode: _plain(graph) for mode, graph in gm.graphs.items()}
-    chosen = {mode: _chosen(graph, gm, None if regions is None else named(gm, regions)) for mode, graph in graphs.items()}
+    chosen = {mode: _chosen(graph, gm, regions) for mode, graph in graphs.items()}
     if not any(chosen.values()):
         raise MatchError("no regions here are alike and can be cut out, so nothing would compile less often: do not outline")
     home = HOME
@@ -118,16 +111,16 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
     calls: dict[str, dict[str, None]] = {}
     for mode, graph in graphs.items():
         names = unique_names(chosen[mode])
-        for key, found in chosen[mode].items():
-            if found.kind not in kinds:
-                kinds[found.kind] = _name(gm, key, kinds.values())
-            target = f"{home}.{kinds[found.kind]}"
-            cut = _cut(key, found.nodes, gm)  # once more: what it reads are results of calls by now
+        for key, (nodes, kind) in chosen[mode].items():
+            if kind not in kinds:
+                kinds[kind] = _name(gm, key, kinds.values())
+            target = f"{home}.{kinds[kind]}"
+            cut = _cut(key, nodes, gm)  # once more: what it reads are results of calls by now
             assert isinstance(cut, Cut)
             own, call = extract(cut, target, names[key], stack_around(cut))
             body, given = _functional(own, key)
-            if kinds[found.kind] not in holder._modules:
-                holder._modules[kinds[found.kind]] = Nested(body, kinds[found.kind])
+            if kinds[kind] not in holder._modules:
+                holder._modules[kinds[kind]] = Nested(body, kinds[kind])
             layers = [insert(graph, "get_attr", path, before=call) for path in given]
             change(call, args=(*layers, *call.args))
             calls.setdefault(target, {})[key] = None
@@ -177,34 +170,33 @@ def _path(key: str) -> str:
 # --- which regions
 
 
-@dataclass
-class _Alike:
-    """A region that can be cut out of a graph. `kind` is equal for regions whose code is the same."""
-
-    nodes: list[fx.Node]
-    kind: Any
-    size: int
-
-
-def _chosen(graph: fx.Graph, gm: TracedModule, keys: Sequence[str] | None) -> dict[str, _Alike]:
-    """The regions of a graph to nest, disjoint, in the order they run."""
+def _chosen(graph: fx.Graph, gm: TracedModule, patterns: Sequence[str] | None) -> dict[str, tuple[list[fx.Node], Any]]:
+    """The regions of a graph to nest, disjoint, in the order they run: their nodes, and what is equal where one code does."""
     inside = members(graph)
-    found: dict[str, _Alike] = {}
-    rough = Counter(map(len, inside.values()))
-    for key in inside if keys is None else keys:
-        nodes = inside.get(key, [])
-        if not nodes or (keys is None and (rough[len(nodes)] < 2 or len(nodes) <= CALL or is_leaf(key, nodes))):
-            continue
-        cut = _cut(key, nodes, gm)
-        if isinstance(cut, Cut):
-            found[key] = _Alike(nodes, _kind(cut, gm), sum(n.op != "get_attr" for n in cut.nodes))
-        elif keys is not None:
-            raise SpecError(f"'{key}' {cut}: name a region around it, or regions inside it")
-    same = Counter(region.kind for region in found.values())
-    found = {key: region for key, region in found.items() if same[region.kind] > 1}
-    if keys is None:
-        found = _best(graph, inside, found)
-    return dict(sorted(found.items(), key=lambda row: row[1].nodes[0]))
+    kinds: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+
+    def kind(cut: Cut) -> Any:
+        kinds[cut.key], sizes[cut.key] = _kind(cut, gm), sum(n.op != "get_attr" for n in cut.nodes)
+        return kinds[cut.key]
+
+    if patterns is None:
+        keys = choose(graph, inside, gm, lambda key, nodes: _cut(key, nodes, gm), kind)
+    else:
+        keys = [key for key in named(gm, patterns) if key in inside]
+        for key in keys:
+            cut = _cut(key, inside[key], gm)
+            if isinstance(cut, str):
+                raise SpecError(f"'{key}' {cut}: name a region around it, or regions inside it")
+            kind(cut)
+    same = Counter(kinds[key] for key in keys)
+    keys = sorted((key for key in keys if same[kinds[key]] > 1), key=lambda key: inside[key][0])
+    total = sum(n.op != "get_attr" for n in graph.nodes)
+    once = {kinds[key]: sizes[key] for key in keys}
+    left = total - sum(sizes[key] - CALL for key in keys) + sum(once.values())
+    if patterns is None and left > WORTH * total:
+        return {}
+    return {key: (inside[key], kinds[key]) for key in keys}
 
 
 def _cut(key: str, nodes: list[fx.Node], root: nn.Module) -> Cut | str:
@@ -246,37 +238,6 @@ def _shares_memory(cut: Cut, root: nn.Module) -> bool:
                 read[id(value)] = value
     storages = [memory_id(t.untyped_storage()) for t in read.values() if t.numel()]
     return len(set(storages)) < len(storages)
-
-
-def _best(graph: fx.Graph, inside: Mapping[str, list[fx.Node]], found: Mapping[str, _Alike]) -> dict[str, _Alike]:
-    """Of the regions that could be nested those that leave the fewest operations to compile.
-
-    A kind is taken or left as a whole, and of nested regions the outer one counts. Kinds are tried in turn, those that save
-    most first, until none is better the other way round.
-    """
-    tree = nesting_tree(graph, inside)
-    total: int = sum(n.op != "get_attr" for n in graph.nodes)
-    above = {""}.union(found, *(networkx.ancestors(tree, key) for key in found))
-
-    def cost(kinds: frozenset[Any], keys: list[str]) -> int:
-        regions = [found[key] for key in keys]
-        once = {region.kind: region.size for region in regions}
-        return total - sum(region.size - CALL for region in regions) + sum(once.values())
-
-    saved: Counter[Any] = Counter()
-    for region in found.values():
-        saved[region.kind] += region.size
-    best, regions = cheapest(
-        networkx.DiGraph(tree.subgraph(above)),
-        frozenset[Any](),
-        [partial(operator.xor, frozenset({kind})) for kind, _ in saved.most_common()],
-        lambda kinds, key, _: key in found and found[key].kind in kinds,
-        cost,
-    )
-    if best > WORTH * total:
-        return {}
-    count = Counter(found[key].kind for key in regions)
-    return {key: found[key] for key in regions if count[found[key].kind] > 1}
 
 
 # --- what is alike
@@ -395,9 +356,3 @@ def _reach(body: _Body, target: str, key: str) -> fx.Node:
             body.layers[path] = insert(body.graph, "call_function", getattr, (node, part))
         node = body.layers[path]
     return node
-
-
-def regions_of(nested: TracedModule) -> Iterator[tuple[str, str]]:
-    """Each nested region's path and the module that computes it."""
-    for target, keys in nested.meta.get("nested", {}).items():
-        yield from ((key, target) for key in keys)

@@ -22,7 +22,7 @@ from ...core.spec.addresses import select
 from ...core.spec.rules import Match
 from ...core.torch_internals.modules import NormBase
 from ...core.torch_internals.tensors import version
-from .choice import choose
+from .choice import check_outlinable, choose
 
 
 def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoint: bool = False) -> TracedModule:
@@ -39,27 +39,25 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
     Raises MatchError for a pattern that matches nothing and when there is nothing repeated to choose; SpecError for a named
     region that cannot be cut out or checkpointed, with the reason.
     """
-    if not isinstance(gm, TracedModule):
-        raise SpecError(f"outline takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
-    if "regions" in gm.meta:
-        raise SpecError("this module is outlined already: outline the module it was made from")
-    if isinstance(regions, str):
-        raise SpecError(f"regions is a list of path patterns, not a text: write ['{regions}']")
+    check_outlinable(gm, regions, "outline")
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     inside = {mode: members(graph) for mode, graph in graphs.items()}
+
+    def cut_at(key: str, nodes: list[fx.Node]) -> Cut | str:
+        cut = plan(key, nodes, gm)
+        return unrepeatable(cut, gm) or cut if checkpoint and isinstance(cut, Cut) else cut
+
     train = True in graphs
-    keys = choose(graphs[train], inside[train], gm, checkpoint) if regions is None else named(gm, regions)
+    keys = choose(graphs[train], inside[train], gm, cut_at) if regions is None else named(gm, regions)
     names = unique_names(keys)
     home = "regions"
     while hasattr(gm, home):
         home += "_"
     parts: dict[str, dict[bool, fx.Graph]] = {}
     for key in keys:
-        plans = {mode: plan(key, inside[mode][key], gm) for mode in graphs if key in inside[mode]}
+        plans = {mode: cut_at(key, inside[mode][key]) for mode in graphs if key in inside[mode]}
         reason = next((p for p in plans.values() if isinstance(p, str)), None)
         cuts = {mode: p for mode, p in plans.items() if isinstance(p, Cut)}
-        if reason is None and checkpoint:
-            reason = unrepeatable(cuts.get(True) or next(iter(cuts.values())), gm)
         if reason is not None and regions is not None:
             raise SpecError(f"'{key}' {reason}: name a region around it, or regions inside it")
         if reason is None:
