@@ -223,23 +223,27 @@ REACHED = {
 WRITTEN = {"core.ir.functions"}
 
 
+@functools.cache
 def ours():
     """The private names that we define ourselves, of which some may be torch's too."""
+    found = set()
     for tree in files().values():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                yield node.name
+                found.add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                yield node.target.id
+                found.add(node.target.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                yield node.attr
+                found.add(node.attr)
+    return found
 
 
+@functools.cache
 def torchs():
     """The private names of what torch gives us."""
     kinds = (nn.Module, fx.GraphModule, fx.Graph, fx.Node, torch.Tensor, torch.UntypedStorage, torch.autocast, ExportedProgram)
     made = nn.Module(), fx.GraphModule(nn.Module(), fx.Graph()), fx.Graph(), torch.autocast("cpu"), torch.ops.aten.add.Tensor
-    yield from (name for value in (*kinds, *made) for name in dir(value))
+    return {name for value in (*kinds, *made) for name in dir(value)}
 
 
 def reached(name):
@@ -256,18 +260,15 @@ def reached(name):
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and PRIVATE.match(node.attr):
             root = ast.unparse(node).partition(".")[0]
-            if root in roots or node.attr not in OURS or node.attr in TORCHS:
+            if root in roots or node.attr not in ours() or node.attr in torchs():
                 yield node.attr
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
             "getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller", "getattr_static"
         ):
             asked = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-            yield from (word for word in asked if PRIVATE.match(word) and (word not in OURS or word in TORCHS))
+            yield from (word for word in asked if PRIVATE.match(word) and (word not in ours() or word in torchs()))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and name not in WRITTEN:
             yield from re.findall(r"^torch(?:\.\w+)*\._\w+(?:\.\w+)*$", node.value)
-
-
-OURS, TORCHS = set(ours()), set(torchs())
 
 
 @pytest.mark.parametrize("name", [name for name in PATHS if layer(name) != "core.torch_internals"])
