@@ -75,7 +75,8 @@ def used(module, folder):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     layers = {"attn.qkv": nn.Linear(8, 8), "mlp.fc1": nn.Linear(8, 16)}
-    block = OrderedDict((at.split(".")[0], nn.Sequential(OrderedDict({at.split(".")[1]: layer}))) for at, layer in layers.items())
+    parts = ((*at.split("."), layer) for at, layer in layers.items())
+    block = OrderedDict((owner, nn.Sequential(OrderedDict({name: layer}))) for owner, name, layer in parts)
     model = nn.Sequential(OrderedDict(blocks=nn.Sequential(nn.Sequential(block))))
     gm = fxplug.trace(model, torch.randn(2, 8))
     first = fxplug.load_pass("lora", at="blocks.0.attn.qkv", rank=2, slots=1)

@@ -11,7 +11,7 @@ import sys
 import textwrap
 
 import pytest
-from test_layout import PATHS, files, imported
+from test_layout import PATHS, files, imported, walk
 
 from fxplug.core import extensions
 from fxplug.core.extensions import Extension
@@ -116,7 +116,7 @@ def test_the_core_names_no_extension_in_a_text():
     paths = re.compile(rf"^fxplug\.({outside})\b")
     # that file has names of earlier versions
     inside = [name for name in PATHS if folder_of(name) in CORE and name != "core.spec.pass_file"]
-    texts = [(name, node.value) for name in inside for node in ast.walk(files()[name]) if isinstance(node, ast.Constant)]
+    texts = [(name, node.value) for name in inside for node in walk(files()[name]) if isinstance(node, ast.Constant)]
     assert [f"{name}: {text}" for name, text in texts if isinstance(text, str) and paths.match(text)] == []
 
 
