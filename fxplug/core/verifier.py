@@ -17,12 +17,12 @@ from .artifacts.artifact import check_savable
 from .capture.fake_tensors import quiet
 from .errors import ArtifactError, VerifyError, brief_fields, outline
 from .ir.containers import leaves, map_leaves, parameters
-from .ir.graph import copy_graph
+from .ir.graph import Graph, copy_graph, replace
 from .ir.traced_module import TracedModule, shell
 from .quantised import cut_gradient, described
 from .rewriter import neutrality
 from .rewriter.neutrality import buffers_restored
-from .rewriter.probe import Probe, Unchecked, cut_by, empty, gradient_reaches, located, on_meta, swapped
+from .rewriter.probe import Probe, Unchecked, empty, find_gradient_cut, leaves_with_gradient, locate_error, on_meta, swapped
 from .torch_internals.tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode, version
 
 
@@ -103,7 +103,8 @@ def verify(
     Lint; base weights the same objects under the same keys; shapes by fake propagation in every mode, and a gradient for
     every new parameter; when all new passes are neutral, results, buffers and inputs that are `torch.equal` after each call,
     and gradients that reach what they reached; whether `save` would take it, and nothing in the graph stands against
-    `export`; with `compile`, one graph under `torch.compile(fullgraph=True)`, by capture alone.
+    `export`; with `compile`, one graph under `torch.compile(fullgraph=True)`, by capture alone, where calls that are equal to
+    the compiler are captured once.
 
     Values are needed for neutrality only: on meta weights or inputs it is reported as skipped. Both modules are then called
     with the same seed on copies of inputs and state: in evaluation twice, the second time with gradients; in training, where
@@ -217,17 +218,17 @@ def _shapes_and_gradients(
             probe = Probe(new, graph, inputs)
             try:
                 with quiet():
-                    out = probe.go()
+                    out = probe.run_graph()
             except VerifyError:
                 raise
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise Unchecked("the model's sizes depend on its data, which fake tensors do not have") from error
             except Exception as error:  # the rewritten model's
-                raise located(probe, error) from error
+                raise locate_error(probe, error) from error
             results.append(out)
             written |= {name for name, t in fakes.items() if version(t)}
             written |= {neutrality.INPUTS for t in leaves(inputs) if isinstance(t, torch.Tensor) and version(t)}
-            leaf = gradient_reaches(out)
+            leaf = leaves_with_gradient(out)
             reached |= {name for name in wanted if id(fakes[name]) in leaf}
     trained = [entry["name"] for entry in entries if entry["train"] and not entry["slots"] and entry["sites"]]
     if wanted and trained and (path := cut_gradient(new)):
@@ -247,7 +248,7 @@ def _lost(names: list[str], probe: Probe) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     text = f"no gradient reaches {', '.join(names[:3])}{more}: their result does not reach the output"
     calls = [n for n in probe.graph.nodes if n.op == "call_module" and names[0].startswith(f"{n.target}.")]
-    cut = next((found for n in calls if (found := cut_by(probe, n)) is not None), None)
+    cut = next((found for n in calls if (found := find_gradient_cut(probe, n)) is not None), None)
     if cut is None:
         return text
     entry = cut.meta["pass"]
@@ -324,7 +325,16 @@ def _one_graph(gm: TracedModule, new: TracedModule, call: Any) -> str:
 
 
 def _capture_error(module: TracedModule, call: Any) -> str | None:
-    """Why dynamo cannot capture the module whole, or None. Runs on the meta device, on a copy that is thrown away."""
+    """Why dynamo cannot capture the module whole, or None. Equal calls are captured once; what fails so, again as it is."""
+    for mode, graph in module.graphs.items():
+        few = keep_distinct_calls(module, copy_graph(graph))
+        if _capture(module, mode, few, call) is not None and (error := _capture(module, mode, copy_graph(graph), call)):
+            return error
+    return None
+
+
+def _capture(module: TracedModule, mode: bool, graph: Graph, call: Any) -> str | None:
+    """Why dynamo cannot capture a graph of a module, or None. Runs on the meta device, on a copy that is thrown away."""
     captured = 0
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
@@ -332,19 +342,55 @@ def _capture_error(module: TracedModule, call: Any) -> str | None:
         captured += 1
         return graph.forward
 
-    for mode, graph in module.graphs.items():
-        tree = shell(module)
-        with swapped(tree, on_meta):
-            tree.train(mode)
-            copy = TracedModule(tree, {mode: copy_graph(graph)})
-            inputs = map_leaves(call, lambda t, _: on_meta(t))
-            captured = 0
-            try:
-                with torch.no_grad():
-                    torch.compile(copy, backend=backend, fullgraph=True)(*inputs[0], **inputs[1])
-            except Exception as error:  # the compiler's
-                lines = [line.strip() for line in str(error).split("\n") if line.strip()]
-                return " ".join(lines[:3]) or type(error).__name__
-            if captured != 1:
-                return f"{captured} graphs"
-    return None
+    tree = shell(module)
+    with swapped(tree, on_meta):
+        tree.train(mode)
+        copy = TracedModule(tree, {mode: graph})
+        inputs = map_leaves(call, lambda t, _: on_meta(t))
+        try:
+            with torch.no_grad():
+                torch.compile(copy, backend=backend, fullgraph=True)(*inputs[0], **inputs[1])
+        except Exception as error:  # the compiler's
+            lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+            return " ".join(lines[:3]) or type(error).__name__
+    return None if captured == 1 else f"{captured} graphs"
+
+
+def keep_distinct_calls(module: nn.Module, graph: Graph) -> Graph:
+    """Take the later ones of equal calls out of a graph, in place; their users get the result of the first.
+
+    Calls are equal that have the same function, or layers of torch or fxplug with the same classes, settings and sizes, and
+    arguments and results of the same shapes and dtypes.
+    """
+    first: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        result = _sizes(node)
+        if node.op in ("placeholder", "output") or (result is node and not node.meta.get("effect")):
+            continue
+        if node.op == "call_module":
+            target: Any = _settings(module.get_submodule(str(node.target)))
+        else:
+            target = "" if node.op == "get_attr" else node.target
+        key = (node.op, target, repr(fx.map_arg((node.args, node.kwargs), _sizes)), "" if result is node else repr(result))
+        if first.setdefault(key, node) is not node:
+            replace(node, first[key])
+    return graph
+
+
+def _sizes(node: fx.Node) -> Any:
+    """Shape and dtype of a node's tensor, or its number; the node itself where it gives something else."""
+    if "shape" in node.meta:
+        return (tuple(node.meta["shape"]), node.meta["dtype"])
+    return ("number", node.meta["value"]) if "value" in node.meta else node
+
+
+def _settings(layer: nn.Module) -> Any:
+    """What a layer's code can depend on, but for values of tensors; the layer itself where its code is somebody's own."""
+    if type(layer).__module__.partition(".")[0] not in ("torch", "fxplug"):
+        return layer
+    settings = []
+    for child in layer.modules():
+        values = {key: value for key, value in vars(child).items() if not key.startswith("_")}
+        tensors = [(key, t.shape, t.dtype) for key, t in [*child._parameters.items(), *child._buffers.items()] if t is not None]
+        settings.append((type(child), repr(values), repr(tensors)))
+    return tuple(settings)

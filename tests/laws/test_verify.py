@@ -13,7 +13,9 @@ import fxplug
 from fxplug import Match, Pass, Rule
 from fxplug.blocks.base import Block
 from fxplug.blocks.skip import Skip
+from fxplug.core.ir.graph import copy_graph
 from fxplug.core.rewriter.probe import unlike
+from fxplug.core.verifier import keep_distinct_calls
 
 
 class Honest(Block):
@@ -419,3 +421,52 @@ def test_an_output_of_another_shape_is_an_error_of_verification(wrong):
     gm, new = rewritten(Attended().eval(), x := torch.randn(2, 3, 8), block(lying(wrong), "fc", "liar"))
     with pytest.raises(fxplug.VerifyError, match="liar"):
         checked(gm, new, x)
+
+
+class Stack(nn.Module):
+    """Equal layers, and sizes that are the same for some inputs only."""
+
+    def __init__(self, layers=6):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.sum(1), torch.cat([y, y], 1).mean(0)
+
+
+class BreaksAtOneSite(Block):
+    """Cannot be captured at the site that its class names, and is like the others everywhere else."""
+
+    neutral = True
+    breaks = "layers.4"
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.weight = path, nn.Parameter(torch.zeros(1))
+
+    @classmethod
+    def at(cls, site):
+        return cls(site.path)
+
+    def forward(self, y):
+        if self.path == self.breaks and y.sum() > 1e9:
+            return y
+        return y + self.weight
+
+
+def test_equal_calls_are_captured_once_and_a_block_that_breaks_the_graph_at_one_site_is_found():
+    inputs = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    gm = fxplug.trace(Stack(), inputs)
+    few = keep_distinct_calls(gm, copy_graph(gm.graph))
+    assert sum(n.op == "call_module" for n in few.nodes) == 1
+    new = fxplug.apply(gm, block(BreaksAtOneSite, "layers.*"))
+    with pytest.raises(fxplug.VerifyError, match=r"fullgraph=True\) does not give one graph"):
+        fxplug.verify(gm, new, inputs)
+    assert fxplug.verify(gm, fxplug.apply(gm, block(BreaksAtOneSite, ["layers.0", "layers.3"])), inputs).ok
+
+
+def test_sizes_that_were_equal_at_the_trace_alone_are_captured_as_they_are():
+    new = fxplug.trace(Stack(), (torch.randn(2, 3, 8), torch.randn(2, 3, 8)))
+    assert fxplug.verify(new, new, (torch.randn(2, 3, 8), torch.randn(5, 4, 8))).ok

@@ -21,19 +21,19 @@ from .graft import Graft, OpenedGraph, Traces, head
 from .matcher import fill, reads
 from .sites import (
     Site,
-    Slot,
+    ValueUse,
     backward,
-    behind,
     check_flow,
     check_order,
     flat_ports,
     in_order,
+    insertion_point,
     map_ports,
     needed,
     nodes_in,
     same_structure,
     structure,
-    unlooped,
+    users_without_loop,
 )
 
 ROOT = {"": ("", "")}  # the nn_module_stack of what passes put in
@@ -90,7 +90,7 @@ class Editor(OpenedGraph):
         args = [self.argument(site, index, slots) for index in range(len(rule.args))]
         if stacked and rule.combine == "chain" and not any(item in ("y", "y[:]") for item in rule.args):
             args = [slots[0][1].value if item == "x" else arg for item, arg in zip(rule.args, args, strict=True)]
-        last = behind([*nodes_in(args), *(slot.value for _, slot in slots)], [slot for _, slot in slots])
+        last = insertion_point([*nodes_in(args), *(slot.value for _, slot in slots)], [slot for _, slot in slots])
         result, new = (args[0], []) if made is None else self.call(site, *made, args, last, slots)
         if rule.name is not None:
             result, kept = (self.member(result, i, new) for i in (0, 1))
@@ -103,7 +103,7 @@ class Editor(OpenedGraph):
                 value = self.member(value, key, new)
             if value is slot.value or value is slot.only:
                 continue
-            reading: set[fx.Node] = unlooped(slot, value) if made is None else set()
+            reading: set[fx.Node] = users_without_loop(slot, value) if made is None else set()
             check_order(site, slot, args, value if made is None else last, reading)
             if stacked and rule.combine == "sum":
                 value = self.node("call_function", operator.add, (slot.value, value), site, max(slot.value, value))
@@ -123,7 +123,7 @@ class Editor(OpenedGraph):
             self.drop(site)
 
     def call(
-        self, site: Site, name: str, block: nn.Module, args: list[Any], last: fx.Node, slots: list[tuple[Any, Slot]]
+        self, site: Site, name: str, block: nn.Module, args: list[Any], last: fx.Node, slots: list[tuple[Any, ValueUse]]
     ) -> tuple[Any, list[fx.Node]]:
         """A block called behind `last`: its result, and the nodes that are new."""
         if getattr(block, "inline", False):
@@ -144,7 +144,7 @@ class Editor(OpenedGraph):
         own = shell(sub)
         self.tree.get_submodule(owner)._modules[last_name] = own
         graft = Graft(self.graph, name, name, ROOT, self.made_by(site, type(block).__name__), after=last)
-        graft.base = {**self.traces.taken_from_base(own, self.tree), **self.traces.at_home(name, block, own, self.tree)}
+        graft.base = {**self.traces.weights_of_base(own, self.tree), **self.traces.share_weights(name, block, own, self.tree)}
         inputs = inspect.signature(block.forward).bind(*args)
         inputs.apply_defaults()
         return graft.put(self.of_mode(sub), inputs.arguments), graft.nodes
@@ -214,36 +214,36 @@ class Editor(OpenedGraph):
             )
         return False
 
-    def slots(self, site: Site) -> list[tuple[tuple[int | str, ...], Slot]]:
+    def slots(self, site: Site) -> list[tuple[tuple[int | str, ...], ValueUse]]:
         """The places where the values that a site changes are written, with their keys in what the block returns."""
         if site.node:
             node = self.by_name[site.node]
             if site.rule.place == "before":
                 value = next(a for a in node.all_input_nodes if "shape" in a.meta)
-                return [((), Slot(value, node))]
-            return [((), Slot(self.newest(node)))]
+                return [((), ValueUse(value, node))]
+            return [((), ValueUse(self.newest(node)))]
         if not site.port.whole:
             return [((), self.slot(site.port))]
         return [(keys, self.slot(port)) for keys, port in flat_ports(members(self.regions, site.port))]
 
-    def slot(self, port: Port) -> Slot:
+    def slot(self, port: Port) -> ValueUse:
         """Where the value at a port is written: all its users, or the one argument or edge that the port is."""
         region = self.regions.by_key[port.path]
         if port.side == "in":
             _, index, reader = find_input(self.regions, region, port)
             given = reader.args[0] if region.leaf is None else [*reader.args, *reader.kwargs.values()][index]
             assert isinstance(given, fx.Node)
-            return Slot(given, reader, None if region.leaf is None else index)
+            return ValueUse(given, reader, None if region.leaf is None else index)
         node = find_output(self.regions, region, port)
         if region.leaf is None:
             read = node.args[0]
             assert isinstance(read, fx.Node)
-            return Slot(read, node)
-        return Slot(self.newest(node))
+            return ValueUse(read, node)
+        return ValueUse(self.newest(node))
 
     # --- what a block is called with
 
-    def argument(self, site: Site, index: int, slots: list[tuple[Any, Slot]]) -> Any:
+    def argument(self, site: Site, index: int, slots: list[tuple[Any, ValueUse]]) -> Any:
         """The value of one of a rule's arguments as it is now: a node, or nodes in the structure of a whole value."""
         value = site.args[index]
         if value.kind == "changed":
@@ -311,7 +311,7 @@ class Editor(OpenedGraph):
             value = min(node for node, _ in users) if users else None
         if value is None:
             return  # this graph does not read it
-        slot = Slot(value)
+        slot = ValueUse(value)
         args = [self.argument(site, index, [((), slot)]) for index in range(len(site.args))]
         last = max(nodes_in(args))
         shared = self.behind.get(f"block:{name}")

@@ -21,7 +21,7 @@ from ..ir.traced_module import MODES, TracedModule, code_when_asked
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass
 from ..torch_internals.tensors import memory_id
-from .sites import Slot, hand_over
+from .sites import ValueUse, replace_leaf_uses
 
 CHECKS = ENTRY  # of the inputs, which are the host's values here
 
@@ -79,7 +79,7 @@ class Traces:
             self._known[key] = module, traced(module, args, kwargs, what)
         return self._known[key][1]
 
-    def at_home(self, name: str, block: nn.Module, own: nn.Module, tree: nn.Module) -> dict[str, str]:
+    def share_weights(self, name: str, block: nn.Module, own: nn.Module, tree: nn.Module) -> dict[str, str]:
         """What is in a module that another block has too, with its names in that one; `own` has it no longer.
 
         `own` is the tree of the block's trace, which stands at `name` in `tree`. A module stands in the first block that has
@@ -97,7 +97,7 @@ class Traces:
             found.update({f"{child}.{key}": f"{home}.{key}" for key, _ in inside})
         return found
 
-    def taken_from_base(self, own: nn.Module, tree: nn.Module) -> dict[str, str]:
+    def weights_of_base(self, own: nn.Module, tree: nn.Module) -> dict[str, str]:
         """Those constants of a trace that are weights of the model, with the model's names; `own` has them no longer.
 
         A block that reads the layer it was made for (`site.module.weight`) finds the layer's own weight that way.
@@ -197,10 +197,10 @@ class Graft:
         target = node.target
         if node.op in ("get_attr", "call_module"):
             target = self.base.get(str(target)) or f"{self.path}.{target}"
-        inside = {self.joined(k): (f"{self.path}.{v[0]}", v[1]) for k, v in node.meta["nn_module_stack"].items() if k}
+        inside = {self.join(k): (f"{self.path}.{v[0]}", v[1]) for k, v in node.meta["nn_module_stack"].items() if k}
         meta = {**node.meta, "pass": self.made_by, "nn_module_stack": {**self.stack, **inside}}
         if port is not None:
-            meta["port"] = Port(self.joined(port.path), port.side, port.keys)
+            meta["port"] = Port(self.join(port.path), port.side, port.keys)
         name = f"{identifier(self.key)}_{node.name}"
         new = insert(self.host, node.op, target, args, kwargs, after=anchor, name=name, meta=meta)
         if not at_root:
@@ -208,7 +208,7 @@ class Graft:
         self.nodes.append(new)
         return new
 
-    def joined(self, key: str) -> str:
+    def join(self, key: str) -> str:
         """The key of a region of the graph that is put in, in the host."""
         base, _, call = self.key.partition("@")
         inner, _, inner_call = key.partition("@")
@@ -281,7 +281,7 @@ class OpenedGraph:
             if node.op == "get_attr":
                 self.regions.readers.setdefault(str(node.target), []).append(node)
         self.now_inside(graft.nodes)
-        hand_over(leaf, result)
+        replace_leaf_uses(leaf, result)
 
     def add_edges(self, region: Region) -> None:
         """Make a leaf a region with edges of its own, so that its place stays when its call goes."""
@@ -298,7 +298,7 @@ class OpenedGraph:
             if not region.inputs:
                 edge.meta["call"] = tuple(None if isinstance(v, fx.Node) else v for v in leaf.args)
                 edge.meta["named"] = {k: None if isinstance(v, fx.Node) else v for k, v in leaf.kwargs.items()}
-            Slot(given, leaf, index).put(edge, set())
+            ValueUse(given, leaf, index).put(edge, set())
             region.inputs.append((port, index, edge))
         for port, node in outputs:
             value = self.newest(node)

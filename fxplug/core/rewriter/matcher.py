@@ -29,9 +29,9 @@ def find(gm: TracedModule, p: Pass) -> Sites:
     """
     host = gm
     if p.inputs or p.networks or p.slots or p.parallel or p.loads:
-        from .networks import joined
+        from .networks import join
 
-        gm, p = joined(gm, p)
+        gm, p = join(gm, p)
     views = [Regions(graph, gm) for graph in gm.graphs.values()]
     sites: list[Site] = []
     for rule in p.rules:

@@ -197,7 +197,7 @@ ENDS = 4  # a pattern has at most so many parts behind `**.`
 TRIED = 20  # groups for which a pattern is looked for
 
 
-def left_over(views: Sequence[Regions], p: Pass, sites: Iterable[Site]) -> str:
+def unmatched_siblings(views: Sequence[Regions], p: Pass, sites: Iterable[Site]) -> str:
     """`140 similar layers were not taken: **.to_out.0 (to take them too: at: [...])`, or an empty text.
 
     Similar is a layer of the same class that is in the same module as one that was taken, or has its name. Rules that match

@@ -61,7 +61,7 @@ def named_sizes(gm: TracedModule, p: Pass) -> tuple[dict[str, int], dict[str, li
     return bound, free
 
 
-def how_deep(error: BaseException | None) -> Depth:
+def trace_depth(error: BaseException | None) -> Depth:
     """How far a trace came before an error: the number of the network, and of the nodes that it had written by then."""
     found: Depth = ()
     while error is not None:
@@ -146,7 +146,7 @@ def _samples(gm: TracedModule, p: Pass) -> str:
     return str(port)
 
 
-def joined(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
+def join(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
     """`gm` with the inputs and networks of a pass in its graph and module tree; `gm` itself when the pass has none.
 
     The pass comes back with the network that its slots need. Raises SpecError, MatchError or TraceError for an input or
@@ -177,11 +177,11 @@ def joined(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
             sizes = {**bound, **search.send(deep)}
             try:
                 with quiet(), unchanged(gm, f"a network ({', '.join(modules)})"):
-                    return _joined(gm, p, modules, sizes), p
+                    return _join(gm, p, modules, sizes), p
             except (MatchError, SpecError) as error:
                 raise type(error)(f"{p.name}: {getattr(error, 'finding', error)}") from None
             except TraceError as error:
-                failed, deep = failed or error, how_deep(error)
+                failed, deep = failed or error, trace_depth(error)
                 tried.append(", ".join(f"{k}={v}" for k, v in sizes.items()))
             if differences:
                 break  # of another architecture: no size will do
@@ -212,7 +212,7 @@ def _differences(gm: TracedModule, name: str, module: nn.Module) -> str:
 # --- into the graph
 
 
-def _joined(gm: TracedModule, p: Pass, modules: Mapping[str, nn.Module], sizes: Mapping[str, int]) -> TracedModule:
+def _join(gm: TracedModule, p: Pass, modules: Mapping[str, nn.Module], sizes: Mapping[str, int]) -> TracedModule:
     tree = shell(gm)
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     for graph in graphs.values():

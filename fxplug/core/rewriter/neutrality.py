@@ -22,19 +22,19 @@ from ..torch_internals.tensors import memory_id, version
 from .applying import apply
 from .probe import (
     Call,
-    Finding,
-    Left,
+    CallOutcome,
+    Difference,
     Probe,
     Record,
     Unchecked,
     Watch,
+    check_writes,
     close_enough,
+    constant_output_note,
     first_difference,
-    gradient_reaches,
-    hidden_state,
     is_differentiable,
-    kept_results,
-    located,
+    leaves_with_gradient,
+    locate_error,
     swapped,
 )
 
@@ -45,7 +45,7 @@ NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 @contextlib.contextmanager
 def in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
     """Training or evaluation for the time of a check; each module's own mode is given back. Raises TraceError as train()."""
-    held = [(m, m.training) for root in modules for m in root.modules()]
+    previous = [(m, m.training) for root in modules for m in root.modules()]
     roots = [(root, root.training) for root in modules]
     try:
         for root in modules:
@@ -55,7 +55,7 @@ def in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
         for root, before in roots:
             if root.training != before:
                 root.train(before)
-        for module, before in held:
+        for module, before in previous:
             if not isinstance(module, TracedModule):
                 module.training = before
 
@@ -105,27 +105,27 @@ INPUTS = ":in"  # among the names of what a model writes: its inputs
 
 
 @dataclass(frozen=True)
-class Way:
+class CallMode:
     """One way to call a module: `grads` has one entry a call, whether gradients are recorded; a call finds what the one
     before it left in the buffers.
     """
 
-    said: str
+    label: str
     training: bool = False
     grads: tuple[bool, ...] = (False,)
     channels_last: bool = False
 
-    def call(self, index: int) -> str:
+    def which(self, index: int) -> str:
         """Which call it was, in words; nothing for a plain one."""
         if index:
             return " on a second call, with gradients recorded"
-        return f" {self.said}" if self.training or self.channels_last else ""
+        return f" {self.label}" if self.training or self.channels_last else ""
 
 
-WAYS = (
-    Way("in evaluation twice", grads=(False, True)),
-    Way("in training", training=True, grads=(True,)),
-    Way("with channels-last inputs", channels_last=True),
+CALL_MODES = (
+    CallMode("in evaluation twice", grads=(False, True)),
+    CallMode("in training", training=True, grads=(True,)),
+    CallMode("with channels-last inputs", channels_last=True),
 )
 
 
@@ -138,21 +138,21 @@ def check(
     """
     added = {name for entry in entries for name in entry["inputs"]}
     names = ", ".join(e["name"] for e in entries) or "no pass"
-    pair = _Pair(gm, new, call, added, entries, written)
+    comparison = _Comparison(gm, new, call, added, entries, written)
     done, notes = [], []
-    with kept_results(gm, new, call):
-        for way in WAYS:
-            if not pair.concerned(way):
+    with check_writes(gm, new, call):
+        for mode in CALL_MODES:
+            if not comparison.applies(mode):
                 continue
-            note = pair.check(way)
+            note = comparison.check(mode)
             notes += [note] if note else []
-            done += [way.said] if note is None or not note.startswith("not ") else []
+            done += [mode.label] if note is None or not note.startswith("not ") else []
     if not done:
         raise Unchecked("; ".join(notes))
     return "; ".join([f"outputs are torch.equal ({names}), {', '.join(done)}", *dict.fromkeys(notes)])
 
 
-class _Pair:
+class _Comparison:
     """The two modules, what they are called with, and who put in what is between them."""
 
     def __init__(
@@ -164,69 +164,69 @@ class _Pair:
         entries: list[dict[str, Any]],
         written: set[str] | None,
     ) -> None:
-        self.gm, self.new, self.call, self.entries, self.written = gm, new, call, entries, written
+        self.gm, self.new, self.inputs, self.entries, self.written = gm, new, call, entries, written
         self.old_call: Call = (call[0], {k: v for k, v in call[1].items() if k not in added})
 
-    def concerned(self, way: Way) -> bool:
+    def applies(self, mode: CallMode) -> bool:
         """Whether calling this way can show what evaluation does not."""
-        if way.channels_last:
-            given = (t for t in leaves(self.old_call) if isinstance(t, torch.Tensor))
-            return any(_channels_last(t) is not t for t in given) and _has_space(self.new)
-        return not way.training or _knows_mode(self.gm) or _knows_mode(self.new)
+        if mode.channels_last:
+            tensors = (t for t in leaves(self.old_call) if isinstance(t, torch.Tensor))
+            return any(_channels_last(t) is not t for t in tensors) and _has_space(self.new)
+        return not mode.training or _knows_mode(self.gm) or _knows_mode(self.new)
 
-    def check(self, way: Way) -> str | None:
+    def check(self, mode: CallMode) -> str | None:
         """Compare one way of calling. Gives a note, which begins with 'not ' where nothing could be compared."""
         try:
-            with in_mode(way.training, self.gm, self.new):
-                return self.compared(way)
+            with in_mode(mode.training, self.gm, self.new):
+                return self.compare(mode)
         except TraceError:
-            return f"not {way.said}: the model could not be traced in that mode"
+            return f"not {mode.label}: the model could not be traced in that mode"
 
-    def compared(self, way: Way) -> str | None:
+    def compare(self, mode: CallMode) -> str | None:
         try:
-            base = self.left(self.gm, way)
+            base = self.call(self.gm, mode)
         except Exception as error:  # the model's
             text = f"{type(error).__name__}: {_first_line(error)}"
-            if way is not WAYS[0]:
-                return f"not {way.said}: the model itself fails there ({text})"
+            if mode is not CALL_MODES[0]:
+                return f"not {mode.label}: the model itself fails there ({text})"
             raise VerifyError(f"the model itself fails on these inputs, without any pass: {text}") from error
         try:
-            new = self.left(self.new, way)
+            new = self.call(self.new, mode)
         except Exception as error:  # the rewritten model's: its blocks may be the user's
-            raise self.failure(way, error) from error
-        note = "" if way is not WAYS[0] else hidden_state(base[0].out)
+            raise self.locate_failure(mode, error) from error
+        note = "" if mode is not CALL_MODES[0] else constant_output_note(base[0].out)
         finding = first_difference(base, new)
         if finding is None:
             return note or None
-        if (unsteady := first_difference(base, self.left(self.gm, way))) is not None:
-            again = f"the model itself does otherwise when it is called again{way.call(unsteady.index)}"
+        if (unsteady := first_difference(base, self.call(self.gm, mode))) is not None:
+            again = f"the model itself does otherwise when it is called again{mode.which(unsteady.index)}"
             raise Unchecked(f"{again}, with the same state, inputs and seed: {unsteady.text}")
-        return self.excused(way, base, new) or self.blamed(way, finding)
+        return self.explain(mode, base, new) or self.raise_located(mode, finding)
 
-    def left(self, module: TracedModule, way: Way, run: Runner | None = None) -> list[Left]:
+    def call(self, module: TracedModule, mode: CallMode, run: Runner | None = None) -> list[CallOutcome]:
         """What each of the calls leaves."""
-        call = self.call if module is self.new else self.old_call
-        if way.channels_last:
+        call = self.inputs if module is self.new else self.old_call
+        if mode.channels_last:
             call = map_leaves(call, lambda t, _: _channels_last(t))
         try:
-            return _left(module, call, way, self.written, run, frugal=True)
-        except _Backward:  # the model computes gradients of its own
-            return _left(module, call, way, self.written, run, frugal=False)
+            return _run_calls(module, call, mode, self.written, run, frugal=True)
+        except _ValueNotSaved:  # the model computes gradients of its own
+            return _run_calls(module, call, mode, self.written, run, frugal=False)
 
-    def excused(self, way: Way, base: list[Left], new: list[Left]) -> str | None:
+    def explain(self, mode: CallMode, base: list[CallOutcome], new: list[CallOutcome]) -> str | None:
         """Why a difference is none of the passes': random numbers that they draw too, or an opened MultiheadAttention."""
 
         def isolated(module: TracedModule, index: int, call: Call) -> Any:
-            return Probe(module, module.graph, call, isolated=True).go()
+            return Probe(module, module.graph, call, isolated=True).run_graph()
 
-        opened = _opened(self.gm, self.new)
+        opened = _opened_attentions(self.gm, self.new)
         for draws in (False, True):
-            ours = self.left(self.new, way, isolated) if draws else new
+            ours = self.call(self.new, mode, isolated) if draws else new
             drawn = "random numbers that the passes draw were kept apart" if draws else ""
             if draws and first_difference(base, ours) is None:
                 return drawn
             if opened:
-                control = self.left(apply(self.gm, _opening(opened)), way)
+                control = self.call(apply(self.gm, _identity_pass(opened)), mode)
                 if first_difference(control, ours) is None and close_enough(base, control):
                     text = f"outputs agree within rounding where {', '.join(opened)} was opened: MultiheadAttention computes "
                     return text + "in another order then" + (f"; {drawn}" if draws else "")
@@ -234,34 +234,34 @@ class _Pair:
 
     # --- who it was
 
-    def failure(self, way: Way, error: Exception) -> VerifyError:
+    def locate_failure(self, mode: CallMode, error: Exception) -> VerifyError:
         probes: list[Probe] = []
 
         def probed(module: TracedModule, index: int, call: Call) -> Any:
             probes.append(Probe(module, module.graph, call))
-            return probes[-1].go()
+            return probes[-1].run_graph()
 
         with contextlib.suppress(Exception):  # the model's again, which was caught before
-            self.left(self.new, way, probed)
-            return VerifyError(f"the rewritten model fails{way.call(0)}: {type(error).__name__}: {_first_line(error)}")
-        return located(probes[-1], error)
+            self.call(self.new, mode, probed)
+            return VerifyError(f"the rewritten model fails{mode.which(0)}: {type(error).__name__}: {_first_line(error)}")
+        return locate_error(probes[-1], error)
 
-    def blamed(self, way: Way, finding: Finding) -> str:
+    def raise_located(self, mode: CallMode, finding: Difference) -> str:
         """Raises VerifyError with the pass and the site where the difference begins."""
         before: dict[str, Any] = {}
         watches: list[Watch] = []
 
         def recorded(module: TracedModule, index: int, call: Call) -> Any:
-            return Record(module, module.graph, call, before if index == finding.index else {}).go()
+            return Record(module, module.graph, call, before if index == finding.index else {}).run_graph()
 
         def watched(module: TracedModule, index: int, call: Call) -> Any:
             watches.append(Watch(module, module.graph, call, before if index == finding.index else {}))
-            return watches[-1].go()
+            return watches[-1].run_graph()
 
-        self.left(self.gm, way, recorded)
-        self.left(self.new, way, watched)
+        self.call(self.gm, mode, recorded)
+        self.call(self.new, mode, watched)
         watch = watches[finding.index]
-        node = watch.blamed()
+        node = watch.responsible_block()
         names = ", ".join(entry["name"] for entry in self.entries if entry["neutral"]) or "no pass"
         where = ""
         if node is not None:
@@ -271,53 +271,53 @@ class _Pair:
             where = f"\n  first region to differ: {entry.get('site', '')} ({entry.get('block', '')}){line}"
         elif watch.first is not None:
             where = f"\n  first value to differ: '{watch.first.name}', which no block stands before"
-        raise VerifyError(f"{names} says it is neutral, but {finding.text}{way.call(finding.index)}{where}")
+        raise VerifyError(f"{names} says it is neutral, but {finding.text}{mode.which(finding.index)}{where}")
 
 
 # --- one call
 
 
-class _Backward(Exception):
+class _ValueNotSaved(Exception):
     """A backward pass wants a value that was not kept."""
 
 
-def _not_kept(value: None) -> torch.Tensor:
-    raise _Backward
+def _raise_not_saved(value: None) -> torch.Tensor:
+    raise _ValueNotSaved
 
 
-def _left(
-    module: TracedModule, call: Call, way: Way, written: set[str] | None, run: Runner | None, frugal: bool
-) -> list[Left]:
+def _run_calls(
+    module: TracedModule, call: Call, mode: CallMode, written: set[str] | None, run: Runner | None, frugal: bool
+) -> list[CallOutcome]:
     copies = _Copies()
 
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
         kept = isinstance(tensor, nn.Parameter) and written is not None and id(tensor) not in changing
-        return tensor if kept or is_packed(tensor) else copies.of(tensor)
+        return tensor if kept or is_packed(tensor) else copies.copy(tensor)
 
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     changing = {id(t) for name, t in tensors if name in (written or ())}
     found = []
     generators = [(g, g.get_state()) for g in leaves(call) if isinstance(g, torch.Generator)]
     # nothing goes back through these calls, so what a backward pass would need is not kept: they take an inference's memory
-    saving = torch.autograd.graph.saved_tensors_hooks(lambda t: None, _not_kept) if frugal else contextlib.nullcontext()
-    with torch.random.fork_rng(), swapped(module, copied, values=True) as state:
+    saving = torch.autograd.graph.saved_tensors_hooks(lambda t: None, _raise_not_saved) if frugal else contextlib.nullcontext()
+    with torch.random.fork_rng(), swapped(module, copy, values=True) as state:
         torch.manual_seed(0)
-        for index, grad in enumerate(way.grads):
+        for index, grad in enumerate(mode.grads):
             inputs = _Copies()
-            given = map_leaves(call, lambda t, _, own=inputs: own.of(t))  # type: ignore[misc]
+            arguments = map_leaves(call, lambda t, _, own=inputs: own.copy(t))  # type: ignore[misc]
             sources = {}
             if grad and written is not None and INPUTS not in written:
-                sources = {id(t): f"input {n}" for n, t in enumerate(leaves(given)) if is_differentiable(t)}
-                for t in leaves(given):
+                sources = {id(t): f"input {n}" for n, t in enumerate(leaves(arguments)) if is_differentiable(t)}
+                for t in leaves(arguments):
                     if id(t) in sources:
                         t.requires_grad_()
             with torch.inference_mode(False), torch.set_grad_enabled(grad), saving:
-                out = module(*given[0], **given[1]) if run is None else run(module, index, given)
-            reaches = gradient_reaches(out) if grad else set()
+                out = module(*arguments[0], **arguments[1]) if run is None else run(module, index, arguments)
+            reaches = leaves_with_gradient(out) if grad else set()
             reached = {name for name, t in state.items() if id(t) in reaches}
             reached |= {name for i, name in sources.items() if i in reaches}
-            after = {name: _snapshot(t) for name, t in state.items() if copies.made(t)}
-            found.append(Left(_snapshots(out), after, _snapshots(given), reached))
+            after = {name: _snapshot(t) for name, t in state.items() if copies.is_copy(t)}
+            found.append(CallOutcome(_snapshots(out), after, _snapshots(arguments), reached))
             for generator, start in generators:
                 generator.set_state(start)
     return found
@@ -330,7 +330,7 @@ class _Copies:
         self.storages: dict[int, Any] = {}
         self.known: dict[int, torch.Tensor] = {}
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
             new = tensor.detach().clone()
         else:
@@ -342,7 +342,7 @@ class _Copies:
         self.known[id(new)] = new.requires_grad_(tensor.requires_grad)
         return new
 
-    def made(self, tensor: torch.Tensor) -> bool:
+    def is_copy(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self.known
 
 
@@ -369,26 +369,23 @@ def _has_space(module: TracedModule) -> bool:
     return any(n.meta["pass"].get("place") == "param" or len(n.meta.get("shape") or ()) > 3 for n in put_in)
 
 
-# --- comparing
-
-
 # --- an opened MultiheadAttention
 
 
-class _Same(nn.Module):
+class _Identity(nn.Module):
     """The parameter as it is, put where a pass put a block, so that the layer is opened and nothing else happens."""
 
     neutral = True
 
     @classmethod
-    def at(cls, site: Any) -> _Same:
+    def at(cls, site: Any) -> _Identity:
         return cls()
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return value
 
 
-def _opened(gm: TracedModule, new: TracedModule) -> list[str]:
+def _opened_attentions(gm: TracedModule, new: TracedModule) -> list[str]:
     """The MultiheadAttentions that stand in the model as they are and in the rewritten one as their code.
 
     torch's own way through them depends on gradients, and on whether q, k and v are one object, which an argument of a
@@ -400,8 +397,8 @@ def _opened(gm: TracedModule, new: TracedModule) -> list[str]:
     return sorted(p for p in paths & kept if isinstance(modules.get(p), nn.MultiheadAttention))
 
 
-def _opening(paths: list[str]) -> Pass:
-    rule = Rule(Match(tuple(paths)), _Same, place="param", port="*", args=("value",))
+def _identity_pass(paths: list[str]) -> Pass:
+    rule = Rule(Match(tuple(paths)), _Identity, place="param", port="*", args=("value",))
     return Pass("opened_for_comparison", [rule])
 
 

@@ -49,7 +49,7 @@ class Probe(fx.Interpreter):
         """The result, in plain containers."""
         return _plain(args[0])  # as the generated code has it
 
-    def go(self) -> Any:
+    def run_graph(self) -> Any:
         """Run the graph on its inputs; gives its result."""
         return self.run(initial_env=dict(self.inputs), enable_io_processing=False)
 
@@ -125,7 +125,7 @@ def swapped(
             table.update(original)
 
 
-def gradient_reaches(out: Any) -> set[int]:
+def leaves_with_gradient(out: Any) -> set[int]:
     """The ids of the leaf tensors that a gradient of a result would reach. Follows autograd's graph and computes nothing."""
     found: set[int] = set()
     todo: list[Any] = []
@@ -146,7 +146,7 @@ def gradient_reaches(out: Any) -> set[int]:
     return found
 
 
-def flows(out: torch.Tensor, goal: Any) -> bool:
+def has_gradient_path(out: torch.Tensor, goal: Any) -> bool:
     """Whether a gradient of `out` comes to a function of autograd, or to a leaf."""
     if out is goal or out.grad_fn is goal:
         return True
@@ -162,7 +162,7 @@ def flows(out: torch.Tensor, goal: Any) -> bool:
     return False
 
 
-def cut_by(probe: Probe, start: fx.Node) -> fx.Node | None:
+def find_gradient_cut(probe: Probe, start: fx.Node) -> fx.Node | None:
     """The first inserted node behind `start` through which no gradient comes back to it, of a graph that ran with gradients."""
     reached = {start}
     node: fx.Node
@@ -172,14 +172,14 @@ def cut_by(probe: Probe, start: fx.Node) -> fx.Node | None:
             continue
         results = [t for t in leaves(probe.env.get(node)) if isinstance(t, torch.Tensor)]
         goals = [t if t.grad_fn is None else t.grad_fn for t in leaves(given) if isinstance(t, torch.Tensor)]
-        if any(flows(t, goal) for t in results for goal in goals):
+        if any(has_gradient_path(t, goal) for t in results for goal in goals):
             reached.add(node)
         elif "pass" in node.meta and node.op == "call_module":
             return node
     return None
 
 
-def located(probe: Probe, error: Exception) -> VerifyError:
+def locate_error(probe: Probe, error: Exception) -> VerifyError:
     """A failure of propagation, told at the rule whose block caused it."""
     node = probe.at
     assert node is not None
@@ -189,7 +189,7 @@ def located(probe: Probe, error: Exception) -> VerifyError:
     shapes = ", ".join(
         f"{a.name} {list(probe.env[a].shape)}" for a in node.all_input_nodes if isinstance(probe.env.get(a), torch.Tensor)
     )
-    inserted = origin(probe, node)
+    inserted = inserted_source(probe, node)
     if inserted is None:
         return VerifyError(f"'{node.name}' fails on {shapes or 'its inputs'}: {text}")
     entry = inserted.meta["pass"]
@@ -213,7 +213,7 @@ def changes(probe: Probe, node: fx.Node) -> bool:
     return tuple(made.shape) != tuple(shape) or made.dtype != dtype
 
 
-def origin(probe: Probe, node: fx.Node) -> fx.Node | None:
+def inserted_source(probe: Probe, node: fx.Node) -> fx.Node | None:
     """The inserted node above another one that it fails for: the first of those next to it that changes shape or dtype."""
     if "pass" in node.meta and node.op == "call_module":
         return node
@@ -348,11 +348,11 @@ class Watch(Probe):
         same = [i for i, d in enumerate(digests) for t in results[:1] if _digest(t) == d]
         if n.op == "call_module" and not same:
             self.louder.add(n)
-        if any(given[i].requires_grad and not flows(results[0], functions[i]) for i in same):
+        if any(given[i].requires_grad and not has_gradient_path(results[0], functions[i]) for i in same):
             self.cutters.append(n)
         return out
 
-    def blamed(self) -> fx.Node | None:
+    def responsible_block(self) -> fx.Node | None:
         """The block behind the difference: the first above it whose result is none of its inputs, else the nearest one."""
         if self.first is None:
             return next(iter([*self.cutters, *self.writers]), None)
@@ -371,7 +371,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass
-class Left:
+class CallOutcome:
     """What one call leaves: its result, the state and the inputs after it, and the weights and inputs a gradient reaches."""
 
     out: Any
@@ -381,7 +381,7 @@ class Left:
 
 
 @dataclass
-class Finding:
+class Difference:
     """How what two calls left differs: in which of the calls, in words."""
 
     index: int
@@ -389,7 +389,7 @@ class Finding:
 
 
 @contextlib.contextmanager
-def kept_results(gm: TracedModule, new: TracedModule, call: Call) -> Iterator[None]:
+def check_writes(gm: TracedModule, new: TracedModule, call: Call) -> Iterator[None]:
     """See that what the calls got copies of is not written by another way. Raises VerifyError."""
     named = {f"the {kind} '{name}' of the model": t for kind in ("parameter", "buffer") for name, t in named_leaves(gm, kind)}
     given = [("an input", t) for t in leaves(call) if isinstance(t, torch.Tensor)]
@@ -405,19 +405,19 @@ def named_leaves(module: nn.Module, kind: str) -> Iterator[tuple[str, torch.Tens
     yield from module.named_parameters() if kind == "parameter" else module.named_buffers()
 
 
-def first_difference(base: list[Left], new: list[Left]) -> Finding | None:
+def first_difference(base: list[CallOutcome], new: list[CallOutcome]) -> Difference | None:
     """The first thing that calls of two modules left otherwise."""
     for index, (a, b) in enumerate(zip(base, new, strict=True)):
         if off := unlike(a.out, b.out):
-            return Finding(index, f"outputs differ {off}")
+            return Difference(index, f"outputs differ {off}")
         if off := unlike(a.inputs, {**b.inputs} if isinstance(b.inputs, dict) else common_part(a.inputs, b.inputs)):
-            return Finding(index, f"the inputs after the call differ {off}")
+            return Difference(index, f"the inputs after the call differ {off}")
         for name in a.state.keys() & b.state.keys():
             if off := unlike(a.state[name], b.state[name]):
-                return Finding(index, f"'{name}' after the call differs {off}")
+                return Difference(index, f"'{name}' after the call differs {off}")
         if lost := sorted(a.reached - b.reached):
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            return Finding(index, f"no gradient reaches {', '.join(lost[:3])}{more} any more")
+            return Difference(index, f"no gradient reaches {', '.join(lost[:3])}{more} any more")
     return None
 
 
@@ -426,7 +426,7 @@ def common_part(before: Call, after: Call) -> Call:
     return after[0], {k: v for k, v in after[1].items() if k in before[1]}
 
 
-def close_enough(base: list[Left], control: list[Left]) -> bool:
+def close_enough(base: list[CallOutcome], control: list[CallOutcome]) -> bool:
     """Whether every element of every output agrees within 1e-5 of itself, but for the last bits of the output's largest."""
     for a, b in zip(base, control, strict=True):
         for x, y in zip(leaves(a.out), leaves(b.out), strict=True):
@@ -440,7 +440,7 @@ def close_enough(base: list[Left], control: list[Left]) -> bool:
     return True
 
 
-def hidden_state(out: Any) -> str:
+def constant_output_note(out: Any) -> str:
     """What keeps a comparison from seeing much."""
     tensors = [t for t in leaves(out) if is_differentiable(t) and t.numel() > 1 and t.layout == torch.strided]
     if tensors and all(t.isnan().all() for t in tensors):

@@ -18,7 +18,7 @@ from ..ir.graph import move, redirect, replace, rewire, set_argument
 from ..ir.regions import Regions
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass, Rule
-from .matches import left_over
+from .matches import unmatched_siblings
 
 if TYPE_CHECKING:
     from ..ir.traced_module import TracedModule
@@ -129,7 +129,7 @@ class Sites(list[Site]):
     @property
     def left(self) -> str:
         """What the pass left of layers like those it takes, and a pattern that takes them too; an empty text for nothing."""
-        return left_over([Regions(graph, self.joined) for graph in self.joined.graphs.values()], self.p, self)
+        return unmatched_siblings([Regions(graph, self.joined) for graph in self.joined.graphs.values()], self.p, self)
 
     @property
     def summary(self) -> str:
@@ -182,7 +182,7 @@ def local(address: str, p: Pass) -> str:
     return f"{p.name}.{address}" if first in p.networks else address
 
 
-class Slot:
+class ValueUse:
     """A value and its users: all of them, or one argument of one node."""
 
     def __init__(self, value: fx.Node, only: fx.Node | None = None, index: int | None = None) -> None:
@@ -205,7 +205,7 @@ class Slot:
             set_argument(self.only, self.index, names[self.index], new)
 
 
-def behind(given: list[fx.Node], slots: list[Slot]) -> fx.Node:
+def insertion_point(given: list[fx.Node], slots: list[ValueUse]) -> fx.Node:
     """Where a block stands: behind the last of its values, and behind what writes into one before it is read."""
     last = max(given)
     readers = [slot.only for slot in slots if slot.only is not None]
@@ -248,7 +248,7 @@ def reaches(starts: list[fx.Node], goal: fx.Node) -> bool:
     return goal in starts or any(start in flow and goal in networkx.descendants(flow, start) for start in starts)
 
 
-def unlooped(slot: Slot, value: fx.Node) -> set[fx.Node]:
+def users_without_loop(slot: ValueUse, value: fx.Node) -> set[fx.Node]:
     """The readers of a slot's value that the one which takes its place is computed from: they go on reading what was there.
 
     That is a network which reads a value and changes it. Where the slot is the edge of a region, they read what comes to
@@ -289,7 +289,7 @@ def in_order(graph: fx.Graph, regions: Regions, sites: list[Site]) -> list[Site]
     return sorted(sites, key=moment)
 
 
-def check_order(site: Site, slot: Slot, args: list[Any], late: fx.Node, reading: set[fx.Node]) -> None:
+def check_order(site: Site, slot: ValueUse, args: list[Any], late: fx.Node, reading: set[fx.Node]) -> None:
     """Refuse a block whose inputs come from behind the place where its result is used; `reading` goes on as it is."""
     early = [u for u in slot.users() if u <= late and u not in reading]
     if early:
@@ -369,9 +369,9 @@ def structure(value: Any) -> str:
     return "a tensor" if isinstance(value, (fx.Node, Port)) else repr(value)
 
 
-def hand_over(leaf: fx.Node, result: Any) -> None:
+def replace_leaf_uses(leaf: fx.Node, result: Any) -> None:
     """Give the users of a leaf's result its code's result instead."""
     for user in [] if isinstance(result, fx.Node) else list(leaf.users):
         assert user.target is operator.getitem
-        hand_over(user, result[user.args[1]])
+        replace_leaf_uses(user, result[user.args[1]])
     replace(leaf, result)
