@@ -59,7 +59,7 @@ BLOCKED = """
 # code runs in processes forked from one that has imported what takes long: a new Python takes seconds for that
 FORKING = """
     import json, os, sys, tempfile, traceback, warnings
-    import networkx, numpy, pydantic, timm, torch, torch._dynamo
+    import networkx, numpy, pydantic, torch, torch._dynamo
 
     warnings.simplefilter("error", UserWarning)
     torch.compile(torch.nn.Linear(1, 1), backend="eager")(torch.ones(1, 1))  # makes the compiler's tables
