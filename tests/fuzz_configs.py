@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 from hostile_files import ODD, PATTERNS, attacked, attacks
 
+import fxplug.adapters.file_passes  # noqa: F401  (a pass that adapter files make names it, and no attack may import)
 from fxplug.core.spec.pass_file import load_pass, shipped
 from fxplug.core.spec.run_config import load_config
 

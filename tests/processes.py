@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
 UNET = "diffusers.models.unets.unet_2d_condition"  # what most of diffusers' models import
-OURS = [f"fxplug.{name}" for name in ("training.run", "training.trainer", "parallel.plan", "verifier", "__main__")]
+OURS = [f"fxplug.{name}" for name in ("training.run", "training.trainer", "parallel.plan", "core.verifier", "__main__")]
 LAST = "frozen"
 CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed", UNET, "sklearn.datasets", "timm", "pytest", *OURS, LAST])
 

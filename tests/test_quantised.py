@@ -36,7 +36,7 @@ def inputs(batch=2):
 
 def vit():
     torch.manual_seed(0)
-    options = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 256, "num_heads": 4, "num_classes": 5}
+    options = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 128, "num_heads": 4, "num_classes": 5}
     return timm.models.vision_transformer.VisionTransformer(**options).eval().requires_grad_(False)
 
 
@@ -169,7 +169,7 @@ def test_a_quantised_layer_is_traced_and_taken_by_rules_for_linear(way):
         if PACKS in vars(layer):
             assert vars(layer)[PACKS] == bnb.nn.modules.has_avx512bf16()  # as it was
     assert torch.equal(ours, gm(inputs()))
-    assert len(fxplug.find(gm, fxplug.load_pass("lora", at="blocks.**"))) == 8
+    assert len(fxplug.find(gm, fxplug.load_pass("lora", at="blocks.**"))) == 4
     kind = type(model.blocks[0].attn.qkv).__name__
     rule = fxplug.Rule(fxplug.Match(module=[kind, "Conv2d"]), use="fxplug.blocks:Lora")
     assert "blocks.0.attn.qkv" in [site.path for site in fxplug.find(gm, fxplug.Pass("own", rules=[rule]))]
@@ -184,7 +184,7 @@ def test_a_new_adapter_is_neutral_to_the_bit_beside_convolutions_too(way):
     found = {check.name: (check.status, check.detail) for check in report.checks}
     assert found["neutral"][0] == "ok" and found["saved"][0] == "ok", found
     assert "load needs allow" in found["saved"][1]
-    assert same(before, model) and len(new.meta["passes"][0]["sites"]) == 10
+    assert same(before, model) and len(new.meta["passes"][0]["sites"]) == 6
 
 
 @each
@@ -199,7 +199,7 @@ def test_results_and_gradients_are_those_of_peft(way, training):
     ours.square().sum().backward()
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     own = dict(new.named_parameters())
-    assert len(names) == 16
+    assert len(names) == 8
     for name, parameter in wrapped.named_parameters():
         if name in names:
             assert parameter.grad.abs().max() > 0
@@ -421,7 +421,7 @@ def test_a_plan_for_several_processes_leaves_quantised_layers_whole(way):
     plan = fxplug.parallel_plan(new, (inputs(),), tensor=2)
     par = fxplug.parallelize(new, plan)
     called = {node.target for node in par.graph.nodes if node.op == "call_module"}
-    assert {f"blocks.{i}.{name}" for i in range(2) for name in LAYERS} <= called
+    assert {f"blocks.0.{name}" for name in LAYERS} <= called
     assert fxplug.verify(new, par, (inputs(),), compile=False).ok
 
 
@@ -591,7 +591,7 @@ def shape_of(part, size, way):
 
 
 @pytest.mark.parametrize("facts", [
-    {"shape": [1 << 20, 256]}, {"shape": [768, 128]}, {"blocksize": 4096}, {"blocksize": 3}, {"nested_blocksize": 64},
+    {"shape": [1 << 20, 128]}, {"shape": [384, 64]}, {"blocksize": 4096}, {"blocksize": 3}, {"nested_blocksize": 64},
     {"quant_type": "int8"}, {"shape": None},
 ])  # fmt: skip
 def test_a_4_bit_weight_that_lies_about_itself_is_refused(saved, facts, tmp_path):
@@ -638,5 +638,5 @@ def test_scales_of_another_number_are_refused(saved, tmp_path):
         tensors[f"{WEIGHT}.SCB"] = tensors[f"{WEIGHT}.SCB"][:7].clone()
 
     folder = changed(saved["int8 of bitsandbytes"], tmp_path / "b", shape_of("SCB", [7], ""), fewer)
-    with pytest.raises(ArtifactError, match=r"the weight of 'blocks.0.attn.qkv' are not those of a layer \[768, 256\]"):
+    with pytest.raises(ArtifactError, match=r"the weight of 'blocks.0.attn.qkv' are not those of a layer \[384, 128\]"):
         fxplug.load(folder, allow=LIBRARIES)

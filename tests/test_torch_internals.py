@@ -15,37 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 import fxplug.core.torch_internals as names
-from fxplug.core.torch_internals import (
-    distributed,
-    modules,
-    tensors,
-)
-from fxplug.core.torch_internals import (
-    exporting as onnx,
-)
-from fxplug.core.torch_internals import (
-    modules as compiling,
-)
-from fxplug.core.torch_internals import (
-    modules as graphs,
-)
-from fxplug.core.torch_internals import (
-    modules as modes,
-)
-from fxplug.core.torch_internals import (
-    modules as pytree,
-)
-from fxplug.core.torch_internals import (
-    tensors as dispatch,
-)
-from fxplug.core.torch_internals import (
-    tensors as fakes,
-)
-from fxplug.core.torch_internals import (
-    tensors as kernels,
-)
+from fxplug.core.torch_internals import distributed, exporting, modules, tensors
 
-SUBJECTS = distributed, modules, names, onnx, tensors
+SUBJECTS = distributed, exporting, modules, names, tensors
 CPU = torch.device("cpu")
 
 
@@ -58,7 +30,7 @@ def test_every_one_has_a_test():
     used = {(called.get(node.value.id), node.attr) for node in nodes if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)}
     all_of_them = {(subject.__name__.rpartition(".")[2], name) for subject in SUBJECTS for name in subject.__all__}
-    files = {file.stem.replace("__init__", "torch_internals") for file in Path(compiling.__file__).parent.glob("*.py")}
+    files = {file.stem.replace("__init__", "torch_internals") for file in Path(modules.__file__).parent.glob("*.py")}
     assert all_of_them - used == set() and files == {name for name, _ in all_of_them}
 
 
@@ -67,7 +39,7 @@ def test_every_one_has_a_test():
 
 def test_attention_on_a_cpu_is_counted():
     query, key = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 16, 4)
-    with kernels.flop_counter() as counter:
+    with tensors.flop_counter() as counter:
         torch.nn.functional.scaled_dot_product_attention(query, key, key)
     assert counter.get_total_flops() == 2 * 2 * (2 * 8 * 16 * 4)
 
@@ -76,12 +48,12 @@ def test_attention_on_a_cpu_is_counted():
 
 
 def fake(mode=None, dtype=torch.float16):
-    return fakes.fake_of(((2, 3), (3, 1), dtype, torch.device("cuda", 0)), mode or fakes.FakeTensorMode())
+    return tensors.fake_of(((2, 3), (3, 1), dtype, torch.device("cuda", 0)), mode or tensors.FakeTensorMode())
 
 
 def test_a_fake_tensor_made_directly_is_like_one_that_torch_makes():
     made = fake()
-    assert type(made) is fakes.FakeTensor, "a trace knows tensors without memory by their class"
+    assert type(made) is tensors.FakeTensor, "a trace knows tensors without memory by their class"
     found = tuple(made.shape), made.stride(), made.dtype, made.device, made.fake_device
     assert found == ((2, 3), (3, 1), torch.float16, torch.device("cuda", 0), torch.device("cuda", 0)), (
         "a fake tensor that is made directly has another geometry: a trace would record wrong shapes, dtypes or devices"
@@ -89,37 +61,37 @@ def test_a_fake_tensor_made_directly_is_like_one_that_torch_makes():
     assert made.constant is None
     with made.fake_mode as mode:
         out = made.t() @ fake(mode)
-        assert type(out) is fakes.FakeTensor and out.shape == (3, 3) and out.device.type == "cuda", (
+        assert type(out) is tensors.FakeTensor and out.shape == (3, 3) and out.device.type == "cuda", (
             "operations do not take a fake tensor that is made directly: a trace cannot run on fake tensors"
         )
-        assert {name for name in vars(out) if not name.startswith("_")} <= fakes.kept_on_fakes(), (
+        assert {name for name in vars(out) if not name.startswith("_")} <= tensors.kept_on_fakes(), (
             "torch keeps more on a fake tensor: a trace would take it for what the model's code has put on a weight"
         )
     real = torch.ones(2)
-    assert fakes.fake_of(((2,), (1,), real.dtype, CPU), fakes.FakeTensorMode(), real).constant is real, (
+    assert tensors.fake_of(((2,), (1,), real.dtype, CPU), tensors.FakeTensorMode(), real).constant is real, (
         "a fake tensor forgets its constant: numbers that the model makes itself cannot be read in a trace"
     )
 
 
 def test_real_tensors_can_be_made_and_used_under_fake_tensors():
-    with fakes.FakeTensorMode(allow_non_fake_inputs=True):
-        assert type(torch.ones(2) + 1) is fakes.FakeTensor, "the mode makes real tensors: a trace would compute the model"
-        with fakes.unset_fake_temporarily():
+    with tensors.FakeTensorMode(allow_non_fake_inputs=True):
+        assert type(torch.ones(2) + 1) is tensors.FakeTensor, "the mode makes real tensors: a trace would compute the model"
+        with tensors.unset_fake_temporarily():
             real = torch.ones(2)
         assert type(real) is torch.Tensor, "constants of a trace would have no values"
-        assert type(real + 1) is fakes.FakeTensor, "the mode refuses real tensors, which a trace and verify give it"
+        assert type(real + 1) is tensors.FakeTensor, "the mode refuses real tensors, which a trace and verify give it"
 
 
 def test_fake_tensors_say_that_they_lack_values():
-    with fakes.FakeTensorMode():
-        with pytest.raises(fakes.DataDependentOutputException):
+    with tensors.FakeTensorMode():
+        with pytest.raises(tensors.DataDependentOutputException):
             torch.ones(2).sum().item()
-        with pytest.raises(fakes.DynamicOutputShapeException):
+        with pytest.raises(tensors.DynamicOutputShapeException):
             torch.ones(2).nonzero()
 
 
 def test_a_failing_operation_on_fake_tensors_logs_by_a_known_name(caplog):
-    with fakes.FakeTensorMode(), caplog.at_level(logging.DEBUG, logger=names.FAKE_TENSOR_LOG), pytest.raises(RuntimeError):
+    with tensors.FakeTensorMode(), caplog.at_level(logging.DEBUG, logger=names.FAKE_TENSOR_LOG), pytest.raises(RuntimeError):
         torch.ones(2, 3) @ torch.ones(2, 3)
     assert {record.name for record in caplog.records} == {names.FAKE_TENSOR_LOG}, (
         "torch logs under another name: users would see its tracebacks beside our errors"
@@ -133,8 +105,8 @@ def test_errors_of_dynamo_are_known():
 
     with pytest.raises(Exception) as caught:
         torch.compile(forward, backend="eager", fullgraph=True)(torch.ones(1))
-    assert fakes.is_error_of_dynamo(caught.value), "a model that compiles a part would not be traced on real tensors instead"
-    assert not fakes.is_error_of_dynamo(RuntimeError())
+    assert tensors.is_error_of_dynamo(caught.value), "a model that compiles a part would not be traced on real tensors instead"
+    assert not tensors.is_error_of_dynamo(RuntimeError())
 
 
 # --- dispatch: a trace sees every function, and nothing of its own
@@ -147,7 +119,7 @@ class Seen(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.functions.append(func)
-        self.listening.append(self in dispatch.function_modes())
+        self.listening.append(self in tensors.function_modes())
         return func(*args, **(kwargs or {}))
 
 
@@ -155,12 +127,12 @@ def test_modes_of_functions_listen_and_can_be_kept_out():
     x = torch.ones(2)
     with Seen() as seen:
         x.sum()
-        assert seen in dispatch.function_modes(), "a recording would take itself for one that does not run"
-        with dispatch.DisableTorchFunction():
+        assert seen in tensors.function_modes(), "a recording would take itself for one that does not run"
+        with tensors.DisableTorchFunction():
             x.mean()
             with torch._C.DisableTorchFunctionSubclass():
                 pass
-    assert seen not in dispatch.function_modes()
+    assert seen not in tensors.function_modes()
     assert seen.functions == [torch.Tensor.sum], "what a trace asks for itself would be recorded in the model's graph"
     assert seen.listening == [False], "what torch does inside a function would be recorded as the model's own"
 
@@ -171,12 +143,12 @@ def test_whatever_looks_on_is_seen():
 
     def ask(name):
         def function(x):
-            found[name] = dispatch.is_watched()
+            found[name] = tensors.is_watched()
             return x * 2
 
         return function
 
-    class Passing(dispatch.TorchDispatchMode):
+    class Passing(tensors.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
@@ -186,7 +158,7 @@ def test_whatever_looks_on_is_seen():
     make_fx(ask("make_fx"))(x)
     torch.jit.trace(ask("jit"), (x,), check_trace=False)
     torch.compile(ask("compile"), backend="eager")(x)
-    for mode in (Passing(), Seen(), fakes.FakeTensorMode()):
+    for mode in (Passing(), Seen(), tensors.FakeTensorMode()):
         with mode:
             ask(type(mode).__name__)(torch.ones(2))
     with torch.no_grad(), torch.autocast("cpu"):
@@ -195,7 +167,7 @@ def test_whatever_looks_on_is_seen():
 
 
 def test_operators_can_be_kept_from_modes_and_tell_what_they_write():
-    class Log(dispatch.TorchDispatchMode):
+    class Log(tensors.TorchDispatchMode):
         found: list = []  # noqa: RUF012
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -205,25 +177,25 @@ def test_operators_can_be_kept_from_modes_and_tell_what_they_write():
     x = torch.ones(2)
     with Log() as log:
         x.add_(1)
-        with dispatch.DisableTorchDispatch():
+        with tensors.DisableTorchDispatch():
             x.mul_(2)
     (func,) = log.found
-    assert isinstance(func, dispatch.OpOverload) and isinstance(torch.ops.aten.add_, dispatch.OpOverloadPacket)
-    assert dispatch.name_of(func) == "aten::add_", "the manifest of a package would name operators that are not there"
-    schema = dispatch.schema(func)
+    assert isinstance(func, tensors.OpOverload) and isinstance(torch.ops.aten.add_, tensors.OpOverloadPacket)
+    assert tensors.name_of(func) == "aten::add_", "the manifest of a package would name operators that are not there"
+    schema = tensors.schema(func)
     written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
     assert written == ["self"] and schema.is_mutable, "what a run on real tensors writes would not be given back"
     assert [str(r.type) for r in schema.returns] == ["Tensor"] and schema.arguments[2].default_value == 1
 
 
 def test_operators_are_found_by_name():
-    found = [dispatch.is_operator(name) for name in ("aten::add", "aten::no_such", "no::such")]
+    found = [tensors.is_operator(name) for name in ("aten::add", "aten::no_such", "no::such")]
     assert found == [True, False, False], "a package would fail at its first call, not when it is loaded"
 
 
 def test_a_tensor_without_memory_sees_operators_only():
     class Later(torch.Tensor):
-        __torch_function__ = dispatch.disabled_torch_function
+        __torch_function__ = tensors.disabled_torch_function
 
         @classmethod
         def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -231,13 +203,13 @@ def test_a_tensor_without_memory_sees_operators_only():
             return torch.ones(1)
 
     seen = []
-    made = dispatch.wrapper_of(Later, (2, 3), strides=(3, 1), dtype=torch.float16, device=CPU)
+    made = tensors.wrapper_of(Later, (2, 3), strides=(3, 1), dtype=torch.float16, device=CPU)
     assert type(made) is Later and (tuple(made.shape), made.dtype, made.device) == ((2, 3), torch.float16, CPU)
     assert torch.relu(made).item() == 1 and seen == ["aten::relu"], "patches of a pipeline would not be put off"
 
 
 def test_c_functions_lie_in_one_module():
-    assert vars(dispatch.NATIVE)["is_grad_enabled"] is torch.is_grad_enabled, "a model that asks there would not be recorded"
+    assert vars(tensors.NATIVE)["is_grad_enabled"] is torch.is_grad_enabled, "a model that asks there would not be recorded"
 
 
 # --- tensors
@@ -325,19 +297,19 @@ def test_names_of_attributes_and_functions_are_torchs():
 def test_modes_are_switched_by_functions():
     with Seen() as seen, torch.enable_grad():
         seen.functions.clear()
-        modes.set_grad_enabled(False)
+        modules.set_grad_enabled(False)
         assert not torch.is_grad_enabled()
-        assert seen.functions == [modes.set_grad_enabled], "a mode that code in forward sets would not be recorded"
-    state = modes.enter_autocast("cpu", torch.bfloat16, True, False)
+        assert seen.functions == [modules.set_grad_enabled], "a mode that code in forward sets would not be recorded"
+    state = modules.enter_autocast("cpu", torch.bfloat16, True, False)
     try:
         assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
         assert not torch.is_autocast_cache_enabled(), "the order of the arguments is another"
     finally:
-        modes.exit_autocast(state)
+        modules.exit_autocast(state)
     assert not torch.is_autocast_enabled("cpu"), "a graph would leave autocast on"
     for enabled, cache in ((True, False), (False, True)):
         context = torch.autocast("cpu", torch.bfloat16, enabled=enabled, cache_enabled=cache)
-        assert modes.autocast_settings(context) == (enabled, cache), "a graph would enter another autocast region"
+        assert modules.autocast_settings(context) == (enabled, cache), "a graph would enter another autocast region"
 
 
 # --- modules
@@ -443,8 +415,8 @@ def test_nodes_and_names_of_functions():
     x = graph.placeholder("x")
     y, z = graph.call_function(operator.neg, (x,)), graph.call_function(operator.pos, (x,))
     graph.erase_node(z)
-    assert graphs.is_erased(z) and not graphs.is_erased(y), "an edit would start from a node that is gone"
-    found = [graphs.qualified_name(f) for f in (F.relu, torch.add, operator.add, torch.ops.aten.add.Tensor)]
+    assert modules.is_erased(z) and not modules.is_erased(y), "an edit would start from a node that is gone"
+    found = [modules.qualified_name(f) for f in (F.relu, torch.add, operator.add, torch.ops.aten.add.Tensor)]
     assert found == ["torch.nn.functional.relu", "torch.add", "_operator.add", "torch.ops.aten.add.Tensor"], (
         "artifacts name the functions of a graph so"
     )
@@ -482,10 +454,10 @@ class Doubled(nn.Module):
 
 def test_structures_are_those_of_export():
     value = {"a": [torch.ones(1), 2], "b": (None, 3)}
-    flat, spec = pytree.tree_flatten(value)
-    assert len(flat) == len(pytree.tree_leaves(value)) == 4 and flat[2] is None
-    assert pytree.tree_structure(value) == spec == pytree.treespec_loads(pytree.treespec_dumps(spec))
-    assert pytree.tree_unflatten(flat, spec) == value and pytree.tree_map(str, {"a": [1]}) == {"a": ["1"]}
+    flat, spec = modules.tree_flatten(value)
+    assert len(flat) == len(modules.tree_leaves(value)) == 4 and flat[2] is None
+    assert modules.tree_structure(value) == spec == modules.treespec_loads(modules.treespec_dumps(spec))
+    assert modules.tree_unflatten(flat, spec) == value and modules.tree_map(str, {"a": [1]}) == {"a": ["1"]}
     program = torch.export.export(Doubled(), (torch.ones(2),))
     assert type(program.call_spec.out_spec) is type(spec), "the results of a package could not be put together"
 

@@ -18,27 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import rnn
 
-from fxplug.core.torch_internals import (
-    distributed,
-)
-from fxplug.core.torch_internals import (
-    exporting as onnx,
-)
-from fxplug.core.torch_internals import (
-    exporting as packaging,
-)
-from fxplug.core.torch_internals import (
-    modules as compiling,
-)
-from fxplug.core.torch_internals import (
-    tensors as dispatch,
-)
-from fxplug.core.torch_internals import (
-    tensors as kernels,
-)
-from fxplug.core.torch_internals import (
-    tensors as symbols,
-)
+from fxplug.core.torch_internals import distributed, exporting, modules, tensors
 
 
 class Doubled(nn.Module):
@@ -54,7 +34,7 @@ class Plain(torch.SymInt):
 
     def __init__(self, value, asked):
         self.recorder, self.value, self.asked = types.SimpleNamespace(active=True), value, asked
-        self.node = symbols.Node(self)
+        self.node = tensors.Node(self)
 
     def __int__(self):
         self.asked.append(self.value)
@@ -74,8 +54,8 @@ def test_free_sizes_have_names():
     program = torch.export.export(Doubled(), (torch.ones(4, 3),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
     (node,) = [n for n in program.graph.nodes if n.op == "placeholder"]
     free = node.meta["val"].shape[0]
-    assert isinstance(free, torch.SymInt) and symbols.size_name(free) == str(free), "a package would not check its sizes"
-    assert symbols.size_name(free * 2) is None
+    assert isinstance(free, torch.SymInt) and tensors.size_name(free) == str(free), "a package would not check its sizes"
+    assert tensors.size_name(free * 2) is None
 
 
 # --- kernels
@@ -83,17 +63,17 @@ def test_free_sizes_have_names():
 
 def test_kernels_compute_what_their_names_say():
     a, b, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
-    assert (kernels.onednn_linear is None) == (not torch.backends.mkldnn.is_available())
-    if kernels.onednn_linear is not None:
-        torch.testing.assert_close(kernels.onednn_linear(a, b, bias, "none", [], ""), F.linear(a, b, bias))
+    assert (tensors.onednn_linear is None) == (not torch.backends.mkldnn.is_available())
+    if tensors.onednn_linear is not None:
+        torch.testing.assert_close(tensors.onednn_linear(a, b, bias, "none", [], ""), F.linear(a, b, bias))
     v, g = torch.randn(3, 4), torch.rand(3, 1)
-    torch.testing.assert_close(kernels.weight_norm(v, g, 0), v * g / v.norm(dim=1, keepdim=True))
+    torch.testing.assert_close(tensors.weight_norm(v, g, 0), v * g / v.norm(dim=1, keepdim=True))
     rows, lengths = torch.randn(2, 3, 4), torch.tensor([3, 2])
-    data, sizes = kernels.pack_padded_sequence(rows, lengths, True)
+    data, sizes = tensors.pack_padded_sequence(rows, lengths, True)
     torch.testing.assert_close(data, rnn.pack_padded_sequence(rows, lengths, batch_first=True).data)
-    padded, found = kernels.pad_packed_sequence(data, sizes, True, 0.0, 3)
+    padded, found = tensors.pad_packed_sequence(data, sizes, True, 0.0, 3)
     assert torch.equal(padded[0], rows[0]) and not padded[1, 2].any() and found.tolist() == [3, 2]
-    assert kernels.pad_sequence([torch.ones(2), torch.ones(1)], True, 0.0).tolist() == [[1, 1], [1, 0]]
+    assert tensors.pad_sequence([torch.ones(2), torch.ones(1)], True, 0.0).tolist() == [[1, 1], [1, 0]]
 
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -105,9 +85,9 @@ def test_attention_gives_its_denominators(device):
     q, k, v = (torch.randn(1, 2, 8, 16, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     given = q.detach(), k.detach(), v.detach()
     if device == "cpu":
-        out, weight = kernels.flash_cpu(*given, scale=0.25)
+        out, weight = tensors.flash_cpu(*given, scale=0.25)
     else:
-        out, weight, *extra = kernels.flash_cuda(*given, scale=0.25)
+        out, weight, *extra = tensors.flash_cuda(*given, scale=0.25)
     near = {"rtol": 1e-4, "atol": 1e-5} if device == "cpu" else {"rtol": 2e-2, "atol": 2e-2}
     said = "parts of a ring would be merged with wrong weights"
     torch.testing.assert_close(weight, (q @ k.mT * 0.25).float().logsumexp(-1), **near, msg=lambda m: f"{said}: {m}")
@@ -115,19 +95,19 @@ def test_attention_gives_its_denominators(device):
     torch.testing.assert_close(out, wanted, **near)
     grad = torch.ones_like(out)
     if device == "cpu":
-        back = kernels.flash_cpu_backward(grad, *given, out, weight, 0.0, False, attn_mask=None, scale=0.25)
+        back = tensors.flash_cpu_backward(grad, *given, out, weight, 0.0, False, attn_mask=None, scale=0.25)
     else:
         firsts, lasts, most, _, state, unused, *_ = extra
         more = firsts, lasts, most, 8, 0.0, False, state, unused
-        back = kernels.flash_cuda_backward(grad, *given, out, weight, *more, scale=0.25)
+        back = tensors.flash_cuda_backward(grad, *given, out, weight, *more, scale=0.25)
     for mine, other in zip(back[:3], torch.autograd.grad(wanted, (q, k, v), grad), strict=True):
         torch.testing.assert_close(mine, other, **near)
 
 
 def test_attention_on_a_gpu_is_there():
-    found = {a.name for a in dispatch.schema(kernels.flash_cuda_backward.default).arguments}
+    found = {a.name for a in tensors.schema(tensors.flash_cuda_backward.default).arguments}
     assert {"logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "scale"} <= found
-    assert [r.name for r in dispatch.schema(kernels.flash_cuda.default).returns][:2] == ["output", "logsumexp"]
+    assert [r.name for r in tensors.schema(tensors.flash_cuda.default).returns][:2] == ["output", "logsumexp"]
 
 
 # --- distributed
@@ -179,7 +159,7 @@ kept: list = []
 
 
 def test_a_frame_that_is_left_runs_as_it_stands_and_what_it_calls_is_compiled():
-    compiling.leave_frame(left.__code__)
+    modules.leave_frame(left.__code__)
     torch._dynamo.reset()
     graphs_of = Graphs()
     torch.compile(left, backend=graphs_of)(torch.ones(2))
@@ -194,7 +174,7 @@ def test_a_file_that_is_left_is_not_compiled(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     import left_alone
 
-    compiling.leave_module(left_alone)
+    modules.leave_module(left_alone)
     torch._dynamo.reset()
     graphs_of = Graphs()
     torch.compile(left_alone.run, backend=graphs_of)(inner, torch.ones(2))
@@ -203,16 +183,16 @@ def test_a_file_that_is_left_is_not_compiled(tmp_path, monkeypatch):
 
 
 def test_what_is_apart_is_compiled_neither_itself_nor_what_it_calls():
-    @compiling.apart
+    @modules.apart
     def alone(x):
-        said.append(compiling.is_listening())
+        said.append(modules.is_listening())
         return inner(torch.neg(x))
 
     def frame(x):
         return alone(x)
 
     said = []
-    compiling.leave_frame(frame.__code__)
+    modules.leave_frame(frame.__code__)
     torch._dynamo.reset()
     graphs_of = Graphs()
     torch.compile(frame, backend=graphs_of)(torch.ones(2))
@@ -223,12 +203,12 @@ def test_what_is_apart_is_compiled_neither_itself_nor_what_it_calls():
 def test_what_is_unwatched_is_seen_by_nobody():
     table, seen = torch.zeros(2), []
 
-    class Looking(dispatch.TorchDispatchMode):
+    class Looking(tensors.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             seen.append(function)
             return function(*args, **(kwargs or {}))
 
-    @compiling.unwatched
+    @modules.unwatched
     def write():
         table.add_(inner(torch.ones(2)))
 
@@ -236,7 +216,7 @@ def test_what_is_unwatched_is_seen_by_nobody():
         write()
         return inner(x)
 
-    compiling.leave_frame(frame.__code__)
+    modules.leave_frame(frame.__code__)
     torch._dynamo.reset()
     graphs_of = Graphs()
     torch.compile(frame, backend=graphs_of)(torch.ones(2))
@@ -248,7 +228,7 @@ def test_what_is_unwatched_is_seen_by_nobody():
 
 def test_a_graph_is_broken_with_a_message():
     def broken(x):
-        compiling.break_graph("for a reason")
+        modules.break_graph("for a reason")
         return inner(x)
 
     torch._dynamo.reset()
@@ -258,7 +238,7 @@ def test_a_graph_is_broken_with_a_message():
         torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2))
 
 
-@pytest.mark.skipif(not compiling.CONTEXT_VARIABLES, reason="torch's compiler does not read context variables")
+@pytest.mark.skipif(not modules.CONTEXT_VARIABLES, reason="torch's compiler does not read context variables")
 def test_what_compiled_code_reads_of_the_context_is_asked_at_each_call():
     def reads(x):
         return x + 1 if variable.get() is None else x
@@ -279,10 +259,10 @@ def test_a_frame_knows_whether_frames_are_compiled():
     said = []
 
     def frame(x):
-        said.append(compiling.is_listening())
+        said.append(modules.is_listening())
         return x + 1
 
-    compiling.leave_frame(frame.__code__)
+    modules.leave_frame(frame.__code__)
     frame(torch.ones(2))
     torch.compile(frame, backend="eager")(torch.ones(2))
     frame(torch.ones(2))
@@ -291,14 +271,14 @@ def test_a_frame_knows_whether_frames_are_compiled():
 
 def test_what_stands_as_it_is_is_compiled_where_it_listens_alone():
     def around(x):
-        said.append((compiling.is_listening(), compiling.is_set_aside()))
-        return compiling.as_listened(inner, torch.neg(x))
+        said.append((modules.is_listening(), modules.is_set_aside()))
+        return modules.as_listened(inner, torch.neg(x))
 
     def frame(x):
-        return compiling.as_it_stands(3, around, x)
+        return modules.as_it_stands(3, around, x)
 
     said = []
-    compiling.leave_frame(frame.__code__)
+    modules.leave_frame(frame.__code__)
     torch._dynamo.reset()
     graphs_of, limit = Graphs(), torch._dynamo.config.recompile_limit
     found = torch.compile(frame, backend=graphs_of)(torch.ones(2))
@@ -306,11 +286,11 @@ def test_what_stands_as_it_is_is_compiled_where_it_listens_alone():
     assert said == [(False, True)] and graphs_of.seen == [[torch.relu]], (
         "what is around outlined regions would be compiled with them, or the regions would not be compiled at all"
     )
-    assert not compiling.is_set_aside() and torch._dynamo.config.recompile_limit == limit
+    assert not modules.is_set_aside() and torch._dynamo.config.recompile_limit == limit
     assert torch.equal(frame(torch.ones(2)), found) and said[1] == (False, False), "outside a compiler all is as it stands"
     with pytest.raises(ZeroDivisionError):
-        compiling.as_it_stands(3, lambda x: x / 0, 1)
-    assert not compiling.is_set_aside()
+        modules.as_it_stands(3, lambda x: x / 0, 1)
+    assert not modules.is_set_aside()
 
 
 def test_floats_of_layers_can_be_constants_of_a_compiled_program():
@@ -321,7 +301,7 @@ def test_floats_of_layers_can_be_constants_of_a_compiled_program():
             with constants:
                 return x * self.eps
 
-    constants = compiling.constant_floats()
+    constants = modules.constant_floats()
     torch._dynamo.reset()
     found = []
 
@@ -346,7 +326,7 @@ class Guarded(nn.Module):
 
 def test_the_guards_of_a_program_are_told():
     program = torch.export.export(Guarded(), (torch.ones(5, 2),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
-    guards = packaging.guards_of(program)
+    guards = exporting.guards_of(program)
     assert any("x" in text and "[0]" in text and any(digit in text for digit in "34") for text in guards), (
         f"a program that holds for more than 3 rows says {guards}: a package would take other inputs and compute wrong results"
     )
@@ -354,19 +334,19 @@ def test_the_guards_of_a_program_are_told():
 
 @pytest.mark.slow
 def test_a_program_is_compiled_into_an_archive(tmp_path):
-    assert Path(packaging.find_compiler()).name, "export would not say that there is no compiler"
-    assert packaging.processor() in (None, "native") or "TORCHINDUCTOR_CPP_MARCH" in os.environ
+    assert Path(exporting.find_compiler()).name, "export would not say that there is no compiler"
+    assert exporting.processor() in (None, "native") or "TORCHINDUCTOR_CPP_MARCH" in os.environ
     from torch._inductor import config
 
     with config.patch({"cpp.march": "x86-64-v3"}):
-        assert packaging.processor() == "x86-64-v3", "a package would be said to run on processors on which it does not"
+        assert exporting.processor() == "x86-64-v3", "a package would be said to run on processors on which it does not"
     program = torch.export.export(Doubled(), (torch.ones(2),))
     file = tmp_path / "doubled.pt2"
     with file.open("wb") as sink:
-        packaging.compile_package(program, sink, {"compile_threads": 1})
+        exporting.compile_package(program, sink, {"compile_threads": 1})
     with zipfile.ZipFile(file) as archive:
         assert any(name.endswith(".so") for name in archive.namelist())
-    loader = packaging.LOADER(str(file), "model", False, 1, -1)
+    loader = exporting.LOADER(str(file), "model", False, 1, -1)
     assert loader.get_constant_fqns() == [] and loader.get_metadata()["AOTI_DEVICE_KEY"] == "cpu"
     assert callable(loader.load_constants) and loader.boxed_run([torch.ones(2)])[0].tolist() == [2, 2]
 
@@ -381,10 +361,10 @@ class Eigen(nn.Module):
 
 @pytest.mark.slow
 def test_a_program_is_translated_to_onnx():
-    assert onnx.DEFAULT in onnx.OPSETS
+    assert exporting.DEFAULT in exporting.OPSETS
     program = torch.export.export(Guarded(), (torch.ones(5, 2),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
-    for opset in (onnx.OPSETS[0], onnx.OPSETS[-1]):
-        model = onnx.translated(program, opset)
+    for opset in (exporting.OPSETS[0], exporting.OPSETS[-1]):
+        model = exporting.translated(program, opset)
         assert model.graph.opset_imports[""] == opset, "a model would say that it has another opset than was asked for"
         assert [value.name for value in model.graph.inputs] == ["x"] and len(model.graph.outputs) == 1
 
@@ -393,8 +373,8 @@ def test_a_program_is_translated_to_onnx():
 def test_what_onnx_lacks_is_told_with_its_line():
     program = torch.export.export(Eigen(), (torch.ones(2, 2),))
     with pytest.raises(RuntimeError) as caught:
-        onnx.translated(program, onnx.DEFAULT)
-    ((operation, stack),), reason = onnx.untranslated(program, onnx.DEFAULT, caught.value)
+        exporting.translated(program, exporting.DEFAULT)
+    ((operation, stack),), reason = exporting.untranslated(program, exporting.DEFAULT, caught.value)
     assert str(operation) == "aten._linalg_eigh.default" and "eigvalsh" in stack and "No ONNX function" in reason, (
         "an operation that ONNX lacks would be told without its place in the model"
     )

@@ -89,6 +89,7 @@ def _read() -> tuple[dict[str, Extension], dict[str, str]]:
     return usable, failed
 
 
+@cache
 def _entry_points() -> list[EntryPoint]:
     """The entry points of the group, sorted by name; those of a checkout that is not installed are read from its setup.cfg."""
     points = {(point.name, point.value): point for point in entry_points(group=GROUP)}

@@ -7,16 +7,17 @@ import copy
 import hashlib
 import json
 import shutil
+from collections import OrderedDict
 
 import pytest
-import small
 import torch
+from torch import nn
 
 import fxplug
 from fxplug.core.errors import ArtifactError, FxplugError
 
 MISSING = object()
-INK = {f"base_model.model.blocks.0.mlp.fc1.lora_{h}.weight": torch.ones(size) for h, size in (("A", (2, 96)), ("B", (384, 2)))}
+INK = {f"base_model.model.blocks.0.mlp.fc1.lora_{h}.weight": torch.ones(size) for h, size in (("A", (2, 8)), ("B", (16, 2)))}
 
 
 def places(value, at=()):
@@ -73,7 +74,11 @@ def used(module, folder):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    gm = small.plain_vit().gm
+    layers = {"attn.qkv": nn.Linear(8, 8), "mlp.fc1": nn.Linear(8, 16)}
+    parts = ((*at.split("."), layer) for at, layer in layers.items())
+    block = OrderedDict((owner, nn.Sequential(OrderedDict({name: layer}))) for owner, name, layer in parts)
+    model = nn.Sequential(OrderedDict(blocks=nn.Sequential(nn.Sequential(block))))
+    gm = fxplug.trace(model, torch.randn(2, 8))
     first = fxplug.load_pass("lora", at="blocks.0.attn.qkv", rank=2, slots=1)
     new = fxplug.apply(gm, first, fxplug.load_pass("lora", at="blocks.0.mlp.fc1", rank=2, name="second"))
     folder = tmp_path_factory.mktemp("saved") / "module"

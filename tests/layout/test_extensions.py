@@ -11,7 +11,7 @@ import sys
 import textwrap
 
 import pytest
-from test_layout import PATHS, files, imported
+from test_layout import PATHS, files, imported, walk
 
 from fxplug.core import extensions
 from fxplug.core.extensions import Extension
@@ -56,17 +56,19 @@ BLOCKED = """
 """
 
 
-# code runs in processes forked from one that has imported torch: a new Python takes seconds for that
+# code runs in processes forked from one that has imported what takes long: a new Python takes seconds for that
 FORKING = """
     import json, os, sys, tempfile, traceback, warnings
-    import networkx, numpy, pydantic, torch
+    import networkx, numpy, pydantic, torch, torch._dynamo
 
     warnings.simplefilter("error", UserWarning)
-    for index, code in enumerate(json.load(sys.stdin)):
+    torch.compile(torch.nn.Linear(1, 1), backend="eager")(torch.ones(1, 1))  # makes the compiler's tables
+    for line in sys.stdin:
+        code, file = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            os.chdir(tempfile.mkdtemp(dir="."))
-            out = os.open(f"../{index}.txt", os.O_CREAT | os.O_WRONLY)
+            os.chdir(tempfile.mkdtemp(dir=os.path.dirname(file)))
+            out = os.open(file, os.O_CREAT | os.O_WRONLY)
             os.dup2(out, 1), os.dup2(out, 2)
             status = 1
             try:
@@ -76,20 +78,28 @@ FORKING = """
                 traceback.print_exc()
             sys.stdout.flush(), sys.stderr.flush()
             os._exit(status)
-        print(index, os.waitpid(pid, 0)[1], flush=True)
+        print(os.waitpid(pid, 0)[1], flush=True)
 """
 
 
-def run(codes, folder):
-    """What each code prints, in a process and a folder of its own. Fails where one of them fails."""
+@pytest.fixture(scope="module")
+def run():
+    """Gives what each of some codes prints, in a process and a folder of its own. Fails where one of them fails."""
     path = os.pathsep.join(filter(None, [str(PATHS["core.errors"].parents[2]), os.environ.get("PYTHONPATH")]))
     command, env = [sys.executable, "-c", textwrap.dedent(FORKING)], {**os.environ, "PYTHONPATH": path}
-    text = json.dumps([textwrap.dedent(code) for code in codes])
-    done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=folder, env=env)
-    texts = [(folder / f"{index}.txt").read_text() for index in range(len(codes))]
-    failed = [text for text, line in zip(texts, done.stdout.splitlines(), strict=True) if not line.endswith(" 0")]
-    assert done.returncode == 0 and failed == [], (done.stderr, *failed)
-    return texts
+
+    def run(codes, folder):
+        found = []
+        for index, code in enumerate(codes):
+            file = folder / f"{index}.txt"
+            forking.stdin.write(json.dumps([textwrap.dedent(code), str(file)]) + "\n")
+            forking.stdin.flush()
+            found.append((forking.stdout.readline(), file.read_text()))
+        assert [text for status, text in found if status != "0\n"] == []
+        return [text for _, text in found]
+
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as forking:
+        yield run
 
 
 def _folder(name):
@@ -106,17 +116,17 @@ def test_the_core_names_no_extension_in_a_text():
     paths = re.compile(rf"^fxplug\.({outside})\b")
     # that file has names of earlier versions
     inside = [name for name in PATHS if folder_of(name) in CORE and name != "core.spec.pass_file"]
-    texts = [(name, node.value) for name in inside for node in ast.walk(files()[name]) if isinstance(node, ast.Constant)]
+    texts = [(name, node.value) for name in inside for node in walk(files()[name]) if isinstance(node, ast.Constant)]
     assert [f"{name}: {text}" for name, text in texts if isinstance(text, str) and paths.match(text)] == []
 
 
-def test_the_main_job_imports_few_files(tmp_path):
+def test_the_main_job_imports_few_files(run, tmp_path):
     before, verified = map(int, run([JOB], tmp_path)[0].split())
     print(f"the main job imports {before} files, {verified} with verify")
     assert before < LIMIT and verified < LIMIT_WITH_VERIFY
 
 
-def test_the_main_job_runs_without_each_extension(tmp_path):
+def test_the_main_job_runs_without_each_extension(run, tmp_path):
     """With the folder of one extension unimportable: the main job, and an error that names it where a name of its is wanted."""
     everything = extensions.extensions()
     codes = []
@@ -161,7 +171,7 @@ CORES = ["test_match.py", "test_editing.py", "test_edit.py", "test_low_rank.py",
 
 
 @pytest.mark.slow
-def test_the_others_pass_their_tests_without_each_extension(tmp_path):
+def test_the_others_pass_their_tests_without_each_extension(run, tmp_path):
     everything = extensions.extensions()
     assert set(TESTS) == set(everything)
     here = PATHS["core.errors"].parents[2] / "tests"
@@ -268,7 +278,7 @@ CASES = [
 ]
 
 
-def test_a_package_of_one_file_works_and_one_that_does_not_fit_is_named(installed, tmp_path):
+def test_a_package_of_one_file_works_and_one_that_does_not_fit_is_named(installed, run, tmp_path):
     """It brings a pass, a block, a verb and a check. One that is broken, of another core, or brings what others do is named."""
     head = f"import sys; sys.path.insert(0, {str(installed)!r})\n"
     texts = run([head + textwrap.dedent(code) for code, _ in CASES], tmp_path)

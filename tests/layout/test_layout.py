@@ -46,24 +46,34 @@ def files():
     return {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 
 
+@functools.cache
+def walk(tree):
+    """All nodes of a tree, found once for all tests."""
+    return list(ast.walk(tree))
+
+
 def calls(name):
-    for node in ast.walk(files()[name]):
+    for node in walk(files()[name]):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
 
 
-def imported(name, tree=None):
+@functools.cache
+def imported(name):
     """The package's own modules that a file imports, anywhere but for type checking."""
-    for node in ast.iter_child_nodes(files()[name] if tree is None else tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+    tree, found = files()[name], []
+    typed = [node for node in walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    left_out = {inner for node in typed for inner in walk(node)}
+    for node in walk(tree):
+        if node in left_out or not isinstance(node, ast.ImportFrom):
             continue
-        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("fxplug")):
+        if node.level or (node.module or "").startswith("fxplug"):
             path = (node.module or "").removeprefix("fxplug").strip(".")
             inside = name.split(".")[: -node.level] if node.level else []
             path = ".".join(filter(None, [*inside, path]))
             named = [".".join(filter(None, [path, alias.name])) for alias in node.names]
-            yield from [path] if path in PATHS else [each for each in named if each in PATHS]
-        yield from imported(name, node)
+            found += [path] if path in PATHS else [each for each in named if each in PATHS]
+    return found
 
 
 def layer(name):
@@ -93,8 +103,8 @@ OTHER_SYSTEMS = re.compile(r"hcp|zhijian|everydream|fxplug\.compat", re.IGNORECA
 
 def named(tree):
     """The names in a file, and its texts but for docstrings."""
-    said = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and ast.get_docstring(node)}
-    for node in ast.walk(tree):
+    said = {id(node.body[0].value) for node in walk(tree) if isinstance(node, DOCUMENTED) and ast.get_docstring(node)}
+    for node in walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
             yield node.value
         for field in ("id", "attr", "arg", "name", "module"):
@@ -155,7 +165,7 @@ def test_what_users_write_is_read_without_torch():
 
 def names_of_nodes(tree):
     """The names in a function that stand for nodes: what is said to be one, and what goes through the nodes of a graph."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation and ast.unparse(node.annotation) == "fx.Node":
             yield node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
         elif isinstance(node, (ast.For, ast.comprehension)) and re.search(r"\.nodes\W*$", ast.unparse(node.iter)):
@@ -164,9 +174,9 @@ def names_of_nodes(tree):
 
 def edits(tree):
     """The operations of torch.fx that a file edits graphs with, and what it sets of nodes."""
-    functions = [(node, set(names_of_nodes(node))) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    nodes = {id(part): names for function, names in functions for part in ast.walk(function)}
-    for node in ast.walk(tree):
+    functions = [(node, set(names_of_nodes(node))) for node in walk(tree) if isinstance(node, ast.FunctionDef)]
+    nodes = {id(part): names for function, names in functions for part in walk(function)}
+    for node in walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in EDITS:
             of = ast.unparse(node.func.value)
             is_node = of in nodes.get(id(node), ()) or re.search(r"\b(node|nodes\[.*\])$", of)
@@ -223,29 +233,33 @@ REACHED = {
 WRITTEN = {"core.ir.functions"}
 
 
+@functools.cache
 def ours():
     """The private names that we define ourselves, of which some may be torch's too."""
+    found = set()
     for tree in files().values():
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                yield node.name
+                found.add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                yield node.target.id
+                found.add(node.target.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                yield node.attr
+                found.add(node.attr)
+    return found
 
 
+@functools.cache
 def torchs():
     """The private names of what torch gives us."""
     kinds = (nn.Module, fx.GraphModule, fx.Graph, fx.Node, torch.Tensor, torch.UntypedStorage, torch.autocast, ExportedProgram)
     made = nn.Module(), fx.GraphModule(nn.Module(), fx.Graph()), fx.Graph(), torch.autocast("cpu"), torch.ops.aten.add.Tensor
-    yield from (name for value in (*kinds, *made) for name in dir(value))
+    return {name for value in (*kinds, *made) for name in dir(value)}
 
 
 def reached(name):
     """The private names of torch that a file imports, reads or asks for by a string."""
     tree, roots = files()[name], {"torch"}
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0):
             module = getattr(node, "module", None)
             for alias in node.names:
@@ -253,28 +267,26 @@ def reached(name):
                 if path.partition(".")[0] == "torch":
                     roots.add(alias.asname or alias.name.partition(".")[0])
                     yield from (part for part in path.split(".") if PRIVATE.match(part))
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Attribute) and PRIVATE.match(node.attr):
             root = ast.unparse(node).partition(".")[0]
-            if root in roots or node.attr not in OURS or node.attr in TORCHS:
+            if root in roots or node.attr not in ours() or node.attr in torchs():
                 yield node.attr
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
             "getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller", "getattr_static"
         ):
             asked = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-            yield from (word for word in asked if PRIVATE.match(word) and (word not in OURS or word in TORCHS))
+            yield from (word for word in asked if PRIVATE.match(word) and (word not in ours() or word in torchs()))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and name not in WRITTEN:
             yield from re.findall(r"^torch(?:\.\w+)*\._\w+(?:\.\w+)*$", node.value)
 
 
-OURS, TORCHS = set(ours()), set(torchs())
-
-
-@pytest.mark.parametrize("name", [name for name in PATHS if layer(name) != "core.torch_internals"])
-def test_private_parts_of_torch_are_named_in_one_place(name):
+def test_private_parts_of_torch_are_named_in_one_place():
     """A new torch may change what it does not promise: then one folder is to be mended, and its tests say which line."""
-    found = set(reached(name)) - TABLES - ELSEWHERE - REACHED.get(name, set())
-    assert not found, f"{name} names {sorted(found)}: put it into fxplug/core/torch_internals, with a test"
+    outside = [name for name in PATHS if layer(name) != "core.torch_internals"]
+    found = {name: sorted(set(reached(name)) - TABLES - ELSEWHERE - REACHED.get(name, set())) for name in outside}
+    named = {name: parts for name, parts in found.items() if parts}
+    assert named == {}, "put these into fxplug/core/torch_internals, with a test"
 
 
 BROAD = {"Exception", "BaseException"}
@@ -282,7 +294,7 @@ BROAD = {"Exception", "BaseException"}
 
 def broad(tree):
     """The lines on which whatever is raised is caught."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.ExceptHandler):
             kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "suppress":
@@ -311,10 +323,10 @@ def test_the_outer_folders_hold_yaml_only(kind):
     assert files and [f.name for f in files if f.suffix != ".yaml"] == []
 
 
-@pytest.mark.parametrize("name", shipped("passes"))
-def test_every_pass_says_what_it_is_about(name):
-    about = open_pass(name).source.data["about"]
-    assert about[0].isupper() and about.endswith(".")
+def test_every_pass_says_what_it_is_about():
+    for name in shipped("passes"):
+        about = open_pass(name).source.data["about"]
+        assert about[0].isupper() and about.endswith("."), name
 
 
 def test_every_file_says_what_it_is_for():
@@ -378,7 +390,7 @@ MAGIC = {"_getframe", "currentframe", "f_back", "co_code", "settrace", "setprofi
 
 def magic(tree):
     """Class assignment, frame inspection, what is done to `sys.modules`, and byte code."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
         stored = isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
         if stored or text == "sys.modules" or getattr(node, "attr", None) in MAGIC:
