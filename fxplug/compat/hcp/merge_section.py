@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ...core.errors import SpecError, did_you_mean
-from ...core.spec.yaml_source import Section, Source, checked, held, shown
+from ...core.spec.yaml_source import Section, Source, checked, shown, validate
 from .builtin_plugins import half_of
 from .config_files import References, near, read_files
 from .entries import plugins_of
@@ -106,17 +106,17 @@ def _read_group(
 ) -> None:
     if not any(key in given for key in GROUP):
         return
-    group = held(_Group, {key: value for key, value in given.items() if value is not None})
+    group = validate(_Group, {key: value for key, value in given.items() if value is not None})
     if group.type != part:
         if group.lora or group.part or group.plugin:
             notes.append(f"merge.{name} is left out, as it is of another model (convert again with --part {group.type})")
         return
     more = {"ema": True} if ema else {}
-    for item in [held(_Part, one, "part", index) for index, one in enumerate(group.part)]:
+    for item in [validate(_Part, one, "part", index) for index, one in enumerate(group.part)]:
         layers = {} if item.layers is None else {"layers": item.layers}
         found.parts.append({"file": item.path, "alpha": item.alpha, **layers, **more, "base": group.base_model_alpha})
     for index, given in enumerate(group.lora):
-        one = held(_Lora, given, "lora", index)
+        one = validate(_Lora, given, "lora", index)
         if one.dropout:
             notes.append(f"merge.{name}: a dropout of {one.dropout} is left out, as nothing drops out when a model is used")
         own = {"name": pass_name(f"{name}_lora_{index}", notes), "file": one.path, "alpha": one.alpha}

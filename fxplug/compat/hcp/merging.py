@@ -23,7 +23,7 @@ from ...core.errors import ArtifactError, SpecError, did_you_mean, shown
 from ...core.models.factory import build
 from ...core.spec.rules import COMMON, Match, Pass, Rule
 from ...core.spec.run_config import load_config
-from ...core.spec.yaml_source import Section, checked, held
+from ...core.spec.yaml_source import Section, checked, validate
 from .builtin_plugins import half_of
 from .checkpoint_files import State, keyed, looks_like, read_sections, selected
 from .hosts import Number
@@ -96,7 +96,7 @@ def checkpoint_pass(given: Any) -> Pass:
         raise SpecError(f"must be a mapping with 'file', not {shown(given)}")
     common = {key: value for key, value in given.items() if key in COMMON}
     params = {key: value for key, value in given.items() if key not in COMMON}
-    own = held(Update, params)
+    own = validate(Update, params)
     sections = _sections(own.file, own.ema)
     try:
         weights = keyed("lora", sections.get("lora", {}), own.file)
@@ -129,7 +129,7 @@ def merged(model: Any, parts: Sequence[Mapping[str, Any]], weights: Any = None) 
     on = str(torch.empty(0).device)
     built = build(load_config({"model": model, "weights": weights}, base=Path.cwd()), device="meta" if on == "meta" else None)
     state = built.state_dict(keep_vars=True)
-    read = [held(Part, part) for part in parts]
+    read = [validate(Part, part) for part in parts]
     mixed = [(part, _part(part, state, number)) for number, part in enumerate(read)]
     with torch.no_grad():
         for part, values in mixed:

@@ -12,7 +12,7 @@ from torch import nn
 from ...core.errors import SpecError, TraceError, shown
 from ...core.spec.addresses import is_pattern
 from ...core.spec.rules import COMMON, Match, Pass, Rule
-from ...core.spec.yaml_source import Section, held
+from ...core.spec.yaml_source import Section, validate
 from ...core.spec.yaml_source import checked as read_by
 from ..kept_state import Call as Kept
 from ..kept_state import ReadNames, watched_kind
@@ -330,7 +330,7 @@ def around_pass(given: Any) -> Pass:
     Raises SpecError whose path is below the entry.
     """
     params = {key: value for key, value in given.items() if key not in COMMON} if isinstance(given, Mapping) else given
-    own = held(Around, params)
+    own = validate(Around, params)
     if not own.layers:
         raise SpecError("must be a list of layers, not an empty one", path=("layers",))
     if own.within or any(not isinstance(layer, str) or is_pattern(layer) for layer in own.layers):

@@ -16,7 +16,7 @@ from ...core import reading
 from ...core.errors import DEFAULT, SpecError, did_you_mean
 from ...core.reading import parse_json
 from ...core.spec.train_section import Data
-from ...core.spec.yaml_source import Section, Source, Where, held
+from ...core.spec.yaml_source import Section, Source, Where, validate
 from .image_files import read_image, read_size
 from .sidecars import CONCEPT, Listed, Settings, Sidecars, from_json, from_name, from_toml, numbers
 
@@ -271,7 +271,7 @@ def read_metadata(file: Path, top: Path, names: Collection[str]) -> dict[str, di
         where = Where(str(file), number)
         data = parse_json(text, lambda finding, where=where: SpecError(finding, where=where))  # type: ignore[misc]
         with Source(data, str(file), {(): where}).inside():
-            line = held(MetadataLine, data)
+            line = validate(MetadataLine, data)
             values = {key: value for key, value in (line.model_extra or {}).items() if value is not None}
             name = (file.parent.relative_to(top) / line.file_name).as_posix()
             if line.text is not None and line.caption is not None:

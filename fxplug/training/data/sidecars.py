@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from ...core import reading
 from ...core.errors import DEFAULT, SpecError, did_you_mean, shown
-from ...core.spec.yaml_source import Section, Source, Where, checked, held, read_yaml
+from ...core.spec.yaml_source import Section, Source, Where, checked, read_yaml, validate
 
 NUMBERS = ("multiply", "flip_p", "cond_dropout", "loss_scale")
 KEYS = ("main_prompt", "caption", "tags", "max_caption_length", "shuffle_tags", *NUMBERS)
@@ -175,7 +175,7 @@ class Sidecars:
                 self._note(f"{source.file}: '{key}' is not gone by")
         own = {key: said[key] for key in KEYS[2:] if key in said}
         with source.inside():
-            settings = held(Settings, {**own, "prompt": said["main_prompt"]} if "main_prompt" in said else own)
+            settings = validate(Settings, {**own, "prompt": said["main_prompt"]} if "main_prompt" in said else own)
         return settings if "caption" not in said else settings.under(self.parsed(said["caption"], source))
 
     def _folder(self, folder: Path) -> tuple[set[str], Settings, Settings]:
@@ -277,12 +277,12 @@ def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) 
         raise SpecError(f"not valid TOML: {error}", where=where) from None
     listed, unread, source = list[Listed](), set[str](), Source(data, str(file))
     with source.inside():
-        whole = held(Toml, data)
+        whole = validate(Toml, data)
         for number, dataset in enumerate(whole.datasets):
-            for index, own in enumerate(held(Toml, dataset, "datasets", number).subsets):
+            for index, own in enumerate(validate(Toml, dataset, "datasets", number).subsets):
                 said = {**whole.general, **dataset, **own}
                 del said["subsets"]
-                subset = held(Subset, said, "datasets", number, "subsets", index)
+                subset = validate(Subset, said, "datasets", number, "subsets", index)
                 unread |= said.keys() - Subset.model_fields.keys()
                 folder = file.parent / subset.image_dir
                 if not folder.is_dir():
