@@ -218,6 +218,8 @@ def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) 
         raise ArtifactError(f"the update of '{path}' is on the meta device, which holds no values")
     if dtypes := [state[key].dtype for key in bank.names.values() if not state[key].is_floating_point()]:
         raise ArtifactError(f"the update of '{path}' holds {dtypes[0]}; an adapter's weights are floating point")
+    if f"{bank.block}.scale" not in state:
+        raise ArtifactError(f"the update of '{path}' is a bank of slots, and the record of {name} says that it has none")
     own = {key: bank.views(key, state[tensor], 0).detach().cpu().clone() for key, tensor in bank.names.items()}
     scale = float(state[f"{bank.block}.scale"])
     return _entry(bank, own, scale, name, False)
