@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import linecache
 import signal
 import sys
 import threading
@@ -48,6 +49,12 @@ def same(a, b):
     return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
 
 
+def leaves_lock(frame):
+    """Whether a line event is that of the end of `with _lock:`, before `__exit__`: a trace can raise there, no signal can."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return line.startswith("with ") and queue._lock._is_owned()
+
+
 class At:
     """Raises an error at the n-th line that runs in fxplug's own files of this thread."""
 
@@ -59,7 +66,8 @@ class At:
             return None
         if event == "line":
             self.lines += 1
-            if self.lines == self.number:
+            if self.number and self.lines >= self.number and not leaves_lock(frame):
+                self.number = None
                 raise self.error
         return self.trace
 
