@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -143,7 +142,7 @@ def _grown(inputs: Mapping[str, Any], side: int, at: int) -> dict[str, Any]:
         elif not latents:
             shape = tuple(round(n * side * side / at / at) if n == tokens else n for n in shape)
         if shape != getattr(spec, "shape", ()):
-            found[name] = replace(spec, shape=shape)
+            found[name] = spec.model_copy(update={"shape": shape})
     return found
 
 
