@@ -385,12 +385,12 @@ def _sizes(node: fx.Node) -> Any:
 
 
 def _settings(layer: nn.Module) -> Any:
-    """What a layer's code can depend on, but for values of tensors; the layer itself where its code is somebody's own."""
-    if type(layer).__module__.partition(".")[0] not in ("torch", "fxplug"):
-        return layer
+    """What a layer's code can depend on, but for values of tensors; the layer itself where code in it is somebody's own."""
     settings = []
     for child in layer.modules():
-        values = {key: value for key, value in vars(child).items() if not key.startswith("_")}
+        if type(child).__module__.partition(".")[0] not in ("torch", "fxplug"):
+            return layer
+        values = {key: value for key, value in vars(child).items() if key not in ("_parameters", "_buffers", "_modules")}
         tensors = [(key, t.shape, t.dtype) for key, t in [*child._parameters.items(), *child._buffers.items()] if t is not None]
         settings.append((type(child), repr(values), repr(tensors)))
     return tuple(settings)

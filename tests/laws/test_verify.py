@@ -467,6 +467,35 @@ def test_equal_calls_are_captured_once_and_a_block_that_breaks_the_graph_at_one_
     assert fxplug.verify(gm, fxplug.apply(gm, block(BreaksAtOneSite, ["layers.0", "layers.3"])), inputs).ok
 
 
+def reads_the_value(layer, args):
+    return (args[0] + 1,) if args[0].sum() > 1e9 else None
+
+
+class Own(nn.Module):
+    """Of a class that is neither torch's nor fxplug's; what tells one from another is private."""
+
+    def __init__(self, breaks):
+        super().__init__()
+        self._breaks = breaks
+
+    def forward(self, x):
+        return x + 1 if self._breaks and x.sum() > 1e9 else x
+
+
+@pytest.mark.parametrize("kind", ["a child", "a hook", "a method"])
+def test_layers_that_only_look_alike_are_each_captured(kind):
+    """Kept whole, and the last of them cannot be one graph: by code below it, or put on it after the trace."""
+    layers = [nn.Sequential(nn.Linear(8, 8), Own(n == 3) if kind == "a child" else nn.ReLU()) for n in range(4)]
+    gm = fxplug.trace(nn.Sequential(*layers), torch.randn(2, 8), leaf=("0", "1", "2", "3"), check=False)
+    last = gm.get_submodule("3")
+    if kind == "a hook":
+        last.register_forward_pre_hook(reads_the_value)
+    if kind == "a method":
+        last.forward = lambda x: x + 1 if x.sum() > 1e9 else x
+    few = keep_distinct_calls(gm, copy_graph(gm.graph))
+    assert "3" in [n.target for n in few.nodes if n.op == "call_module"]
+
+
 def test_sizes_that_were_equal_at_the_trace_alone_are_captured_as_they_are():
     new = fxplug.trace(Stack(), (torch.randn(2, 3, 8), torch.randn(2, 3, 8)))
     assert fxplug.verify(new, new, (torch.randn(2, 3, 8), torch.randn(5, 4, 8))).ok
