@@ -57,6 +57,8 @@ def _inside(plugin: BasePluginBlock, *layers: nn.Module) -> bool:
     return inner
 
 
+# A plugin made by another one stands at a layer of that plugin, which no graph has yet. HCP-Diffusion hooks it there, and its
+# code reads what its hooks did; the trace of the outer plugin records them, and no hook is left in the rewritten model.
 def _hook(layer: dict[str, Any], function: Callable[..., Any], **more: Any) -> None:
     """Run `function(host, fea_in, fea_out)` at a layer, with `pre_hook` before it and without a result."""
     if layer["pre_hook"]:
