@@ -218,7 +218,7 @@ def test_a_mask_whose_samples_are_as_many_as_heads():
 
 def test_keys_and_values_of_fewer_heads_than_processes_are_everywhere():
     plan = fxplug.parallel_plan(own("grouped"), inputs(), tensor=4)
-    names = {str(n.target) for n in plan.stages[0].found.births}
+    names = {str(n.target) for n in plan.stages[0].found.starts}
     assert "layers.0.q.weight" in names and "layers.0.k.weight" not in names
     assert plan.check() < CLOSE
 

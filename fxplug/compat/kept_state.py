@@ -95,7 +95,7 @@ class Call:
         for name, value in self.before.items():
             self._put(name, value)
 
-    def left(self) -> dict[str, Any]:
+    def next_call_state(self) -> dict[str, Any]:
         """What the next call begins with, as a graph can hand it on. Raises SpecError for a value that it cannot."""
         kind = type(self.module).__name__
         return {**_copied(dict(self.given)), **{name: _packed(v, f"{kind}.{name}") for name, v in self.set.items()}}

@@ -224,7 +224,7 @@ def _lies(plan: Plan, mode: bool) -> dict[str, list[list[Any]]]:
     for depth, stage in enumerate(plan.stages):
         here = stage.modes[mode]
         for node, value in here.values.items():
-            given = node in here.births or here.cut(node)  # what stands there is the whole
+            given = node in here.starts or here.cut(node)  # what stands there is the whole
             rows = [None if given or not isinstance(leaf, Leaf) else leaf.place for leaf in leaves_of(value)]
             name = here.name(node)
             if not depth or node.name in found:  # else it is a collective of an axis before

@@ -125,7 +125,7 @@ def parallel_plan(
     model: each distinct operation runs once on small random values, whole and in unequal parts, and once more on others.
     Weights and inputs may be on the meta device. What has values is then run on pretended processes beside one (`Plan.check`;
     `check=False` leaves it out): attention may hide an order of tokens that no comparison of parts can see. `split` gives
-    births of tokens, or of rows, in the stead of those found: the name of a node, or of an argument, and a dimension.
+    starts of tokens, or of rows, in the stead of those found: the name of a node, or of an argument, and a dimension.
 
     Raises SpecError for ways that are none, inputs that the model does not take, a node that is not there, fewer tokens or
     samples than ways, and where nothing can be split, with what stands in the way; VerifyError for a plan that proves wrong.

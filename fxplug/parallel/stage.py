@@ -13,7 +13,7 @@ from ..core.errors import SpecError, brief_fields, did_you_mean
 from ..core.ir.graph import Graph, copy_graph
 from ..core.ir.traced_module import TracedModule, shell
 from ..core.rewriter.neutrality import _knows_mode, in_mode
-from .planning import births, rows
+from .planning import rows, token_origins
 from .planning.found import Found, Unsplittable, told
 from .planning.opened_layers import opened
 from .planning.planner import plan_again, planned
@@ -50,13 +50,13 @@ def found_along(
     gm: TracedModule, mode: bool, call: Any, along: tuple[str, int], split: Mapping[str, int] | None,
     before: Mapping[bool, Found], memory: dict[int, dict[Any, Any]],
 ) -> Found:  # fmt: skip
-    """The plan of one graph along one axis; births are those of the plan `before`, of the other mode, where that can be."""
+    """The plan of one graph along one axis; starts are those of the plan `before`, of the other mode, where that can be."""
     graph = gm.graphs[mode]
     walked, names = walk(gm, graph, *call), {node.name for node in graph.nodes}
     for other in before.values():
-        if all(node.name in names for node in other.births):
+        if all(node.name in names for node in other.starts):
             with contextlib.suppress(Unsplittable):
-                again = {node.name: dim for node, dim in other.births.items() if isinstance(dim, int)}
+                again = {node.name: dim for node, dim in other.starts.items() if isinstance(dim, int)}
                 return _found(gm, graph, walked, along, again, memory)
     return _found(gm, graph, walked, along, split, memory)
 
@@ -68,12 +68,12 @@ def _found(
     axis, ways = along
     first, second = (Tries(gm, seed, axis == "rows", memory) for seed in (0, 1))
     if axis == "rows":
-        found = rows.best(first, walked, named_births(graph, split) if split else None)
+        found = rows.best(first, walked, named_starts(graph, split) if split else None)
     elif axis == "batch" or split:
-        given = births.samples(walked) if split is None else named_births(graph, split)
+        given = token_origins.samples(walked) if split is None else named_starts(graph, split)
         found = planned(walked, first, given, one=axis == "batch")
     else:
-        found = births.best(first, walked, ways)
+        found = token_origins.best(first, walked, ways)
     plan_again(found, second)
     if found.share() == 0:
         raise Unsplittable(next((f"{told(n)}: {why}" for n, why in found.why.items()), "no work is left to parts"))
@@ -95,7 +95,7 @@ def in_both_modes(gm: TracedModule) -> TracedModule:
     return gm.derived(shell(gm), {mode: copy_graph(graph) for mode in (gm.training, not gm.training)})
 
 
-def named_births(graph: fx.Graph, split: Mapping[str, int]) -> dict[fx.Node, int]:
+def named_starts(graph: fx.Graph, split: Mapping[str, int]) -> dict[fx.Node, int]:
     """The nodes that are split, by their names, each with its dimension. Raises SpecError for a name that no node has."""
     known = {node.name: node for node in graph.nodes}
     for name in split:
@@ -108,7 +108,7 @@ def check_sizes(stage: Stage, number: int) -> None:
     """Raises SpecError where there are fewer samples, rows or tokens than processes."""
     found = stage.found
     for index, (node, dim) in enumerate(found.origins):
-        if found.sizes[index] < number and (node in found.births or index in found.derived):
+        if found.sizes[index] < number and (node in found.starts or index in found.derived):
             what = {"batch": "samples", "rows": "rows"}.get(stage.axis, "tokens")
             raise SpecError(
                 f"{found.sizes[index]} {what} ('{node.name}', dimension {dim}) cannot be split {number} ways: give fewer ways, "

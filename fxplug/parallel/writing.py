@@ -45,8 +45,8 @@ class Writer:
                 break
             if (step := self.found.steps.get(node)) is not None:
                 self.step(node, step)
-            if node in self.found.births and self.found.is_split(node):
-                self.bear(node)
+            if node in self.found.starts and self.found.is_split(node):
+                self.begin_split(node)
         erase_unused(self.graph.nodes, lambda n: n.op == "get_attr" or self.is_idle(n))
         self.graph.lint()
 
@@ -121,7 +121,7 @@ class Writer:
         """The whole size of a stream, asked where it begins; a number where that is a weight."""
         if stream not in self.sizes:
             one, dim = self.found.origins[stream]
-            if isinstance(self.found.births.get(one), Place):
+            if isinstance(self.found.starts.get(one), Place):
                 self.sizes[stream] = self.found.sizes[stream]
                 return self.sizes[stream]
             origin = self.twin[one.name]
@@ -153,12 +153,12 @@ class Writer:
 
     # --- steps
 
-    def bear(self, node: fx.Node) -> None:
+    def begin_split(self, node: fx.Node) -> None:
         """Split a value where its streams begin."""
         place = self.found.place(node)
         assert place is not None
         twin = self.node(node)
-        if isinstance(self.found.births[node], Place):
+        if isinstance(self.found.starts[node], Place):
             cut = self.call(Part, self.part(place), twin, place.layout.streams, after=twin)
         else:
             (stream,) = place.layout.streams

@@ -126,10 +126,10 @@ class Local:
             delattr(sys.modules[package], leaf)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _again, (self.folders, list(self.modules))
+        return _import_anew, (self.folders, list(self.modules))
 
 
-def _again(folders: list[str], names: list[str]) -> Local:
+def _import_anew(folders: list[str], names: list[str]) -> Local:
     local = Local.of(folders)
     with local.importing():
         for name in names:

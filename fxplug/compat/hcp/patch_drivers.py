@@ -200,7 +200,7 @@ class PatchAround(PatchPlugin):
                 "change it in place"
             )
         self.read.names.update(kept.read)
-        return out, kept.left()
+        return out, kept.next_call_state()
 
     def ended(self, left: Mapping[str, Any]) -> None:
         """The forward is over and left these attributes. Raises TraceError where the next one would go on with them."""

@@ -101,7 +101,7 @@ class Addin(Block):
                     f"elsewhere in the model comes by an in point, as 'inputs_cache'; {KEEPS}"
                 )
         self.read.names.update(call.read)
-        return (result, call.left()) if self.carries else result
+        return (result, call.next_call_state()) if self.carries else result
 
     def result(self, addin: nn.Module, *values: Any) -> Any:
         """What the method of `addin` makes of `(inputs)` or `(inputs, outputs)`, in the structure of what it changes."""

@@ -58,8 +58,8 @@ def choose(
     for key, parts in order:
         spent[key] = max(0, inside[key] - sum(inside[k] for k in parts)) + sum(spent[k] for k in parts)
 
-    def taken(limit: float) -> tuple[float, list[str]]:
-        """What is taken from the inside out where no region may be larger than this, and what that costs."""
+    def choose_within(limit: float) -> tuple[float, list[str]]:
+        """Choose regions from the inside out, none larger than this; gives what that costs, and their keys."""
         found: dict[str, list[str]] = {}
         for key, parts in order:
             found[key] = [region for part in parts for region in found.pop(part)]
@@ -68,8 +68,8 @@ def choose(
                 found[key] = [key]
         return cost + limit, found[""]
 
-    tried = [taken(limit) for limit in sorted({inside[key] for key in leaving})]
-    _, regions = min(tried, key=lambda row: row[0], default=(math.inf, []))
+    choices = [choose_within(limit) for limit in sorted({inside[key] for key in leaving})]
+    _, regions = min(choices, key=lambda row: row[0], default=(math.inf, []))
     return sorted(regions, key=lambda key: members[key][0])
 
 

@@ -33,7 +33,7 @@ class Pair:
     """A layer that contracts features, and where they are born: weights and how they are split."""
 
     closing: fx.Node
-    births: dict[fx.Node, Place] = field(default_factory=dict)
+    starts: dict[fx.Node, Place] = field(default_factory=dict)
     split: dict[fx.Node, Place] = field(default_factory=dict)  # what is split on the way, and the weights of the layer itself
     work: int = 0
     leaks: int = 0  # readers of what is split that are not on the way
@@ -56,8 +56,8 @@ class Features(Backward):
         pairs = [pair for node in self.walk.graph.nodes if node in self.walk.work and (pair := self.pair(node)) is not None]
         pairs = self.agreed(pairs)
         while pairs:
-            births = {node: place for pair in pairs for node, place in pair.births.items()}
-            found = self.plan(self.tries, births)
+            starts = {node: place for pair in pairs for node, place in pair.starts.items()}
+            found = self.plan(self.tries, starts)
             bad = self.broken(found, pairs)
             if not bad:
                 found.why = {**self.why, **found.why}
@@ -67,11 +67,11 @@ class Features(Backward):
             pairs = [pair for pair in pairs if all(pair is not one for one, _ in bad)]
         raise Unsplittable(next((f"'{n.name}': {why}" for n, why in self.why.items()), "no layer takes what another gives"))
 
-    def plan(self, tries: Tries, births: dict[fx.Node, Place]) -> Found:
-        """The plan of these births; its streams are those that are used."""
-        used = sorted({stream for place in births.values() for stream in place.layout.streams})
+    def plan(self, tries: Tries, starts: dict[fx.Node, Place]) -> Found:
+        """The plan of these starts; its streams are those that are used."""
+        used = sorted({stream for place in starts.values() for stream in place.layout.streams})
         table = {stream: index for index, stream in enumerate(used)}
-        again: dict[fx.Node, int | Place] = {node: renamed(place, table) for node, place in births.items()}
+        again: dict[fx.Node, int | Place] = {node: renamed(place, table) for node, place in starts.items()}
         return planned(self.walk, tries, again, streams=[self.sizes[stream] for stream in used])
 
     def agreed(self, pairs: list[Pair]) -> list[Pair]:
@@ -94,21 +94,21 @@ class Features(Backward):
         for pair in pairs:
             if not found.summed(pair.closing):
                 bad[id(pair)] = pair, "what it is given is not split as its weight is"
-        from_births: dict[fx.Node, set[fx.Node]] = {}
+        from_starts: dict[fx.Node, set[fx.Node]] = {}
         for node in self.walk.graph.nodes:
-            mine = {node} & set(found.births)
+            mine = {node} & set(found.starts)
             for one in node.all_input_nodes:
-                mine |= from_births.get(one, set())
+                mine |= from_starts.get(one, set())
             step = found.steps.get(node, Step())
             inputs = node.all_input_nodes
-            lost = {birth for index in step.gathers for birth in from_births.get(inputs[index], ())}
+            lost = {start for index in step.gathers for start in from_starts.get(inputs[index], ())}
             if node.op == "output":
-                lost = {birth for one in inputs if found.is_split(one) for birth in from_births.get(one, ())}
+                lost = {start for one in inputs if found.is_split(one) for start in from_starts.get(one, ())}
             for pair in pairs:
-                if lost & set(pair.births):
+                if lost & set(pair.starts):
                     bad.setdefault(id(pair), (pair, f"'{node.name}' must have all of its features"))
             if found.is_split(node) or found.hangs_on_sizes(node):
-                from_births[node] = mine
+                from_starts[node] = mine
         return list(bad.values())
 
     # --- one pair
@@ -129,7 +129,7 @@ class Features(Backward):
                 if trial is None:
                     continue
                 todo += [more for more in trial.refined if more not in todo]
-                if trial.births:
+                if trial.starts:
                     found.append(trial)
                 elif trial.stuck:
                     self.why.setdefault(closing, f"features of '{trial.stuck[0].name}' belong to no weight's rows")
@@ -176,7 +176,7 @@ class Features(Backward):
             known[node] = place
             if node not in self.fed:
                 if node.op == "get_attr":
-                    pair.births[node] = place
+                    pair.starts[node] = place
                 continue
             if (before := self.before(node, place)) is None:
                 pair.stuck.append(node)
@@ -189,7 +189,7 @@ class Features(Backward):
         pair.leaks, more = self.leaks(born, {*known, closing, *self.aside})
         pair.split.update(more)
         if not any(n in self.walk.work for n in known):  # its own input alone: nothing is born for it
-            pair.births.clear()
+            pair.starts.clear()
         return pair
 
     def leaks(self, split: dict[fx.Node, Place], known: set[fx.Node]) -> tuple[int, dict[fx.Node, Place]]:
@@ -254,12 +254,12 @@ def find(
         paths = frozenset(used)
     else:
         first = before
-    born = {str(node.target): place for node, place in first.births.items() if isinstance(place, Place)}
+    born = {str(node.target): place for node, place in first.starts.items() if isinstance(place, Place)}
     some = opened(gm, paths)
     walked = walk(some, some.graphs[mode], *call)
-    births = {n: born[str(n.target)] for n in walked.graph.nodes if n.op == "get_attr" and str(n.target) in born}
+    starts = {n: born[str(n.target)] for n in walked.graph.nodes if n.op == "get_attr" and str(n.target) in born}
     sizes = first.sizes[: 1 + max(stream for place in born.values() for stream in place.layout.streams)]
-    found = planned(walked, Tries(some, 0, memory=memory), births, streams=sizes)
+    found = planned(walked, Tries(some, 0, memory=memory), starts, streams=sizes)
     plan_again(found, Tries(some, 1, memory=memory))
     if before is None:
         found.why = {**_reasons(first, walked.graph, paths), **found.why}

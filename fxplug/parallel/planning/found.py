@@ -21,7 +21,7 @@ def told(node: fx.Node) -> str:
 
 
 class Unsplittable(Exception):
-    """Why there is no plan from these births."""
+    """Why there is no plan from these starts."""
 
 
 class Inner(NamedTuple):
@@ -37,16 +37,16 @@ class Found:
 
     walk: Walk
     tries: Tries
-    births: dict[fx.Node, int | Place]
+    starts: dict[fx.Node, int | Place]
     steps: dict[fx.Node, Step] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     origins: list[tuple[fx.Node, int]] = field(default_factory=list)  # of each stream: a whole value, and its dimension
     why: dict[fx.Node, str] = field(default_factory=dict)  # what had to be gathered, and for what
     sizes: list[int] = field(default_factory=list)  # of each stream
-    grains: dict[fx.Node, int] = field(default_factory=dict)  # elements of a token, of births that have not one
+    grains: dict[fx.Node, int] = field(default_factory=dict)  # elements of a token, of starts that have not one
     inner: dict[fx.Node, Inner] = field(default_factory=dict)  # of values whose tokens have more elements in larger images
     derived: set[int] = field(default_factory=set)  # streams whose size follows from that of another
-    settings: tuple[Any, ...] = ()  # with which it was planned, beside births
+    settings: tuple[Any, ...] = ()  # with which it was planned, beside starts
 
     __repr__ = brief_fields
 

@@ -33,24 +33,24 @@ class MustBeWhole(Exception):
 def planned(
     walk: Walk,
     tries: Tries,
-    births: Mapping[fx.Node, int | Place],
+    starts: Mapping[fx.Node, int | Place],
     one: bool = False,
     streams: Sequence[int] = (),
     grains: Mapping[fx.Node, int] | None = None,
     kind: type[Planner] | None = None,
 ) -> Found:
-    """A plan from these births: values whose dimension is split from there on. With `one` all are of one stream.
+    """A plan from these starts: values whose dimension is split from there on. With `one` all are of one stream.
 
-    A birth that is a place is of the streams with these sizes, which are numbers in the model's code: heads, features.
+    A start that is a place is of the streams with these sizes, which are numbers in the model's code: heads, features.
     `grains` are a token's elements at the others. `kind` may know more ways to run an operation. Raises Unsplittable.
     """
     forced: set[fx.Node] = set()
     while True:
         tries.streams.clear()
         tries.streams.true[:] = streams
-        found = Found(walk, tries, dict(births), grains=dict(grains or {}))
+        found = Found(walk, tries, dict(starts), grains=dict(grains or {}))
         for stream in range(len(streams)):
-            here = ((n, p.dim) for n, p in births.items() if isinstance(p, Place) and stream in p.layout.streams)
+            here = ((n, p.dim) for n, p in starts.items() if isinstance(p, Place) and stream in p.layout.streams)
             found.origins.append(next(here))
         try:
             found = (kind or Planner)(found, forced, one).run()
@@ -66,7 +66,7 @@ def planned(
 
 def plan_again(found: Found, tries: Tries) -> None:
     """Make a plan once more, with other random values. Raises Unsplittable where it is another one then."""
-    again = planned(found.walk, tries, found.births, *found.settings)
+    again = planned(found.walk, tries, found.starts, *found.settings)
     for node in found.walk.graph.nodes:
         if found.steps.get(node) != again.steps.get(node):
             raise Unsplittable(f"{told(node)} does other things with other random values")
@@ -89,18 +89,18 @@ class Planner:
             if node.op == "output":
                 break
             self.values[node] = self.value(node)
-            if node in self.found.births and node not in self.forced:
+            if node in self.found.starts and node not in self.forced:
                 if self.found.is_split(node):
-                    del self.found.births[node]  # tokens have come to it
+                    del self.found.starts[node]  # tokens have come to it
                 else:
-                    self.bear(node, self.found.births[node])
+                    self.begin_split(node, self.found.starts[node])
         return self.found
 
     def whole(self, node: fx.Node) -> Any:
         """The value of a node of which each process has all."""
         return pytree.tree_map(lambda v: Leaf(v, None) if isinstance(v, Tensor) else v, self.walk.values[node])
 
-    def bear(self, node: fx.Node, dim: int | Place) -> None:
+    def begin_split(self, node: fx.Node, dim: int | Place) -> None:
         """Split a value from here on, along a dimension or as a place says. Raises Unsplittable where it has no such one."""
         value = self.values[node]
         if isinstance(dim, Place):

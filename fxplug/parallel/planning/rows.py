@@ -91,8 +91,8 @@ class Spatial(Planner):
         self.found.steps[node] = Step(special="norm", near=norm)
         return Leaf(self.walk.values[node], place)
 
-    def bear(self, node: fx.Node, dim: int | Place) -> None:
-        super().bear(node, dim)
+    def begin_split(self, node: fx.Node, dim: int | Place) -> None:
+        super().begin_split(node, dim)
         self.found.inner[node] = Inner(self.found.grains.get(node, 1))
 
     def stream(self, node: fx.Node, dim: int, size: int) -> int:
@@ -230,10 +230,10 @@ def best(tries: Tries, walk: Walk, split: Mapping[fx.Node, int] | None = None) -
     """
     found: Found | None = None
     failed: Unsplittable | None = None
-    for births, tokens in _given(walk, split) if split else _choices(walk):
-        table = {node: walk.values[node].shape[dim] // tokens for node, dim in births.items()}
+    for starts, tokens in _given(walk, split) if split else _choices(walk):
+        table = {node: walk.values[node].shape[dim] // tokens for node, dim in starts.items()}
         try:
-            one = planned(walk, tries, births, True, (), table, Spatial)
+            one = planned(walk, tries, starts, True, (), table, Spatial)
         except Unsplittable as error:
             failed = error
             continue
@@ -247,7 +247,7 @@ def best(tries: Tries, walk: Walk, split: Mapping[fx.Node, int] | None = None) -
 
 
 def _choices(walk: Walk) -> Iterator[tuple[dict[fx.Node, int], int]]:
-    """Births, and how many tokens they may have: the rows of an image first, then its columns, then frames."""
+    """Starts, and how many tokens they may have: the rows of an image first, then its columns, then frames."""
     given = images(walk)
     most = max((walk.values[n].dim() for n in given), default=0)
     for back in (-2, -1, -3) if most > 3 else (-1, -2):
@@ -256,24 +256,24 @@ def _choices(walk: Walk) -> Iterator[tuple[dict[fx.Node, int], int]]:
             continue
         size = walk.values[first].shape[back]
         for grain in grains(walk, size, most, back):
-            births = {}
+            starts = {}
             for node in given:
                 value = walk.values[node]
                 if value.dim() == most and value.shape[back] % (size // grain) == 0:
-                    births[node] = value.dim() + back
-            yield births, size // grain
+                    starts[node] = value.dim() + back
+            yield starts, size // grain
 
 
 def _given(walk: Walk, split: Mapping[fx.Node, int]) -> Iterator[tuple[dict[fx.Node, int], int]]:
-    births = {}
+    starts = {}
     for node, dim in split.items():
         value = walk.values[node]
         if not isinstance(value, Tensor) or not -value.dim() <= dim < value.dim():
             raise Unsplittable(f"'{node.name}' has no dimension {dim}")
-        births[node] = dim % value.dim()
-    node, dim = next(iter(births.items()))
+        starts[node] = dim % value.dim()
+    node, dim = next(iter(starts.items()))
     value = walk.values[node]
     for grain in grains(walk, value.shape[dim], value.dim(), dim - value.dim()):
         tokens = value.shape[dim] // grain
-        if all(walk.values[n].shape[d] % tokens == 0 for n, d in births.items()):
-            yield births, tokens
+        if all(walk.values[n].shape[d] % tokens == 0 for n, d in starts.items()):
+            yield starts, tokens

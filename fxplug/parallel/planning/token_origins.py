@@ -48,7 +48,7 @@ def sites(walk: Walk) -> list[tuple[fx.Node, fx.Node, int]]:
     return found + products
 
 
-class Births(Backward):
+class OriginSearch(Backward):
     """Follows a dimension back to the values where it begins."""
 
     numbers_count = False
@@ -58,7 +58,7 @@ class Births(Backward):
         self.seen: set[tuple[fx.Node, int]] = set()
 
     def of(self, node: fx.Node, dim: int) -> dict[fx.Node, int]:
-        """The births of what lies along a dimension of a value."""
+        """The starts of what lies along a dimension of a value."""
         found: dict[fx.Node, int] = {}
         todo: list[tuple[fx.Node, int, tuple[fx.Node, int], fx.Node | None]] = [(node, dim, (node, dim), None)]
         while todo:
@@ -130,18 +130,18 @@ def samples(walk: Walk) -> dict[fx.Node, int]:
 
 
 def best(tries: Tries, walk: Walk, ways: int = 1) -> Found:
-    """The plan that splits most work, and of those one with few gathers, from births that are all needed.
+    """The plan that splits most work, and of those one with few gathers, from starts that are all needed.
 
     Where there are fewer tokens than `ways` they stay together, unless there are no others. Raises Unsplittable where no plan
     splits anything.
     """
     found: Found | None = None
     failed: Unsplittable | None = None
-    for start in ([(query, dim) for _, query, dim in sites(walk)], blocks(walk)):
-        for value, dim in start:
+    for rows in ([(query, dim) for _, query, dim in sites(walk)], blocks(walk)):
+        for value, dim in rows:
             if found is not None and found.is_split(value):
                 continue
-            born = Births(walk, tries).of(value, dim)
+            born = OriginSearch(walk, tries).of(value, dim)
             more = {node: dim for node, dim in born.items() if walk.values[node].shape[dim] >= ways}
             if len(more) < len(born) and not more:
                 continue
@@ -163,26 +163,26 @@ ALMOST = 0.95  # of the work: nothing better is looked for
 FEW = 16  # what is as many times smaller than the largest value that is born holds no tokens
 
 
-def _better(walk: Walk, tries: Tries, before: Found | None, births: dict[fx.Node, int]) -> Found:
-    """The best of a plan that there is and those from its births and some of these: each time the one that adds most."""
-    found, left = before, dict(births)
-    most = max((elements(walk.values[node]) for node in births), default=0)
+def _better(walk: Walk, tries: Tries, before: Found | None, starts: dict[fx.Node, int]) -> Found:
+    """The best of a plan that there is and those from its starts and some of these: each time the one that adds most."""
+    found, left = before, dict(starts)
+    most = max((elements(walk.values[node]) for node in starts), default=0)
     with contextlib.suppress(Unsplittable):  # tokens themselves, and not where they stand or whether they count
-        tokens = planned(walk, tries, {node: dim for node, dim in births.items() if elements(walk.values[node]) * FEW >= most})
+        tokens = planned(walk, tries, {node: dim for node, dim in starts.items() if elements(walk.values[node]) * FEW >= most})
         if tokens.share() > ALMOST:
             return tokens
     while left and (found is None or found.share() < ALMOST):
         trials = []
         for node, dim in left.items():
             with contextlib.suppress(Unsplittable):
-                trials.append(planned(walk, tries, {**(found.births if found else {}), node: dim}))
+                trials.append(planned(walk, tries, {**(found.starts if found else {}), node: dim}))
                 if trials[-1].share() > ALMOST:
                     break
         best = max(trials, key=Found.rank, default=None)
         if best is None or (found is not None and best.rank() <= found.rank()):
             break
         found = best
-        left = {node: dim for node, dim in left.items() if node not in best.births}
+        left = {node: dim for node, dim in left.items() if node not in best.starts}
     if found is None:
-        return planned(walk, tries, births)
+        return planned(walk, tries, starts)
     return found
