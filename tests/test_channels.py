@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -95,7 +96,7 @@ def odd(weight):
     return held.permute(*reversed(range(weight.dim()))).copy_(weight)
 
 
-@pytest.mark.parametrize("name", MAPPED)
+@sweep("name", MAPPED, 0, 1)
 @pytest.mark.parametrize(
     ("memory", "dtype"), [("channels_last", torch.float32), ("odd", torch.float32), ("odd", torch.bfloat16)]
 )

@@ -222,7 +222,7 @@ class AtStep(Freezes):
 
 
 @pytest.mark.parametrize("plugin", [AtLoad, AtStart, AtStep])
-@pytest.mark.parametrize("changed", [{}, {"train__trainable": ["**"]}, {"train__accumulate": 2, "train__ema": 0.9}], ids=str)
+@sweep("changed", [{}, {"train__trainable": ["**"]}, {"train__accumulate": 2, "train__ema": 0.9}], 0, ids=str)
 def test_what_a_plugin_freezes_stays_as_it_was(tmp_path, plugin, changed):
     Freezes.seen.clear()
     train(tmp_path / "run", plugin, **changed)

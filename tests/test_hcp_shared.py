@@ -7,6 +7,7 @@ import json
 import pytest
 import small
 import torch
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -185,10 +186,11 @@ def attached(model, *kinds):
 PATCHES = ["Post", "Pre", "Both", "InSum", "InHalf"]
 APART = {("Post", "Post"), ("Pre", "Post"), ("Pre", "Pre"), ("Pre", "Both"), ("Both", "Post"), ("InSum", "InSum")}
 OTHERS = {(one, other) for one in PATCHES for other in ("InSum", "InHalf") if one != other}  # not in one container
+SOME = [("Post", "Post"), ("Post", "Both"), ("Pre", "Both"), ("InSum", "InSum"), ("Post", "InHalf")]
 
 
 @pytest.mark.parametrize("rates", [(1e-3, 1e-3), (1e-3, 1e-4)], ids=["one rate", "two rates"])
-@pytest.mark.parametrize("kinds", [(one, other) for one in PATCHES for other in PATCHES], ids=" ".join)
+@sweep("kinds", [(one, other) for one in PATCHES for other in PATCHES], *SOME, ids=" ".join)
 def test_two_patches_at_one_place_are_those_of_hcp_diffusion_or_refused(net, tmp_path, kinds, rates):
     section = {
         f"p{n}": {"_target_": f"{__name__}.{kind}", "layers": ["a"], "gain": n + 2.0, "lr": lr}

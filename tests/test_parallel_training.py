@@ -109,8 +109,12 @@ WRONG = {
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    cases = [(name, {**changed, **split}, {}) for name, (changed, split) in CASES.items()]
-    return folder, launched(folder, run, *cases, *((name, changed, {}) for name, (changed, _) in WRONG.items()))
+    return folder, launched(folder, run, *((name, {**changed, **split}, {}) for name, (changed, split) in CASES.items()))
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    return launched(tmp_path_factory.mktemp("refused"), run, *((name, changed, {}) for name, (changed, _) in WRONG.items()))
 
 
 @pytest.mark.slow
@@ -130,8 +134,8 @@ def test_processes_that_share_samples_give_what_one_gives(name, answers, tmp_pat
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_shared_is_told_in_every_process(name, answers):
-    for each in answers[1]:
+def test_what_cannot_be_shared_is_told_in_every_process(name, refusals):
+    for each in refusals:
         assert isinstance(each[name], str) and each[name].split(":")[0] in ("SpecError", "TrainError")
         assert re.search(WRONG[name][1], each[name]), each[name]
 

@@ -8,6 +8,7 @@ import pytest
 import small
 import torch
 import torch.nn.functional as F
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -145,7 +146,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("ways", WAYS, ids=str)
-@pytest.mark.parametrize("name", LAYERS)
+@sweep("name", LAYERS, "batch norm", "channels", "none")
 def test_layers_that_do_other_things_in_training(name, ways, training):
     """One graph stands for both modes, and the layers in it do not: what they draw and measure is everybody's."""
     gm = traced(lambda: Tokens(LAYERS[name](), channels=True), x(), training=training)
@@ -347,7 +348,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("ways", [*WAYS, {"tensor": 2}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@sweep("dtype", [torch.bfloat16, torch.float16], 0, ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_result_in_float32_has_the_rounding_of_what_it_was_computed_in(autocast, dtype, ways):
     with torch.autocast("cpu", dtype, enabled=autocast):

@@ -21,6 +21,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -608,7 +609,7 @@ class Link:
 NESTED = {"list": lambda x: [x], "dict": lambda x: {"x": x}, "tuple": lambda x: (x, [x]), "chain": Link}
 
 
-@pytest.mark.parametrize("wrap", NESTED.values(), ids=NESTED)
+@sweep("wrap", NESTED.values(), 0, 3, ids=NESTED)
 def test_a_model_may_hold_what_nests_deep(wrap: Callable[[Any], Any]) -> None:
     def deep_counter(m: Any, x: Any) -> Any:
         m.end.append(1)

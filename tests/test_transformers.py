@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from exact import difference
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -199,7 +200,7 @@ def tied_model(name: str) -> tuple[nn.Module, dict[str, Any], str]:
 
 @pytest.mark.parametrize("slots", [False, True], ids=["train", "slots"])
 @pytest.mark.parametrize("case", TIED)
-@pytest.mark.parametrize("name", ["llama, for causal", "gpt2"])
+@sweep("name", ["llama, for causal", "gpt2"], 0)
 @pytest.mark.filterwarnings("ignore")
 def test_files_for_tied_embeddings_go_both_ways(name: str, case: str, slots: bool, tmp_path: Path) -> None:
     model, call, own = tied_model(name)

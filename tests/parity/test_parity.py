@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from lycoris.modules.locon import LoConModule
 from lycoris.modules.loha import LohaModule
 from lycoris.modules.lokr import LokrModule
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -224,7 +225,7 @@ LOKR = [
 ]
 
 
-@pytest.mark.parametrize("layer", [*PLAIN, "conv2d of size 1", "conv2d with dilation", "conv2d with groups"])
+@sweep("layer", [*PLAIN, "conv2d of size 1", "conv2d with dilation", "conv2d with groups"], "linear", "conv2d with groups")
 @pytest.mark.parametrize("options", LOKR)
 def test_lokr_as_in_peft(layer, options):
     if layer == "conv1d" and options != LOKR[0]:
@@ -325,7 +326,7 @@ def test_lora_as_in_lycoris(layer):
     check(errors(new, block, in_lycoris(base, LoConModule, rename, lora_dim=3, alpha=6).take(block), x))
 
 
-@pytest.mark.parametrize("layer", [*CONVOLUTIONS, "linear"])
+@sweep("layer", [*CONVOLUTIONS, "linear"], "linear", "conv2d", "conv1d")
 @pytest.mark.parametrize("tucker", [False, True])
 @pytest.mark.parametrize("rslora", [False, True])
 def test_loha_as_in_lycoris(layer, tucker, rslora):
@@ -336,7 +337,7 @@ def test_loha_as_in_lycoris(layer, tucker, rslora):
     check(errors(new, block, in_lycoris(base, LohaModule, **options).take(block), x))
 
 
-@pytest.mark.parametrize("layer", [*CONVOLUTIONS, "linear"])
+@sweep("layer", [*CONVOLUTIONS, "linear"], "linear", "conv2d", "conv1d")
 @pytest.mark.parametrize("options", [*LOKR, {"rank": 2, "alpha": 9, "full_matrix": True}, {"rank": 1, "alpha": 2, "factor": 8}])
 def test_lokr_as_in_lycoris(layer, options):
     make, shape = LAYERS[layer]
