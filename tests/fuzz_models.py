@@ -4,6 +4,8 @@ A verdict is one of
   equal    traced, and no difference at any call that its guards admit
   guarded  the same, and at least one call was turned away by a GuardError
   warned   the same but for gradients, and trace warned of a backward that it cannot keep
+  said     a difference that docs/python.md names: gradients of values kept of weights, writes through `x.data`, the
+           rounding of a kernel that `sdpa_kernel` chooses
   looser   the same, but for calls that the model itself fails on
   refused  trace raised a TraceError
   invalid  the model itself fails on its example
@@ -36,6 +38,11 @@ import fxplug
 
 MISSES = ("silent", "raw", "useless", "dirty", "hang")
 SECONDS = 60  # one model
+# what docs/python.md says of these steps: part of a name, and of what is found then
+SAID = {
+    "first_call_of": ": one instead of none", "input_data": "has been modified by an inplace operation",
+    "sdpa_kernel": " differs by ",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -467,6 +474,9 @@ def _judge(program: random_models.Program, ways: list[Way]) -> Verdict:
         verdict = _compare(gm, fresh, first, seed, program, ways)
         if warned and verdict.kind == "silent" and "gradient of" in verdict.what:
             return dataclasses.replace(verdict, kind="warned")
+        names = " ".join(program.names())
+        if verdict.kind in MISSES and any(name in names and what in verdict.what for name, what in SAID.items()):
+            return dataclasses.replace(verdict, kind="said")
         return verdict
 
 
