@@ -7,11 +7,9 @@ import copy
 import functools
 import inspect
 import math
-import os
 import random
 import threading
 import types
-import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -712,52 +710,6 @@ def test_a_trace_inside_a_trace_is_refused() -> None:
     with pytest.raises(fxplug.TraceError, match="inside a trace"):
         fxplug.trace(Slow(lambda: fxplug.trace(inner, x)), X())
     assert patches() == before and fxplug.trace(Slow(), X())
-
-
-def in_child(check: Callable[[], bool]) -> int:
-    """The exit code of a forked child that makes a check."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there are threads
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = 0 if check() else 2
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("where", ["forward", "another thread"])
-def test_a_forked_child_finds_nothing_of_a_trace(where: str) -> None:
-    before, left = patches(), threading.local()  # of which no trace puts anything back
-    inside, go_on = threading.Event(), threading.Event()
-
-    def check() -> bool:
-        model.hook = lambda: None
-        plain = type(model.net[0].weight) is nn.Parameter and type(torch.ones(2) + 1) is torch.Tensor
-        return plain and patches() == before and torch.is_grad_enabled() and fxplug.trace(Slow(), X()) is not None
-
-    def hook() -> None:
-        if where == "forward":
-            left.code = in_child(check)
-        else:
-            inside.set()
-            go_on.wait(30)
-
-    model = Slow(hook)
-    trace = functools.partial(fxplug.trace, model, X(), check=False)
-    if where == "forward":
-        trace()
-    else:
-        thread = threading.Thread(target=trace)
-        thread.start()
-        inside.wait(30)
-        left.code = in_child(check)
-        go_on.set()
-        thread.join()
-    assert left.code == 0 and patches() == before
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])

@@ -22,7 +22,7 @@ from ..ir.graph import insert
 from ..spec.addresses import Port, identifier
 from ..torch_internals.modules import call_with_hooks, forward_hooks
 from ..torch_internals.tensors import DisableTorchFunction
-from .fake_tensors import KINDS, NeedsValues, Number, fake
+from .fake_tensors import KINDS, NeedsValues, Number, fake, layer_key
 from .frozen_values import alike, frozen
 from .graph_builder import PRINTABLE, Frame
 from .module_state import identical_items
@@ -88,7 +88,7 @@ class Regions:
         plain_kw, node_kw = recording.lower(kwargs)
         before = _members((plain, plain_kw))
         known = recording.fake and type(module).__module__.startswith("torch.nn.")
-        remembered_as = recording.results.key(module, plain, plain_kw) if known else None
+        remembered_as = recording.results.key(layer_key(module), plain, plain_kw) if known else None
         out = recording.results.get(remembered_as, recording.mode)
         if out is None:
             if recording.fake and isinstance(module, torch.jit.ScriptModule):

@@ -29,6 +29,7 @@ from torch import (  # torch's own, whatever a run puts in their place
 
 from ..quantised import is_packed
 from ..torch_internals import FAKE_TENSOR_LOG
+from ..torch_internals.modules import forward_hooks
 from ..torch_internals.tensors import (
     DataDependentOutputException,
     DisableTorchFunction,
@@ -333,13 +334,16 @@ class Results:
         self.known: dict[Hashable, Any] = {}
         self.remember = remember
 
-    def key(self, function: Any, args: Any, kwargs: Any) -> Hashable:
-        """A key for a call, or None where its result may depend on more than the geometry of its arguments."""
+    def key(self, function: Any, args: Any, kwargs: Any, views: tuple[bool, ...] = ()) -> Hashable:
+        """A key for a call, or None where its result may depend on more than the geometry of its arguments.
+
+        `views` says which tensors among them are in the memory of a parameter, as a result may be then.
+        """
         if not self.remember:
             return None
         try:
             with DisableTorchFunction():
-                return (function, _key(args), _key(kwargs), _surroundings())
+                return (function, _key(args), _key(kwargs), views, _surroundings())
         except TypeError:
             return None
 
@@ -391,6 +395,18 @@ def _key(value: Any) -> Hashable:
     if type(value) is dict:
         return tuple((k, _key(v)) for k, v in value.items())
     raise TypeError
+
+
+def layer_key(module: nn.Module) -> Hashable:
+    """What decides the geometry of a layer's results beside its arguments: layers that are alike have one key."""
+    if module._modules or "forward" in vars(module) or any(forward_hooks(module)):
+        return module
+    try:
+        with DisableTorchFunction():
+            attributes = tuple((k, _key(v)) for k, v in vars(module).items() if not k.startswith("_"))
+            return type(module), attributes, _key(module._parameters), _key(module._buffers)
+    except TypeError:
+        return module
 
 
 @contextmanager

@@ -371,6 +371,11 @@ class Nodes(TorchFunctionMode, Recorder):
         storage = storage_of(tensor)
         return None if storage is None else self.memory.get(memory_id(storage))
 
+    def is_view_of_parameter(self, out: Any) -> bool:
+        """Whether what a function gave, or a member of it, is in the memory of a parameter."""
+        storages = map(storage_of, out if isinstance(out, (tuple, list)) else (out,))
+        return any(storage is not None and memory_id(storage) in self.memory for storage in storages)
+
     def computed(self, value: Any) -> bool:
         """Whether a tensor depends on the inputs, and not on constants and weights alone."""
         todo = [self.lookup(value)]

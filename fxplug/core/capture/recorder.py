@@ -203,9 +203,8 @@ class Recording(RecordedNumbers):
                         self.overwritten.keep(x)
         versions = [version(x) for x in given]
         run = SHAPE_OF_FIRST.get(func) if self.fake else None
-        # a remembered result has memory of its own, which does not tell what it is a view of
-        views = any(map(self.parameter_of, given))
-        key = self.results.key(func, plain, plain_kw) if self.fake and not views and not ops.is_applied(func) else None
+        views = tuple(self.parameter_of(x) is not None for x in given)
+        key = self.results.key(func, plain, plain_kw, views) if self.fake and not ops.is_applied(func) else None
         remembered = self.results.get(key, self.mode)
         out = remembered
         if remembered is None:
@@ -221,7 +220,7 @@ class Recording(RecordedNumbers):
         changed = [x for x, before in zip(given, versions, strict=True) if version(x) != before]
         if called.endswith("_") and several and isinstance(several[0], list):  # functions on lists count no versions
             changed += several[0]
-        if views and (written := next(filter(None, map(self.parameter_of, changed)), None)):
+        if any(views) and (written := next(filter(None, map(self.parameter_of, changed)), None)):
             raise TraceError(
                 f"{self.place()}: writes the parameter '{written}' in place, and weights are never written by a graph: make it "
                 f"a buffer (register_buffer), whose writes are recorded, or {self.way_out()}"
@@ -248,7 +247,8 @@ class Recording(RecordedNumbers):
             or (out is None and method is not None)
             or moves
         )
-        if remembered is None and not in_place:
+        # a remembered result has memory of its own, which does not tell what it is a view of
+        if remembered is None and not in_place and not (any(views) and self.is_view_of_parameter(out)):
             self.results.put(key, out, given)
         node = self.node(op, target, nodes, node_kw, self.named(short), effect)
         if short in ITSELF and isinstance(out, torch.Tensor) and given and tells_apart(user_frame()):

@@ -26,7 +26,7 @@ from . import self_check
 from .edges import Regions
 from .fake_tensors import NeedsValues, Results, Tries, carry_over, fake_weights, lacks_values, no_collection, quiet
 from .frozen_values import Kept, find_derived, without
-from .isolation import Recorded, alone, assemble, mode_reads, restored, same_random, undone
+from .isolation import Recorded, assemble, exclusive_trace, mode_reads, restored, same_random
 from .modes import patched
 from .module_state import MISSING, Journal, Place, State
 from .recorder import NeedsAutograd, Recording
@@ -108,7 +108,7 @@ def _find_derived(model: nn.Module, call: Any) -> Kept:
         valued = self_check.has_values([t for _, t in _named_tensors(model)], call)
     except RecursionError:  # of inputs that hold themselves, which the trace refuses
         valued = False
-    with alone(model), undone():
+    with exclusive_trace(model):
         return find_derived(model, call if valued else None)
 
 
@@ -119,7 +119,7 @@ def _holds_beside(model: nn.Module, gm: TracedModule, call: Any, check: bool) ->
     if not check:
         return False
     try:
-        with alone(model), undone():
+        with exclusive_trace(model):
             self_check.check(model, gm, call, State(model), more_gradients=True)
     except FxplugError:
         return False
@@ -130,7 +130,7 @@ def _checked_trace(
     model: nn.Module, patterns: list[str], real: bool | None, check: bool, call: Any, open_numbers: bool, kept: Kept
 ) -> TracedModule:
     reasons: list[str] = []
-    with alone(model), without(kept), undone() as stack:
+    with exclusive_trace(model), without(kept), contextlib.ExitStack() as stack:
         tensors = list(_named_tensors(model))
         for name, tensor in tensors:
             if is_lazy(tensor):
@@ -348,14 +348,14 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
     weights: list[tuple[torch.Tensor, torch.Tensor]] = []
     grad = torch.is_grad_enabled()
     regions = Regions(recording, leaves)
-    with undone() as shared, undone(here=True) as stack:
-        shared.callback(recording.unmark)
-        shared.enter_context(restored(state))
+    with contextlib.ExitStack() as stack:
+        stack.callback(recording.unmark)
+        stack.enter_context(restored(state))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
         if mode is not None:
-            weights = shared.enter_context(fake_weights(state, mode, device, recording.parameters, tries.autograd))
+            weights = stack.enter_context(fake_weights(state, mode, device, recording.parameters, tries.autograd))
             stack.callback(recording.overwritten.put_back)
             stack.enter_context(quiet())
             stack.enter_context(mode)
@@ -368,7 +368,7 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
         recording.buffers = _tabled(state, "_buffers")
         for name, _, parameter in _tabled(state, "_parameters"):
             recording.holds(parameter, name)
-        shared.enter_context(patched(recording, regions, training))
+        stack.enter_context(patched(recording, regions, training))
         stack.callback(recording.stop)
         stack.enter_context(torch.set_grad_enabled(grad))  # the model is asked in the mode that its caller has
         try:

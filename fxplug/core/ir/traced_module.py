@@ -6,9 +6,8 @@ import copy
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..errors import LONGEST, SpecError, TraceError, cut, did_you_mean, shown
 from ..locks import change as turn_of_change
 from ..locks import hold, inside, turns_of
 from ..quantised import is_transposed
-from ..torch_internals.modules import leave_frame
+from ..torch_internals.modules import apart, leave_frame
 from . import ops
 from .containers import RESERVED, Container, child_of
 from .graph import OF_THE_ROOT, Graph, by_regions, change, copy_graph, going_on, in_turn, insert, redirect, unwound
@@ -112,21 +111,11 @@ def _check_order(graph: fx.Graph) -> None:
 
 
 OWN_STATE = set(
-    "_graph _twin _extras _origin _code _codes _graph_mode _accessors _turns _block _steps _variants _entry".split()  # noqa
+    "_graph _twin _extras _origin _code _graph_mode _accessors _turns _block _steps _variants _entry".split()  # noqa
 )
 MODES = (ops.enter_grad, ops.enter_autocast)
+FORWARDS = {True: "_forward_train", False: "_forward_eval"}  # the forward of a class with a graph for each mode
 Step = Callable[["TracedModule"], "TracedModule"]
-_LATER: ContextVar[bool] = ContextVar("_LATER", default=False)
-
-
-@contextmanager
-def code_when_asked() -> Iterator[None]:
-    """The graphs of modules that are made within get their code when somebody asks for it; whoever reads graphs never does."""
-    token = _LATER.set(True)
-    try:
-        yield
-    finally:
-        _LATER.reset(token)
 
 
 class _LazyForward:
@@ -135,9 +124,10 @@ class _LazyForward:
     def __init__(self, module: TracedModule) -> None:
         self.module = weakref.ref(module)
 
+    @apart
     def __get__(self, module: TracedModule | None, cls: Any) -> Any:
         if (owner := self.module()) is not None:
-            owner._write()
+            owner._compile()
         return cls.forward if module is None else module.forward
 
 
@@ -198,6 +188,7 @@ class TracedModule(fx.GraphModule):
     _twin: fx.Graph | None
     _steps: tuple[Step, ...] | None  # what was done to the trace since, each to any trace of the model; None: not known
     _kind: type[TracedModule]
+    _codes: dict[bool, str]  # by training mode, as far as it was asked for
     classes: tuple[str, ...]
 
     def __init__(
@@ -208,9 +199,9 @@ class TracedModule(fx.GraphModule):
         extras: dict[str, Any] | None = None,
     ):
         """`tree` holds parameters and children; `graphs` has one graph, or one for each of training False and True."""
-        with code_when_asked():
-            super().__init__(nn.Module(), fx.Graph())
         cls = type(self)  # its own: FX makes one for each module
+        cls._codes = {}
+        super().__init__(nn.Module(), fx.Graph())
         cls._kind = cls.__bases__[0]
         cls.__name__ = cls.__qualname__ = TracedModule.__name__
         cls.__module__ = __name__.partition(".")[0]
@@ -225,19 +216,20 @@ class TracedModule(fx.GraphModule):
         self.twin_error: str | None = None
         self._graph_mode = mode
         self._twin = graphs[not mode] if len(graphs) == 2 else None
-        if self._twin is not None:
-            self._twin.owning_module = self
-            self._choose(not mode, self._twin)
-            self.recompile()
-            self._choose(mode, graphs[mode])
-        self.graph = graphs[mode]
+        self._graph = graphs[mode]
+        for graph in graphs.values():
+            graph.owning_module = self
+        del self._code
+        cls._codes, cls.forward = {}, _LazyForward(self)  # type: ignore[assignment]
         # last, as nn.Module gives no other value to a name that one of them has
         self._parameters.update(tree._parameters)
         self._buffers.update(tree._buffers)
         self._modules.update(tree._modules)
 
-    def _choose(self, mode: bool, graph: fx.Graph) -> None:
-        self._graph_mode, self._graph = mode, graph
+    def _switch(self) -> None:
+        """Put the graph of the other mode in force."""
+        assert self._twin is not None
+        self._graph_mode, self._graph, self._twin = not self._graph_mode, self._twin, self._graph
 
     def __repr__(self) -> str:
         """One line: a graph has thousands, and `show`, `fxplug.core.ir.text.modules` and `code` print them."""
@@ -261,33 +253,20 @@ class TracedModule(fx.GraphModule):
         return self._compile()
 
     def _compile(self) -> Any:
-        if _LATER.get():
-            type(self).forward = _LazyForward(self)  # type: ignore[assignment]
-            return None
+        """Write the code of the graph in force; that of the other mode is written when `train` or a call comes to it."""
         code = super().recompile()
-        self.__dict__.setdefault("_codes", {})[self.__dict__.get("_graph_mode")] = self._code
         cls = type(self)
+        cls._codes[vars(self).get("_graph_mode", True)] = self._code
         del cls.__call__  # FX's own reports an error by code that a compiler cannot take, which hides the error
         if any(node.target in MODES for node in self._graph.nodes if node.op == "call_function"):
             cls.forward = unwound(cls.forward)
         if self._graph.find_nodes(op="call_function", target=ops.tried):
             cls.forward = going_on(cls.forward)
         if self.__dict__.get("_twin") is not None:
-            setattr(cls, "_forward_train" if self._graph_mode else "_forward_eval", cls.forward)
+            setattr(cls, FORWARDS[self._graph_mode], cls.forward)
             cls.forward = _by_mode(cls.forward)
         cls.forward = in_turn(by_regions(cls.forward))
         return code
-
-    def _write(self) -> None:
-        token = _LATER.set(False)
-        try:
-            mode, graph, twin = self._graph_mode, self._graph, self._twin
-            for of, each in ((not mode, twin), (mode, graph)):
-                if each is not None:
-                    self._choose(of, each)
-                    self._compile()
-        finally:
-            _LATER.reset(token)
 
     def bind(self, **inputs: Any) -> TracedModule:
         """This module with inputs that it holds itself, for callers who do not know of them: `bind(cond=image, strength=0.7)`.
@@ -304,10 +283,11 @@ class TracedModule(fx.GraphModule):
             raise TraceError(f"this model has no graph for {'training' if mode else 'evaluation'}: {self.twin_error}")
         super().train(mode)
         if self._twin is not None and mode != self._graph_mode:
-            other, self._twin = self._twin, self._graph
-            self._choose(mode, other)
-            if "_codes" in vars(self):
+            self._switch()
+            if mode in self._codes:
                 self._code = self._codes[mode]
+            elif self._codes:
+                self._compile()
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> TracedModule:
@@ -346,9 +326,15 @@ class TracedModule(fx.GraphModule):
         except AttributeError:
             if name.startswith("__"):
                 raise
-            if name in ("_code", "_codes") and "_twin" in vars(self):  # not written yet, or taken back with a trial
-                self._write()
-                return vars(self)[name]
+            if name == "_code" and "_twin" in vars(self):  # not written yet, or taken back with a trial
+                self._compile()
+                return self._code
+            if name in FORWARDS.values() and self._twin is not None:  # a call after `training` was set without `train`
+                self._switch()
+                self._compile()
+                self._switch()
+                self._code = self._codes[self._graph_mode]
+                return getattr(self, name)
         extras = self.__dict__.get("_extras", {})
         if name in extras:
             return extras[name]

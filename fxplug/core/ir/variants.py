@@ -160,8 +160,7 @@ class Variants(TracedModule):
 
     def _compile(self) -> Any:
         code = super()._compile()
-        if code is not None:
-            type(self).forward = _by_form(type(self).forward)
+        type(self).forward = _by_form(type(self).forward)
         return code
 
     def _copy_on(self, tree: nn.Module) -> TracedModule:
