@@ -877,17 +877,6 @@ def test_a_sparse_tensor_that_a_module_holds_is_refused() -> None:
         fxplug.trace(Model(lambda self, x: x @ self.eye.to_dense(), eye=eye), X())
 
 
-def test_whether_two_inputs_are_one_is_held() -> None:
-    model = Model(lambda self, x, y: x.sin() if x is y else x.cos() + y)
-    one, two = X(), X()
-    gm = fxplug.trace(model, (one, two))
-    assert torch.equal(model(one, two), gm(one, two))
-    with pytest.raises(fxplug.GuardError, match="were two tensors when the model was traced; now they are one"):
-        gm(one, one)
-    with pytest.raises(fxplug.TraceError, match="is not the model"):
-        fxplug.trace(model, (one, one))
-
-
 def test_reading_values_is_told_and_other_errors_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(lambda self, x, n: x * n.item())
     with pytest.warns(UserWarning, match=r"its real tensors: Model reads a value out of its data \(.*n\.item"):
@@ -1016,7 +1005,7 @@ def test_what_fake_tensors_cannot_do_is_said_with_its_cause() -> None:
         self.a.load_state_dict(self.b.state_dict())
         return self.a(x)
 
-    with pytest.raises(fxplug.TraceError, match="reads 'names' of a tensor"):
+    with pytest.raises(fxplug.TraceError, match="by itself does not: AttributeError: 'FakeTensor' .* 'names'"):
         fxplug.trace(Model(lambda self, x: x * 2 if x.names[0] is None else x), X())
     with pytest.raises(fxplug.TraceError, match=r"Error\(s\) in loading state_dict for Linear: .*weight"):
         fxplug.trace(Model(loads, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), X())
@@ -1350,18 +1339,5 @@ def test_whether_an_input_is_a_parameter_is_held() -> None:
     model = Model(lambda self, x: x.sin() if isinstance(x, nn.Parameter) else x.cos())
     gm = fxplug.trace(model, X())
     assert torch.equal(model(X()), gm(X()))
-    with pytest.raises(fxplug.GuardError, match="decided on its kind"):
+    with pytest.raises(fxplug.GuardError, match="decided on whether it is a parameter"):
         gm(nn.Parameter(X()))
-
-
-def test_text_that_can_be_read_again_is_no_text_for_people() -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            warnings.warn(f"size {x.shape[0]}", stacklevel=1)
-        return x * len(str(caught[0].message))
-
-    gm = fxplug.trace(Model(forward), X())
-    assert torch.equal(Model(forward)(X()), gm(X()))
-    with pytest.raises(fxplug.GuardError):
-        gm(X(10, 4))

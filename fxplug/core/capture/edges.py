@@ -272,7 +272,8 @@ class _Entry:
         if open_here and type(value) in KINDS:
             self.numbers.append((node, type(value).__name__, name))
             return self.recording.held(node, value)
-        if not has_tensor(value) and not _holds_opaque(value) and not (open_here and _holds_number(value)):
+        kinds = {type(x) for x in leaves(value)}
+        if not has_tensor(value) and kinds.isdisjoint(OPAQUE) and not (open_here and kinds & KINDS.keys()):
             if not _printable(value):
                 raise TraceError(f"argument '{name}' is a {type(value).__name__}: {CAN_BE_INPUTS}")
             self.constants.append((node, value, name))
@@ -358,18 +359,6 @@ def _printable(value: Any) -> bool:
     if isinstance(value, (tuple, list, dict)):
         return all(_printable(member) for _, member in children(value) or ())
     return isinstance(value, PRINTABLE)
-
-
-def _holds_opaque(value: Any) -> bool:
-    if isinstance(value, (tuple, list, dict)):
-        return any(_holds_opaque(member) for _, member in children(value) or ())
-    return isinstance(value, OPAQUE)
-
-
-def _holds_number(value: Any) -> bool:
-    if isinstance(value, (tuple, list, dict)):
-        return any(_holds_number(member) for _, member in children(value) or ())
-    return type(value) in KINDS
 
 
 def _result(recording: Recording, value: Any, path: str = "") -> Any:

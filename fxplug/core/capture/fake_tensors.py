@@ -279,14 +279,15 @@ def fake(like: torch.Tensor, mode: FakeTensorMode, device: torch.device, constan
         return fake_of((like.shape, like.stride(), like.dtype, device), mode, constant)
 
 
-@contextmanager
-def fake_weights(
+def put_fake_weights(
     state: State, mode: FakeTensorMode, device: torch.device, names: dict[int, str], autograd: bool
-) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Put a fake tensor in the place of each parameter and buffer, and note its name. Gives each with the fake one."""
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Put a fake tensor in the place of each parameter and buffer, and note its name; `state.restore` takes them out again.
+
+    Returns each tensor with its fake one.
+    """
     fakes: dict[int, torch.Tensor] = {}
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def stand_in(tensor: torch.Tensor, name: str) -> torch.Tensor:
         if id(tensor) not in fakes:
@@ -306,16 +307,10 @@ def fake_weights(
         if isinstance(module, torch.jit.ScriptModule):
             continue  # its tensors cannot be exchanged
         for table in (module._parameters, module._buffers):
-            held.append((table, dict(table)))
             for key, tensor in table.items():
                 if tensor is not None:
                     table[key] = stand_in(tensor, f"{path}.{key}" if path else key)
-    try:
-        yield pairs
-    finally:
-        for table, original in held:
-            table.clear()
-            table.update(original)
+    return pairs
 
 
 def carry_over(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -45,6 +45,7 @@ from .user_code import (
     VALUES,
     asker,
     decides_nothing,
+    describe,
     is_text_for_people,
     is_tried,
     source_line,
@@ -270,10 +271,8 @@ class Recording(RecordedNumbers):
 
     def guard_itself(self, node: fx.Node, out: torch.Tensor, given: torch.Tensor) -> None:
         """Hold whether an operation gives its argument itself, which code with `a is b` can tell from a copy."""
-        where, line = source_line()
         same = self.node("call_function", ops.is_same, (node, self.lookup(given)), {}, f"{node.name}_itself")
-        word = "the argument itself" if out is given else "another tensor than its argument"
-        self.guard_after(same, out is given, f"{where}: '{line}' gave {word} when traced")
+        self.guard_after(same, out is given, (*source_line(), "whether it gives its argument itself"))
 
     def leave_torch(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor's values go where they cannot be followed: a few of them can be held by a guard."""
@@ -288,8 +287,8 @@ class Recording(RecordedNumbers):
         return self.dtypes.given(dtype)
 
     def finish(self) -> None:
-        for node, message in self.dtypes.decided():
-            self.guard_after(node, node.meta["value"], message)
+        for read in self.dtypes.decided():
+            self.guard_after(read.node, read.node.meta["value"], (read.where, read.line, describe(read.node)))
         super().finish()
 
     def asked(self, tensor: torch.Tensor, question: str) -> Any:
@@ -315,10 +314,9 @@ class Recording(RecordedNumbers):
         key = (name, args, self.switched)
         if key not in self.states and (frame is None or not decides_nothing(frame)):
             self.states.add(key)
-            where, line = source_line()
-            message = f"{where}: '{line}' was decided on {name}({', '.join(map(repr, args))}), {value} when traced"
-            held = (name, args, value, message)
-            self.node("call_function", ops.check_state, held, {}, self.named("check_state"), effect=True)
+            decision = (*source_line(), f"{name}({', '.join(map(repr, args))})")
+            checked = (name, args, value, decision)
+            self.node("call_function", ops.check_state, checked, {}, self.named("check_state"), effect=True)
         return value
 
     def target(self, func: Any, method: str | None, nodes: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
@@ -436,9 +434,8 @@ class Recording(RecordedNumbers):
             if cls is nn.Parameter and self.recording_here() and asker(sys._getframe(1)) is not None:
                 node = self.recorded(value) if isinstance(value, torch.Tensor) else None
                 if node is not None:
-                    where, line = source_line()
                     asked = self.node("call_function", ops.asked, (node, "is_parameter"), {}, self.named("is_parameter"))
-                    self.guard_after(asked, found, f"{where}: '{line}' was decided on its kind, {found} when traced")
+                    self.guard_after(asked, found, (*source_line(), "whether it is a parameter"))
             return found
 
         return check

@@ -6,7 +6,6 @@ import contextlib
 import operator
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -180,12 +179,12 @@ def check_kept(
     written: list[Place],
     recording: Recording,
     leaves: set[str],
-    stand_in: Callable[[], AbstractContextManager[object]],
+    put_fakes: Callable[[], object],
 ) -> None:
     """For a model without values, whose recorded run has `written` places of `state`: refuse what its next call would find.
 
     The model runs again on fake tensors, from what the first run left and from the start: what Python code keeps must
-    come out the same. `stand_in` puts fake weights into the model. Raises TraceError.
+    come out the same. `put_fakes` puts fake weights into the model. Raises TraceError.
     """
     own = recording.parameters
     places = [p for p in written if id(p.now()) not in own and not p.is_in(leaves)]
@@ -201,9 +200,9 @@ def check_kept(
     again()
     values = [_content(place) for place in places]
     state.restore()
-    with stand_in():
-        again()
-        kept = [place for place, value in zip(places, values, strict=True) if not alike(_content(place), value)]
+    put_fakes()
+    again()
+    kept = [place for place, value in zip(places, values, strict=True) if not alike(_content(place), value)]
     if kept:
         raise TraceError(_text_of_kept(kept[0]))
 

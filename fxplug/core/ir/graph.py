@@ -319,10 +319,6 @@ HARMLESS = (
     *ENTRY, ops.guard, ops.tried, ops.check_state, ops.check_added, ops.any_gradients, ops.enter_grad, ops.exit_grad,
     ops.enter_autocast, ops.exit_autocast,
 )  # fmt: skip
-# what may give the memory of its first argument
-VIEWS = """view reshape transpose permute unsqueeze squeeze expand getitem chunk split unbind flatten unflatten narrow select t
-detach contiguous to float half bfloat16 double type edge alias real imag swapaxes swapdims movedim moveaxis expand_as view_as
-diagonal tensor_split type_as as_strided""".split()  # noqa: SIM905
 
 
 def signature_of(module: TracedModule) -> inspect.Signature:
@@ -393,6 +389,6 @@ def _owner(node: fx.Node) -> fx.Node:
     """Whose memory a node writes, as far back as it may be: an input, a tensor of the module, or what was computed."""
     while node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-        if functions.short_name(node.target) not in VIEWS:
+        if not functions.may_alias(functions.short_name(node.target)):
             break
     return node

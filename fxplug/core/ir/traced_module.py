@@ -115,6 +115,7 @@ OWN_STATE = set(
 )
 MODES = (ops.enter_grad, ops.enter_autocast)
 FORWARDS = {True: "_forward_train", False: "_forward_eval"}  # the forward of a class with a graph for each mode
+WRITTEN = ("_code", "_lineno_map", "_prologue_start")  # what FX notes of a code; dynamo asks for the second
 Step = Callable[["TracedModule"], "TracedModule"]
 
 
@@ -254,19 +255,24 @@ class TracedModule(fx.GraphModule):
 
     def _compile(self) -> Any:
         """Write the code of the graph in force; that of the other mode is written when `train` or a call comes to it."""
-        code = super().recompile()
-        cls = type(self)
+        blank = fx.GraphModule({}, fx.Graph())  # whose class gets the bare forward, which no call in another thread may run
+        blank._graph = self._graph
+        code = blank.recompile()
+        cls, forward = type(self), type(blank).forward
+        vars(self).update({key: value for key, value in vars(blank).items() if key in WRITTEN})
         cls._codes[vars(self).get("_graph_mode", True)] = self._code
-        del cls.__call__  # FX's own reports an error by code that a compiler cannot take, which hides the error
         if any(node.target in MODES for node in self._graph.nodes if node.op == "call_function"):
-            cls.forward = unwound(cls.forward)
+            forward = unwound(forward)
         if self._graph.find_nodes(op="call_function", target=ops.tried):
-            cls.forward = going_on(cls.forward)
-        if self.__dict__.get("_twin") is not None:
-            setattr(cls, FORWARDS[self._graph_mode], cls.forward)
-            cls.forward = _by_mode(cls.forward)
-        cls.forward = in_turn(by_regions(cls.forward))
+            forward = going_on(forward)
+        if vars(self).get("_twin") is not None:
+            setattr(cls, FORWARDS[self._graph_mode], forward)
+            forward = _by_mode(forward)
+        cls.forward = self._wrap(forward)
         return code
+
+    def _wrap(self, forward: Any) -> Any:
+        return in_turn(by_regions(forward))
 
     def bind(self, **inputs: Any) -> TracedModule:
         """This module with inputs that it holds itself, for callers who do not know of them: `bind(cond=image, strength=0.7)`.
