@@ -150,6 +150,10 @@ def _checked_trace(
         except FxplugError:
             raise
         except Exception as error:  # torch's, or the model's own
+            if isinstance(error, AttributeError) and str(error) == "'FakeTensor' object has no attribute 'names'":
+                where = ": ".join(source_line(error))
+                finding = f"{where}: reads 'names' of a tensor, which a graph cannot say: name no dimensions, or keep"
+                raise TraceError(f"{finding} the module whole: leaf: [its path]") from error
             if isinstance(self_check.one_call(model, call, State(model)), type):
                 raise
             text = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 300)}"
