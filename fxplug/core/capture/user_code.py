@@ -61,6 +61,7 @@ OWN = tuple(folder + os.sep for folder in FOLDERS)
 # torch's own ways to what the model asks it, and parts of the standard library that speak to people
 THROUGH = tuple(os.path.join(os.path.dirname(str(torch.__file__)), name) for name in ("_tensor.py", "overrides.py", "_ops.py"))
 SPEAKING = tuple(STDLIB + name for name in ("logging" + os.sep, "importlib" + os.sep, "warnings.py", "traceback.py"))
+KEEPING = ("catch_warnings", "redirect_stdout", "redirect_stderr")  # what is told to people meanwhile can be read again
 HEAP_TYPE = 1 << 9  # the flag of classes that Python code makes
 FOREIGN = ("torch", "numpy", "fxplug", "_pytest", "pytest", "pluggy")
 MISSING = object()
@@ -222,9 +223,14 @@ def _operands(file: str) -> list[Any]:
 def _texts(file: str) -> list[Any]:
     """Texts that are made for what `raise` raises, and texts in calls that stand alone, with the function called."""
     found = []
+    tries = [t for t in ast.walk(tree_of(file)) if isinstance(t, ast.Try) and t.handlers]
+    caught = {id(n) for t in tries for part in t.body for n in ast.walk(part)}  # a text that may be read again
+    withs = [w for w in ast.walk(tree_of(file)) if isinstance(w, ast.With)]
+    kept = [w for w in withs if any(_called(item.context_expr) in KEEPING for item in w.items)]
+    caught |= {id(n) for w in kept for part in w.body for n in ast.walk(part)}
     for node in ast.walk(tree_of(file)):
         call = node.exc if isinstance(node, ast.Raise) else node.value if isinstance(node, ast.Expr) else None
-        if isinstance(call, ast.Call):
+        if isinstance(call, ast.Call) and id(node) not in caught:
             function = None if isinstance(node, ast.Raise) else call.func
             todo: list[ast.expr] = [*call.args[_called(call) in CHECKS :], *(k.value for k in call.keywords)]
             while todo:
