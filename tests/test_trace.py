@@ -1341,3 +1341,16 @@ def test_whether_an_input_is_a_parameter_is_held() -> None:
     assert torch.equal(model(X()), gm(X()))
     with pytest.raises(fxplug.GuardError, match="decided on whether it is a parameter"):
         gm(nn.Parameter(X()))
+
+
+def test_text_that_can_be_read_again_is_no_text_for_people() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warnings.warn(f"size {x.shape[0]}", stacklevel=1)
+        return x * len(str(caught[0].message))
+
+    gm = fxplug.trace(Model(forward), X())
+    assert torch.equal(Model(forward)(X()), gm(X()))
+    with pytest.raises(fxplug.GuardError):
+        gm(X(10, 4))
