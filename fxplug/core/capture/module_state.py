@@ -270,7 +270,14 @@ class _TensorRecord(NamedTuple):
     def is_as_it_was(self) -> bool:
         """Whether it has its memory, geometry, hooks and flag, whatever its values are."""
         flags = self.tensor.requires_grad, gradient_hooks(self.tensor)
-        return _geometry(self.tensor) == _geometry(self.alias) and flags == (self.requires_grad, self.hooks)
+        return not self.is_moved() and flags == (self.requires_grad, self.hooks)
+
+    def is_moved(self) -> bool:
+        """Whether it has other memory or another geometry; of some subclasses nobody can tell."""
+        alias = self.alias
+        if alias.layout is not torch.strided or type(alias) is not torch.Tensor:
+            return False
+        return _geometry(self.tensor) != _geometry(alias)
 
     def is_buffer(self) -> bool:
         """Whether a module lists it among its buffers."""
@@ -401,9 +408,9 @@ class State:
         """Give tensors their memory, geometry, gradients and versions back; their values are another matter."""
         with DisableTorchFunction(), torch.no_grad():
             for held in self.tensors.values():
-                tensor, alias = held.tensor, held.alias
-                if _geometry(tensor) != _geometry(alias):
-                    tensor.data = alias
+                tensor = held.tensor
+                if held.is_moved():
+                    tensor.data = held.alias
                 if not tensor.is_leaf and not held.requires_grad:
                     with contextlib.suppress(RuntimeError):  # a view keeps the history of what it is a view of
                         tensor.detach_()
@@ -484,6 +491,4 @@ def _differing(owner: Any, before: dict[Any, Any], now: dict[Any, Any], link: Li
 
 
 def _geometry(tensor: torch.Tensor) -> Any:
-    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
-        return None
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

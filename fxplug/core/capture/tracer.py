@@ -134,10 +134,10 @@ def _checked_trace(
         if kept:
             stack.enter_context(restored(State(model)))
             drop(kept)
+        stack.enter_context(quantised.unpacked(model))  # before the state is noted that each run begins with
         job = _Job(model, list(_named_tensors(model)), call, _leaf_paths(model, patterns), real, check, open_numbers)
         _refuse_names_and_kinds(job)
         quantised.check_ready(model, job.leaves)
-        stack.enter_context(quantised.unpacked(model))
         stack.enter_context(no_collection())
         try:
             gm = _trace(job)
