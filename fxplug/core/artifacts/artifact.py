@@ -20,7 +20,7 @@ from ..errors import DEFAULT, ArtifactError, Limits, shown
 from ..extensions import need_hook
 from ..ir.containers import Container
 from ..ir.traced_module import TracedModule
-from ..locks import held
+from ..locks import with_read_lock
 from ..reading import Raises, reported
 from ..weight_files import linked, save_file
 from ..writing import new_folder
@@ -73,7 +73,7 @@ LATER = ["variants"]  # what older artifacts do not have
 MODES = {"eval": False, "train": True}
 
 
-@held
+@with_read_lock
 def save(
     module: TracedModule,
     folder: str | os.PathLike[str],

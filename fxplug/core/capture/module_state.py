@@ -277,7 +277,7 @@ class _TensorRecord(NamedTuple):
         alias = self.alias
         if alias.layout is not torch.strided or type(alias) is not torch.Tensor:
             return False
-        return _geometry(self.tensor) != _geometry(alias)
+        return bool(_geometry(self.tensor) != _geometry(alias))
 
     def is_buffer(self) -> bool:
         """Whether a module lists it among its buffers."""

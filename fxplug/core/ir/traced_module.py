@@ -16,8 +16,7 @@ from torch import fx, nn
 
 from .. import extensions
 from ..errors import LONGEST, SpecError, TraceError, cut, did_you_mean, shown
-from ..locks import change as turn_of_change
-from ..locks import hold, inside, turns_of
+from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import is_transposed
 from ..torch_internals.modules import apart, leave_frame
 from . import ops
@@ -38,7 +37,7 @@ def bind(module: TracedModule, inputs: Mapping[str, Any]) -> TracedModule:
     new = {name: value for name, value in values.items() if name not in held}
     made = _with(module, new) if new else module
     owner = made.get_submodule(HOME) if values else None
-    with turn_of_change(turns_of(module)):
+    with write_lock(locks_of(module)):
         for name, value in values.items():
             if owner is not None and name not in new:
                 _set(owner._buffers, name, value)
@@ -111,7 +110,7 @@ def _check_order(graph: fx.Graph) -> None:
 
 
 OWN_STATE = set(
-    "_graph _twin _extras _origin _code _graph_mode _accessors _turns _block _steps _variants _entry".split()  # noqa
+    "_graph _twin _extras _origin _code _graph_mode _accessors _locks _block _steps _variants _entry".split()  # noqa
 )
 MODES = (ops.enter_grad, ops.enter_autocast)
 FORWARDS = {True: "_forward_train", False: "_forward_eval"}  # the forward of a class with a graph for each mode
@@ -297,8 +296,8 @@ class TracedModule(fx.GraphModule):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> TracedModule:
-        turns = turns_of(self)
-        with nullcontext() if inside(turns) else turn_of_change(turns):  # an offloader moves it for a run
+        locks = locks_of(self)
+        with nullcontext() if holds_lock(locks) else write_lock(locks):  # an offloader moves it for a run
             constants = {name: self.get_buffer(name) for name in self._constants()}
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             for name, value in constants.items():
@@ -320,7 +319,7 @@ class TracedModule(fx.GraphModule):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's, between calls: those that run are waited for."""
-        with turn_of_change(turns_of(self)):
+        with write_lock(locks_of(self)):
             return super().load_state_dict(*args, **kwargs)
 
     def __getitem__(self, key: int | str) -> Any:
@@ -407,7 +406,7 @@ class TracedModule(fx.GraphModule):
 
     def _again(self, copied: Callable[[Any], Any]) -> TracedModule:
         tree: Any = Container(self.classes)
-        with hold(turns_of(self), "read"):
+        with read_lock(locks_of(self), "read"):
             for key, value in vars(self).items():
                 ours = key in OWN_STATE or _is_ours(key) or getattr(value, "__self__", None) is self
                 if not ours and key != "meta":  # which may hold whole modules

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import FxplugError, GuardError, TraceError, brief, shown
-from ..locks import turns_of
+from ..locks import locks_of
 from ..torch_internals.modules import apart, is_listening, leave_frame
 from . import ops
 from .containers import Container, children
@@ -329,7 +329,7 @@ def view(owner: TracedModule, graphs: dict[bool, Any], twin_error: str | None) -
         made.__dict__[table] = owner.__dict__[table]
     made.meta, made.twin_error, made._steps = owner.meta, twin_error, owner._steps
     made.__dict__["training"] = owner.training
-    made.__dict__["_turns"] = turns_of(owner)
+    made.__dict__["_locks"] = locks_of(owner)
     return made
 
 
