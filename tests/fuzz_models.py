@@ -419,7 +419,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def judge(model: random_models.Program, ways: list[Way] | None = None) -> Verdict:
-    """Trace a model and call both in each of these ways; when not given, the first five of WAYS and some that its seed draws."""
+    """Trace a model and call both in each of these ways; when not given, the first of WAYS and some that its seed draws."""
     if ways is None:
         ways = WAYS[:5] + random.Random(model.seed).sample(WAYS[5:], 12)
     kept = torch.get_rng_state()
@@ -457,6 +457,8 @@ def _judge(program: random_models.Program, ways: list[Way]) -> Verdict:
         return Verdict("invalid", f"{type(error).__name__}: {error}")
     with fresh() as (space, model):
         args, kwargs = inputs(first, example, seed)
+        random.seed(seed)  # as `play` does
+        torch.default_generator.manual_seed(seed)
         before = picture([model, vars(space), args, kwargs]), process()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
