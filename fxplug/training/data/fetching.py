@@ -19,9 +19,9 @@ from ..plugins import Plugins
 from ..random_draws import mixed, random_state_kept, seed_all
 from ..tasks.task import function_of
 from .batch_order import Request
+from .files import Items
 from .image_files import Place, Unreadable, as_image, placed, prepared
 from .sidecars import Caption
-from .sources import Items
 
 Size = tuple[int, int]
 Transform = Callable[[Image.Image, Size], Tensor]
@@ -111,46 +111,40 @@ class Fetch(Dataset[Any]):
             item["caption"] = caption.shuffled() if self.train else caption.text()
         if self.hooks is not None:
             self.hooks.sample = f"epoch {epoch}, {item['name']}"
-        self._put_image(item, size, place)
+        self._put_images(item, size, place)
         if self.hooks is not None and "transform_caption" in self._hooked and "caption" in item:
             item["caption"] = self.hooks.transform_caption(item["caption"])  # behind the image, as EveryDream2trainer has it
         item["index"] = index
         return item
 
-    def _put_image(self, item: dict[str, Any], size: Size | None, place: Place) -> None:
-        """Make tensors of a size of an item's image and of what goes with it."""
-        image = item.get("image")
-        if isinstance(image, Image.Image):
-            self._put(item, image, size or (image.height, image.width), place)
-        elif isinstance(image, Tensor):
+    def _put_images(self, item: dict[str, Any], size: Size | None, place: Place) -> None:
+        """Make tensors of a size of an item's image and condition. A task's transform crops by itself, without a condition."""
+        image, name, condition = item.get("image"), item["name"], item.get("condition")
+        if isinstance(image, Tensor):
             if size is not None and image.shape[1:] != size:
-                finding = f"{item['name']} is a float image of {image.shape[1]}x{image.shape[2]}, which is used as it is"
+                finding = f"{name} is a float image of {image.shape[1]}x{image.shape[2]}, which is used as it is"
                 raise TrainError(f"{finding}; the size is to be {size[0]}x{size[1]}")
-            if "transform_pil_image" in self._hooked:
-                raise TrainError(f"{item['name']} is a float image: a plugin's transform_pil_image needs PIL or uint8")
-            self._put_condition(item, (image.shape[1], image.shape[2]), Place())
+            for used, what in ((self._hooked & {"transform_pil_image"}, "a plugin's transform_pil_image"),
+                               (self.condition is not None and condition is None, "a condition function")):  # fmt: skip
+                if used:
+                    raise TrainError(f"{name} is a float image: {what} needs PIL or uint8")
+            size, place = (image.shape[1], image.shape[2]), Place()
+        elif image is not None:
+            size = size or (image.height, image.width)
+            both = self.condition is not None or condition is not None
+            _check_alike(image, condition, size, place, name)
+            if both or self.transform is None:
+                image = placed(image, size, place)
+            image = self._changed(image, name, fixed=both or self.transform is None)
+            if self.condition is not None:  # made of what the model sees: grey stays grey
+                made, place = self.condition(image), Place()
+                grey = made.mode in ("1", "L") if isinstance(made, Image.Image) else np.ndim(made) == 2
+                item["condition"] = as_image(made, f"the condition of {name}", 1 if grey else 3)
+            item["image"] = pil_to_tensor(image) if self.transform is None else self.transform(image, size)
+        if size is not None and isinstance(condition := item.get("condition"), Image.Image):
+            item["condition"] = pil_to_tensor(placed(condition, size, place))
 
-    def _put(self, item: dict[str, Any], image: Image.Image, size: Size, place: Place) -> None:
-        """Put the image into its item as a tensor. A task's transform crops by itself, unless a condition must match."""
-        if self.condition is not None or "condition" in item:
-            if isinstance(condition := item.get("condition"), Image.Image):
-                _same_shape(image, condition, item["name"])
-            elif condition is not None and (place.flip or not size == (image.height, image.width) == condition.shape[1:]):
-                raise TrainError(
-                    f"{item['name']}: its condition is a float tensor, which cannot be cropped and mirrored with it"
-                )
-            image = self._changed(placed(image, size, place), item["name"])
-            if self.condition is not None:
-                item["condition"] = self._made(image, size, item["name"])
-            else:
-                self._put_condition(item, size, place)
-        elif self.transform is None:
-            image = self._changed(placed(image, size, place), item["name"])
-        else:
-            image = self._changed(image, item["name"], fixed=False)
-        item["image"] = pil_to_tensor(image) if self.transform is None else self.transform(image, size)
-
-    def _changed(self, image: Image.Image, name: str, fixed: bool = True) -> Image.Image:
+    def _changed(self, image: Image.Image, name: str, fixed: bool) -> Image.Image:
         """The image after the plugins, which may change its size only where the task crops it."""
         if self.hooks is None or "transform_pil_image" not in self._hooked:
             return image
@@ -159,21 +153,6 @@ class Fetch(Dataset[Any]):
             sizes = f"{changed.height}x{changed.width} of one of {image.height}x{image.width}"
             raise TrainError(f"{name}: transform_pil_image made an image of {sizes}, which is cropped already")
         return changed
-
-    def _made(self, image: Image.Image, size: Size, name: str) -> Tensor:
-        """What the condition function makes of an image: PIL in any mode (grey stays grey), or what `as_image` takes."""
-        made = self.condition(image) if self.condition else image
-        if not isinstance(made, Image.Image):
-            made = as_image(made, f"the condition of {name}", 1 if np.ndim(made) == 2 else 3)
-        elif made.mode != "L":
-            made = prepared(made, 1 if made.mode == "1" else 3)
-        return pil_to_tensor(placed(made, size, Place())) if isinstance(made, Image.Image) else made
-
-    def _put_condition(self, item: dict[str, Any], size: Size, place: Place) -> None:
-        if isinstance(condition := item.get("condition"), Image.Image):
-            item["condition"] = pil_to_tensor(placed(condition, size, place))
-        elif self.condition is not None and "condition" not in item:
-            raise TrainError(f"{item['name']}: a condition function needs a PIL or uint8 image, not a float tensor")
 
 
 def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -222,11 +201,15 @@ def _described(value: Tensor) -> str:
     return "x".join(map(str, value.shape)) + f" {str(value.dtype).removeprefix('torch.')}"
 
 
-def _same_shape(image: Image.Image, condition: Image.Image, name: str) -> None:
-    ratio = image.width * condition.height / (image.height * condition.width)
-    if not 0.98 < ratio < 1.02:
-        sizes = f"{image.height}x{image.width}, its condition {condition.height}x{condition.width}"
-        raise TrainError(f"{name} is {sizes}: they must have one shape to be cropped alike")
+def _check_alike(image: Image.Image, condition: Any, size: Size, place: Place, name: str) -> None:
+    """TrainError for an image and a condition that cannot be cropped alike."""
+    if isinstance(condition, Tensor) and (place.flip or not size == (image.height, image.width) == condition.shape[1:]):
+        raise TrainError(f"{name}: its condition is a float tensor, which cannot be cropped and mirrored with it")
+    if isinstance(condition, Image.Image):
+        ratio = image.width * condition.height / (image.height * condition.width)
+        if not 0.98 < ratio < 1.02:
+            sizes = f"{image.height}x{image.width}, its condition {condition.height}x{condition.width}"
+            raise TrainError(f"{name} is {sizes}: they must have one shape to be cropped alike")
 
 
 def too_many(skipped: dict[str, str]) -> str:

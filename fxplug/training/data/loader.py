@@ -18,8 +18,9 @@ from ..random_draws import mixed, random_state, random_state_kept, seed_all, set
 from ..tasks.task import Task
 from .batch_order import Order, Request, assign, bucket_sizes
 from .fetching import Fetch, Fetched, Size, Transform, rescaled, too_many
+from .files import Items
 from .image_files import Unreadable
-from .sources import Items, classes_of, keyed, own_items
+from .sources import classes_of, keyed, own_items
 
 
 class Loader:
@@ -62,7 +63,7 @@ class Loader:
             grouped = self._bucketed(size, batch * world if train else 1)
             groups, sizes = list(grouped.values()), list(grouped)
         order: dict[str, Any] = {"seed": seed, "rank": rank, "world": world, "train": train, "shuffle": spec.shuffle and train}
-        self.order = Order(groups, batch, **order, repeats=getattr(items, "repeats", None) if train else None)
+        self.order = Order(groups, batch, **order, repeats=items.repeats if train else None)
         counts = list(map(self.order.count, groups))
         total = self.total = sum(counts)
         self.steps = len(self.order)
@@ -125,8 +126,8 @@ class Loader:
 
     def notes(self, task: Task) -> list[str]:
         """What is to be said about the data before the training: what of them it goes without."""
-        notes = list(getattr(self.items, "notes", ()))
-        keys = {key for value in getattr(self.items, "values", ()) for key in value}
+        notes = list(self.items.notes)
+        keys = {key for value in self.items.values for key in value}
         for key in ("loss_scale", "cond_dropout"):
             if key in keys and key not in task.reads:
                 notes.append(f"'{key}' of images is not gone by: {type(task).__name__} has no use for it")
