@@ -20,8 +20,9 @@ from torch.utils.data.distributed import DistributedSampler
 from fxplug.core.errors import SpecError, TrainError
 from fxplug.core.spec.train_section import Buckets, Data
 from fxplug.training.data.batch_order import Order, assign, bucket_sizes
+from fxplug.training.data.given import loader_of
 from fxplug.training.data.image_files import Place, placed
-from fxplug.training.data.loader import Loader, loader_of
+from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import OwnItems, open_items, with_classes
 from fxplug.training.random_draws import random_state_kept
 
@@ -748,7 +749,7 @@ def test_a_data_loader_that_ends_early_is_said():
 
 
 def test_samples_that_do_not_go_together():
-    from fxplug.training.data.fetching import collate
+    from fxplug.training.data.collating import collate
 
     with pytest.raises(TrainError, match="b has 'x' and a has not"):
         collate([{"name": "a"}, {"name": "b", "x": 1}])

@@ -20,7 +20,7 @@ from ..core.spec.run_config import check_settings
 from ..core.spec.train_section import Train
 from ..lowerings.regions.submodules import originals
 from .checkpoint import Checkpoint, fingerprint, newest
-from .data.loader import loader_of
+from .data.given import loader_of
 from .diagnosis import check_fits
 from .distributed import gathered, launched, prepared, set_mode
 from .monitor import Watch
