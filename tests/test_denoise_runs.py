@@ -118,7 +118,7 @@ def test_a_controlnet_and_lora_learn_to_draw_photographs(folder):
     assert (run.out / "samples" / "captions.txt").read_text().count("a picture of") == 4
     assert run.use.startswith("import fxplug") and not (run.out / "adapter").exists(), "diffusers has no file for a ControlNet"
     assert all(path.stat().st_size > 200 for path in (run.out / "samples").glob("*.png"))
-    assert (run.out / "samples.png").is_file() and (run.out / "loss.png").is_file()
+    assert (run.out / "loss.png").is_file()
     again = fxplug.load(run.out / "module")
     sample, time, text = torch.randn(2, 3, 16, 16), torch.tensor([10, 500]), words(["a", "b"])
     condition = torch.rand(2, 3, 16, 16)

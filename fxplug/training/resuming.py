@@ -9,7 +9,6 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +56,7 @@ def keep_best(trainer: Trainer) -> None:
     if trainer.out is not None:
         keep(trainer, trainer.out / "best")
     else:
-        made = _snapshot(trainer, [])
-        trainer.kept_best = Checkpoint(_copied(made.weights), made.progress, {}, _copied(made.ema), [])
+        trainer.kept_best = _snapshot(trainer, [])
 
 
 def take_best(trainer: Trainer) -> None:
@@ -78,12 +76,8 @@ def take_best(trainer: Trainer) -> None:
     trainer.watch.note(f"the module is that of step {kept.progress['step']}, which tested best")
 
 
-def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
 def _tell(trainer: Trainer, path: Path) -> None:
-    place = {"epoch": trainer.progress.epoch, "global_step": trainer.pace.seen}
+    place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.seen}
     names = {"save_folder": str(path), "diffusers_save_path": str(path)}
     trainer.plugins.call("on_model_save", path=path, **names, **place)
 
@@ -105,17 +99,18 @@ def rescue(trainer: Trainer, error: BaseException) -> None:
         lost = "the optimizer was changing the weights"
     elif not all(bool(p.isfinite().all()) for p in trainer.trained.values()):
         lost = "its weights are not finite"
-    elif not kept or kept[-1].name != f"{PREFIX}{step:08}":
+    else:
         try:
-            made = _snapshot(trainer, [trainer.drawn or random_state_with_device()])
-            kept.append(write(trainer.out / "checkpoints", made, trainer.settings.save.keep))
+            if not kept or kept[-1].name != f"{PREFIX}{step:08}":
+                made = _snapshot(trainer, [trainer.drawn or random_state_with_device()])
+                kept.append(write(trainer.out / "checkpoints", made, trainer.settings.save.keep))
         except Exception as other:  # the system's or torch's; the first error is the one that counts
             lost = f"it cannot be written: {other}"
-    if lost is None:
-        try:
+    try:
+        if lost is None:
             _write_modules(trainer)
-        except Exception as other:  # as above
-            module = f"; there is no module, as it cannot be written: {other}"
+    except Exception as other:  # as above
+        module = f"; there is no module, as it cannot be written: {other}"
     text = f"{'stopped' if isinstance(error, KeyboardInterrupt) else 'the run ended'} after step {step}"
     if lost is None:
         text += f": what it learnt is in '{kept[-1]}' (--resume goes on from there){module}"
@@ -219,13 +214,14 @@ def _snapshot(trainer: Trainer, random: list[dict[str, Any]]) -> Checkpoint:
         state["scaler"] = accelerator.scaler.state_dict()
     progress = {
         "step": trainer.progress.step,
-        "progress": asdict(trainer.progress),
+        "progress": trainer.progress.state(),
         "ema_steps": ema.steps if ema else 0,
         "run": _identity(trainer),
     }
     changed = {n: b for n, b in trainer.module.named_buffers() if not torch.equal(b, trainer.buffers[n].to(b.device))}
-    weights, averages = tree_map(_whole, (trainer.trained, ema.average if ema else {}))
-    return Checkpoint({**weights, **changed}, progress, state, averages, random)
+    tensors = {**trainer.trained, **changed}, ema.average if ema else {}
+    copied = tree_map(lambda tensor: _whole(tensor).detach().to("cpu", copy=True).contiguous(), tensors)
+    return Checkpoint(copied[0], progress, state, copied[1], random)
 
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
@@ -278,11 +274,13 @@ def _reported(trainer: Trainer, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # torch's or the system's, wrapped in what it likes; any other is raised again
-        found_error = _system_error(error)
-        if found_error is None:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
             raise
-        full = found_error.errno in FULL
-        why = "the disk is full" if full else reason(found_error)
+        full = cause.errno in FULL
+        why = "the disk is full" if full else reason(cause)
         text = f"the {what} could not be written, {why} ({error}); {_newest(trainer)}"
         if not full:
             raise TrainError(f"{text}; make the folder writable and resume") from error
@@ -294,13 +292,6 @@ def _reported(trainer: Trainer, what: str) -> Iterator[None]:
 def _newest(trainer: Trainer) -> str:
     kept = found(trainer.out / "checkpoints") if trainer.out else []
     return f"the newest checkpoint is '{kept[-1]}'" if kept else "there is no checkpoint"
-
-
-def _system_error(error: BaseException | None) -> OSError | None:
-    """The error of the system's that another one tells of."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from .diagnosis import Finder, bad_gradients, misfit
 from .distributed import mean, set_mode
 from .param_groups import check_gradients
 from .random_draws import Draws
+from .splitting import called
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -94,7 +95,8 @@ class Stepper:
             with accelerator.autocast():
                 found = self.task.loss(runner, batch, draws)
         except GuardError as error:
-            raise TrainError(misfit(error, self.module, batch)) from error
+            call = called(self.task, batch, draws, self.accelerator)
+            raise TrainError(misfit(error, self.module, batch, *call)) from error
         loss, report = found if isinstance(found, tuple) else (found, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

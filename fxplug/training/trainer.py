@@ -27,7 +27,7 @@ from .monitor import Watch
 from .param_groups import Ema, check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
 from .plugin_state import Optimizers, State, plugin_batch
 from .plugins import Plugins
-from .progress import Pace, Progress
+from .progress import Progress
 from .random_draws import Draws, mixed, random_state_kept, random_state_with_device, seeded
 from .resuming import export, interruptible, keep, keep_best, rescue, restore, take_best
 from .splitting import divided, share
@@ -108,8 +108,7 @@ class Trainer:
         self.state = State(train_batch=self.data, unet=module, write_checkpoint=lambda path: keep(self, path), **parts)
         self._tell_of_the_model()
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
-        self.progress = Progress()
-        self.pace = Pace(self.settings, self.data.steps, self.progress)
+        self.progress = Progress(self.settings, self.data.steps)
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
         self.drawn: Any = None  # the random state before the step at hand
@@ -179,12 +178,12 @@ class Trainer:
     @property
     def steps(self) -> int:
         """Steps of the whole run."""
-        return self.pace.steps
+        return self.progress.steps
 
     @property
     def epochs(self) -> int:
         """Epochs of the whole run."""
-        return self.pace.epochs
+        return self.progress.epochs
 
     def _make(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
         """What runs, the optimizer and its scheduler, the average of the weights, and what takes steps."""
@@ -203,7 +202,7 @@ class Trainer:
         made = optimizer or make_optimizer(self.settings.optimizer, self.groups)
         self.scheduler, self.by_epoch = scheduler, scheduler is not None
         if scheduler is None:
-            self.scheduler, self.by_epoch = make_scheduler(self.settings.scheduler, made, self.steps, self.pace.per_epoch)
+            self.scheduler, self.by_epoch = make_scheduler(self.settings.scheduler, made, self.steps, self.progress.per_epoch)
         self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
         self.state.optimizer = Optimizers(self.optimizer, self.state.text_encoder)
         self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
@@ -241,7 +240,7 @@ class Trainer:
             restore(self, start)
         self.history = self.watch.rewind(self.progress.step)
         self.watch.start(self.module, self.counts())
-        for line in (*self.data.notes(self.task), *self.pace.notes()):
+        for line in (*self.data.notes(self.task), *self.progress.notes()):
             self.watch.note(line)
         begun = time.perf_counter()
         self._run()
@@ -251,7 +250,7 @@ class Trainer:
 
     def _run(self) -> None:
         """From the first step to the last, and what is left on disk."""
-        length = {"steps": self.steps, "epochs": self.epochs, "global_step": self.pace.seen}
+        length = {"steps": self.steps, "epochs": self.epochs, "global_step": self.progress.seen}
         self.plugins.call("on_training_start", optimizer=self.optimizer, config=self.config, **length)
         try:
             with interruptible() as asked:
@@ -273,18 +272,18 @@ class Trainer:
             raise
         finally:
             self._close()
-        self.plugins.call("on_training_end", global_step=self.pace.seen)
+        self.plugins.call("on_training_end", global_step=self.progress.seen)
 
     def counts(self) -> tuple[int, int]:
         """Parameters that train, and all."""
         return sum(p.numel() for p in self.trained.values()), sum(p.numel() for p in self.module.parameters())
 
     def _epoch(self) -> None:
-        progress, pace = self.progress, self.pace
-        if progress.done < pace.batches:  # else the checkpoint is of the moment before the end of an epoch
-            place = {"epoch": progress.epoch, "global_step": pace.seen, "arg_update_callback": pace.update}
-            self.plugins.call("on_epoch_start", epoch_length=pace.batches, **place)
-        if progress.done == 0 and (line := pace.renew()):
+        progress = self.progress
+        if progress.done < progress.batches:  # else the checkpoint is of the moment before the end of an epoch
+            place = {"epoch": progress.epoch, "global_step": progress.seen, "arg_update_callback": progress.update}
+            self.plugins.call("on_epoch_start", epoch_length=progress.batches, **place)
+        if progress.done == 0 and (line := progress.renew()):
             if self.settings.scheduler is not None:
                 line += f"; the learning rate goes on as planned for {self.watch.steps} steps, and there are {self.steps}"
             self.watch.note(line)
@@ -292,19 +291,19 @@ class Trainer:
         set_mode(self.runner, self.module, self.settings.mode)
         batches = self.data.epoch(progress.epoch, start=progress.done)
         before = time.perf_counter()
-        while progress.done < pace.batches and progress.step < self.steps and not self.take_step.stop:
-            taken = [self._shown(self.moved(batch)) for batch in itertools.islice(batches, pace.size())]
+        while progress.done < progress.batches and progress.step < self.steps and not self.take_step.stop:
+            taken = [self._shown(self.moved(batch)) for batch in itertools.islice(batches, progress.size())]
             record = self._step(taken)
             after = time.perf_counter()
             self._after({**record, "seconds": after - before}, taken[-1])
             self.take_step.stop |= self.accelerator.num_processes == 1 and self.take_step.asked()
             before = time.perf_counter()
-        if progress.done >= pace.batches:
+        if progress.done >= progress.batches:
             self._end_epoch()
 
     def _step(self, batches: list[Batch]) -> dict[str, Any]:
         progress = self.progress
-        place = {"epoch": progress.epoch, "global_step": self.pace.seen, "local_step": progress.done}
+        place = {"epoch": progress.epoch, "global_step": self.progress.seen, "local_step": progress.done}
         self.drawn = random_state_with_device()
         lr = self.optimizer.param_groups[0]["lr"]
         report = self.take_step(batches, progress.step + 1, place)
@@ -343,11 +342,11 @@ class Trainer:
         """What follows a step: its record, the plugins, pictures, a checkpoint."""
         progress, settings = self.progress, self.settings
         self.history.append(record)
-        self.watch.step(record, last=progress.done >= self.pace.batches)
+        self.watch.step(record, last=progress.done >= self.progress.batches)
         self.plugins.call(
             "on_step_end",
             epoch=progress.epoch,
-            global_step=self.pace.seen - 1,
+            global_step=self.progress.seen - 1,
             local_step=progress.done - 1,
             batch=batch,
             **{key: record[key] for key in ("loss", "lr", "seconds")},
@@ -360,14 +359,14 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         progress, every = self.progress, self.settings.test.every
-        epoch, loss = progress.epoch, progress.total / self.pace.batches
+        epoch, loss = progress.epoch, progress.total / self.progress.batches
         progress.epoch, progress.done, progress.total = epoch + 1, 0, 0.0
         if self.by_epoch:
             self._schedule(loss)
         last = progress.step >= self.steps
         metrics = self.test() if self.tests and ((every and progress.epoch % every == 0) or last) else {}
         self._judge(metrics)
-        place = {"epoch": epoch, "global_step": self.pace.seen, "arg_update_callback": self.pace.update}
+        place = {"epoch": epoch, "global_step": self.progress.seen, "arg_update_callback": self.progress.update}
         self.plugins.call("on_epoch_end", loss=loss, metrics=metrics, **place)
 
     def _judge(self, metrics: dict[str, float]) -> None:
