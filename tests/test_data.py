@@ -24,7 +24,6 @@ from fxplug.training.data.given import loader_of
 from fxplug.training.data.image_files import Place, placed
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import OwnItems, open_items, with_classes
-from fxplug.training.random_draws import random_state_kept
 
 
 def picture(seed=0, size=(20, 24), mode="RGB"):
@@ -364,7 +363,7 @@ def test_float_images_are_used_as_they_are(tmp_path):
     [
         (f"{__name__}:Tyo", r"data.call: .*no attribute 'Tyo' \(did you mean 'Toy'\?\)"),
         ("nowhere.at_all:X", "data.call: no module named 'nowhere'"),
-        ({TOY: {"coutn": 4}}, "raised TypeError: .*unexpected keyword argument 'coutn'"),
+        ({TOY: {"coutn": 4}}, r"data.call.*Toy has no option 'coutn' \(did you mean 'count'\?\)"),
         ({TOY: {"count": 0}}, "data.call: what '.*Toy' gives has no samples"),
         (f"{__name__}:Stream", "what '.*:Stream' gives is a Stream, not a map-style data set: an order that can be repeated"),
         (f"{__name__}:picture", "what '.*:picture' gives is a Image, not a map-style data set"),
@@ -613,14 +612,6 @@ def test_workers_change_nothing(tmp_path, method, workers):
     )
 
 
-def test_random_state_is_put_back_after_an_error():
-    state = random.getstate()
-    with pytest.raises(ValueError), random_state_kept():
-        random.seed(1)
-        raise ValueError
-    assert random.getstate() == state
-
-
 def test_a_batch_larger_than_the_data(tmp_path):
     with pytest.raises(TrainError, match="a batch of 11 is larger than the data: 10 samples"):
         loaded(tmp_path, 11, call=TOY)
@@ -657,11 +648,6 @@ def test_hooks_come_before_the_transform(tmp_path):
     assert [s[:2] for s in seen] == [("RGB", (8, 8))] * 2 and seen[0][2] != seen[1][2]
     (batch,) = loaded(tmp_path, images=".", loader={"hooks": Louder()})
     assert torch.equal(batch["image"][:, 0], batch["image"][:, 1])
-
-
-def test_plugins_without_data_hooks_cost_nothing(tmp_path):
-    how = {"call": TOY, "flip": True}
-    same(loaded(tmp_path, **how, loader={"hooks": Louder(())}), loaded(tmp_path, **how))
 
 
 def test_the_first_samples_and_a_transform_that_comes_later(tmp_path):

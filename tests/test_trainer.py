@@ -717,7 +717,7 @@ def test_the_batches_that_are_left_make_a_short_step(tmp_path):
         ({"train__optimizer": {"sgd": {"momentun": 0.9}}}, "sgd has no option 'momentun' (did you mean 'momentum'?)"),
         ({"train__scheduler": "cosin"}, "train.scheduler: torch has no scheduler 'cosin' (did you mean 'cosine'?)"),
         ({"train__scheduler": {"cosine": {"warmpu": 3}}}, "cosine has no option 'warmpu' (did you mean 'warmup'?)"),
-        ({"train__scheduler": {"StepLR": {}}}, "train.scheduler: StepLR cannot be made"),
+        ({"train__scheduler": {"StepLR": {}}}, "train.scheduler: StepLR needs the option 'step_size'"),
         ({"train__task": "clasify"}, "train.task: no task 'clasify' (did you mean 'classify'?)"),
         ({"train__batch": 97}, "a batch of 97 is larger than the data: 96 samples"),
         ({"train__precision": "fp16"}, "fp16 needs a GPU"),

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import FxplugError, SpecError, TrainError, did_you_mean
+from ..core.errors import SpecError, TrainError, did_you_mean
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.addresses import is_pattern, select
 from ..core.spec.pass_file import check_known, import_target, taken
 from ..core.spec.train_section import Train, Use
 from ..core.torch_internals.tensors import lerp_all
-from .tasks.task import Task
+from .tasks.task import Task, construct
 
 HALVES = (torch.float16, torch.bfloat16)
 SHAPES = ("constant", "linear", "cosine")
@@ -146,7 +146,7 @@ def make_optimizer(use: Use, groups: list[dict[str, Any]]) -> torch.optim.Optimi
         for group in given:
             if group.pop("weight_decay"):
                 raise SpecError(f"{kind.__name__} has no weight_decay", path=("train", "weight_decay"))
-    made = _made(kind, use, "optimizer", given)
+    made = construct(kind, use, ("train", "optimizer"), given)
     if not isinstance(made, torch.optim.Optimizer):
         raise SpecError(f"'{use.name}' made a {type(made).__name__}, no torch optimizer", path=("train", "optimizer"))
     if "closure" in taken(made.step).required:
@@ -195,7 +195,8 @@ def make_scheduler(use: Use | None, optimizer: torch.optim.Optimizer, steps: int
         for key, value in own.items()
         if key in wanted and key not in options and not replaced_by.get(key, set()) & options.keys()
     }
-    return _made(kind, Use(use.name, {**filled, **options}), "scheduler", optimizer), per == "epoch"
+    made = construct(kind, Use(use.name, {**filled, **options}), ("train", "scheduler"), optimizer)
+    return made, per == "epoch"
 
 
 def _shape(name: str, length: int, options: Mapping[str, Any]) -> Callable[[int], float]:
@@ -221,19 +222,6 @@ def _find(use: Use, known: Mapping[str, Any], what: str, more: tuple[str, ...] =
         finding = f"torch has no {what} '{use.name}'{near}; another one is named 'package.module:Class'"
         raise SpecError(finding, path=("train", what))
     return import_target(use.name)
-
-
-def _made(kind: Any, use: Use, what: str, *args: Any) -> Any:
-    """`kind(*args, **options)`, with an option that it does not have or take as a clear error."""
-    found = taken(kind, given=len(args))
-    if not found.free:
-        check_known(use.options, found.names, f"{use.name} has no option", path=("train", what))
-    try:
-        return kind(*args, **use.options)
-    except FxplugError:
-        raise
-    except Exception as error:  # the optimizer's or scheduler's, of torch or anybody's
-        raise SpecError(f"{use.name} cannot be made: {type(error).__name__}: {error}", path=("train", what)) from error
 
 
 def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[str]:

@@ -17,9 +17,11 @@ from types import ModuleType
 from typing import Any
 
 from ..core.errors import SpecError, did_you_mean
-from ..core.spec.pass_file import check_options, import_target
+from ..core.spec.pass_file import import_target
+from ..core.spec.train_section import Use
 from ..core.spec.yaml_source import shown
 from .plugin_hooks import OFFERED, BasePlugin
+from .tasks.task import construct
 
 PREFIXES = ("on_", "transform_", "modify_")
 CHAINED = PREFIXES[1:]  # hooks that are given one value and give it back, changed or not
@@ -148,7 +150,7 @@ def load(spec: Any, local: Local) -> object:
     if isinstance(spec, (Mapping, tuple, list)) or spec is None:
         raise SpecError(f"must be an import path, or one with its options below it, not {shown(spec)}")
     kind = _import(spec, local) if isinstance(spec, str) else spec
-    plugin = _make(kind, dict(options or {})) if isinstance(kind, type) else kind
+    plugin = construct(kind, Use(kind.__name__, dict(options or {}))) if isinstance(kind, type) else kind
     if not hook_methods(plugin) and not isinstance(plugin, BasePlugin):
         raise SpecError(f"{type(plugin).__name__} is no plugin: it has none of the methods {', '.join(OFFERED)}")
     return plugin
@@ -171,15 +173,6 @@ def _import(path: str, local: Local) -> type:
         hint = f"; write '{path}.{classes[-1]}'" if classes else ""
         raise SpecError(f"{path} is a module, not a class{hint}")
     raise SpecError(f"{path} is {shown(found)}, not a class")
-
-
-def _make(kind: type, options: dict[str, Any]) -> object:
-    name = kind.__name__
-    check_options(kind, options, name, says="takes no option")
-    try:
-        return kind(**options)
-    except Exception as error:  # the plugin's constructor
-        raise SpecError(f"making {name} failed: {type(error).__name__}: {error}") from error
 
 
 def hook_methods(plugin: object) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..core.errors import SpecError, TrainError, did_you_mean
 from .plugin_hooks import OFFERED
 from .plugin_loader import CHAINED, Local, hook_methods, load
-from .plugin_state import NoSuchKey
 
 LIMITS = {"on_epoch_": 5.0, "on_training_": 20.0, "on_model_": 20.0, "": 0.5}  # seconds of one call, as in EveryDream2trainer
 SHARE = 0.01  # of the run: a plugin that takes more is named at its end
@@ -147,7 +146,7 @@ class Plugins:
             try:
                 return act(given)
             except Exception as error:  # the plugin's
-                self._failed(plugin, hook, row, error)
+                self._failed(plugin, hook, row, error, given)
                 return given
             finally:
                 seconds = perf_counter() - start
@@ -157,7 +156,7 @@ class Plugins:
 
         return run
 
-    def _failed(self, plugin: str, hook: str, row: Array, error: Exception) -> None:
+    def _failed(self, plugin: str, hook: str, row: Array, error: Exception, given: Any) -> None:
         row[FAILURES] += 1
         if self.on_error == "continue" and row[FAILURES] > 1:
             return
@@ -166,8 +165,10 @@ class Plugins:
         if hook.startswith("transform_"):
             at = f" ({self.sample})" if self.sample else ""
         text = f"plugin {plugin} raised in {hook}{at}: {type(error).__name__}: {error}"
-        if isinstance(error, KeyError) and error.args and hook.startswith("on_") and not isinstance(error, NoSuchKey):
-            text += f"{did_you_mean(error.args[0], OFFERED[hook])}; the hook offers {', '.join(OFFERED[hook])}"
+        if isinstance(error, KeyError) and error.args and hook.startswith("on_"):
+            batch = given["batch"] if isinstance(given.get("batch"), Mapping) else {}
+            text += f"{did_you_mean(error.args[0], [*OFFERED[hook], *batch])}; the hook offers {', '.join(OFFERED[hook])}"
+            text += f", and its batch has {', '.join(batch)}" if batch else ""
         if hook == "transform_pil_image" and isinstance(error, (AttributeError, TypeError)) and "numpy" in str(error):
             text += "; img is a numpy array [h, w, 3], an argument named 'pil' is the PIL image"
         if self.on_error == "stop":

@@ -63,9 +63,8 @@ class Given:
         if world > 1 and not isinstance(sampler, DistributedSampler):
             finding = f"{world} processes would train on the same batches: give the DataLoader a DistributedSampler"
             raise TrainError(f"{finding}, or give its data set instead")
-        for hook in ("transform_caption", "transform_pil_image"):
-            if hooks is not None and hooks.has(hook):
-                raise TrainError(f"a plugin's {hook} cannot reach into a DataLoader: give its data set instead")
+        if found := [hook for hook in ("transform_caption", "transform_pil_image") if hooks is not None and hooks.has(hook)]:
+            raise TrainError(f"a plugin's {found[0]} cannot reach into a DataLoader: give its data set instead")
         self.loader, self.items, self.seed, self.train, self.sampler = loader, loader.dataset, seed, train, sampler
         self.classes, self.skipped = classes_of(loader.dataset), dict[str, str]()
         self.transform: Transform | None = None
@@ -73,22 +72,18 @@ class Given:
 
     def first(self, count: int) -> dict[str, Any]:
         """The first `count` samples of the data set as a batch; of one without numbers, the first of its first batch."""
-        dataset: Any = self.loader.dataset
-        if self._numbered():
-            with random_state_kept():
-                seed_all(self.seed)
-                samples = [dataset[i] for i in range(min(count, len(dataset)))]
-                return self._batch(self.loader.collate_fn(samples), 0)
-        batch = next(iter(self.epoch(0)))
+        batch = self.peek(count) or next(iter(self.epoch(0)))
         return {key: value[:count] if isinstance(value, (Tensor, list)) else value for key, value in batch.items()}
 
-    def peek(self) -> dict[str, Any] | None:
+    def peek(self, count: int | None = None) -> dict[str, Any] | None:
         """A batch of the first samples, as many as in a batch. None for data without numbers, which is read once."""
-        return self.first(self.loader.batch_size or 1) if self._numbered() else None
-
-    def _numbered(self) -> bool:
-        iterable = isinstance(self.loader.dataset, IterableDataset)
-        return hasattr(self.loader.dataset, "__getitem__") and not iterable and self.loader.batch_sampler is not None
+        dataset: Any = self.loader.dataset
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or self.loader.batch_sampler is None:
+            return None
+        with random_state_kept():
+            seed_all(self.seed)
+            samples = [dataset[i] for i in range(min(count or self.loader.batch_size or 1, len(dataset)))]
+            return self._batch(self.loader.collate_fn(samples), 0)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[dict[str, Any]]:
         """The batches of epoch `number` from the `start`-th on. Raises TrainError where training gets fewer."""

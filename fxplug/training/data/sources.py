@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from ...core.errors import SpecError, TrainError, did_you_mean, shown
 from ...core.spec.pass_file import import_target
 from ...core.spec.train_section import Data, Use
-from ..tasks.task import function_of
+from ..tasks.task import construct, function_of
 from .files import Items, existing, open_files
 from .image_files import Unreadable, as_image, read_size, stored
 
@@ -272,11 +272,8 @@ def open_call(spec: Data) -> OwnItems:
     """
     use = spec.call or Use("", {})
     try:
-        made = import_target(use.name)
-        dataset: Any = made(**use.options) if callable(made) else made
+        made: Any = import_target(use.name)
     except SpecError as error:
         raise SpecError(error.finding, path=("call",)) from None
-    except Exception as error:  # the user's function
-        finding = f"'{use.name}' raised {type(error).__name__}: {error}"
-        raise SpecError(finding, path=("call", use.name)) from error
+    dataset = construct(made, use, ("call",)) if callable(made) else made
     return own_items(dataset, spec, f"what '{use.name}' gives")

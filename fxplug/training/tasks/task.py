@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, brief_fields, did_you_mean
+from ...core.errors import FxplugError, SpecError, brief_fields, did_you_mean
 from ...core.spec.pass_file import check_options, import_target
 from ...core.spec.train_section import Use, read_use
 from ..random_draws import Draws
@@ -112,14 +112,19 @@ def make_task(spec: Any) -> Task:
     return task
 
 
-def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = ()) -> Any:
-    """What `kind` makes of the options. SpecError for an option that it lacks, with the nearest, and for a missing one."""
+def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = (), *given: Any) -> Any:
+    """What `kind` makes of values and options. SpecError for an option that it lacks, with the nearest, for a missing one, and
+    for what it raises itself."""
     path = (*path, use.name) if use.options else path
-    check_options(kind, use.options, use.name, path=path)
+    check_options(kind, use.options, use.name, given=len(given), path=path)
     try:
-        return kind(**use.options)
+        return kind(*given, **use.options)
     except SpecError as error:
         raise SpecError(error.finding, path=(*path, *error.path), key=error.key) from None
+    except FxplugError:
+        raise
+    except Exception as error:  # of anybody's class or function
+        raise SpecError(f"{use.name} cannot be made: {type(error).__name__}: {error}", path=path) from error
 
 
 def function_of(use: Use, path: tuple[str, ...] = (), given: int = 1) -> Any:
