@@ -220,8 +220,6 @@ def test_folders_that_are_not_there_or_empty(tmp_path):
         open_items(Data(images="images"), tmp_path, test=True)
     with pytest.raises(SpecError, match="must be a folder, '.*a.csv' is a file"):
         opened(tmp_path, images="images/a.csv")
-    with pytest.raises(SpecError, match="data: needs one of .*; found images and classes"):
-        open_items(Data(images="images").model_copy(update={"classes": "images"}), tmp_path)
 
 
 def test_a_folder_for_each_class(tmp_path):

@@ -227,11 +227,10 @@ def _find(use: Use, known: Mapping[str, Any], what: str, more: tuple[str, ...] =
 def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[str]:
     """After the first backward pass: TrainError for a block with a parameter that no gradient reached.
 
-    Gives what of networks and of the base no gradient reached, and blocks whose gradient is all zero.
+    Gives what of networks and of the base no gradient reached.
 
     A block is where a pass put one (`lora.blocks.0.attn.qkv.Lora`). A pass's network counts as a whole, since some have layers
-    that their model never uses; so does each parameter of the base. Some parameters of a new block have a zero gradient by
-    design (LoRA's `down`), a whole block seldom has. What a plugin has frozen since is left out.
+    that their model never uses; so does each parameter of the base. What a plugin has frozen since is left out.
     """
     blocks = {name for name, part in module.named_modules() if getattr(part, "is_block", False)}
     networks = {f"{entry['name']}.{network}" for entry in module.meta.get("passes", []) for network in entry["networks"]}
@@ -251,13 +250,7 @@ def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[
             f"no gradient reached {', '.join(bad[:5])}{more} in the first step: what they compute does not reach the loss; "
             "narrow the pass, or give it train: false"
         )
-    moved = {name for inside in held.values() for name, p in inside if p.grad is not None and p.grad.any()}
-    # one half of a new block that is zero lets no gradient through to the other
-    put = {site["block"] for entry in module.meta.get("passes", []) for site in entry["sites"] if site["block"]}
-    halves = {block for block in put if any(name.startswith(f"{block}.") for name in moved)}
-    zero = [h for h, inside in held.items() if not lost[h] and moved.isdisjoint(name for name, _ in inside)]
-    fresh = {h for h in zero if not halves.isdisjoint(_prefixes(h)[:-1])}
-    return [*(name for names in lost.values() for name in names), *(h for h in zero if h not in fresh)]
+    return [name for names in lost.values() for name in names]
 
 
 class Ema:

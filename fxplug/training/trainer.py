@@ -116,7 +116,7 @@ class Trainer:
         self._make(optimizer, scheduler)
         out = self.out if self.first else None
         self.watch = Watch(out, self.settings, self.steps, self.epochs, quiet=quiet or not self.first)
-        self.take_step.note = self.plugins.note = self.watch.note
+        self.plugins.note = self.watch.note
 
     def _set_up(self, base: Path, timm: str | None) -> None:
         """Tell the task what there is, and the loaders what the task makes of an image."""

@@ -35,18 +35,16 @@ def open_items(spec: Data, base: Path, *, test: bool = False) -> Items:
     `test` only says how errors call the section, and which split of a data set is taken when none is given.
     Raises SpecError, whose path begins with `data`, or with the file and line of metadata that is wrong.
     """
-    kinds = [kind for kind in ("images", "classes", "dataset", "call") if getattr(spec, kind) is not None]
     try:
-        if len(kinds) != 1:
-            raise SpecError(f"needs one of 'images', 'classes', 'dataset', 'call'; found {' and '.join(kinds) or 'none'}")
-        if spec.conditions and ":" not in spec.conditions.name and kinds[0] in ("dataset", "call"):
-            finding = f"a folder of them goes with files; with '{kinds[0]}' each sample has its own 'condition'"
-            raise SpecError(finding, path=("conditions",))
         if spec.conditions and ":" in spec.conditions.name:
             function_of(spec.conditions, ("conditions",))
-        if kinds == ["dataset"]:
+        elif spec.conditions and (spec.dataset or spec.call):
+            kind = "dataset" if spec.dataset else "call"
+            finding = f"a folder of them goes with files; with '{kind}' each sample has its own 'condition'"
+            raise SpecError(finding, path=("conditions",))
+        if spec.dataset is not None:
             return open_dataset(spec, base, "test" if test else "train")
-        return open_call(spec) if kinds == ["call"] else open_files(spec, base)
+        return open_files(spec, base) if spec.call is None else open_call(spec)
     except SpecError as error:
         if not error.located:
             raise SpecError(error.finding, path=(*(("data", "test") if test else ("data",)), *error.path)) from error.__cause__
