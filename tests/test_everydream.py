@@ -157,38 +157,6 @@ def test_a_key_that_a_batch_has_not(tmp_path):
         train(tmp_path / "run", plugin)
 
 
-HOOKS = ["on_epoch_start", "on_step_start", "on_backpropagation", "on_step_end", "on_epoch_end", "on_training_end"]
-
-
-@sweep("hook", HOOKS, "on_step_end")
-def test_a_plugin_that_raises_loses_nothing(tmp_path, hook):
-    whole = train(tmp_path / "whole")
-    called = []
-
-    def fails(self, **kwargs):
-        called.append(kwargs)
-        if kwargs["global_step"] >= 4 and armed:
-            raise RuntimeError("out of ink")
-
-    armed = True
-    plugin = type("Fails", (), {hook: fails})
-    with pytest.raises(TrainError, match=rf"plugin Fails raised in {hook} \(.*global_step [48]\): RuntimeError: out of ink"):
-        train(tmp_path / "run", plugin, train__save={"every": 0})
-    assert hook == "on_training_end" or any(": what it learnt is in " in note for note in notes(tmp_path / "run"))
-    armed = False
-    resumed = train(tmp_path / "run", plugin, resume=True)
-    assert len(resumed.history) == 8 and runs.same(runs.trained(whole.module), runs.trained(resumed.module))
-
-
-def test_a_plugin_that_raises_when_a_checkpoint_is_written(tmp_path):
-    def fails(self, path, **kwargs):
-        raise OSError("no room")
-
-    with pytest.raises(TrainError, match=r"plugin Mine raised in on_model_save \(epoch 0, global_step 3\): OSError: no room"):
-        train(tmp_path / "run", type("Mine", (), {"on_model_save": fails}))
-    assert (tmp_path / "run" / "checkpoints" / "step-00000003" / "progress.json").is_file()
-
-
 class Freezes(BasePlugin):
     """Freezes what is in the first block, and says in the end what has changed since."""
 

@@ -92,6 +92,12 @@ def notes(folder):
     return [record["note"] for record in records if "note" in record]
 
 
+def test_the_quick_example_of_the_document(folder, capsys):
+    train(folder, "plugins.my_plugin.MyPlugin")
+    lines = [f"hello world, this is a plugin at the end of epoch number: {epoch}" for epoch in (0, 1)]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
 def test_captions_and_images_come_changed_in_the_written_order(folder):
     tags, gamma, records = "plugins.example_plugin.ShuffleTags", "plugins.example_plugin.Gamma", "test_plugin_runs:Records"
     train(folder, records, train__epochs=1, out="plain")
