@@ -109,7 +109,9 @@ class Local:
                 sys.path.remove(folder)
             for name, module in [pair for pair in sys.modules.items() if before.get(pair[0]) is not pair[1]]:
                 if getattr(module, "__loader__", None) is finder or getattr(module, "__path__", None) == []:
-                    self._take_back(name)
+                    del sys.modules[name]
+                    package, _, leaf = name.rpartition(".")
+                    vars(sys.modules.get(package, module)).pop(leaf, None)
                 elif self._is_here(name):
                     self.modules[name] = module
             for name, module in hidden.items():
@@ -119,13 +121,6 @@ class Local:
         module = sys.modules.get(name.partition(".")[0])
         places = [Path(place) for place in getattr(module, "__path__", [getattr(module, "__file__", None) or ""])]
         return any(str(place.parent) in self.folders for place in places)
-
-    @staticmethod
-    def _take_back(name: str) -> None:
-        package, _, leaf = name.rpartition(".")
-        module = sys.modules.pop(name)
-        if vars(sys.modules.get(package, module)).get(leaf) is module:
-            delattr(sys.modules[package], leaf)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _import_anew, (self.folders, list(self.modules))
