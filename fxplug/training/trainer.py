@@ -21,6 +21,7 @@ from ..core.spec.train_section import Train
 from ..lowerings.regions.submodules import originals
 from .checkpoint import Checkpoint, fingerprint, newest
 from .data.given import loader_of
+from .data.loader import too_many
 from .diagnosis import check_fits
 from .distributed import gathered, launched, prepared, set_mode
 from .monitor import Watch
@@ -233,20 +234,18 @@ class Trainer:
         if self.history and self.progress.step >= self.steps:
             return self.history
         with seeded(mixed(self.seed, self.rank)):
-            return self._fit(None if resume is None else newest(Path(resume)))
-
-    def _fit(self, start: Path | None) -> list[dict[str, Any]]:
-        if start is not None:
-            restore(self, start)
-        self.history = self.watch.rewind(self.progress.step)
-        self.watch.start(self.module, self.counts())
-        for line in (*self.data.notes(self.task), *self.progress.notes()):
-            self.watch.note(line)
-        begun = time.perf_counter()
-        self._run()
-        for line in self.plugins.summary(time.perf_counter() - begun):
-            self.watch.note(line)
-        return self.history
+            if resume is not None:
+                restore(self, newest(Path(resume)))
+            self.history = self.watch.rewind(self.progress.step)
+            trains = sum(p.numel() for p in self.trained.values())
+            self.watch.start(self.module, (trains, sum(p.numel() for p in self.module.parameters())))
+            for line in (*self.data.notes(self.task), *self.progress.notes()):
+                self.watch.note(line)
+            begun = time.perf_counter()
+            self._run()
+            for line in self.plugins.summary(time.perf_counter() - begun):
+                self.watch.note(line)
+            return self.history
 
     def _run(self) -> None:
         """From the first step to the last, and what is left on disk."""
@@ -274,10 +273,6 @@ class Trainer:
             self._close()
         self.plugins.call("on_training_end", global_step=self.progress.seen)
 
-    def counts(self) -> tuple[int, int]:
-        """Parameters that train, and all."""
-        return sum(p.numel() for p in self.trained.values()), sum(p.numel() for p in self.module.parameters())
-
     def _epoch(self) -> None:
         progress = self.progress
         if progress.done < progress.batches:  # else the checkpoint is of the moment before the end of an epoch
@@ -292,7 +287,9 @@ class Trainer:
         batches = self.data.epoch(progress.epoch, start=progress.done)
         before = time.perf_counter()
         while progress.done < progress.batches and progress.step < self.steps and not self.take_step.stop:
-            taken = [self._shown(self.moved(batch)) for batch in itertools.islice(batches, progress.size())]
+            taken = [self.moved(batch) for batch in itertools.islice(batches, progress.size())]
+            if any(self.plugins.has(hook) for hook in ("on_step_start", "on_backpropagation", "on_step_end")):
+                taken = [plugin_batch(batch, self.task) for batch in taken]
             record = self._step(taken)
             after = time.perf_counter()
             self._after({**record, "seconds": after - before}, taken[-1])
@@ -324,9 +321,7 @@ class Trainer:
         for loader in (self.data, self.tests) if self.tests else (self.data,):
             loader.close()
             if loader.skipped:
-                shown = ", ".join(f"{name} ({why})" for name, why in list(loader.skipped.items())[:5])
-                more = f" and {len(loader.skipped) - 5} more" * (len(loader.skipped) > 5)
-                self.watch.note(f"{len(loader.skipped)} images could not be read: {shown}{more}")
+                self.watch.note(f"{len(loader.skipped)} images could not be read: {too_many(loader.skipped)}")
         self.watch.close(self.history)
 
     def _schedule(self, loss: float) -> None:
@@ -450,11 +445,6 @@ class Trainer:
         """A batch on the device of the run."""
         device = self.accelerator.device
         return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
-
-    def _shown(self, batch: Batch) -> Batch:
-        """A batch with the keys that plugins know, where one of them looks."""
-        looked_at = any(self.plugins.has(hook) for hook in ("on_step_start", "on_backpropagation", "on_step_end"))
-        return plugin_batch(batch, self.task) if looked_at else batch
 
 
 def _settings(task: Any, given: Mapping[str, Any]) -> Train:
