@@ -23,7 +23,7 @@ from ..core.spec.train_section import written
 from ..core.torch_internals.modules import tree_map
 from .checkpoint import PREFIX, Checkpoint, differences, found, read, write, write_to
 from .distributed import gathered
-from .random_draws import random_state_with_device, set_random_state
+from .random_draws import read_random_state, written_random_state
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -39,7 +39,7 @@ def keep(trainer: Trainer, path: Path | None = None) -> None:
     """
     if trainer.out is None and path is None:
         return
-    made = _snapshot(trainer, gathered(trainer.accelerator, random_state_with_device()))
+    made = _snapshot(trainer, gathered(trainer.accelerator, written_random_state()))
     newest = None
     if trainer.first:
         with _reported(trainer, f"checkpoint of step {trainer.progress.step}" if path is None else f"checkpoint '{path}'"):
@@ -102,7 +102,7 @@ def rescue(trainer: Trainer, error: BaseException) -> None:
     else:
         try:
             if not kept or kept[-1].name != f"{PREFIX}{step:08}":
-                made = _snapshot(trainer, [trainer.drawn or random_state_with_device()])
+                made = _snapshot(trainer, [trainer.drawn or written_random_state()])
                 kept.append(write(trainer.out / "checkpoints", made, trainer.settings.save.keep))
         except Exception as other:  # the system's or torch's; the first error is the one that counts
             lost = f"it cannot be written: {other}"
@@ -188,7 +188,7 @@ def restore(trainer: Trainer, path: Path) -> None:
         setattr(trainer.progress, key, value)
     trainer.take_step.checked = True
     if len(kept.random) == trainer.accelerator.num_processes:
-        set_random_state(kept.random[trainer.accelerator.process_index])
+        read_random_state(kept.random[trainer.accelerator.process_index])
     else:
         trainer.watch.note("another number of processes than before: dropout draws other numbers from here on")
     if trainer.out is not None and trainer.first:  # later ones are of a line of the run that is given up

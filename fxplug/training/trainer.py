@@ -29,7 +29,7 @@ from .param_groups import Ema, check_optimizer, choose, make_optimizer, make_sch
 from .plugin_state import Optimizers, State, plugin_batch
 from .plugins import Plugins
 from .progress import Progress
-from .random_draws import Draws, mixed, random_state_kept, random_state_with_device, seeded
+from .random_draws import Draws, mixed, random_state_kept, seeded, written_random_state
 from .resuming import export, interruptible, keep, keep_best, rescue, restore, take_best
 from .splitting import divided, share
 from .stepping import Batch, Stepper
@@ -301,7 +301,7 @@ class Trainer:
     def _step(self, batches: list[Batch]) -> dict[str, Any]:
         progress = self.progress
         place = {"epoch": progress.epoch, "global_step": self.progress.seen, "local_step": progress.done}
-        self.drawn = random_state_with_device()
+        self.drawn = written_random_state()
         lr = self.optimizer.param_groups[0]["lr"]
         report = self.take_step(batches, progress.step + 1, place)
         progress.step += 1

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from ...core.capture.isolation import random_state, set_random_state
 from ...core.errors import TrainError
 from ...core.spec.train_section import Data, Use
 from ..plugins import Plugins
-from ..random_draws import mixed, random_state, random_state_kept, seed_all, set_random_state
+from ..random_draws import mixed, random_state_kept, seed_all
 from ..tasks.task import Task
 from .batch_order import Size
 from .collating import rescaled

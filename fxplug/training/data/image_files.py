@@ -39,7 +39,7 @@ def _readable(name: str, source: Path | bytes = b"...") -> Iterator[None]:
     """Raises Unreadable, with the reason, for whatever decoders raise for broken data."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # a decoder's
         why = str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
             why = "not an image" if (len(source) if isinstance(source, bytes) else source.stat().st_size) else "an empty file"
