@@ -96,33 +96,22 @@ def given_to(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return {**dict(zip(inputs_of(module), args, strict=False)), **kwargs}
 
 
-class Finder(nn.Module):
-    """Stands in for a module in one diagnostic forward, and keeps in `finding` where values first stopped being finite.
+def first_not_finite(module: TracedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Where values first stop being finite in a call; None where they do not.
 
     Non-finite arguments and parameters come before the graph: they are named as the cause.
     """
-
-    def __init__(self, module: TracedModule) -> None:
-        super().__init__()
-        self.watched = module
-        self.finding: str | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.watched
-        if self.finding is None:
-            self.finding = _bad(dict(module.named_parameters()), "parameter") or _bad(kwargs, "input") or _bad(
-                {str(index): value for index, value in enumerate(args)}, "argument"
-            )
-        if self.finding is None:
-            graph = without_edges(module.graph)
-            given = inspect.signature(module.forward).bind(*args, **kwargs)
-            given.apply_defaults()
-            try:
-                watched = _Watched(module, garbage_collect_values=True, graph=graph)
-                watched.run(*given.arguments.values(), enable_io_processing=False)
-            except _NotFinite as found:
-                self.finding = str(found)
-        return module(*args, **kwargs)
+    finding = _bad(dict(module.named_parameters()), "parameter") or _bad(given_to(module, args, kwargs), "input")
+    if finding is not None:
+        return finding
+    given = inspect.signature(module.forward).bind(*args, **kwargs)
+    given.apply_defaults()
+    try:
+        watched = _Watched(module, garbage_collect_values=True, graph=without_edges(module.graph))
+        watched.run(*given.arguments.values(), enable_io_processing=False)
+    except _NotFinite as found:
+        return str(found)
+    return None
 
 
 def _bad(values: Mapping[str, Any], what: str) -> str | None:

@@ -9,11 +9,11 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.errors import GuardError, TrainError
 from ..lowerings.frozen_norms import hold_norms
-from .diagnosis import Finder, bad_gradients, misfit
+from .diagnosis import bad_gradients, first_not_finite, misfit
 from .distributed import mean, set_mode
 from .param_groups import check_gradients
 from .random_draws import Draws
@@ -51,7 +51,7 @@ class Stepper:
             here |= {key: place[key] + micro for key in ("global_step", "local_step")}
             self.trainer.plugins.call("on_step_start", **here)
             with nullcontext() if last else self.trainer.accelerator.no_sync(self.trainer.runner):
-                loss, report = self._loss(self.trainer.runner, batch, step, micro)
+                loss, report = self._loss(batch, step, micro)
                 if not loss.requires_grad:
                     raise TrainError("the loss does not depend on what trains: it is detached, or the passes do not reach it")
                 self.trainer.accelerator.backward(loss / len(batches))
@@ -77,12 +77,16 @@ class Stepper:
         """Whether the last step changed nothing, because its gradients overflowed in fp16."""
         return bool(self.trainer.optimizer.step_was_skipped)
 
-    def _loss(self, runner: nn.Module, batch: Batch, step: int, micro: int) -> tuple[Tensor, dict[str, float]]:
+    def _draws(self, step: int, micro: int) -> Draws:
+        trainer = self.trainer
+        return Draws(trainer.seed, step, micro, rank=trainer.rank, world=trainer.world, device=trainer.accelerator.device)
+
+    def _loss(self, batch: Batch, step: int, micro: int) -> tuple[Tensor, dict[str, float]]:
         trainer, task, accelerator = self.trainer, self.trainer.task, self.trainer.accelerator
-        draws = Draws(trainer.seed, step, micro, rank=trainer.rank, world=trainer.world, device=accelerator.device)
+        draws = self._draws(step, micro)
         try:
             with accelerator.autocast():
-                found = task.loss(runner, batch, draws)
+                found = task.loss(trainer.runner, batch, draws)
         except GuardError as error:
             raise TrainError(misfit(error, trainer.module, batch, *called(task, batch, draws, accelerator))) from error
         loss, report = found if isinstance(found, tuple) else (found, {})
@@ -126,14 +130,15 @@ class Stepper:
 
     def _diagnosed(self, step: int, micro: int, batch: Batch, finding: str) -> str:
         """The finding with the batch and the first region that went non-finite, by one forward as in training."""
-        cause = "a sharded run does not say in which region: one process without 'shard' does"
-        if not self.trainer.settings.shard:
-            frozen = {name for name, _ in self.trainer.module.named_parameters()} - self.trainer.trained.keys()
-            finder = Finder(hold_norms(self.trainer.module, frozen))
-            set_mode(finder.watched, self.trainer.module, self.trainer.settings.mode)
-            with torch.no_grad():
-                self._loss(finder, batch, step, micro)
-            cause = finder.finding or "every value in the forward is finite: the loss itself, or the backward pass, is not"
+        trainer, cause = self.trainer, "a sharded run does not say in which region: one process without 'shard' does"
+        if not trainer.settings.shard:
+            frozen = {name for name, _ in trainer.module.named_parameters()} - trainer.trained.keys()
+            watched = hold_norms(trainer.module, frozen)
+            set_mode(watched, trainer.module, trainer.settings.mode)
+            args, kwargs = called(trainer.task, batch, self._draws(step, micro), trainer.accelerator)
+            with torch.no_grad(), trainer.accelerator.autocast():
+                found = first_not_finite(watched, args, kwargs)
+            cause = found or "every value in the forward is finite: the loss itself, or the backward pass, is not"
         names = [str(name) for name in batch.get("name", [])]
         shown = f"{', '.join(names[:8])}{' ...' * (len(names) > 8)}" if names else "of one without names"
         return f"step {step}: {finding}\n  batch: {shown}\n  {cause}\n  a lower lr, 'clip', or a wider precision may help"
