@@ -103,6 +103,16 @@ def run(out, resume=False, drawn=False, **changed: Any):
         return fxplug.train(config(**changed), out=out, resume=resume, quiet=True)
 
 
+def logged(out):
+    """The records of a run's log: those of steps have a loss."""
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def notes(out):
+    """What the person was told."""
+    return [record["note"] for record in logged(out) if "note" in record]
+
+
 def launched(folder, run, *cases, world=2):
     """`run` each (name, changes, changes of the other processes), one after the other, in processes as torchrun starts them.
 

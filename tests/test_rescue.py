@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -112,8 +111,7 @@ def test_a_loss_that_is_not_finite_keeps_the_weights_before_it(tmp_path, whole):
     assert "the run ended after step 5: what it learnt is in" in caught.value.__notes__[-1]
     values = dict(fxplug.load(tmp_path / "module").named_parameters())
     assert all(bool(p.isfinite().all()) for p in values.values()) and values["head.weight"].count_nonzero()
-    logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert logged[-1]["note"] == caught.value.__notes__[-1]
+    assert runs.notes(tmp_path)[-1] == caught.value.__notes__[-1]
 
 
 def test_weights_that_are_not_finite_are_not_kept(tmp_path):
