@@ -715,6 +715,8 @@ def test_the_batches_that_are_left_make_a_short_step(tmp_path):
         ({"train__scheduler": {"cosine": {"warmpu": 3}}}, "cosine has no option 'warmpu' (did you mean 'warmup'?)"),
         ({"train__scheduler": {"StepLR": {}}}, "train.scheduler: StepLR needs the option 'step_size'"),
         ({"train__task": "clasify"}, "train.task: no task 'clasify' (did you mean 'classify'?)"),
+        ({"train__task": "nowhere.at_all:Mine"}, "train.task: no module named 'nowhere'"),
+        ({"train__optimizer": "nowhere.at_all:Adam"}, "train.optimizer: no module named 'nowhere'"),
         ({"train__batch": 97}, "a batch of 97 is larger than the data: 96 samples"),
         ({"train__precision": "fp16"}, "fp16 needs a GPU"),
         ({"train__shard": True}, "shard needs several processes"),

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from ..core.errors import SpecError, TrainError, did_you_mean
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.addresses import is_pattern, select
-from ..core.spec.pass_file import check_known, import_target, taken
+from ..core.spec.pass_file import check_known, taken
 from ..core.spec.train_section import Train, Use
 from ..core.torch_internals.tensors import lerp_all
-from .tasks.task import Task, construct
+from .tasks.task import Task, construct, imported
 
 HALVES = (torch.float16, torch.bfloat16)
 SHAPES = ("constant", "linear", "cosine")
@@ -221,7 +221,7 @@ def _find(use: Use, known: Mapping[str, Any], what: str, more: tuple[str, ...] =
         near = did_you_mean(use.name, names) or did_you_mean(use.name.lower(), known)
         finding = f"torch has no {what} '{use.name}'{near}; another one is named 'package.module:Class'"
         raise SpecError(finding, path=("train", what))
-    return import_target(use.name)
+    return imported(use.name, ("train", what))
 
 
 def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, TrainError, did_you_mean
+from ..core.errors import TrainError, below, did_you_mean
 from .plugin_hooks import OFFERED
 from .plugin_loader import CHAINED, Local, hook_methods, load
 
@@ -53,11 +53,8 @@ class Plugins:
         self.sample = ""
         self._plugins: dict[str, object] = {}
         for index, spec in enumerate(specs):
-            try:
+            with below("train", "plugins", index):
                 plugin = load(spec, self._local)
-            except SpecError as error:
-                path = ("train", "plugins", index, *error.path)
-                raise SpecError(error.finding, path=path, key=error.key) from error.__cause__
             name, count = type(plugin).__name__, sum(type(p).__name__ == type(plugin).__name__ for p in self._plugins.values())
             self._plugins[f"{name}@{count}" if count else name] = plugin
         self._places = [(name, hook) for name, plugin in self._plugins.items() for hook in hook_methods(plugin)]

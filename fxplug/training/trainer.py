@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, TrainError
+from ..core.errors import SpecError, TrainError, below
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.run_config import check_settings
 from ..core.spec.train_section import Train
@@ -134,10 +134,10 @@ class Trainer:
         try:
             self.task.setup(self.module, info)
         except SpecError as error:
-            if error.located or error.path[:1] in (("train",), ("data",)):
+            if error.path[:1] in (("train",), ("data",)):
                 raise
-            path = ("train", "task", self.settings.task.name, *error.path)
-            raise SpecError(error.finding, path=path, key=error.key) from error.__cause__
+            with below("train", "task", self.settings.task.name):
+                raise
         for one, train in ((self.data, True), (self.tests, False)):
             if one is not None and one.transform is None:
                 one.transform = self.task.transform(train)

@@ -12,10 +12,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ...core.errors import SpecError, TrainError, did_you_mean, shown
-from ...core.spec.pass_file import import_target
+from ...core.errors import SpecError, TrainError, below, did_you_mean, shown
 from ...core.spec.train_section import Data, Use
-from ..tasks.task import construct, function_of
+from ..tasks.task import construct, function_of, imported
 from .files import Items, existing, open_files
 from .image_files import Unreadable, as_image, read_size, stored
 
@@ -35,7 +34,7 @@ def open_items(spec: Data, base: Path, *, test: bool = False) -> Items:
     `test` only says how errors call the section, and which split of a data set is taken when none is given.
     Raises SpecError, whose path begins with `data`, or with the file and line of metadata that is wrong.
     """
-    try:
+    with below("data", *["test"] * test):
         if spec.conditions and ":" in spec.conditions.name:
             function_of(spec.conditions, ("conditions",))
         elif spec.conditions and (spec.dataset or spec.call):
@@ -45,10 +44,6 @@ def open_items(spec: Data, base: Path, *, test: bool = False) -> Items:
         if spec.dataset is not None:
             return open_dataset(spec, base, "test" if test else "train")
         return open_files(spec, base) if spec.call is None else open_call(spec)
-    except SpecError as error:
-        if not error.located:
-            raise SpecError(error.finding, path=(*(("data", "test") if test else ("data",)), *error.path)) from error.__cause__
-        raise
 
 
 def with_classes(items: Items, classes: list[str] | None) -> Items:
@@ -269,9 +264,6 @@ def open_call(spec: Data) -> OwnItems:
     Raises SpecError for what cannot be imported or called so, and for anything that has no length or no indices.
     """
     use = spec.call or Use("", {})
-    try:
-        made: Any = import_target(use.name)
-    except SpecError as error:
-        raise SpecError(error.finding, path=("call",)) from None
+    made = imported(use.name, ("call",))
     dataset = construct(made, use, ("call",)) if callable(made) else made
     return own_items(dataset, spec, f"what '{use.name}' gives")
