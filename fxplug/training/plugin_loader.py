@@ -144,8 +144,8 @@ def load(spec: Any, local: Local) -> object:
         options = {}
     if isinstance(spec, (Mapping, tuple, list)) or spec is None:
         raise SpecError(f"must be an import path, or one with its options below it, not {shown(spec)}")
-    kind = _import(spec, local) if isinstance(spec, str) else spec
-    plugin = construct(kind, Use(kind.__name__, dict(options or {}))) if isinstance(kind, type) else kind
+    kind, name = (_import(spec, local), spec) if isinstance(spec, str) else (spec, getattr(spec, "__name__", ""))
+    plugin = construct(kind, Use(name, dict(options or {}))) if isinstance(kind, type) else kind
     if not hook_methods(plugin) and not isinstance(plugin, BasePlugin):
         raise SpecError(f"{type(plugin).__name__} is no plugin: it has none of the methods {', '.join(OFFERED)}")
     return plugin
