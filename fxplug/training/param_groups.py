@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..core.errors import SpecError, TrainError, did_you_mean
 from ..core.ir.traced_module import TracedModule
@@ -271,17 +272,31 @@ class Ema:
         now = [p.detach().float() for p in self.parameters.values()]
         lerp_all(list(self.average.values()), now, weight)
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> AbstractContextManager[None]:
         """The parameters hold the average inside, and their own values again after."""
-        kept = {name: p.detach().clone() for name, p in self.parameters.items()}
-        try:
-            self._fill(self.average)
-            yield
-        finally:
-            self._fill(kept)
+        return filled(self.parameters, self.average)
 
-    @torch.no_grad()
-    def _fill(self, values: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.copy_(values[name])
+
+@contextmanager
+def filled(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Tensors hold other values inside, and their own again after."""
+    kept = {name: held[name].detach().clone() for name in values}
+    try:
+        fill(held, values)
+        yield
+    finally:
+        fill(held, kept)
+
+
+@torch.no_grad()
+def fill(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Give tensors the values of their names."""
+    for name, value in values.items():
+        held[name].copy_(spread(value, held[name]))
+
+
+def spread(value: Any, like: Tensor) -> Any:
+    """A whole tensor as `like` has it: on its device and, where that is sharded and of its shape, sharded."""
+    if not isinstance(value, Tensor) or not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

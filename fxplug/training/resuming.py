@@ -7,14 +7,13 @@ import shutil
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from ..core.artifacts.artifact import save
 from ..core.errors import TrainError
@@ -23,6 +22,7 @@ from ..core.spec.train_section import written
 from ..core.torch_internals.modules import tree_map
 from .checkpoint import PREFIX, Checkpoint, differences, found, read, write, write_to
 from .distributed import gathered
+from .param_groups import fill, filled, spread
 from .random_draws import read_random_state, written_random_state
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ def take_best(trainer: Trainer) -> None:
     if kept is None:
         return  # no test had a number
     buffers = dict(trainer.module.named_buffers())
-    _fill(buffers, trainer.buffers)
-    _fill({**buffers, **trainer.trained}, kept.weights)
+    fill(buffers, trainer.buffers)
+    fill({**buffers, **trainer.trained}, kept.weights)
     if trainer.ema is not None:
-        _fill(trainer.ema.average, kept.ema)
+        fill(trainer.ema.average, kept.ema)
     trainer.metrics = trainer.progress.measured or trainer.metrics  # a checkpoint of an earlier version does not have them
     trainer.watch.note(f"the module is that of step {kept.progress['step']}, which tested best")
 
@@ -132,7 +132,7 @@ def _write_modules(trainer: Trainer) -> None:
     named = {**trainer.trained, **dict(trainer.module.named_parameters())}
     trained, averages = tree_map(_whole, (trainer.trained, trainer.ema.average if trainer.ema else {}))
     if trainer.sharded is not None:  # the module itself still has the weights it began with
-        _fill(named, trained)
+        fill(named, trained)
     for name, dtype in trainer.dtypes.items():  # so that the module is of one dtype again, and can be called
         named[name].data = named[name].data.to(dtype)
     trainer.module.eval()
@@ -141,13 +141,8 @@ def _write_modules(trainer: Trainer) -> None:
     with _reported(trainer, "trained module"):
         save(trainer.module, trainer.out / "module", config=trainer.config)
     if averages:
-        kept = {name: named[name].detach().clone() for name in averages}
-        _fill(named, averages)
-        try:
-            with _reported(trainer, "module with averaged weights"):
-                save(trainer.module, trainer.out / "ema", config=trainer.config)
-        finally:
-            _fill(named, kept)
+        with filled(named, averages), _reported(trainer, "module with averaged weights"):
+            save(trainer.module, trainer.out / "ema", config=trainer.config)
     if trainer.task.encoder is not None and trainer.task.trains:
         with _reported(trainer, "trained text encoder"):
             trainer.task.encoder.save(trainer.out / "text")
@@ -168,14 +163,14 @@ def restore(trainer: Trainer, path: Path) -> None:
         shown = [*others, more] if others and weights else others or [*weights[:3], *([more] if weights[3:] else [])]
         listed = "\n  ".join(shown)
         raise TrainError(f"'{path}' is a checkpoint of another run:\n  {listed}")
-    _fill({**dict(trainer.module.named_buffers()), **trainer.trained}, kept.weights)
+    fill({**dict(trainer.module.named_buffers()), **trainer.trained}, kept.weights)
     if trainer.ema is not None:
-        _fill(trainer.ema.average, kept.ema)
+        fill(trainer.ema.average, kept.ema)
         trainer.ema.steps = kept.progress["ema_steps"]
     state = kept.state["optimizer"]
     for index, parameter in enumerate(trainer.trained.values()):
         of = state["state"].get(index, {})
-        of.update({key: _spread(value, parameter) for key, value in of.items()})
+        of.update({key: spread(value, parameter) for key, value in of.items()})
     fresh = [{key: value for key, value in group.items() if key != "params"} for group in trainer.optimizer.param_groups]
     trainer.optimizer.load_state_dict(state)
     if length[0] == length[1]:
@@ -253,19 +248,6 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
 def _whole(value: Any) -> Any:
     """A sharded tensor gathered from all processes; anything else as it is."""
     return value.full_tensor().detach() if isinstance(value, DTensor) else value
-
-
-def _spread(value: Any, like: Tensor) -> Any:
-    """A whole tensor as `like` has it: on its device and, where that is sharded and of its shape, sharded."""
-    if not isinstance(value, Tensor) or not isinstance(like, DTensor) or value.shape != like.shape:
-        return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
-
-
-@torch.no_grad()
-def _fill(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, value in values.items():
-        held[name].copy_(_spread(value, held[name]))
 
 
 @contextmanager
