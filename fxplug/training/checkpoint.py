@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core import reading, weight_files
-from ..core.errors import DEFAULT, Limits, TrainError, brief_fields
+from ..core.errors import DEFAULT, Limits, TrainError, brief_fields, cut
 from ..core.quantised import plain
 from ..core.weight_files import save_file
 from ..core.writing import new_folder, written
@@ -115,9 +115,4 @@ def differences(then: Any, now: Any, path: str = "", words: tuple[str, str] = ("
         below = [differences(a, b, f"{path}[{index}]", words) for index, (a, b) in enumerate(zip(then, now, strict=True))]
         return [line for lines in below for line in lines]
     same = json.loads(json.dumps(then)) == json.loads(json.dumps(now))
-    return [] if same else [f"{path}: {_short(then)} {words[0]}, {_short(now)} {words[1]}"]
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return [] if same else [f"{path}: {cut(str(then), 80)} {words[0]}, {cut(str(now), 80)} {words[1]}"]

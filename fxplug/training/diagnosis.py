@@ -37,10 +37,8 @@ class _Watched(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        if n.op not in ("output", "get_attr"):
-            for part in leaves(value):
-                if isinstance(part, Tensor) and part.is_floating_point() and not part.isfinite().all():
-                    raise _NotFinite(_described(n, part, self.env))
+        if n.op not in ("output", "get_attr") and (bad := _not_finite(value)):
+            raise _NotFinite(_described(n, bad[0], self.env))
         return value
 
 
@@ -116,10 +114,13 @@ def first_not_finite(module: TracedModule, args: tuple[Any, ...], kwargs: Mappin
 
 def _bad(values: Mapping[str, Any], what: str) -> str | None:
     for name, value in values.items():
-        for part in leaves(value):
-            if isinstance(part, Tensor) and part.is_floating_point() and not part.isfinite().all():
-                return f"{what} '{name}' has {_counted(part)}"
+        if bad := _not_finite(value):
+            return f"{what} '{name}' has {_counted(bad[0])}"
     return None
+
+
+def _not_finite(value: Any) -> list[Tensor]:
+    return [x for x in leaves(value) if isinstance(x, Tensor) and x.is_floating_point() and not x.isfinite().all()]
 
 
 def _counted(value: Tensor) -> str:
@@ -133,14 +134,11 @@ def _described(node: fx.Node, value: Tensor, env: Mapping[fx.Node, Any]) -> str:
     if node.op == "call_module":
         region = str(node.target)
     operation = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    sizes = [t.abs().max().item() for n in node.all_input_nodes for t in leaves(env.get(n)) if _floating(t)]
+    inputs = [x for n in node.all_input_nodes for x in leaves(env.get(n)) if isinstance(x, Tensor)]
+    sizes = [x.abs().max().item() for x in inputs if x.is_floating_point() and x.numel()]
     largest = f"; its largest input is {max(sizes):.3g}" if sizes else ""
     where = f"region '{region}'" if region else "the model's own forward"
     return f"{where} went non-finite first: {operation} gave {_counted(value)}{largest}"
-
-
-def _floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
 
 
 @torch.no_grad()
