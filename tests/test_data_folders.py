@@ -176,6 +176,7 @@ BAD_TOML = {
     "general": ("general = 1", "general: must be a mapping, not 1"),
     "less than nothing": (f"{SUBSET}num_repeats = -2", "datasets[0].subsets[0].num_repeats: must be a number above 0"),
     "no share": (f"{SUBSET}caption_dropout_rate = 5", "caption_dropout_rate: must be a number from 0"),
+    "a suffix without its dot": (f"{SUBSET}caption_extension = 'txt'\nnum_repeat = 2", "num_repeat (did you mean"),
     "a misspelt key": (f"{SUBSET}num_repeat = 2", "num_repeat (did you mean 'num_repeats'?)"),
 }
 

@@ -290,7 +290,7 @@ def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) 
 
 
 def _of_subset(image: Path, subset: Subset) -> Settings:
-    beside = image.with_suffix(subset.caption_extension)
+    beside = Path(f"{os.path.splitext(image)[0]}{subset.caption_extension}")
     caption = _text(beside) if os.path.lexists(beside) else subset.class_tokens
     said: dict[str, Any] = {"plain": caption}
     if subset.shuffle_caption and caption:
