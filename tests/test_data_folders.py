@@ -200,6 +200,14 @@ def test_several_folders(tmp_path):
     assert texts(found) == {"x/a.png": "a", "y/b.png": "b"} and found.repeats == [1, 2] and found.root == str(tmp_path)
 
 
+def test_an_image_may_be_listed_twice(tmp_path):
+    make(tmp_path, {"a.png": None})
+    subset = "[[datasets.subsets]]\nimage_dir = '.'\nclass_tokens = '{}'\n"
+    (tmp_path / "set.toml").write_text("[[datasets]]\n" + subset.format("a cat") + subset.format("ink"))
+    found = items(tmp_path, images="set.toml")
+    assert [found[i]["caption"] for i in range(2)] == ["a cat", "ink"] and found.names == ["a.png"] * 2
+
+
 def test_a_toml_of_subsets(tmp_path):
     make(tmp_path, {"x/a.png": None, "x/a.txt": "cat, black, old", "x/in/c.png": None, "y/b.png": None})
     (tmp_path / "set.toml").write_text(

@@ -167,7 +167,7 @@ def _with_metadata(top: Path, names: list[str]) -> list[dict[str, Any]]:
     folders = {folder for name in names for folder in Path(name).parents}
     for folder in sorted(folders, key=lambda f: (len(f.parts), f)):  # so that the nearest metadata is read last
         values |= read_metadata(top / folder / METADATA, top, values)
-    return list(values.values())
+    return [dict(values[name]) for name in names]  # a list may have an image twice
 
 
 def _class_folders(top: Path, names: Sequence[str], conditions: Path | None) -> list[str]:
