@@ -12,7 +12,7 @@ from hostile_files import ODD, attacked, attacks
 from fxplug.core import weight_files
 from fxplug.core.reading import about
 from fxplug.core.spec.train_section import Data
-from fxplug.training.data.files import open_images
+from fxplug.training.data.files import open_files
 
 NUMBERS = [0, 1, 2, 3, 7, 8, 127, 128, 2**31, 2**40, 2**62, 2**63, 2**64 - 1, 2**70 - 1]
 NAMES = ["a.png", "b.png", "c/d.png"]
@@ -108,7 +108,7 @@ def one(seed: str, folder: Path) -> tuple[str, str]:
             (folder / name).with_suffix(".txt").write_bytes(rng.choice([b"x", b"x", b"x", b"", b"\xff", b"x" * (2 << 20)]))
         (folder / rng.choice(["", "c"]) / "metadata.jsonl").write_bytes(metadata(rng))
         spec = Data(images=".", captions=rng.choice(["required", "optional", "none"]))
-        found, refused, wrong = attacked(lambda: open_images(spec, folder), 3 << 20)
+        found, refused, wrong = attacked(lambda: open_files(spec, folder), 3 << 20)
         if found is not None and any(not isinstance(value.get("caption", ""), str) for value in found.values):
             wrong = "a caption that is no text"
     return "refused" if refused is not None else "read", wrong

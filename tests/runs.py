@@ -93,14 +93,24 @@ def sharing(drawn: bool = False):
     """Runs within have traces in common, and their pictures are left out but where a test looks at them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flow, "_traced", _once)
-        for name in () if drawn else ("save_curves", "save_sheet"):
-            patch.setattr(monitor, name, lambda *given: False)
+        if not drawn:
+            patch.setattr(monitor, "save_curves", lambda *given: False)
         yield
 
 
 def run(out, resume=False, drawn=False, **changed: Any):
     with sharing(drawn):
         return fxplug.train(config(**changed), out=out, resume=resume, quiet=True)
+
+
+def logged(out):
+    """The records of a run's log: those of steps have a loss."""
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def notes(out):
+    """What the person was told."""
+    return [record["note"] for record in logged(out) if "note" in record]
 
 
 def launched(folder, run, *cases, world=2):

@@ -18,8 +18,8 @@ from torch import nn
 import fxplug
 from fxplug.core.errors import SpecError
 from fxplug.core.spec.train_section import Use
-from fxplug.training.random_draws import Draws
-from fxplug.training.tasks.classify import Classify, Mix, cut
+from fxplug.training.random_draws import Draws, random_state_kept
+from fxplug.training.tasks.classify import Classify
 from fxplug.training.tasks.task import Task, TaskInfo, make_task, means
 
 SIDE = 32
@@ -62,38 +62,19 @@ def test_the_criterion_can_be_any(criterion):
     torch.testing.assert_close(ready(criterion=criterion).loss(vit, b, Draws(0, 1)), expected)
 
 
-@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("alphas", [(0.8, 0.0), (0.0, 1.0)])
-def test_mixing_two_images_is_timms(alphas, seed):
+def test_neighbours_are_mixed_by_timm(alphas, monkeypatch):
     """With a batch of two, first with last and neighbours are the same; timm's own numbers are read off its labels."""
-    x, y = torch.randn(2, 3, SIDE, SIDE), torch.tensor([1, 4])
-    state = np.random.get_state()
-    np.random.seed(seed)
-    images, labels = timm.data.Mixup(*alphas, label_smoothing=0.0, num_classes=10)(x.clone(), y)
-    np.random.set_state(state)
-    part = float(labels[0, 1])
-    if alphas[0]:
-        mine = Mix(part)
-    else:
-        same = (images[0] == x[0]).all(0)
-        rows, columns = (~same).any(1).nonzero().flatten(), (~same).any(0).nonzero().flatten()
-        box = (int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1) if len(rows) else (0, 0, 0, 0)
-        mine = Mix(part, box)
-        assert part == pytest.approx(1 - (box[1] - box[0]) * (box[3] - box[2]) / SIDE**2, abs=1e-6)
-    torch.testing.assert_close(mine.images(x), images)
-    torch.testing.assert_close(mine.labels(F.one_hot(y, 10).float()), labels)
-
-
-def test_a_box_is_as_large_as_timms():
-    rng = np.random.default_rng(0)
-    parts = np.linspace(0.05, 0.95, 200)
-    mine = [cut(rng, part, SIDE, 2 * SIDE) for part in parts]
-    np.random.seed(0)
-    theirs = [timm.data.mixup.cutmix_bbox_and_lam((SIDE, 2 * SIDE), part)[1] for part in parts]
-    assert np.mean([m.part for m in mine]) == pytest.approx(np.mean(theirs), abs=0.03)
-    for mix in mine:
-        top, bottom, left, right = mix.box
-        assert 0 <= top <= bottom <= SIDE and 0 <= left <= right <= 2 * SIDE
+    seen, seed, real = [], [], np.random.seed
+    monkeypatch.setattr(np.random, "seed", lambda number: (seed.append(number), real(number)))
+    b = {**batch(2), "label": torch.tensor([1, 4])}
+    model = small.vit().gm.eval()
+    loss = ready(mixup=alphas[0], cutmix=alphas[1]).loss(lambda x, **more: (seen.append(x), model(x))[1], b, Draws(0, 1))
+    with random_state_kept():
+        real(seed[0])
+        images, labels = timm.data.Mixup(*alphas, label_smoothing=0.0, num_classes=10)(b["image"].clone(), b["label"])
+    assert torch.equal(seen[0], images) and not torch.equal(images, b["image"])
+    torch.testing.assert_close(loss, F.cross_entropy(model(images), labels))
 
 
 def test_mixing_is_drawn_from_the_step_and_the_same_on_two_processes():

@@ -20,10 +20,10 @@ from torch.utils.data.distributed import DistributedSampler
 from fxplug.core.errors import SpecError, TrainError
 from fxplug.core.spec.train_section import Buckets, Data
 from fxplug.training.data.batch_order import Order, assign, bucket_sizes
+from fxplug.training.data.given import loader_of
 from fxplug.training.data.image_files import Place, placed
-from fxplug.training.data.loader import Loader, loader_of
+from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import OwnItems, open_items, with_classes
-from fxplug.training.random_draws import random_state_kept
 
 
 def picture(seed=0, size=(20, 24), mode="RGB"):
@@ -191,9 +191,6 @@ def test_missing_captions(tmp_path):
     optional, _ = opened(tmp_path, images=".", captions="optional")
     assert [item["caption"] for item in optional][:4] == ["", "", "two", ""]
     assert "caption" not in opened(tmp_path, images=".", captions="none")[0][2]
-    (tmp_path / "2.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(SpecError, match="2.txt: cannot be read: not UTF-8 text; it is UTF-16"):
-        opened(tmp_path, images=".")
 
 
 def test_labels_need_no_captions(tmp_path):
@@ -209,7 +206,7 @@ def test_folders_that_are_not_there_or_empty(tmp_path):
         ({"images": "imagse"}, r"data.images: no such folder '.*imagse' \(did you mean 'images'\?\)"),
         ({"images": "a/b"}, "no such folder '.*/a/b', nor '.*/a'"),
         ({"images": "images"}, "data.images: no images in '.*images'; it is empty"),
-        ({"classes": "images"}, "data.classes: no class folders in"),
+        ({"classes": "images"}, "data.classes: no images in '.*images'; it is empty"),
         ({"dataset": "imagse"}, "data.dataset: no such folder"),
         ({"images": "images", "conditions": "imags"}, "data.conditions: no such folder .*did you mean 'images'"),
     ):
@@ -220,8 +217,6 @@ def test_folders_that_are_not_there_or_empty(tmp_path):
         open_items(Data(images="images"), tmp_path, test=True)
     with pytest.raises(SpecError, match="must be a folder, '.*a.csv' is a file"):
         opened(tmp_path, images="images/a.csv")
-    with pytest.raises(SpecError, match="data: needs one of .*; found images and classes"):
-        open_items(Data(images="images").model_copy(update={"classes": "images"}), tmp_path)
 
 
 def test_a_folder_for_each_class(tmp_path):
@@ -363,7 +358,7 @@ def test_float_images_are_used_as_they_are(tmp_path):
     [
         (f"{__name__}:Tyo", r"data.call: .*no attribute 'Tyo' \(did you mean 'Toy'\?\)"),
         ("nowhere.at_all:X", "data.call: no module named 'nowhere'"),
-        ({TOY: {"coutn": 4}}, "raised TypeError: .*unexpected keyword argument 'coutn'"),
+        ({TOY: {"coutn": 4}}, r"data.call.*Toy has no option 'coutn' \(did you mean 'count'\?\)"),
         ({TOY: {"count": 0}}, "data.call: what '.*Toy' gives has no samples"),
         (f"{__name__}:Stream", "what '.*:Stream' gives is a Stream, not a map-style data set: an order that can be repeated"),
         (f"{__name__}:picture", "what '.*:picture' gives is a Image, not a map-style data set"),
@@ -428,7 +423,7 @@ def test_condition_functions_see_the_image_as_the_model_does(tmp_path):
         loaded(tmp_path, 4, conditions=f"{__name__}:crash", **how)
     with pytest.raises(SpecError, match=r"data.conditions: .*no attribute 'drak' \(did you mean 'dark'\?\)"):
         opened(tmp_path, conditions=f"{__name__}:drak", **how)
-    with pytest.raises(TrainError, match="a condition function needs a PIL or uint8 image, not a float tensor"):
+    with pytest.raises(TrainError, match="is a float image: a condition function needs PIL or uint8"):
         loaded(tmp_path, call=f"{__name__}:Floats", conditions=f"{__name__}:dark")
 
 
@@ -612,14 +607,6 @@ def test_workers_change_nothing(tmp_path, method, workers):
     )
 
 
-def test_random_state_is_put_back_after_an_error():
-    state = random.getstate()
-    with pytest.raises(ValueError), random_state_kept():
-        random.seed(1)
-        raise ValueError
-    assert random.getstate() == state
-
-
 def test_a_batch_larger_than_the_data(tmp_path):
     with pytest.raises(TrainError, match="a batch of 11 is larger than the data: 10 samples"):
         loaded(tmp_path, 11, call=TOY)
@@ -656,11 +643,6 @@ def test_hooks_come_before_the_transform(tmp_path):
     assert [s[:2] for s in seen] == [("RGB", (8, 8))] * 2 and seen[0][2] != seen[1][2]
     (batch,) = loaded(tmp_path, images=".", loader={"hooks": Louder()})
     assert torch.equal(batch["image"][:, 0], batch["image"][:, 1])
-
-
-def test_plugins_without_data_hooks_cost_nothing(tmp_path):
-    how = {"call": TOY, "flip": True}
-    same(loaded(tmp_path, **how, loader={"hooks": Louder(())}), loaded(tmp_path, **how))
 
 
 def test_the_first_samples_and_a_transform_that_comes_later(tmp_path):
@@ -748,7 +730,7 @@ def test_a_data_loader_that_ends_early_is_said():
 
 
 def test_samples_that_do_not_go_together():
-    from fxplug.training.data.fetching import collate
+    from fxplug.training.data.collating import collate
 
     with pytest.raises(TrainError, match="b has 'x' and a has not"):
         collate([{"name": "a"}, {"name": "b", "x": 1}])
@@ -837,7 +819,7 @@ def test_test_labels_have_the_numbers_of_the_training_classes(tmp_path):
     test, spec = opened(tmp_path, classes="test")
     assert [test[i]["label"] for i in range(2)] == [0, 1]
     same = pickle.loads(pickle.dumps(with_classes(test, train.classes)))  # as worker processes get it
-    assert [same[i]["label"] for i in range(2)] == [1, 2] and same.classes == train.classes and same.root == test.root
+    assert [same[i]["label"] for i in range(2)] == [1, 2]
     (batch,) = Loader(same, spec, 2, train=False).epoch(0)
     assert batch["label"].tolist() == [1, 2]
     (tmp_path / "test" / "cat").rename(tmp_path / "test" / "cta")

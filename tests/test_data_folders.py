@@ -176,6 +176,7 @@ BAD_TOML = {
     "general": ("general = 1", "general: must be a mapping, not 1"),
     "less than nothing": (f"{SUBSET}num_repeats = -2", "datasets[0].subsets[0].num_repeats: must be a number above 0"),
     "no share": (f"{SUBSET}caption_dropout_rate = 5", "caption_dropout_rate: must be a number from 0"),
+    "a suffix without its dot": (f"{SUBSET}caption_extension = 'txt'\nnum_repeat = 2", "num_repeat (did you mean"),
     "a misspelt key": (f"{SUBSET}num_repeat = 2", "num_repeat (did you mean 'num_repeats'?)"),
 }
 
@@ -197,6 +198,14 @@ def test_several_folders(tmp_path):
     make(tmp_path, {"global.yaml": {"tags": ["of neither"]}})
     found = items(tmp_path, images=["x", "y"])
     assert texts(found) == {"x/a.png": "a", "y/b.png": "b"} and found.repeats == [1, 2] and found.root == str(tmp_path)
+
+
+def test_an_image_may_be_listed_twice(tmp_path):
+    make(tmp_path, {"a.png": None})
+    subset = "[[datasets.subsets]]\nimage_dir = '.'\nclass_tokens = '{}'\n"
+    (tmp_path / "set.toml").write_text("[[datasets]]\n" + subset.format("a cat") + subset.format("ink"))
+    found = items(tmp_path, images="set.toml")
+    assert [found[i]["caption"] for i in range(2)] == ["a cat", "ink"] and found.names == ["a.png"] * 2
 
 
 def test_a_toml_of_subsets(tmp_path):

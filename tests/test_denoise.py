@@ -547,27 +547,6 @@ def test_there_are_as_many_samples_as_asked_for_however_few_the_data():
     assert ready(traced(), samples=0, **some).samples(traced()) is None
 
 
-@pytest.mark.slow
-def test_a_run_of_a_configuration_makes_pictures(tmp_path):
-    """Class conditions, LoRA and the whole flow: losses, a test, and the grid of samples."""
-    model = dict(unet(3, classes=11).config)
-    task = {"denoise": {"prediction": "v_prediction", "snr_gamma": 5.0, "dropout": 0.1, "guidance": 2.0, "samples": 4,
-                        "sample_steps": 2}}  # fmt: skip
-    run = fxplug.train({
-        "model": {"diffusers": {"_class_name": "UNet2DConditionModel", **{k: v for k, v in model.items() if k[0] != "_"}}},
-        "inputs": {"sample": [2, 3, SIDE, SIDE], "timestep": {"shape": [2], "dtype": "int64", "high": 1000},
-                   "encoder_hidden_states": None, "class_labels": {"shape": [2], "dtype": "int64", "high": 10}},
-        "passes": [{"lora": {"at": "**.conv1", "rank": 2}}], "device": "cpu", "verify": False,
-        "train": {"task": task, "steps": 3, "batch": 8, "lr": 1e-2, "log": {"tensorboard": False}},
-        "data": {"call": {"runs:Digits": {"count": 32}}, "test": {"call": {"runs:Digits": {"train": False, "count": 8}}}},
-    }, out=tmp_path / "out", quiet=True)  # fmt: skip
-    assert len(run.history) == 3 and run.metrics["loss"] > 0
-    assert run.trainer.task.null_label == 10 and (run.out / "samples.png").is_file()
-    again = fxplug.load(run.out / "module")
-    given = {"label": torch.tensor([1, 2])}
-    assert torch.equal(run.trainer.task.generate(again.eval(), given), run.trainer.task.generate(run.module.eval(), given))
-
-
 def test_inputs_are_read_off_the_graph():
     inputs = inputs_of(traced(text=8))
     assert [name for name, i in inputs.items() if i.required] == ["sample", "timestep", "encoder_hidden_states"]

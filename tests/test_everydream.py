@@ -42,11 +42,6 @@ def train(out, *plugins, **changed):
     return runs.run(out, **{"train__epochs": 2, **DATA, "train__plugins": [named(plugin) for plugin in plugins], **changed})
 
 
-def notes(out):
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [record["note"] for record in records if "note" in record]
-
-
 class Records(BasePlugin):
     """What each hook about steps was told."""
 
@@ -137,7 +132,7 @@ class Larger(BasePlugin):
 def test_a_plugin_changes_how_many_batches_a_step_takes(tmp_path):
     run = train(tmp_path / "run", "test_everydream:Larger", train__epochs=3, train__save={"every": 1, "keep": 99})
     assert [record["epoch"] for record in run.history] == [0, 0, 0, 0, 1, 1, 2]
-    assert "from epoch 1 on a step takes 2 batches: 2 steps an epoch" in notes(tmp_path / "run")
+    assert "from epoch 1 on a step takes 2 batches: 2 steps an epoch" in runs.notes(tmp_path / "run")
     resumed = train(tmp_path / "run", "test_everydream:Larger", train__epochs=3, train__save={"every": 1, "keep": 99},
                     resume=tmp_path / "run" / "checkpoints" / "step-00000005")  # fmt: skip
     assert len(resumed.history) == 7 and runs.same(runs.trained(run.module), runs.trained(resumed.module))
@@ -152,41 +147,9 @@ def test_what_cannot_be_changed_is_told(tmp_path, given):
 
 def test_a_key_that_a_batch_has_not(tmp_path):
     plugin = type("Mine", (), {"on_step_end": lambda self, batch: batch["loss_scal"]})
-    text = r"the batch has no 'loss_scal' \(did you mean 'loss_scale'\?\); it has runt_size, image, label, .*loss_scale(\n|$)"
+    text = r"KeyError: 'loss_scal' \(did you mean 'loss_scale'\?\); the hook .*, and its batch has runt_size, .*loss_scale"
     with pytest.raises(TrainError, match=text):
         train(tmp_path / "run", plugin)
-
-
-HOOKS = ["on_epoch_start", "on_step_start", "on_backpropagation", "on_step_end", "on_epoch_end", "on_training_end"]
-
-
-@sweep("hook", HOOKS, "on_step_end")
-def test_a_plugin_that_raises_loses_nothing(tmp_path, hook):
-    whole = train(tmp_path / "whole")
-    called = []
-
-    def fails(self, **kwargs):
-        called.append(kwargs)
-        if kwargs["global_step"] >= 4 and armed:
-            raise RuntimeError("out of ink")
-
-    armed = True
-    plugin = type("Fails", (), {hook: fails})
-    with pytest.raises(TrainError, match=rf"plugin Fails raised in {hook} \(.*global_step [48]\): RuntimeError: out of ink"):
-        train(tmp_path / "run", plugin, train__save={"every": 0})
-    assert hook == "on_training_end" or any(": what it learnt is in " in note for note in notes(tmp_path / "run"))
-    armed = False
-    resumed = train(tmp_path / "run", plugin, resume=True)
-    assert len(resumed.history) == 8 and runs.same(runs.trained(whole.module), runs.trained(resumed.module))
-
-
-def test_a_plugin_that_raises_when_a_checkpoint_is_written(tmp_path):
-    def fails(self, path, **kwargs):
-        raise OSError("no room")
-
-    with pytest.raises(TrainError, match=r"plugin Mine raised in on_model_save \(epoch 0, global_step 3\): OSError: no room"):
-        train(tmp_path / "run", type("Mine", (), {"on_model_save": fails}))
-    assert (tmp_path / "run" / "checkpoints" / "step-00000003" / "progress.json").is_file()
 
 
 class Freezes(BasePlugin):

@@ -87,11 +87,6 @@ def train(folder, *plugins, **changed):
     return runs.run(folder / changed.pop("out", "run"), **changed)
 
 
-def notes(folder):
-    records = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
-    return [record["note"] for record in records if "note" in record]
-
-
 def test_the_quick_example_of_the_document(folder, capsys):
     train(folder, "plugins.my_plugin.MyPlugin")
     lines = [f"hello world, this is a plugin at the end of epoch number: {epoch}" for epoch in (0, 1)]
@@ -145,13 +140,13 @@ def test_a_plugin_that_raises_lets_the_run_go_on_when_told(folder):
     run = train(folder, "test_plugin_runs:Fails", train__on_plugin_error="continue")
     assert len(run.history) == 6
     said = "plugin Fails raised in on_step_end (epoch 1, global_step 4): RuntimeError: out of ink; the run goes on"
-    assert notes(folder)[0] == said
-    assert any(note.startswith("plugin Fails raised 1 times") for note in notes(folder))
+    assert runs.notes(folder / "run")[0] == said
+    assert any(note.startswith("plugin Fails raised 1 times") for note in runs.notes(folder / "run"))
 
 
 def test_slow_plugins_are_named_at_the_end(folder):
     train(folder, "test_plugin_runs:Slow", "test_plugin_runs:Empty")
-    (note,) = notes(folder)
+    (note,) = runs.notes(folder / "run")
     assert re.match(r"slow plugin: Slow\.on_step_end took [\d.]+ s, [\d.]+% of the run \(6 calls, the longest [\d.]+ s", note)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -112,8 +111,7 @@ def test_a_loss_that_is_not_finite_keeps_the_weights_before_it(tmp_path, whole):
     assert "the run ended after step 5: what it learnt is in" in caught.value.__notes__[-1]
     values = dict(fxplug.load(tmp_path / "module").named_parameters())
     assert all(bool(p.isfinite().all()) for p in values.values()) and values["head.weight"].count_nonzero()
-    logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert logged[-1]["note"] == caught.value.__notes__[-1]
+    assert runs.notes(tmp_path)[-1] == caught.value.__notes__[-1]
 
 
 def test_weights_that_are_not_finite_are_not_kept(tmp_path):
@@ -169,7 +167,7 @@ def test_a_scheduler_that_ends_before_the_run_costs_no_step(tmp_path):
 
 
 @pytest.mark.slow
-@sweep("moment, at", [("Ema.update", 5), ("Ema._fill", 1), ("Stepper.skipped", 9), ("Stepper.skipped", 10)], 2)
+@sweep("moment, at", [("Ema.update", 5), ("Ema.applied", 1), ("Stepper.skipped", 9), ("Stepper.skipped", 10)], 2)
 def test_a_checkpoint_has_the_weights_of_its_own_step_whenever_a_run_ends(tmp_path, monkeypatch, moment, at):
     from fxplug.training import param_groups, stepping
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import os
 import re
 import resource
@@ -17,7 +16,7 @@ import test_denoise_runs
 import test_parallel_training
 import torch
 import yaml
-from runs import VIT, Digits, config, run, same, sharing, trained
+from runs import VIT, Digits, config, logged, notes, run, same, sharing, trained
 from sweeps import sweep
 from torch import nn
 
@@ -54,8 +53,7 @@ def test_a_run_learns_and_leaves_all_that_it_says(tmp_path):
     assert done.metrics["acc1"] > 45 and done.metrics["acc5"] > done.metrics["acc1"]
     out = done.out
     assert yaml.safe_load((out / "config.yaml").read_text())["train"]["batch"] == 16
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in lines if "loss" in line and "step" in line and "lr" in line] == losses(done.history)
+    assert [line["loss"] for line in logged(out) if "lr" in line] == losses(done.history)
     assert (out / "loss.png").stat().st_size > 1000 and list((out / "tensorboard").iterdir())
     again = fxplug.load(out / "module")
     assert same(trained(done.module), {n: p for n, p in again.named_parameters() if n in trained(done.module)})
@@ -222,8 +220,7 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path):
     assert losses(first.history) == losses(whole.history) == losses(again.history)
     assert same(trained(again.module), trained(whole.module))
     assert all(torch.equal(again.trainer.ema.average[n], v) for n, v in whole.trainer.ema.average.items())
-    logged = [json.loads(line) for line in (tmp_path / "b" / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in logged if "lr" in line] == list(range(1, 9))
+    assert [line["step"] for line in logged(tmp_path / "b") if "lr" in line] == list(range(1, 9))
 
 
 @pytest.mark.slow
@@ -700,8 +697,7 @@ def test_the_batches_that_are_left_make_a_short_step(tmp_path):
     assert len(done.history) == 4  # of 4, 2, 4 and 2 batches
     whole = run(tmp_path / "b", train__epochs=2, train__accumulate=9)
     assert len(whole.history) == 2 and whole.trainer.progress.done == 0
-    notes = [json.loads(line).get("note") for line in (tmp_path / "b" / "log.jsonl").read_text().splitlines()]
-    assert "the last step of each epoch takes 6 batches, not 9: an epoch has 6" in notes
+    assert "the last step of each epoch takes 6 batches, not 9: an epoch has 6" in notes(tmp_path / "b")
 
 
 @pytest.mark.parametrize(
@@ -717,8 +713,10 @@ def test_the_batches_that_are_left_make_a_short_step(tmp_path):
         ({"train__optimizer": {"sgd": {"momentun": 0.9}}}, "sgd has no option 'momentun' (did you mean 'momentum'?)"),
         ({"train__scheduler": "cosin"}, "train.scheduler: torch has no scheduler 'cosin' (did you mean 'cosine'?)"),
         ({"train__scheduler": {"cosine": {"warmpu": 3}}}, "cosine has no option 'warmpu' (did you mean 'warmup'?)"),
-        ({"train__scheduler": {"StepLR": {}}}, "train.scheduler: StepLR cannot be made"),
+        ({"train__scheduler": {"StepLR": {}}}, "train.scheduler: StepLR needs the option 'step_size'"),
         ({"train__task": "clasify"}, "train.task: no task 'clasify' (did you mean 'classify'?)"),
+        ({"train__task": "nowhere.at_all:Mine"}, "train.task: no module named 'nowhere'"),
+        ({"train__optimizer": "nowhere.at_all:Adam"}, "train.optimizer: no module named 'nowhere'"),
         ({"train__batch": 97}, "a batch of 97 is larger than the data: 96 samples"),
         ({"train__precision": "fp16"}, "fp16 needs a GPU"),
         ({"train__shard": True}, "shard needs several processes"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from heapq import nlargest
@@ -43,6 +44,17 @@ class SpecError(FxplugError):
         self.path = tuple(path)
         self.key = key
         self.located = bool(str(where))
+
+
+@contextmanager
+def below(*path: str | int) -> Iterator[None]:
+    """Give SpecErrors that have no place yet the way `path` before their own."""
+    try:
+        yield
+    except SpecError as error:
+        if error.located:
+            raise
+        raise SpecError(error.finding, path=(*path, *error.path), key=error.key) from error.__cause__
 
 
 class TraceError(FxplugError):

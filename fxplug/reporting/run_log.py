@@ -83,7 +83,7 @@ def _facts(steps: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[str, Any]
 
 def _curves(steps: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     loss = [(float(r["step"]), float(r["loss"])) for r in steps if _number(r["step"]) is not None]
-    found = [_curve("Loss", {"each step": loss, "running mean": _smoothed(loss)}, faint="each step")]
+    found = [_curve("Loss", {"each step": loss, "running mean": smoothed(loss)}, faint="each step")]
     rates: dict[str, list[tuple[float, float]]] = {}
     for record in steps:
         for name, value in record.items():
@@ -109,7 +109,7 @@ def _take(into: dict[str, list[tuple[float, float]]], name: str, step: Any, valu
         into.setdefault(name, []).append((x, y))
 
 
-def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The exponential running mean over about a twentieth of the points, without its bias to the first."""
     keep = 1 - 1 / max(1.0, len(points) / 20)
     total, weight, found = 0.0, 0.0, []

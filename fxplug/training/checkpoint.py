@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core import reading, weight_files
-from ..core.errors import DEFAULT, Limits, TrainError, brief_fields
+from ..core.errors import DEFAULT, Limits, TrainError, brief_fields, cut
 from ..core.quantised import plain
 from ..core.weight_files import save_file
 from ..core.writing import new_folder, written
@@ -26,8 +26,8 @@ PREFIX = "step-"
 
 @dataclass
 class Checkpoint:
-    """All that a run needs to go on: `weights` and `ema` by name, `state` (optimizer, scheduler, scaler), `random` of each
-    process, and `progress` (plain values: how far the run is, and what it was a run of)."""
+    """All that a run needs to go on, on the CPU: `weights` and `ema` by name, `state` (optimizer, scheduler, scaler), `random`
+    of each process, and `progress` (plain values: how far the run is, and what it was a run of)."""
 
     weights: dict[str, Tensor]
     progress: dict[str, Any]
@@ -50,9 +50,9 @@ def write(folder: Path, made: Checkpoint, keep: int) -> Path:
 def write_to(target: Path, made: Checkpoint) -> None:
     """Write one to the folder `target`, in the place of what is there."""
     with new_folder(target, own=os.listdir) as work:
-        save_file(_contiguous(made.weights), work / "weights.safetensors")
+        save_file(made.weights, work / "weights.safetensors")
         if made.ema:
-            save_file(_contiguous(made.ema), work / "ema.safetensors")
+            save_file(made.ema, work / "ema.safetensors")
         with written(work / "state.pt") as file:
             torch.save({"state": made.state, "random": made.random}, file)
         text = json.dumps({"format": FORMAT, **made.progress}, indent=1)
@@ -115,13 +115,4 @@ def differences(then: Any, now: Any, path: str = "", words: tuple[str, str] = ("
         below = [differences(a, b, f"{path}[{index}]", words) for index, (a, b) in enumerate(zip(then, now, strict=True))]
         return [line for lines in below for line in lines]
     same = json.loads(json.dumps(then)) == json.loads(json.dumps(now))
-    return [] if same else [f"{path}: {_short(then)} {words[0]}, {_short(now)} {words[1]}"]
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    return [] if same else [f"{path}: {cut(str(then), 80)} {words[0]}, {cut(str(now), 80)} {words[1]}"]

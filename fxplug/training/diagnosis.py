@@ -37,43 +37,37 @@ class _Watched(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        if n.op not in ("output", "get_attr"):
-            for part in leaves(value):
-                if isinstance(part, Tensor) and part.is_floating_point() and not part.isfinite().all():
-                    raise _NotFinite(_described(n, part, self.env))
+        if n.op not in ("output", "get_attr") and (bad := _not_finite(value)):
+            raise _NotFinite(_described(n, bad[0], self.env))
         return value
 
 
 def misfit(
-    error: Exception, module: nn.Module, batch: Mapping[str, Any], call: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+    error: Exception, module: nn.Module, batch: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str:
     """What a batch has that the traced graph does not hold for, and the key of a configuration that says it.
 
-    `call` is what the module is called with for this batch, where that is known.
+    The module is called with `args` and `kwargs` for this batch.
     """
     inputs = {name: one for name, one in inputs_of(module).items() if one.shape is not None}
     given = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    called = given_to(module, *call) if call else {}
+    called = given_to(module, args, kwargs)
     got = {name: called[name] for name in inputs if isinstance(called.get(name), Tensor)}
     lines = [f"the model was traced with other inputs than the run gives it: {error}"]
-    traced = (f"{name} {list(one.shape or ())} {_dtype(one.dtype)}" for name, one in inputs.items())
-    lines.append("  traced: " + ", ".join(traced))
-    lines.append("  in a batch: " + ", ".join(f"{name} {list(v.shape)} {_dtype(v.dtype)}" for name, v in given.items()))
+    lines.append("  traced: " + _listed(inputs))
+    lines.append("  in a batch: " + _listed(given))
     if any(name not in given for name in got):
-        lines.append("  called with: " + ", ".join(f"{name} {list(v.shape)} {_dtype(v.dtype)}" for name, v in got.items()))
+        lines.append("  called with: " + _listed(got))
     kind = re.search(r"argument '(\w+)' was torch\.\w+ .* now it is torch\.(\w+)", str(error))
     if kind:
-        lines.append(f"  write inputs.{kind[1]}.dtype: {kind[2]}")
-        return "\n".join(lines)
-    if advice := [line for name, value in got.items() for line in _differs(name, inputs[name].shape or (), tuple(value.shape))]:
-        return "\n".join([*lines, *advice])
-    images = [value.shape[-2:] for value in given.values() if value.dim() == 4]
-    fitting = [(name, one.shape) for name, one in inputs.items() if one.shape is not None and len(one.shape) == 4]
-    if images and fitting and images[0] != fitting[0][1][-2:]:
-        lines.append(_sizes(fitting[0][0], fitting[0][1], images[0]))
-    else:
-        lines.append("  give the inputs in the configuration the sizes that a batch has: inputs." + ", inputs.".join(inputs))
-    return "\n".join(lines)
+        return "\n".join([*lines, f"  write inputs.{kind[1]}.dtype: {kind[2]}"])
+    advice = [line for name, value in got.items() for line in _differs(name, inputs[name].shape or (), tuple(value.shape))]
+    sizes = "  give the inputs in the configuration the sizes that a batch has: inputs." + ", inputs.".join(inputs)
+    return "\n".join([*lines, *(advice or [sizes])])
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{n} {list(v.shape or ())} {str(v.dtype).removeprefix('torch.')}" for n, v in values.items())
 
 
 def _differs(name: str, traced: tuple[int, ...], got: tuple[int, ...]) -> list[str]:
@@ -84,7 +78,8 @@ def _differs(name: str, traced: tuple[int, ...], got: tuple[int, ...]) -> list[s
         latents = "; latents are made by a VAE (train.task.denoise.vae)" if got[1] == 3 else ""
         return [f"  {name} has {got[1]} channels and inputs.{name} {traced[1]}: give the model data of its channels{latents}"]
     if len(got) == 4 and traced[2:] != got[2:]:
-        return [_sizes(name, traced, got[2:])]
+        both = f"images are {list(got[2:])} and inputs.{name} is {list(traced)}"
+        return [f"  {both}: give both one size, in data.size or inputs.{name}"]
     if len(got) == 3 and traced[2] != got[2]:
         found = f"a text in {name} has {got[2]} numbers a word and in inputs.{name} {traced[2]}"
         return [f"  {found}: give the text encoder that the model was made for (train.task.denoise.text)"]
@@ -94,55 +89,38 @@ def _differs(name: str, traced: tuple[int, ...], got: tuple[int, ...]) -> list[s
     return []
 
 
-def _sizes(name: str, traced: Any, images: Any) -> str:
-    both = f"images are {list(images)} and inputs.{name} is {list(traced)}"
-    return f"  {both}: give both one size, in data.size or inputs.{name}"
-
-
 def given_to(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What a call gives the inputs of a module, by name."""
     return {**dict(zip(inputs_of(module), args, strict=False)), **kwargs}
 
 
-def _dtype(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-class Finder(nn.Module):
-    """Stands in for a module in one diagnostic forward, and keeps in `finding` where values first stopped being finite.
+def first_not_finite(module: TracedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Where values first stop being finite in a call; None where they do not.
 
     Non-finite arguments and parameters come before the graph: they are named as the cause.
     """
-
-    def __init__(self, module: TracedModule) -> None:
-        super().__init__()
-        self.watched = module
-        self.finding: str | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.watched
-        if self.finding is None:
-            self.finding = _bad(dict(module.named_parameters()), "parameter") or _bad(kwargs, "input") or _bad(
-                {str(index): value for index, value in enumerate(args)}, "argument"
-            )
-        if self.finding is None:
-            graph = without_edges(module.graph)
-            given = inspect.signature(module.forward).bind(*args, **kwargs)
-            given.apply_defaults()
-            try:
-                watched = _Watched(module, garbage_collect_values=True, graph=graph)
-                watched.run(*given.arguments.values(), enable_io_processing=False)
-            except _NotFinite as found:
-                self.finding = str(found)
-        return module(*args, **kwargs)
+    finding = _bad(dict(module.named_parameters()), "parameter") or _bad(given_to(module, args, kwargs), "input")
+    if finding is not None:
+        return finding
+    given = inspect.signature(module.forward).bind(*args, **kwargs)
+    given.apply_defaults()
+    try:
+        watched = _Watched(module, garbage_collect_values=True, graph=without_edges(module.graph))
+        watched.run(*given.arguments.values(), enable_io_processing=False)
+    except _NotFinite as found:
+        return str(found)
+    return None
 
 
 def _bad(values: Mapping[str, Any], what: str) -> str | None:
     for name, value in values.items():
-        for part in leaves(value):
-            if isinstance(part, Tensor) and part.is_floating_point() and not part.isfinite().all():
-                return f"{what} '{name}' has {_counted(part)}"
+        if bad := _not_finite(value):
+            return f"{what} '{name}' has {_counted(bad[0])}"
     return None
+
+
+def _not_finite(value: Any) -> list[Tensor]:
+    return [x for x in leaves(value) if isinstance(x, Tensor) and x.is_floating_point() and not x.isfinite().all()]
 
 
 def _counted(value: Tensor) -> str:
@@ -156,14 +134,11 @@ def _described(node: fx.Node, value: Tensor, env: Mapping[fx.Node, Any]) -> str:
     if node.op == "call_module":
         region = str(node.target)
     operation = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    sizes = [t.abs().max().item() for n in node.all_input_nodes for t in leaves(env.get(n)) if _floating(t)]
+    inputs = [x for n in node.all_input_nodes for x in leaves(env.get(n)) if isinstance(x, Tensor)]
+    sizes = [x.abs().max().item() for x in inputs if x.is_floating_point() and x.numel()]
     largest = f"; its largest input is {max(sizes):.3g}" if sizes else ""
     where = f"region '{region}'" if region else "the model's own forward"
     return f"{where} went non-finite first: {operation} gave {_counted(value)}{largest}"
-
-
-def _floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
 
 
 @torch.no_grad()
@@ -203,7 +178,7 @@ def check_fits(module: TracedModule, task: Task, batch: Mapping[str, Any], draws
     for name, one in traced.items():
         given[name] = torch.empty(one.shape or (), dtype=one.dtype, device=given[name].device)
     if _failure(module, (), given, accelerator) is None:  # else it is nothing about the batch
-        raise TrainError(misfit(failure, module, batch, (args, kwargs))) from failure
+        raise TrainError(misfit(failure, module, batch, args, kwargs)) from failure
 
 
 def _failure(module: TracedModule, args: Any, kwargs: Any, accelerator: Accelerator) -> Exception | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -60,20 +61,15 @@ def check_agreement(accelerator: Accelerator, config: Any) -> None:
 
 def gathered(accelerator: Accelerator, value: Any) -> list[Any]:
     """The value of every process, in their order."""
-    if accelerator.num_processes == 1:
-        return [value]
-    values: list[Any] = [None] * accelerator.num_processes
-    torch.distributed.all_gather_object(values, value)
-    return values
+    return list(gather_object([value])) if accelerator.num_processes > 1 else [value]
 
 
 def mean(accelerator: Accelerator, values: list[float]) -> list[float]:
     """The mean of each number over the processes, which all have as many samples."""
     if accelerator.num_processes == 1:
         return values
-    summed = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
-    torch.distributed.all_reduce(summed)
-    return [value / accelerator.num_processes for value in summed.tolist()]
+    reduced: Any = accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=accelerator.device), "mean")
+    return list(reduced.tolist())
 
 
 def prepared(

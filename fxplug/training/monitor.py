@@ -12,13 +12,13 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from ..core.spec.train_section import Train
 from .epoch_table import TRAINING, UNITS, best_line, columns, header, parameters_line, testing_row, titles, training_row
 from .log_files import Events, Lines
-from .pictures import grid, save_curves, save_picture, save_sheet
+from .pictures import grid, save_curves, save_picture
 
 ROWS = 50  # of a run that is given in steps: with small data it has very many epochs
 
@@ -26,7 +26,7 @@ ROWS = 50  # of a run that is given in steps: with small data it has very many e
 class Watch:
     """Tells how a run goes.
 
-    `out` is the folder for `log.jsonl`, `tensorboard/`, `samples/`, `loss.png` and `samples.png`; None writes nothing.
+    `out` is the folder for `log.jsonl`, `tensorboard/`, `samples/` and `loss.png`; None writes nothing.
     `console` is where to show it, by default stderr: a terminal gets a progress bar below the table, anything else the rows of
     the table only. `quiet` shows nothing but notes. Steps are optimizer steps and count from 1. A file that cannot be written
     (a full disk) is said once and ends nothing.
@@ -77,13 +77,14 @@ class Watch:
         self._on_gpu = any(p.is_cuda for p in module.parameters())
         if self.out:
             if self.settings.log.tensorboard:
-                self._try("tensorboard", self._open_events, self.out / "tensorboard")
+                self._events = self._try("tensorboard", Events, self.out / "tensorboard", self._begin)
             self._print(f"Log files are recorded in: {self.out}")
         self._print(parameters_line(*counts))
         self._print(UNITS)
         if self.console.is_terminal and not self.quiet:
             self._progress = Progress(
                 *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")),
+                *(TimeRemainingColumn(compact=True), TextColumn("left")),
                 console=self.console,
                 transient=True,
                 auto_refresh=False,  # its thread may hold a lock while a worker process is forked
@@ -91,9 +92,6 @@ class Watch:
             )
             self._progress.add_task("training", total=self.steps, completed=self._begin, state="")
             self._progress.start()
-
-    def _open_events(self, folder: Path) -> None:
-        self._events = Events(folder, self._begin)
 
     def step(self, record: Mapping[str, Any], last: bool) -> None:
         """A step is done, and was the `last` of its epoch or not. `record` has `step`, `epoch`, `loss`, `lr`, `seconds`, and
@@ -114,15 +112,8 @@ class Watch:
 
     def _state(self, speed: float) -> str:
         batch = self.settings.batch * self.settings.accumulate
-        left = (self.steps - self._step) / speed if speed else 0.0
-        parts = (
-            f"loss {fmean(loss for loss, _ in self._since):.4g}",
-            f"{speed:.3g} steps/s",
-            f"{speed * batch:.3g} samples/s",
-            f"{self.memory() / 1e9:.3g}G",
-            f"{_clock(left)} left",
-        )
-        return "  ".join(parts)
+        loss = fmean(loss for loss, _ in self._since)
+        return f"loss {loss:.4g}  {speed:.3g} steps/s  {speed * batch:.3g} samples/s  {self.memory() / 1e9:.3g}G "
 
     def _end_epoch(self, epoch: int, lr: float) -> None:
         every = 1 if self.settings.epochs else -(-self.epochs // ROWS)
@@ -168,18 +159,16 @@ class Watch:
         self._log({"step": self._step, "note": text})
 
     def close(self, history: Sequence[Mapping[str, Any]] = ()) -> None:
-        """The run is over, finished or not: the curves and the sheet of samples are drawn. May be called again."""
+        """The run is over, finished or not: the curves are drawn. May be called again."""
         if self._progress:
             self._progress.stop()
             self._progress = None
         if self.out and self._lines:
-            self._try("pictures", self._draw, self.out, self._lines.read(), history)
-
-    def _draw(self, out: Path, logged: list[dict[str, Any]], history: Sequence[Mapping[str, Any]]) -> None:
-        # the log has the steps before a resume, the history those that were not logged
-        steps = {r["step"]: r for r in [*(r for r in logged if "loss" in r), *history]}
-        save_curves([steps[step] for step in sorted(steps)], [r for r in logged if "test" in r], out / "loss.png")
-        save_sheet(out / "samples", out / "samples.png")
+            # the log has the steps before a resume, the history those that were not logged
+            logged = self._lines.read()
+            steps = {r["step"]: r for r in [*(r for r in logged if "loss" in r), *history]}
+            tests = [r for r in logged if "test" in r]
+            self._try("loss.png", save_curves, [steps[step] for step in sorted(steps)], tests, self.out / "loss.png")
 
     def memory(self) -> int:
         """Bytes that torch holds on the GPU, or that the process has in memory."""
@@ -199,19 +188,14 @@ class Watch:
         if self._lines:
             self._try("log.jsonl", self._lines.write, record)
 
-    def _try(self, what: str, write: Callable[..., object], *args: Any) -> None:
+    def _try(self, what: str, write: Callable[..., Any], *args: Any) -> Any:
         try:
-            write(*args)
+            return write(*args)
         except OSError as error:
             if what not in self._failed:
                 self._failed.add(what)
                 self._print(f"{what} cannot be written: {error}; the run goes on", always=True)
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes:02d}:{seconds:02d}"
+            return None
 
 
 def _step_of(file: Path) -> int:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..core.errors import FxplugError, SpecError, TrainError, did_you_mean
+from ..core.errors import SpecError, TrainError, did_you_mean
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.addresses import is_pattern, select
-from ..core.spec.pass_file import check_known, import_target, taken
+from ..core.spec.pass_file import check_known, taken
 from ..core.spec.train_section import Train, Use
 from ..core.torch_internals.tensors import lerp_all
-from .tasks.task import Task
+from .tasks.task import Task, construct, imported
 
 HALVES = (torch.float16, torch.bfloat16)
 SHAPES = ("constant", "linear", "cosine")
@@ -146,7 +147,7 @@ def make_optimizer(use: Use, groups: list[dict[str, Any]]) -> torch.optim.Optimi
         for group in given:
             if group.pop("weight_decay"):
                 raise SpecError(f"{kind.__name__} has no weight_decay", path=("train", "weight_decay"))
-    made = _made(kind, use, "optimizer", given)
+    made = construct(kind, use, ("train", "optimizer"), given)
     if not isinstance(made, torch.optim.Optimizer):
         raise SpecError(f"'{use.name}' made a {type(made).__name__}, no torch optimizer", path=("train", "optimizer"))
     if "closure" in taken(made.step).required:
@@ -195,7 +196,8 @@ def make_scheduler(use: Use | None, optimizer: torch.optim.Optimizer, steps: int
         for key, value in own.items()
         if key in wanted and key not in options and not replaced_by.get(key, set()) & options.keys()
     }
-    return _made(kind, Use(use.name, {**filled, **options}), "scheduler", optimizer), per == "epoch"
+    made = construct(kind, Use(use.name, {**filled, **options}), ("train", "scheduler"), optimizer)
+    return made, per == "epoch"
 
 
 def _shape(name: str, length: int, options: Mapping[str, Any]) -> Callable[[int], float]:
@@ -220,30 +222,16 @@ def _find(use: Use, known: Mapping[str, Any], what: str, more: tuple[str, ...] =
         near = did_you_mean(use.name, names) or did_you_mean(use.name.lower(), known)
         finding = f"torch has no {what} '{use.name}'{near}; another one is named 'package.module:Class'"
         raise SpecError(finding, path=("train", what))
-    return import_target(use.name)
-
-
-def _made(kind: Any, use: Use, what: str, *args: Any) -> Any:
-    """`kind(*args, **options)`, with an option that it does not have or take as a clear error."""
-    found = taken(kind, given=len(args))
-    if not found.free:
-        check_known(use.options, found.names, f"{use.name} has no option", path=("train", what))
-    try:
-        return kind(*args, **use.options)
-    except FxplugError:
-        raise
-    except Exception as error:  # the optimizer's or scheduler's, of torch or anybody's
-        raise SpecError(f"{use.name} cannot be made: {type(error).__name__}: {error}", path=("train", what)) from error
+    return imported(use.name, ("train", what))
 
 
 def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[str]:
     """After the first backward pass: TrainError for a block with a parameter that no gradient reached.
 
-    Gives what of networks and of the base no gradient reached, and blocks whose gradient is all zero.
+    Gives what of networks and of the base no gradient reached.
 
     A block is where a pass put one (`lora.blocks.0.attn.qkv.Lora`). A pass's network counts as a whole, since some have layers
-    that their model never uses; so does each parameter of the base. Some parameters of a new block have a zero gradient by
-    design (LoRA's `down`), a whole block seldom has. What a plugin has frozen since is left out.
+    that their model never uses; so does each parameter of the base. What a plugin has frozen since is left out.
     """
     blocks = {name for name, part in module.named_modules() if getattr(part, "is_block", False)}
     networks = {f"{entry['name']}.{network}" for entry in module.meta.get("passes", []) for network in entry["networks"]}
@@ -263,13 +251,7 @@ def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[
             f"no gradient reached {', '.join(bad[:5])}{more} in the first step: what they compute does not reach the loss; "
             "narrow the pass, or give it train: false"
         )
-    moved = {name for inside in held.values() for name, p in inside if p.grad is not None and p.grad.any()}
-    # one half of a new block that is zero lets no gradient through to the other
-    put = {site["block"] for entry in module.meta.get("passes", []) for site in entry["sites"] if site["block"]}
-    halves = {block for block in put if any(name.startswith(f"{block}.") for name in moved)}
-    zero = [h for h, inside in held.items() if not lost[h] and moved.isdisjoint(name for name, _ in inside)]
-    fresh = {h for h in zero if not halves.isdisjoint(_prefixes(h)[:-1])}
-    return [*(name for names in lost.values() for name in names), *(h for h in zero if h not in fresh)]
+    return [name for names in lost.values() for name in names]
 
 
 class Ema:
@@ -290,17 +272,31 @@ class Ema:
         now = [p.detach().float() for p in self.parameters.values()]
         lerp_all(list(self.average.values()), now, weight)
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> AbstractContextManager[None]:
         """The parameters hold the average inside, and their own values again after."""
-        kept = {name: p.detach().clone() for name, p in self.parameters.items()}
-        try:
-            self._fill(self.average)
-            yield
-        finally:
-            self._fill(kept)
+        return filled(self.parameters, self.average)
 
-    @torch.no_grad()
-    def _fill(self, values: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.copy_(values[name])
+
+@contextmanager
+def filled(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Tensors hold other values inside, and their own again after."""
+    kept = {name: held[name].detach().clone() for name in values}
+    try:
+        fill(held, values)
+        yield
+    finally:
+        fill(held, kept)
+
+
+@torch.no_grad()
+def fill(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Give tensors the values of their names."""
+    for name, value in values.items():
+        held[name].copy_(spread(value, held[name]))
+
+
+def spread(value: Any, like: Tensor) -> Any:
+    """A whole tensor as `like` has it: on its device and, where that is sharded and of its shape, sharded."""
+    if not isinstance(value, Tensor) or not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

@@ -1,11 +1,10 @@
-"""Pictures of a run as PNG files: grids of samples, a sheet of the grids, and the curves."""
+"""Pictures of a run as PNG files: grids of samples, and the curves."""
 
 from __future__ import annotations
 
 import math
 import re
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from PIL import Image
 from torch import Tensor
 
 from ..core.writing import new_file
+from ..reporting.run_log import smoothed
 
 GRAY: dict[str, Any] = {"color": "tab:gray"}
 UNITS = {"acc": "accuracy (%)"}  # of what tests measure
-SHEET = 12  # grids on a sheet at most: the first, the last and those evenly between
 
 
 def grid(images: Tensor) -> Tensor:
@@ -33,40 +32,8 @@ def grid(images: Tensor) -> Tensor:
 def save_picture(picture: Tensor, path: Path) -> None:
     """A uint8 image [3, h, w] as PNG. Raises OSError, and leaves no half a file, when the disk is full."""
     image = Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
-    _save(path, lambda beside: image.save(beside, format="png"))
-
-
-def save_sheet(folder: Path, path: Path) -> bool:
-    """The sample grids `step-*.png` of a folder under each other, below those of the data `data.png` and what each is of,
-    `captions.txt`, as one PNG; False if there is none."""
-    files = sorted(folder.glob("step-*.png"))
-    if len(files) > SHEET:
-        files = [files[round(index * (len(files) - 1) / (SHEET - 1))] for index in range(SHEET)]
-    if not files:
-        return False
-    if (folder / "data.png").is_file():
-        files.insert(0, folder / "data.png")
-    from matplotlib.figure import Figure
-
-    pictures = []
-    for file in files:
-        with Image.open(file) as image:
-            pictures.append(image.convert("RGB"))
-    width = max(picture.width for picture in pictures)
-    inches = 8.0
-    heights = [inches * picture.height / width + 0.3 for picture in pictures]
-    figure = Figure(figsize=(inches, sum(heights)), dpi=max(width / inches, 60), layout="constrained")
-    axes = figure.subplots(len(files), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axis, file, picture in zip(axes, files, pictures, strict=True):
-        axis.imshow(picture, interpolation="nearest")
-        of_data = file.stem == "data"
-        axis.set_title("the data" if of_data else f"step {int(file.stem.removeprefix('step-'))}", fontsize=9, loc="left")
-        axis.set_axis_off()
-    if (folder / "captions.txt").is_file():
-        names = (folder / "captions.txt").read_text("utf-8").splitlines()
-        figure.supxlabel("\n".join(textwrap.wrap(" | ".join(names), 110)[:6]), fontsize=8, parse_math=False)
-    _save(path, lambda beside: figure.savefig(beside, format="png"))
-    return True
+    with new_file(path) as beside:
+        image.save(beside, format="png")
 
 
 def save_curves(history: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[str, Any]], path: Path) -> bool:
@@ -87,9 +54,8 @@ def save_curves(history: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[st
 
     figure = Figure(figsize=(8, 1.6 + 2.2 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=[2, *[1] * (len(panels) - 1)])[:, 0]
-    steps, values = zip(*losses, strict=True)
-    axes[0].plot(steps, values, color="tab:blue", alpha=0.35, linewidth=0.8, label="loss")
-    axes[0].plot(steps, smoothed(values), color="tab:blue", linewidth=1.8, label="running mean")
+    axes[0].plot(*zip(*losses, strict=True), color="tab:blue", alpha=0.35, linewidth=0.8, label="loss")
+    axes[0].plot(*zip(*smoothed(losses), strict=True), color="tab:blue", linewidth=1.8, label="running mean")
     for axis, (label, curves) in zip(axes, panels.items(), strict=True):
         for name, given in curves.items():
             if given:
@@ -99,20 +65,6 @@ def save_curves(history: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[st
         if axis.get_legend_handles_labels()[0]:
             axis.legend(frameon=False)
     axes[-1].set_xlabel("step")
-    _save(path, lambda beside: figure.savefig(beside, format="png", dpi=110))
-    return True
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """The exponential running mean over about a twentieth of the values, without its bias to the first."""
-    keep = 1 - 1 / max(1.0, len(values) / 20)
-    total, weight, means = 0.0, 0.0, []
-    for value in values:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        means.append(total / weight)
-    return means
-
-
-def _save(path: Path, write: Callable[[Path], None]) -> None:
     with new_file(path) as beside:
-        write(beside)
+        figure.savefig(beside, format="png", dpi=110)
+    return True

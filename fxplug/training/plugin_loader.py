@@ -17,9 +17,11 @@ from types import ModuleType
 from typing import Any
 
 from ..core.errors import SpecError, did_you_mean
-from ..core.spec.pass_file import check_options, import_target
+from ..core.spec.pass_file import import_target
+from ..core.spec.train_section import Use
 from ..core.spec.yaml_source import shown
 from .plugin_hooks import OFFERED, BasePlugin
+from .tasks.task import construct
 
 PREFIXES = ("on_", "transform_", "modify_")
 CHAINED = PREFIXES[1:]  # hooks that are given one value and give it back, changed or not
@@ -107,7 +109,9 @@ class Local:
                 sys.path.remove(folder)
             for name, module in [pair for pair in sys.modules.items() if before.get(pair[0]) is not pair[1]]:
                 if getattr(module, "__loader__", None) is finder or getattr(module, "__path__", None) == []:
-                    self._take_back(name)
+                    del sys.modules[name]
+                    package, _, leaf = name.rpartition(".")
+                    vars(sys.modules.get(package, module)).pop(leaf, None)
                 elif self._is_here(name):
                     self.modules[name] = module
             for name, module in hidden.items():
@@ -117,13 +121,6 @@ class Local:
         module = sys.modules.get(name.partition(".")[0])
         places = [Path(place) for place in getattr(module, "__path__", [getattr(module, "__file__", None) or ""])]
         return any(str(place.parent) in self.folders for place in places)
-
-    @staticmethod
-    def _take_back(name: str) -> None:
-        package, _, leaf = name.rpartition(".")
-        module = sys.modules.pop(name)
-        if vars(sys.modules.get(package, module)).get(leaf) is module:
-            delattr(sys.modules[package], leaf)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _import_anew, (self.folders, list(self.modules))
@@ -147,8 +144,8 @@ def load(spec: Any, local: Local) -> object:
         options = {}
     if isinstance(spec, (Mapping, tuple, list)) or spec is None:
         raise SpecError(f"must be an import path, or one with its options below it, not {shown(spec)}")
-    kind = _import(spec, local) if isinstance(spec, str) else spec
-    plugin = _make(kind, dict(options or {})) if isinstance(kind, type) else kind
+    kind, name = (_import(spec, local), spec) if isinstance(spec, str) else (spec, getattr(spec, "__name__", ""))
+    plugin = construct(kind, Use(name, dict(options or {}))) if isinstance(kind, type) else kind
     if not hook_methods(plugin) and not isinstance(plugin, BasePlugin):
         raise SpecError(f"{type(plugin).__name__} is no plugin: it has none of the methods {', '.join(OFFERED)}")
     return plugin
@@ -171,15 +168,6 @@ def _import(path: str, local: Local) -> type:
         hint = f"; write '{path}.{classes[-1]}'" if classes else ""
         raise SpecError(f"{path} is a module, not a class{hint}")
     raise SpecError(f"{path} is {shown(found)}, not a class")
-
-
-def _make(kind: type, options: dict[str, Any]) -> object:
-    name = kind.__name__
-    check_options(kind, options, name, says="takes no option")
-    try:
-        return kind(**options)
-    except Exception as error:  # the plugin's constructor
-        raise SpecError(f"making {name} failed: {type(error).__name__}: {error}") from error
 
 
 def hook_methods(plugin: object) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:

@@ -5,7 +5,7 @@ Where a run loads its plugins, `from train import ...` gives this module (see fx
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import did_you_mean
 from .tasks.task import Task
 
 
@@ -107,29 +106,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
-class NoSuchKey(KeyError):
-    """A key that a batch has not, with those that it has."""
-
-    def __init__(self, key: Any, keys: Iterable[str]) -> None:
-        super().__init__(key)
-        self.text = f"the batch has no '{key}'{did_you_mean(key, keys)}; it has {', '.join(keys)}"
-
-    def __str__(self) -> str:
-        return self.text
-
-
-class PluginBatch(dict[str, Any]):
-    """A batch that says which keys it has when it is asked for another one."""
-
-    def __missing__(self, key: Any) -> Any:
-        raise NoSuchKey(key, list(self))
-
-
-def plugin_batch(batch: dict[str, Any], task: Task) -> PluginBatch:
+def plugin_batch(batch: dict[str, Any], task: Task) -> dict[str, Any]:
     """A batch with what EveryDream2trainer's has: `captions`, `tokens` [b, n] where the task has a text encoder, `loss_scale`
     [b] and `runt_size`, 0, as no sample is there twice to fill it up. The loss adds `timesteps` [b]."""
     image = batch.get("image")
-    found = PluginBatch({"runt_size": 0, **batch})
+    found = {"runt_size": 0, **batch}
     if isinstance(image, Tensor):
         found.setdefault("loss_scale", torch.ones(len(image), device=image.device))
     if "caption" in batch:

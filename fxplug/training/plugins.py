@@ -14,10 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, TrainError, did_you_mean
+from ..core.errors import TrainError, below, did_you_mean
 from .plugin_hooks import OFFERED
 from .plugin_loader import CHAINED, Local, hook_methods, load
-from .plugin_state import NoSuchKey
 
 LIMITS = {"on_epoch_": 5.0, "on_training_": 20.0, "on_model_": 20.0, "": 0.5}  # seconds of one call, as in EveryDream2trainer
 SHARE = 0.01  # of the run: a plugin that takes more is named at its end
@@ -54,11 +53,8 @@ class Plugins:
         self.sample = ""
         self._plugins: dict[str, object] = {}
         for index, spec in enumerate(specs):
-            try:
+            with below("train", "plugins", index):
                 plugin = load(spec, self._local)
-            except SpecError as error:
-                path = ("train", "plugins", index, *error.path)
-                raise SpecError(error.finding, path=path, key=error.key) from error.__cause__
             name, count = type(plugin).__name__, sum(type(p).__name__ == type(plugin).__name__ for p in self._plugins.values())
             self._plugins[f"{name}@{count}" if count else name] = plugin
         self._places = [(name, hook) for name, plugin in self._plugins.items() for hook in hook_methods(plugin)]
@@ -74,9 +70,6 @@ class Plugins:
         for name, plugin in self._plugins.items():
             for hook, (method, wanted) in hook_methods(plugin).items():
                 self._calls[hook].append(self._guarded(name, hook, method, wanted, rows[name, hook]))
-
-    def __bool__(self) -> bool:
-        return bool(self._plugins)
 
     def has(self, hook: str) -> bool:
         """Whether a plugin has this hook, so that its data need not be made for nobody."""
@@ -95,14 +88,8 @@ class Plugins:
         """
         if "global_step" in data:
             self._at = data.get("epoch"), data["global_step"]
-        calls = self._calls[hook]
-        if not calls:
-            return
-        given = {**self.common, **data}
-        if not given.keys() >= set(OFFERED[hook]) >= data.keys():
-            raise TypeError(f"{hook} is called with {', '.join(given)}, but its data are {', '.join(OFFERED[hook])}")
-        for one in calls:
-            one(given)
+        for one in self._calls[hook]:
+            one({**self.common, **data})
 
     def transform_caption(self, caption: str) -> str:
         """The caption after every plugin's `transform_caption`, each given what the one before it returned."""
@@ -147,7 +134,7 @@ class Plugins:
             try:
                 return act(given)
             except Exception as error:  # the plugin's
-                self._failed(plugin, hook, row, error)
+                self._failed(plugin, hook, row, error, given)
                 return given
             finally:
                 seconds = perf_counter() - start
@@ -157,7 +144,7 @@ class Plugins:
 
         return run
 
-    def _failed(self, plugin: str, hook: str, row: Array, error: Exception) -> None:
+    def _failed(self, plugin: str, hook: str, row: Array, error: Exception, given: Any) -> None:
         row[FAILURES] += 1
         if self.on_error == "continue" and row[FAILURES] > 1:
             return
@@ -166,8 +153,10 @@ class Plugins:
         if hook.startswith("transform_"):
             at = f" ({self.sample})" if self.sample else ""
         text = f"plugin {plugin} raised in {hook}{at}: {type(error).__name__}: {error}"
-        if isinstance(error, KeyError) and error.args and hook.startswith("on_") and not isinstance(error, NoSuchKey):
-            text += f"{did_you_mean(error.args[0], OFFERED[hook])}; the hook offers {', '.join(OFFERED[hook])}"
+        if isinstance(error, KeyError) and error.args and hook.startswith("on_"):
+            batch = given["batch"] if isinstance(given.get("batch"), Mapping) else {}
+            text += f"{did_you_mean(error.args[0], [*OFFERED[hook], *batch])}; the hook offers {', '.join(OFFERED[hook])}"
+            text += f", and its batch has {', '.join(batch)}" if batch else ""
         if hook == "transform_pil_image" and isinstance(error, (AttributeError, TypeError)) and "numpy" in str(error):
             text += "; img is a numpy array [h, w, 3], an argument named 'pil' is the PIL image"
         if self.on_error == "stop":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..core.errors import TrainError
 from ..core.spec.train_section import Train
@@ -10,12 +11,16 @@ from ..core.spec.train_section import Train
 
 @dataclass
 class Progress:
-    """How far a run is: optimizer steps, the epoch at hand, batches done in it and the sum of their losses; best tests.
+    """How far a run of epochs of `batches` batches is: optimizer steps, the epoch at hand, batches done in it and the sum of
+    their losses; best tests.
 
-    `accumulate` is how many batches make a step, which a plugin may change between epochs. `score` is that of the best test,
-    `measured` all that it gave, and `waited` how many came after it.
+    `accumulate` is how many batches make a step, which a plugin may change between epochs; the last step of an epoch is made of
+    the batches that are left, so each is trained on. `score` is that of the best test, `measured` all that it gave, and
+    `waited` how many came after it.
     """
 
+    settings: Train
+    batches: int
     step: int = 0
     epoch: int = 0
     done: int = 0
@@ -25,6 +30,14 @@ class Progress:
     score: float | None = None
     measured: dict[str, float] = field(default_factory=dict)
     waited: int = 0
+    asked: int | None = None  # batches a step from the next epoch on
+
+    def __post_init__(self) -> None:
+        self.accumulate = self.settings.accumulate
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has of it."""
+        return {key: value for key, value in vars(self).items() if key not in ("settings", "batches", "asked")}
 
     def judge(self, metrics: dict[str, float], highest: str | None) -> bool:
         """Whether a test is better than all before: by the metric of which the highest is best, else by the lowest loss."""
@@ -40,54 +53,41 @@ class Progress:
             self.waited += 1
         return better
 
-
-class Pace:
-    """What an epoch of `batches` batches is in steps, and where the run ends.
-
-    The last step of an epoch is made of the batches that are left, so each is trained on.
-    """
-
-    def __init__(self, settings: Train, batches: int, progress: Progress) -> None:
-        self.settings, self.batches, self.progress = settings, batches, progress
-        self.asked: int | None = None  # batches a step from the next epoch on
-        progress.accumulate = settings.accumulate
-
     @property
     def per_epoch(self) -> int:
         """Steps of an epoch."""
-        return -(-self.batches // self.progress.accumulate)
+        return -(-self.batches // self.accumulate)
 
     @property
     def steps(self) -> int:
         """Steps of the whole run, as it goes on now."""
-        progress = self.progress
         if self.settings.steps is not None:
             return self.settings.steps
-        left = (self.settings.epochs or 1) - progress.epoch
-        here = -(-(self.batches - progress.done) // progress.accumulate)
-        return progress.step + (here + (left - 1) * self.per_epoch if left > 0 else 0)
+        left = (self.settings.epochs or 1) - self.epoch
+        here = -(-(self.batches - self.done) // self.accumulate)
+        return self.step + (here + (left - 1) * self.per_epoch if left > 0 else 0)
 
     @property
     def epochs(self) -> int:
         """Epochs of the whole run; the last one may not be whole."""
         if self.settings.steps is None:
             return self.settings.epochs or 1
-        return self.progress.epoch + -(-max(0, self.settings.steps - self.progress.step) // self.per_epoch)
+        return self.epoch + -(-max(0, self.settings.steps - self.step) // self.per_epoch)
 
     @property
     def seen(self) -> int:
         """Batches that were done."""
-        return self.progress.epoch * self.batches + self.progress.done
+        return self.epoch * self.batches + self.done
 
     def notes(self) -> list[str]:
         """What is to be said before the training."""
-        rest = self.batches % self.progress.accumulate
-        short = f"the last step of each epoch takes {rest} batches, not {self.progress.accumulate}: an epoch has {self.batches}"
+        rest = self.batches % self.accumulate
+        short = f"the last step of each epoch takes {rest} batches, not {self.accumulate}: an epoch has {self.batches}"
         return [short] if rest else []
 
     def size(self) -> int:
         """Batches of the next step."""
-        return min(self.progress.accumulate, self.batches - self.progress.done)
+        return min(self.accumulate, self.batches - self.done)
 
     def update(self, name: str, value: object) -> None:
         """Take `grad_accum` from a plugin, for the next start of an epoch. ValueError for anything else."""
@@ -100,8 +100,8 @@ class Pace:
     def renew(self) -> str:
         """At the start of an epoch: take what was asked for, and say so."""
         asked, self.asked = self.asked, None
-        if asked is None or asked == self.progress.accumulate:
+        if asked is None or asked == self.accumulate:
             return ""
-        self.progress.accumulate = asked
-        finding = f"from epoch {self.progress.epoch} on a step takes {asked} batches: {self.per_epoch} steps an epoch"
+        self.accumulate = asked
+        finding = f"from epoch {self.epoch} on a step takes {asked} batches: {self.per_epoch} steps an epoch"
         return "; ".join([finding, *self.notes()])

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.capture.isolation import random_state, set_random_state
+
 
 class Draws:
     """Random numbers that depend on the seed, the step and the order of the draws alone.
@@ -65,7 +67,7 @@ def mixed(*numbers: int) -> int:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """What happens inside may draw and seed; afterwards the generators stand where they stood. CPU only.
+    """What happens inside may draw and seed; afterwards the generators stand where they stood.
 
     It costs 0.1 ms, most of it numpy's: once a batch, with `seed_all` for each sample, not once a sample.
     """
@@ -76,29 +78,18 @@ def random_state_kept() -> Iterator[None]:
         set_random_state(states)
 
 
-def random_state() -> dict[str, Any]:
-    """The states of the three generators of the CPU, in plain values and tensors."""
-    version, numbers, gauss = random.getstate()
-    numpys: Any = np.random.get_state()
-    return {
-        "python": [version, list(numbers), gauss],
-        "numpy": [numpys[0], torch.from_numpy(numpys[1].astype(np.int64)), *numpys[2:]],
-        "torch": torch.default_generator.get_state(),
-    }
-
-
-def random_state_with_device() -> dict[str, Any]:
-    """`random_state`, and that of the GPU where there is one."""
+def written_random_state() -> dict[str, Any]:
+    """Where the generators of the CPU, and that of this process's GPU, stand, in plain values and tensors."""
+    (version, numbers, gauss), (kind, keys, *rest), cpu, _ = random_state()
     device = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-    return {**random_state(), **device}
+    numpys = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
+    return {"python": [version, list(numbers), gauss], "numpy": numpys, "torch": cpu, **device}
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put the generators of a state where they stood."""
+def read_random_state(state: Mapping[str, Any]) -> None:
+    """Put the generators where `written_random_state` found them."""
     (version, numbers, gauss), (kind, keys, *rest) = state["python"], state["numpy"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.default_generator.set_state(state["torch"])
+    set_random_state(((version, tuple(numbers), gauss), (kind, keys.numpy().astype(np.uint32), *rest), state["torch"], []))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
@@ -112,7 +103,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Every generator of this process seeded inside; those of the CPU are where they were again after."""
+    """Every generator of this process seeded inside; they are where they were again after."""
     with random_state_kept():
         torch.manual_seed(seed)
         seed_all(seed)

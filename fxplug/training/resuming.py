@@ -7,15 +7,13 @@ import shutil
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from ..core.artifacts.artifact import save
 from ..core.errors import TrainError
@@ -24,7 +22,8 @@ from ..core.spec.train_section import written
 from ..core.torch_internals.modules import tree_map
 from .checkpoint import PREFIX, Checkpoint, differences, found, read, write, write_to
 from .distributed import gathered
-from .random_draws import random_state_with_device, set_random_state
+from .param_groups import fill, filled, spread
+from .random_draws import read_random_state, written_random_state
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -40,7 +39,7 @@ def keep(trainer: Trainer, path: Path | None = None) -> None:
     """
     if trainer.out is None and path is None:
         return
-    made = _snapshot(trainer, gathered(trainer.accelerator, random_state_with_device()))
+    made = _snapshot(trainer, gathered(trainer.accelerator, written_random_state()))
     newest = None
     if trainer.first:
         with _reported(trainer, f"checkpoint of step {trainer.progress.step}" if path is None else f"checkpoint '{path}'"):
@@ -57,8 +56,7 @@ def keep_best(trainer: Trainer) -> None:
     if trainer.out is not None:
         keep(trainer, trainer.out / "best")
     else:
-        made = _snapshot(trainer, [])
-        trainer.kept_best = Checkpoint(_copied(made.weights), made.progress, {}, _copied(made.ema), [])
+        trainer.kept_best = _snapshot(trainer, [])
 
 
 def take_best(trainer: Trainer) -> None:
@@ -70,20 +68,16 @@ def take_best(trainer: Trainer) -> None:
     if kept is None:
         return  # no test had a number
     buffers = dict(trainer.module.named_buffers())
-    _fill(buffers, trainer.buffers)
-    _fill({**buffers, **trainer.trained}, kept.weights)
+    fill(buffers, trainer.buffers)
+    fill({**buffers, **trainer.trained}, kept.weights)
     if trainer.ema is not None:
-        _fill(trainer.ema.average, kept.ema)
+        fill(trainer.ema.average, kept.ema)
     trainer.metrics = trainer.progress.measured or trainer.metrics  # a checkpoint of an earlier version does not have them
     trainer.watch.note(f"the module is that of step {kept.progress['step']}, which tested best")
 
 
-def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
 def _tell(trainer: Trainer, path: Path) -> None:
-    place = {"epoch": trainer.progress.epoch, "global_step": trainer.pace.seen}
+    place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.seen}
     names = {"save_folder": str(path), "diffusers_save_path": str(path)}
     trainer.plugins.call("on_model_save", path=path, **names, **place)
 
@@ -105,17 +99,18 @@ def rescue(trainer: Trainer, error: BaseException) -> None:
         lost = "the optimizer was changing the weights"
     elif not all(bool(p.isfinite().all()) for p in trainer.trained.values()):
         lost = "its weights are not finite"
-    elif not kept or kept[-1].name != f"{PREFIX}{step:08}":
+    else:
         try:
-            made = _snapshot(trainer, [trainer.drawn or random_state_with_device()])
-            kept.append(write(trainer.out / "checkpoints", made, trainer.settings.save.keep))
+            if not kept or kept[-1].name != f"{PREFIX}{step:08}":
+                made = _snapshot(trainer, [trainer.drawn or written_random_state()])
+                kept.append(write(trainer.out / "checkpoints", made, trainer.settings.save.keep))
         except Exception as other:  # the system's or torch's; the first error is the one that counts
             lost = f"it cannot be written: {other}"
-    if lost is None:
-        try:
+    try:
+        if lost is None:
             _write_modules(trainer)
-        except Exception as other:  # as above
-            module = f"; there is no module, as it cannot be written: {other}"
+    except Exception as other:  # as above
+        module = f"; there is no module, as it cannot be written: {other}"
     text = f"{'stopped' if isinstance(error, KeyboardInterrupt) else 'the run ended'} after step {step}"
     if lost is None:
         text += f": what it learnt is in '{kept[-1]}' (--resume goes on from there){module}"
@@ -137,7 +132,7 @@ def _write_modules(trainer: Trainer) -> None:
     named = {**trainer.trained, **dict(trainer.module.named_parameters())}
     trained, averages = tree_map(_whole, (trainer.trained, trainer.ema.average if trainer.ema else {}))
     if trainer.sharded is not None:  # the module itself still has the weights it began with
-        _fill(named, trained)
+        fill(named, trained)
     for name, dtype in trainer.dtypes.items():  # so that the module is of one dtype again, and can be called
         named[name].data = named[name].data.to(dtype)
     trainer.module.eval()
@@ -146,13 +141,8 @@ def _write_modules(trainer: Trainer) -> None:
     with _reported(trainer, "trained module"):
         save(trainer.module, trainer.out / "module", config=trainer.config)
     if averages:
-        kept = {name: named[name].detach().clone() for name in averages}
-        _fill(named, averages)
-        try:
-            with _reported(trainer, "module with averaged weights"):
-                save(trainer.module, trainer.out / "ema", config=trainer.config)
-        finally:
-            _fill(named, kept)
+        with filled(named, averages), _reported(trainer, "module with averaged weights"):
+            save(trainer.module, trainer.out / "ema", config=trainer.config)
     if trainer.task.encoder is not None and trainer.task.trains:
         with _reported(trainer, "trained text encoder"):
             trainer.task.encoder.save(trainer.out / "text")
@@ -173,14 +163,14 @@ def restore(trainer: Trainer, path: Path) -> None:
         shown = [*others, more] if others and weights else others or [*weights[:3], *([more] if weights[3:] else [])]
         listed = "\n  ".join(shown)
         raise TrainError(f"'{path}' is a checkpoint of another run:\n  {listed}")
-    _fill({**dict(trainer.module.named_buffers()), **trainer.trained}, kept.weights)
+    fill({**dict(trainer.module.named_buffers()), **trainer.trained}, kept.weights)
     if trainer.ema is not None:
-        _fill(trainer.ema.average, kept.ema)
+        fill(trainer.ema.average, kept.ema)
         trainer.ema.steps = kept.progress["ema_steps"]
     state = kept.state["optimizer"]
     for index, parameter in enumerate(trainer.trained.values()):
         of = state["state"].get(index, {})
-        of.update({key: _spread(value, parameter) for key, value in of.items()})
+        of.update({key: spread(value, parameter) for key, value in of.items()})
     fresh = [{key: value for key, value in group.items() if key != "params"} for group in trainer.optimizer.param_groups]
     trainer.optimizer.load_state_dict(state)
     if length[0] == length[1]:
@@ -193,7 +183,7 @@ def restore(trainer: Trainer, path: Path) -> None:
         setattr(trainer.progress, key, value)
     trainer.take_step.checked = True
     if len(kept.random) == trainer.accelerator.num_processes:
-        set_random_state(kept.random[trainer.accelerator.process_index])
+        read_random_state(kept.random[trainer.accelerator.process_index])
     else:
         trainer.watch.note("another number of processes than before: dropout draws other numbers from here on")
     if trainer.out is not None and trainer.first:  # later ones are of a line of the run that is given up
@@ -219,13 +209,14 @@ def _snapshot(trainer: Trainer, random: list[dict[str, Any]]) -> Checkpoint:
         state["scaler"] = accelerator.scaler.state_dict()
     progress = {
         "step": trainer.progress.step,
-        "progress": asdict(trainer.progress),
+        "progress": trainer.progress.state(),
         "ema_steps": ema.steps if ema else 0,
         "run": _identity(trainer),
     }
     changed = {n: b for n, b in trainer.module.named_buffers() if not torch.equal(b, trainer.buffers[n].to(b.device))}
-    weights, averages = tree_map(_whole, (trainer.trained, ema.average if ema else {}))
-    return Checkpoint({**weights, **changed}, progress, state, averages, random)
+    tensors = {**trainer.trained, **changed}, ema.average if ema else {}
+    copied = tree_map(lambda tensor: _whole(tensor).detach().to("cpu", copy=True).contiguous(), tensors)
+    return Checkpoint(copied[0], progress, state, copied[1], random)
 
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
@@ -259,30 +250,19 @@ def _whole(value: Any) -> Any:
     return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 
-def _spread(value: Any, like: Tensor) -> Any:
-    """A whole tensor as `like` has it: on its device and, where that is sharded and of its shape, sharded."""
-    if not isinstance(value, Tensor) or not isinstance(like, DTensor) or value.shape != like.shape:
-        return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
-
-
-@torch.no_grad()
-def _fill(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, value in values.items():
-        held[name].copy_(_spread(value, held[name]))
-
-
 @contextmanager
 def _reported(trainer: Trainer, what: str) -> Iterator[None]:
     """Tell an error of the system's: the run stops with what is still there. On a full disk it may go on, as told."""
     try:
         yield
     except Exception as error:  # torch's or the system's, wrapped in what it likes; any other is raised again
-        found_error = _system_error(error)
-        if found_error is None:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
             raise
-        full = found_error.errno in FULL
-        why = "the disk is full" if full else reason(found_error)
+        full = cause.errno in FULL
+        why = "the disk is full" if full else reason(cause)
         text = f"the {what} could not be written, {why} ({error}); {_newest(trainer)}"
         if not full:
             raise TrainError(f"{text}; make the folder writable and resume") from error
@@ -294,13 +274,6 @@ def _reported(trainer: Trainer, what: str) -> Iterator[None]:
 def _newest(trainer: Trainer) -> str:
     kept = found(trainer.out / "checkpoints") if trainer.out else []
     return f"the newest checkpoint is '{kept[-1]}'" if kept else "there is no checkpoint"
-
-
-def _system_error(error: BaseException | None) -> OSError | None:
-    """The error of the system's that another one tells of."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 @contextmanager

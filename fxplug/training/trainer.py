@@ -14,21 +14,22 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, TrainError
+from ..core.errors import SpecError, TrainError, below
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.run_config import check_settings
 from ..core.spec.train_section import Train
 from ..lowerings.regions.submodules import originals
 from .checkpoint import Checkpoint, fingerprint, newest
-from .data.loader import loader_of
+from .data.given import loader_of
+from .data.loader import too_many
 from .diagnosis import check_fits
 from .distributed import gathered, launched, prepared, set_mode
 from .monitor import Watch
 from .param_groups import Ema, check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
 from .plugin_state import Optimizers, State, plugin_batch
 from .plugins import Plugins
-from .progress import Pace, Progress
-from .random_draws import Draws, mixed, random_state_kept, random_state_with_device, seeded
+from .progress import Progress
+from .random_draws import Draws, mixed, random_state_kept, seeded, written_random_state
 from .resuming import export, interruptible, keep, keep_best, rescue, restore, take_best
 from .splitting import divided, share
 from .stepping import Batch, Stepper
@@ -108,8 +109,7 @@ class Trainer:
         self.state = State(train_batch=self.data, unet=module, write_checkpoint=lambda path: keep(self, path), **parts)
         self._tell_of_the_model()
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
-        self.progress = Progress()
-        self.pace = Pace(self.settings, self.data.steps, self.progress)
+        self.progress = Progress(self.settings, self.data.steps)
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
         self.drawn: Any = None  # the random state before the step at hand
@@ -117,7 +117,7 @@ class Trainer:
         self._make(optimizer, scheduler)
         out = self.out if self.first else None
         self.watch = Watch(out, self.settings, self.steps, self.epochs, quiet=quiet or not self.first)
-        self.take_step.note = self.plugins.note = self.watch.note
+        self.plugins.note = self.watch.note
 
     def _set_up(self, base: Path, timm: str | None) -> None:
         """Tell the task what there is, and the loaders what the task makes of an image."""
@@ -134,10 +134,10 @@ class Trainer:
         try:
             self.task.setup(self.module, info)
         except SpecError as error:
-            if error.located or error.path[:1] in (("train",), ("data",)):
+            if error.path[:1] in (("train",), ("data",)):
                 raise
-            path = ("train", "task", self.settings.task.name, *error.path)
-            raise SpecError(error.finding, path=path, key=error.key) from error.__cause__
+            with below("train", "task", self.settings.task.name):
+                raise
         for one, train in ((self.data, True), (self.tests, False)):
             if one is not None and one.transform is None:
                 one.transform = self.task.transform(train)
@@ -179,12 +179,12 @@ class Trainer:
     @property
     def steps(self) -> int:
         """Steps of the whole run."""
-        return self.pace.steps
+        return self.progress.steps
 
     @property
     def epochs(self) -> int:
         """Epochs of the whole run."""
-        return self.pace.epochs
+        return self.progress.epochs
 
     def _make(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
         """What runs, the optimizer and its scheduler, the average of the weights, and what takes steps."""
@@ -203,7 +203,7 @@ class Trainer:
         made = optimizer or make_optimizer(self.settings.optimizer, self.groups)
         self.scheduler, self.by_epoch = scheduler, scheduler is not None
         if scheduler is None:
-            self.scheduler, self.by_epoch = make_scheduler(self.settings.scheduler, made, self.steps, self.pace.per_epoch)
+            self.scheduler, self.by_epoch = make_scheduler(self.settings.scheduler, made, self.steps, self.progress.per_epoch)
         self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
         self.state.optimizer = Optimizers(self.optimizer, self.state.text_encoder)
         self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
@@ -234,24 +234,22 @@ class Trainer:
         if self.history and self.progress.step >= self.steps:
             return self.history
         with seeded(mixed(self.seed, self.rank)):
-            return self._fit(None if resume is None else newest(Path(resume)))
-
-    def _fit(self, start: Path | None) -> list[dict[str, Any]]:
-        if start is not None:
-            restore(self, start)
-        self.history = self.watch.rewind(self.progress.step)
-        self.watch.start(self.module, self.counts())
-        for line in (*self.data.notes(self.task), *self.pace.notes()):
-            self.watch.note(line)
-        begun = time.perf_counter()
-        self._run()
-        for line in self.plugins.summary(time.perf_counter() - begun):
-            self.watch.note(line)
-        return self.history
+            if resume is not None:
+                restore(self, newest(Path(resume)))
+            self.history = self.watch.rewind(self.progress.step)
+            trains = sum(p.numel() for p in self.trained.values())
+            self.watch.start(self.module, (trains, sum(p.numel() for p in self.module.parameters())))
+            for line in (*self.data.notes(self.task), *self.progress.notes()):
+                self.watch.note(line)
+            begun = time.perf_counter()
+            self._run()
+            for line in self.plugins.summary(time.perf_counter() - begun):
+                self.watch.note(line)
+            return self.history
 
     def _run(self) -> None:
         """From the first step to the last, and what is left on disk."""
-        length = {"steps": self.steps, "epochs": self.epochs, "global_step": self.pace.seen}
+        length = {"steps": self.steps, "epochs": self.epochs, "global_step": self.progress.seen}
         self.plugins.call("on_training_start", optimizer=self.optimizer, config=self.config, **length)
         try:
             with interruptible() as asked:
@@ -273,18 +271,14 @@ class Trainer:
             raise
         finally:
             self._close()
-        self.plugins.call("on_training_end", global_step=self.pace.seen)
-
-    def counts(self) -> tuple[int, int]:
-        """Parameters that train, and all."""
-        return sum(p.numel() for p in self.trained.values()), sum(p.numel() for p in self.module.parameters())
+        self.plugins.call("on_training_end", global_step=self.progress.seen)
 
     def _epoch(self) -> None:
-        progress, pace = self.progress, self.pace
-        if progress.done < pace.batches:  # else the checkpoint is of the moment before the end of an epoch
-            place = {"epoch": progress.epoch, "global_step": pace.seen, "arg_update_callback": pace.update}
-            self.plugins.call("on_epoch_start", epoch_length=pace.batches, **place)
-        if progress.done == 0 and (line := pace.renew()):
+        progress = self.progress
+        if progress.done < progress.batches:  # else the checkpoint is of the moment before the end of an epoch
+            place = {"epoch": progress.epoch, "global_step": progress.seen, "arg_update_callback": progress.update}
+            self.plugins.call("on_epoch_start", epoch_length=progress.batches, **place)
+        if progress.done == 0 and (line := progress.renew()):
             if self.settings.scheduler is not None:
                 line += f"; the learning rate goes on as planned for {self.watch.steps} steps, and there are {self.steps}"
             self.watch.note(line)
@@ -292,20 +286,22 @@ class Trainer:
         set_mode(self.runner, self.module, self.settings.mode)
         batches = self.data.epoch(progress.epoch, start=progress.done)
         before = time.perf_counter()
-        while progress.done < pace.batches and progress.step < self.steps and not self.take_step.stop:
-            taken = [self._shown(self.moved(batch)) for batch in itertools.islice(batches, pace.size())]
+        while progress.done < progress.batches and progress.step < self.steps and not self.take_step.stop:
+            taken = [self.moved(batch) for batch in itertools.islice(batches, progress.size())]
+            if any(self.plugins.has(hook) for hook in ("on_step_start", "on_backpropagation", "on_step_end")):
+                taken = [plugin_batch(batch, self.task) for batch in taken]
             record = self._step(taken)
             after = time.perf_counter()
             self._after({**record, "seconds": after - before}, taken[-1])
             self.take_step.stop |= self.accelerator.num_processes == 1 and self.take_step.asked()
             before = time.perf_counter()
-        if progress.done >= pace.batches:
+        if progress.done >= progress.batches:
             self._end_epoch()
 
     def _step(self, batches: list[Batch]) -> dict[str, Any]:
         progress = self.progress
-        place = {"epoch": progress.epoch, "global_step": self.pace.seen, "local_step": progress.done}
-        self.drawn = random_state_with_device()
+        place = {"epoch": progress.epoch, "global_step": self.progress.seen, "local_step": progress.done}
+        self.drawn = written_random_state()
         lr = self.optimizer.param_groups[0]["lr"]
         report = self.take_step(batches, progress.step + 1, place)
         progress.step += 1
@@ -325,9 +321,7 @@ class Trainer:
         for loader in (self.data, self.tests) if self.tests else (self.data,):
             loader.close()
             if loader.skipped:
-                shown = ", ".join(f"{name} ({why})" for name, why in list(loader.skipped.items())[:5])
-                more = f" and {len(loader.skipped) - 5} more" * (len(loader.skipped) > 5)
-                self.watch.note(f"{len(loader.skipped)} images could not be read: {shown}{more}")
+                self.watch.note(f"{len(loader.skipped)} images could not be read: {too_many(loader.skipped)}")
         self.watch.close(self.history)
 
     def _schedule(self, loss: float) -> None:
@@ -343,11 +337,11 @@ class Trainer:
         """What follows a step: its record, the plugins, pictures, a checkpoint."""
         progress, settings = self.progress, self.settings
         self.history.append(record)
-        self.watch.step(record, last=progress.done >= self.pace.batches)
+        self.watch.step(record, last=progress.done >= self.progress.batches)
         self.plugins.call(
             "on_step_end",
             epoch=progress.epoch,
-            global_step=self.pace.seen - 1,
+            global_step=self.progress.seen - 1,
             local_step=progress.done - 1,
             batch=batch,
             **{key: record[key] for key in ("loss", "lr", "seconds")},
@@ -360,14 +354,14 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         progress, every = self.progress, self.settings.test.every
-        epoch, loss = progress.epoch, progress.total / self.pace.batches
+        epoch, loss = progress.epoch, progress.total / self.progress.batches
         progress.epoch, progress.done, progress.total = epoch + 1, 0, 0.0
         if self.by_epoch:
             self._schedule(loss)
         last = progress.step >= self.steps
         metrics = self.test() if self.tests and ((every and progress.epoch % every == 0) or last) else {}
         self._judge(metrics)
-        place = {"epoch": epoch, "global_step": self.pace.seen, "arg_update_callback": self.pace.update}
+        place = {"epoch": epoch, "global_step": self.progress.seen, "arg_update_callback": self.progress.update}
         self.plugins.call("on_epoch_end", loss=loss, metrics=metrics, **place)
 
     def _judge(self, metrics: dict[str, float]) -> None:
@@ -451,11 +445,6 @@ class Trainer:
         """A batch on the device of the run."""
         device = self.accelerator.device
         return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
-
-    def _shown(self, batch: Batch) -> Batch:
-        """A batch with the keys that plugins know, where one of them looks."""
-        looked_at = any(self.plugins.has(hook) for hook in ("on_step_start", "on_backpropagation", "on_step_end"))
-        return plugin_batch(batch, self.task) if looked_at else batch
 
 
 def _settings(task: Any, given: Mapping[str, Any]) -> Train:

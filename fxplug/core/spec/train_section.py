@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainSerializer, WithJsonSchema, model_validator
 
-from ..errors import SpecError
+from ..errors import SpecError, below
 from .yaml_source import Section, checked, located, shown
 
 Stop = Literal["stop", "continue"]
@@ -49,10 +49,8 @@ def _uses(value: Any) -> list[Use]:
         raise SpecError(f"must be a list, not {shown(value)}")
     uses = []
     for index, item in enumerate(value):
-        try:
+        with below(index):
             uses.append(read_use(item))
-        except SpecError as error:
-            raise SpecError(error.finding, path=(index, *error.path)) from None
     return uses
 
 

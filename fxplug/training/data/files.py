@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from PIL import Image
 
@@ -18,37 +17,61 @@ from ...core.reading import parse_json
 from ...core.spec.train_section import Data
 from ...core.spec.yaml_source import Section, Source, Where, validate
 from .image_files import read_image, read_size
-from .sidecars import CONCEPT, Listed, Settings, Sidecars, from_json, from_name, from_toml, numbers
+from .sidecars import CONCEPT, Settings, Sidecars, from_json, from_name, from_toml, numbers
 
 METADATA = "metadata.jsonl"  # the form of Hugging Face's ImageFolder
 OWN = ("image", "condition", "name", "index")  # keys of an item that the loader fills
 
 
-@dataclass(eq=False, repr=False)
-class FileItems:
-    """Image files below `top` with what belongs to each; `conditions` are further images, one for each.
+class Items:
+    """Samples by number.
 
-    `repeats` says how often an epoch has each; `notes`, what was found and is not read.
+    An item is a dict: `name`, and what there is of `image` and `condition` (PIL images, or float tensors [c, h, w] that are
+    ready), `caption` (str), `label` (int), and other values that collate. An image that cannot be read raises `Unreadable`.
+
+    `root` is the folder that holds them, `classes` the names of their labels, where there are such. `repeats` says how often an
+    epoch has each; `notes`, what was found and is not read. `numbers`: labels of other classes of the same names.
     """
 
-    top: Path
-    names: list[str]
-    values: list[dict[str, Any]]
-    channels: int = 3
+    root: str | None = None
     classes: list[str] | None = None
-    conditions: list[Path] | None = None
     repeats: list[float] | None = None
     notes: Sequence[str] = ()
+    values: Sequence[dict[str, Any]] = ()
+    numbers: list[int] | None = None
 
     @property
-    def root(self) -> str:
-        """The folder, as text."""
-        return str(self.top)
+    def sizes(self) -> list[tuple[int, int]] | None:
+        """(h, w) of each image, found without decoding it, (0, 0) for one that is unreadable; None when unknown."""
+        return None
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        item = self.sample(i)
+        if self.numbers is not None and "label" in item:
+            item["label"] = self.numbers[item["label"]]
+        return item
+
+    def sample(self, i: int) -> dict[str, Any]:
+        """An item, with the label that it has itself."""
+        raise NotImplementedError
+
+
+class FileItems(Items):
+    """Image files below `top`, with the values of each; `conditions` are further images, one for each."""
+
+    def __init__(
+        self, top: Path, names: list[str], values: list[dict[str, Any]], channels: int = 3, conditions: Path | None = None
+    ) -> None:
+        self.top, self.names, self.values, self.channels, self.root = top, names, values, channels, str(top)
+        self.conditions = same_stems(names, conditions) if conditions else None
 
     def __len__(self) -> int:
         return len(self.names)
 
-    def __getitem__(self, i: int) -> dict[str, Any]:
+    def sample(self, i: int) -> dict[str, Any]:
         """`image`, `name` (relative to the folder), and what is known of it. Raises Unreadable."""
         name = self.names[i]
         item = {"image": read_image(self.top / name, name, self.channels), "name": name, **self.values[i]}
@@ -62,37 +85,40 @@ class FileItems:
         return [read_size(self.top / name) for name in self.names]
 
 
-def open_images(spec: Data, base: Path) -> FileItems:
+def open_files(spec: Data, base: Path) -> FileItems:
     """Folders of images and their sub-folders, in natural order (`2.png` before `10.png`), or lists of files.
 
-    Captions and further values come from the `metadata.jsonl` nearest above an image, else from what lies beside it.
+    Of `images`, captions and further values come from the `metadata.jsonl` nearest above one, else from what lies beside it.
+    Of `classes`, the label is the folder below it, by sorted names; what lies beside folders counts, of images it does not.
     Raises SpecError for a folder that is absent or empty, metadata that does not fit, and captions that are missing.
     """
-    conditions = condition_folder(spec, base)
-    sources = [base / source for source in ([spec.images] if isinstance(spec.images, str) else spec.images or [])]
-    roots = [source.parent if source.is_file() else existing(source, "images") for source in sources]
-    top, sidecars = _top(roots), Sidecars(roots)
-    listed = [image for source in sources for image in _listed(source, sidecars, conditions)]
-    if not listed:
-        raise SpecError(f"no images in '{top}'; {_found(top)}", path=("images",))
-    names = [Path(os.path.relpath(image.file, top)).as_posix() for image in listed]
-    values = _with_metadata(top, names)
-    classes = labels(names, values)
-    said = [_settings(image, sidecars, spec.repeats == "folders") for image in listed]
-    for name, value, settings in zip(names, values, said, strict=True):
-        if "caption" in value:
-            settings = settings.model_copy(update={"plain": value["caption"], "prompt": None})
-        elif spec.captions == "filename" and not (settings.plain or settings.prompt):
-            settings = settings.under(Settings(plain=from_name(Path(name).stem)))
-        if (caption := settings.caption()) is not None:
-            value["caption"] = caption
-    captions(names, values, spec.captions)
+    key = "images" if spec.classes is None else "classes"
+    given = spec.classes or spec.images or []
+    conditions = _condition_folder(spec, base)
+    sources = [base / source for source in ([given] if isinstance(given, str) else given)]
+    roots = [source.parent if source.is_file() and key == "images" else existing(source, key) for source in sources]
+    # the folder that holds all of them
+    top = roots[0] if len(roots) == 1 else Path(os.path.commonpath([folder.resolve() for folder in roots]))
+    sidecars = Sidecars(roots)
+    listed = [image for source in sources for image in _listed(source, sidecars, conditions, key)]
+    names = [Path(os.path.relpath(file, top)).as_posix() for file, _ in listed]
+    if spec.classes is None:
+        values = _with_metadata(top, names)
+        classes = _numbered(names, values)
+        said = [_settings(*image, sidecars, spec.repeats == "folders") for image in listed]
+        _put_captions(names, values, said, spec.captions)
+    else:
+        classes = _class_folders(top, names, conditions)
+        number = {name: i for i, name in enumerate(classes)}
+        values = [{"label": number[name.partition("/")[0]]} for name in names]
+        said = [sidecars.of(file, alone=True) for file, _ in listed]
     numbers(values, said, spec.flip)
-    found = same_stems(top, names, conditions) if conditions else None
-    return FileItems(top, names, values, spec.channels, classes, found, _repeats(said, names), sidecars.notes)
+    items = FileItems(top, names, values, spec.channels, conditions)
+    items.classes, items.notes, items.repeats = classes, sidecars.notes, _repeats(said, names, key)
+    return items
 
 
-def _repeats(said: Sequence[Settings], names: Sequence[str]) -> list[float] | None:
+def _repeats(said: Sequence[Settings], names: Sequence[str], key: str) -> list[float] | None:
     """How often an epoch has each image; None where it has each once. Raises SpecError for more than an epoch can hold."""
     repeats = [settings.multiply or 1.0 for settings in said]
     if sum(repeats) > DEFAULT.samples:
@@ -100,35 +126,32 @@ def _repeats(said: Sequence[Settings], names: Sequence[str]) -> list[float] | No
         raise SpecError(
             f"an epoch has {sum(repeats):g} samples, of which '{name}' is {most:g}; it can have {DEFAULT.samples:g}: a smaller "
             "multiply, num_repeats or number in a folder's name",
-            path=("images",),
+            path=(key,),
         )
     return repeats if {*repeats} != {1.0} else None
 
 
-def _top(folders: Sequence[Path]) -> Path:
-    """The folder that holds all of them."""
-    return folders[0] if len(folders) == 1 else Path(os.path.commonpath([folder.resolve() for folder in folders]))
-
-
-def _listed(source: Path, sidecars: Sidecars, conditions: Path | None) -> list[Listed]:
+def _listed(source: Path, sidecars: Sidecars, skip: Path | None, key: str) -> list[tuple[Path, Settings | None]]:
+    """The image files of a folder or a list, each with what the list says of it. None: what lies beside it says it."""
     if source.is_file() and source.suffix == ".json":
         return from_json(source, sidecars)
     if source.is_file() and source.suffix == ".toml":
         return from_toml(source, images_below, sidecars.notes)
-    folder = existing(source, "images")
-    found = [Listed(folder / name) for name in images_below(folder, skip=conditions)]
+    found = images_below(existing(source, key), skip=skip)
     if not found:
-        raise SpecError(f"no images in '{folder}'; {_found(folder)}", path=("images",))
-    return found
+        suffixes = sorted({p.suffix or "no suffix" for p in source.rglob("*") if p.is_file()})
+        has = f"it has files with {', '.join(suffixes[:6])}" if suffixes else "it is empty"
+        raise SpecError(f"no images in '{source}'; {has}", path=(key,))
+    return [(source / name, None) for name in found]
 
 
-def _settings(image: Listed, sidecars: Sidecars, repeats: bool) -> Settings:
+def _settings(file: Path, given: Settings | None, sidecars: Sidecars, repeats: bool) -> Settings:
     """What a list says of an image, else what lies beside it, over what the name of its folder says."""
-    if image.settings is not None:
-        return image.settings
-    settings = sidecars.of(image.file)
-    concept = CONCEPT.fullmatch(image.file.parent.name)
-    if concept is None or image.file.parent in sidecars.roots:
+    if given is not None:
+        return given
+    settings = sidecars.of(file)
+    concept = CONCEPT.fullmatch(file.parent.name)
+    if concept is None or file.parent in sidecars.roots:
         return settings
     if repeats:
         return Settings(plain=concept[2], multiply=float(concept[1]) or None).under(settings)
@@ -144,34 +167,17 @@ def _with_metadata(top: Path, names: list[str]) -> list[dict[str, Any]]:
     folders = {folder for name in names for folder in Path(name).parents}
     for folder in sorted(folders, key=lambda f: (len(f.parts), f)):  # so that the nearest metadata is read last
         values |= read_metadata(top / folder / METADATA, top, values)
-    return list(values.values())
+    return [dict(values[name]) for name in names]  # a list may have an image twice
 
 
-def open_classes(spec: Data, base: Path) -> FileItems:
-    """A folder of class folders: the classes are their names, sorted; a class has all images at any depth below it.
-
-    `multiply.txt` and so on of folders count as elsewhere.
-    Raises SpecError for a folder that is absent, holds no class folders, an empty one, or images outside of them.
-    """
-    top = existing(base / (spec.classes or ""), "classes")
-    conditions = condition_folder(spec, base)
+def _class_folders(top: Path, names: Sequence[str], conditions: Path | None) -> list[str]:
+    """The classes are the names of the folders in `top`. SpecError for an empty one, and for images outside of them."""
     classes = sorted(p.name for p in top.iterdir() if p.is_dir() and not p.name.startswith(".") and p != conditions)
-    if not classes:
-        raise SpecError(f"no class folders in '{top}'; {_found(top)}", path=("classes",))
-    names = images_below(top, skip=conditions)
-    of = [name.partition("/")[0] for name in names]
-    empty = sorted({*classes} - {*of})
-    if empty:
+    if empty := sorted({*classes} - {name.partition("/")[0] for name in names}):
         raise SpecError(f"no images in the class folder {few(empty, 'folder')} of '{top}'", path=("classes",))
-    outside = [name for name in names if "/" not in name]
-    if outside:
+    if outside := [name for name in names if "/" not in name]:
         raise SpecError(f"{few(outside, 'image')} outside of the class folders of '{top}'", path=("classes",))
-    number = {name: i for i, name in enumerate(classes)}
-    found = same_stems(top, names, conditions) if conditions else None
-    values, sidecars = [{"label": number[c]} for c in of], Sidecars([top])
-    said = [sidecars.of(top / name, alone=True) for name in names]
-    numbers(values, said, spec.flip)
-    return FileItems(top, names, values, spec.channels, classes, found, _repeats(said, names), sidecars.notes)
+    return classes
 
 
 def existing(folder: Path, key: str) -> Path:
@@ -207,7 +213,7 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (0, part) for part in parts] + [(0, name)]
 
 
-def condition_folder(spec: Data, base: Path) -> Path | None:
+def _condition_folder(spec: Data, base: Path) -> Path | None:
     """The folder of condition images, if conditions are given as one and not as `module:function`."""
     if spec.conditions is None or ":" in spec.conditions.name:
         return None
@@ -216,7 +222,7 @@ def condition_folder(spec: Data, base: Path) -> Path | None:
     return existing(base / spec.conditions.name, "conditions")
 
 
-def same_stems(top: Path, names: Sequence[str], conditions: Path) -> list[Path]:
+def same_stems(names: Sequence[str], conditions: Path) -> list[Path]:
     """The condition image of each name: the same path below `conditions`, of any suffix. SpecError lists the missing ones."""
     found: dict[str, str] = {}
     for name in images_below(conditions):
@@ -224,8 +230,7 @@ def same_stems(top: Path, names: Sequence[str], conditions: Path) -> list[Path]:
         if stem in found:
             raise SpecError(f"'{found[stem]}' and '{name}' in '{conditions}' have the same stem", path=("conditions",))
         found[stem] = name
-    missing = [name for name in names if os.path.splitext(name)[0] not in found]
-    if missing:
+    if missing := [name for name in names if os.path.splitext(name)[0] not in found]:
         near = did_you_mean(os.path.splitext(missing[0])[0], found)
         raise SpecError(f"no condition image for {few(missing, 'image')} in '{conditions}'{near}", path=("conditions",))
     return [conditions / found[os.path.splitext(name)[0]] for name in names]
@@ -235,11 +240,6 @@ def few(names: Sequence[str], kind: str) -> str:
     """Names for a message: all of a few, else the first three and how many there are."""
     shown = ", ".join(f"'{name}'" for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more {kind}s"
-
-
-def _found(top: Path) -> str:
-    suffixes = sorted({p.suffix or "no suffix" for p in top.rglob("*") if p.is_file()})
-    return f"it has files with {', '.join(suffixes[:6])}" if suffixes else "it is empty"
 
 
 @cache
@@ -287,7 +287,7 @@ def read_metadata(file: Path, top: Path, names: Collection[str]) -> dict[str, di
     return found
 
 
-def labels(names: Sequence[str], values: list[dict[str, Any]]) -> list[str] | None:
+def _numbered(names: Sequence[str], values: list[dict[str, Any]]) -> list[str] | None:
     """Turn labels that are text into numbers, in place, and give the classes: the texts, sorted. None without such labels.
 
     Raises SpecError where some images have a key and others do not, and for labels of several kinds.
@@ -297,45 +297,40 @@ def labels(names: Sequence[str], values: list[dict[str, Any]]) -> list[str] | No
         if without:
             given = f"'{key}' for {len(names) - len(without)} of {len(names)} images"
             raise SpecError(f"{METADATA} gives {given}, not for '{without[0]}'", path=("images",))
-    found = [value["label"] for value in values if "label" in value]
-    kinds = {type(label) for label in found}
+    kinds = {type(value["label"]) for value in values if "label" in value}
     if kinds <= {int}:
         return None
     if kinds != {str}:
         several = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise SpecError(f"labels in {METADATA} must all be whole numbers or all text, not {several}", path=("images",))
-    classes = sorted(set(found))
+    classes = sorted({value["label"] for value in values})
     number = {name: i for i, name in enumerate(classes)}
     for value in values:
         value["label"] = number[value["label"]]
     return classes
 
 
-def captions(
-    names: Sequence[str], values: list[dict[str, Any]], law: Literal["required", "optional", "none", "filename"]
-) -> None:
-    """Hold the captions of images to the law, in place.
+def _put_captions(names: Sequence[str], values: list[dict[str, Any]], said: Sequence[Settings], law: str) -> None:
+    """Give the samples their captions, in place: those of metadata, else what is `said`.
 
     `required`: an image without one, or with an empty one, is a SpecError, unless all images have labels and none a caption.
-    `filename` is the same, and has found more captions. `optional`: it is "". `none`: there are no captions.
+    `filename` is the same, and its name comes last. `optional`: it is "". `none`: there are no captions.
     """
-    if law == "none":
-        for value in values:
-            value.pop("caption", None)
-        return
-    if law == "optional":
-        for value in values:
-            value.setdefault("caption", "")
-        return
-    missing = [name for name, value in zip(names, values, strict=True) if not value.get("caption")]
-    if not missing:
-        return
-    if not (len(missing) == len(names) and all("label" in value for value in values)):
-        first = ", ".join(f"'{name}'" for name in missing[:5]) + (", ..." if len(missing) > 5 else "")
+    for name, value, settings in zip(names, values, said, strict=True):
+        if "caption" in value:
+            settings = settings.model_copy(update={"plain": value["caption"], "prompt": None})
+        elif law == "filename" and not (settings.plain or settings.prompt):
+            settings = settings.under(Settings(plain=from_name(Path(name).stem)))
+        value["caption"] = settings.caption() or ""
+    without = [name for name, value in zip(names, values, strict=True) if not value["caption"]]
+    labelled = len(without) == len(names) and all("label" in value for value in values)
+    if without and not labelled and law not in ("optional", "none"):
+        first = ", ".join(f"'{name}'" for name in without[:5]) + (", ..." if len(without) > 5 else "")
         raise SpecError(
-            f"{len(missing)} of {len(names)} images have no caption: {first}; put a .txt beside each or a line in {METADATA}, "
+            f"{len(without)} of {len(names)} images have no caption: {first}; put a .txt beside each or a line in {METADATA}, "
             "or say 'captions: optional', 'captions: filename' or 'captions: none'",
             path=("images",),
         )
-    for value in values:
-        value.pop("caption", None)
+    if law == "none" or (labelled and law != "optional"):
+        for value in values:
+            del value["caption"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,12 +29,25 @@ class Unreadable(Exception):
 
 def read_image(source: Path | bytes, name: str, channels: int = 3) -> Image.Image:
     """The image in a file or its bytes, decoded, upright, in mode RGB or L. Raises Unreadable."""
+    with _readable(name, source), Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        image.load()
+        return prepared(image, channels)
+
+
+@contextlib.contextmanager
+def _readable(name: str, source: Path | bytes = b"...") -> Iterator[None]:
+    """Raises Unreadable, with the reason, for whatever decoders raise for broken data."""
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            image.load()
-            return prepared(image, channels)
-    except Exception as error:  # decoders raise whatever they like for broken data
-        raise Unreadable(name, _why(source, error)) from error
+        yield
+    except Exception as error:  # a decoder's
+        why = str(error) or type(error).__name__
+        if isinstance(error, UnidentifiedImageError):
+            why = "not an image" if (len(source) if isinstance(source, bytes) else source.stat().st_size) else "an empty file"
+        elif isinstance(error, FileNotFoundError):
+            why = "no such file"
+        elif isinstance(error, Image.DecompressionBombError):
+            why = f"too many pixels, as in a decompression bomb: {error}"
+        raise Unreadable(name, why) from error
 
 
 def read_size(source: Path | bytes) -> tuple[int, int]:
@@ -69,14 +83,10 @@ def as_image(value: Any, name: str, channels: int = 3) -> Image.Image | Tensor:
     if value is None:
         raise Unreadable(name, "no image")
     if isinstance(value, Image.Image):
-        try:
+        with _readable(name):  # it may not be loaded yet
             return prepared(value, channels)
-        except Exception as error:  # a decoder's: the image is not loaded yet
-            raise Unreadable(name, _why(b"...", error)) from error
-    if isinstance(value, dict):
-        return read_image(stored(value), name, channels)
-    if isinstance(value, (bytes, bytearray)):
-        return read_image(bytes(value), name, channels)
+    if isinstance(value, (dict, bytes, bytearray)):
+        return read_image(stored(value) if isinstance(value, dict) else bytes(value), name, channels)
     found = np.asarray(value) if isinstance(value, list) else value
     if not isinstance(found, (Tensor, np.ndarray)):
         raise TrainError(f"{name}: an image must be a PIL image, a tensor or a numpy array, not a {type(value).__name__}")
@@ -106,17 +116,6 @@ def _orientation(image: Image.Image) -> int:
     with contextlib.suppress(Exception):  # broken EXIF data does not make an image unreadable
         return int(image.getexif().get(_ORIENTATION, 1))
     return 1
-
-
-def _why(source: Path | bytes, error: Exception) -> str:
-    if isinstance(error, UnidentifiedImageError):
-        size = len(source) if isinstance(source, bytes) else source.stat().st_size
-        return "not an image" if size else "an empty file"
-    if isinstance(error, FileNotFoundError):
-        return "no such file"
-    if isinstance(error, Image.DecompressionBombError):
-        return f"too many pixels, as in a decompression bomb: {error}"
-    return str(error) or type(error).__name__
 
 
 class Place(NamedTuple):

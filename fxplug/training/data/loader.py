@@ -1,38 +1,55 @@
-"""Batches of an epoch, in an order that several processes and a resumed run agree on; or those of a torch DataLoader."""
+"""Batches of an epoch, in an order that several processes and a resumed run agree on."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from typing import Any
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms.v2.functional import pil_to_tensor
 
-from ...core.errors import SpecError, TrainError
-from ...core.spec.train_section import Data, Use
+from ...core.errors import FxplugError, SpecError, TrainError
+from ...core.spec.train_section import Data
 from ..plugins import Plugins
-from ..random_draws import mixed, random_state, random_state_kept, seed_all, set_random_state
-from ..tasks.task import Task
-from .batch_order import Order, Request, assign, bucket_sizes
-from .fetching import Fetch, Fetched, Size, Transform, rescaled, too_many
-from .image_files import Unreadable
-from .sources import Items, classes_of, keyed, own_items
+from ..random_draws import mixed, random_state_kept, seed_all
+from ..tasks.task import Task, function_of
+from .batch_order import Order, Request, Size, assign, bucket_sizes
+from .collating import collate
+from .files import Items
+from .image_files import Place, Unreadable, as_image, placed, prepared
+from .sidecars import Caption
+
+Transform = Callable[[Image.Image, Size], Tensor]
 
 
-class Loader:
+class Fetched(NamedTuple):
+    """A batch, the images it had to go without, and the error that ends the run."""
+
+    batch: dict[str, Any] | None
+    skipped: dict[str, str]
+    error: FxplugError | None = None
+
+
+class Loader(Dataset[Any]):
     """The batches of `items` for one process of `world`.
 
     A batch is a dict: `image` float32 [b, c, h, w], `caption` list of str, `label` int64 [b], `condition` float32 [b, c, h, w],
-    `index` int64 [b], `name` list of str, and what else the items hold. What `Order` and `Fetch` say decides them: seed, epoch
-    and index alone, so neither the number of workers or processes, nor a resumed epoch, nor random numbers drawn elsewhere.
+    `index` int64 [b], `name` list of str, and what else the items hold. Seed, epoch and index alone decide them (see `Order`):
+    neither the number of workers or processes, nor a resumed epoch, nor random numbers drawn elsewhere.
 
     transform: (PIL image, (h, w)) -> tensor [c, h, w]. None: crop to the shape of the size, resize, flip as `spec` says,
         values in [-1, 1]; a transform does all that itself, but where there are condition images it gets the image cropped
         and flipped already.
     hooks: changes captions and PIL images before anything else does.
+
+    When training, the place of an unreadable image is taken by the next sample of its group, in the order of the data; in tests
+    the batch is smaller. Picklable when items, transform and hooks are.
 
     `size` is (h, w), or None where images stay as they are; `classes` are the names of the labels, `root` is the data's folder.
     `skipped` has the unreadable images with the reason; more than `spec.max_corrupt` in this process, since it
@@ -54,48 +71,51 @@ class Loader:
         transform: Transform | None = None,
         hooks: Plugins | None = None,
     ) -> None:
-        self.items, self.spec, self.skipped = items, spec, dict[str, str]()
-        size = (spec.size, spec.size) if isinstance(spec.size, int) else spec.size
-        groups: list[Sequence[int]] = [range(len(items))]
-        sizes: list[Size | None] = [size]
+        self.items, self.spec, self.seed, self.train, self.hooks = items, spec, seed, train, hooks
+        self._transform, self.skipped = transform, dict[str, str]()
+        self.size: Size | None = (spec.size, spec.size) if isinstance(spec.size, int) else spec.size
+        self.classes, self.root = items.classes, items.root
+        self.groups: list[Sequence[int]] = [range(len(items))]
+        self.sizes: list[Size | None] = [self.size]
         if spec.buckets is not None:
-            grouped = self._bucketed(size, batch * world if train else 1)
-            groups, sizes = list(grouped.values()), list(grouped)
+            grouped = self._bucketed(self.size, batch * world if train else 1)
+            self.groups, self.sizes = list(grouped.values()), list(grouped)
         order: dict[str, Any] = {"seed": seed, "rank": rank, "world": world, "train": train, "shuffle": spec.shuffle and train}
-        self.order = Order(groups, batch, **order, repeats=getattr(items, "repeats", None) if train else None)
-        counts = list(map(self.order.count, groups))
-        total = self.total = sum(counts)
-        self.steps = len(self.order)
-        self.buckets = {bucket: count for bucket, count in zip(sizes, counts, strict=True) if bucket is not None}
+        self.order = Order(self.groups, batch, **order, repeats=items.repeats if train else None)
+        counts = list(map(self.order.count, self.groups))
+        self.total, self.steps = sum(counts), len(self.order)
+        self.buckets = {bucket: count for bucket, count in zip(self.sizes, counts, strict=True) if bucket is not None}
         self.left_out = sum(count % (batch * world) for count in counts) if train else 0
         if not self.steps and train:
             batches = f"a batch of {batch}" + (f" in each of {world} processes" if world > 1 else "")
-            raise TrainError(f"{batches} is larger than the data: {total} samples")
-        self.size: Size | None = size
-        self.classes, self.root = items.classes, items.root
-        self._fetch = Fetch(items, spec, groups, sizes, seed=seed, train=train, transform=transform, hooks=hooks)
-        self._plain = Fetch(items, spec, groups, sizes, seed=seed, train=False, transform=None, hooks=None)
+            raise TrainError(f"{batches} is larger than the data: {self.total} samples")
+        named = spec.conditions is not None and ":" in spec.conditions.name
+        self.condition = function_of(spec.conditions, ("data", "conditions")) if named and spec.conditions else None
         self._requests = list[Request]()
         self._pool: DataLoader[Any] | None = None
 
     @property
     def transform(self) -> Transform | None:
         """What makes a tensor of an image; may be set between epochs."""
-        return self._fetch.transform
+        return self._transform
 
     @transform.setter
     def transform(self, transform: Transform | None) -> None:
-        self._fetch.transform = transform
+        self._transform = transform
         self.close()
+
+    def close(self) -> None:
+        """End the workers; a later epoch starts new ones."""
+        self._pool = None
 
     def first(self, count: int) -> dict[str, Any]:
         """The first `count` readable samples (of the fullest bucket) as a batch, without shuffling, plugins and transform.
 
         Those that cannot be read are counted as in an epoch. Raises TrainError where none can.
         """
-        number = max(range(len(self._plain.groups)), key=lambda n: len(self._plain.groups[n]))
-        group = self._plain.groups[number]
-        fetched = self._plain(Request(0, number, group), enough=count)
+        number = max(range(len(self.groups)), key=lambda n: len(self.groups[n]))
+        group = self.groups[number]
+        fetched = self._copy(train=False, _transform=None, hooks=None).fetch(Request(0, number, group), count)
         self._count(fetched.skipped)
         if fetched.error is not None:
             raise fetched.error
@@ -105,15 +125,23 @@ class Loader:
 
     def peek(self) -> dict[str, Any] | None:
         """The first batch of the training, but for what plugins change in it; nothing is counted. None where there is none."""
-        fetch = copy.copy(self._fetch)
-        fetch.hooks, fetch._hooked = None, set()
         request = next(iter(self.order.requests(0)), None)
-        return None if request is None else fetch(request).batch
+        return None if request is None else self._copy(hooks=None).fetch(request).batch
 
     def epoch(self, number: int, start: int = 0) -> Iterator[dict[str, Any]]:
         """The batches of epoch `number` from the `start`-th on. Raises TrainError for data that cannot be used."""
-        requests = self.order.requests(number)[start:]
-        for fetched in self._pooled(requests) if self.spec.workers else map(self._fetch, requests):
+        self._requests[:] = self.order.requests(number)[start:]
+        if self.spec.workers and self._pool is None:
+            self._pool = DataLoader(
+                self._copy(),  # this one would be in a cycle, which keeps the workers alive
+                batch_size=None,
+                sampler=self._requests,
+                collate_fn=_same,
+                num_workers=self.spec.workers,
+                persistent_workers=True,
+                generator=torch.Generator(),  # or it would draw from the global one
+            )
+        for fetched in self._pool or map(self.fetch, list(self._requests)):
             self._count(fetched.skipped)
             if (error := fetched.error) is not None:
                 try:
@@ -125,8 +153,8 @@ class Loader:
 
     def notes(self, task: Task) -> list[str]:
         """What is to be said about the data before the training: what of them it goes without."""
-        notes = list(getattr(self.items, "notes", ()))
-        keys = {key for value in getattr(self.items, "values", ()) for key in value}
+        notes = list(self.items.notes)
+        keys = {key for value in self.items.values for key in value}
         for key in ("loss_scale", "cond_dropout"):
             if key in keys and key not in task.reads:
                 notes.append(f"'{key}' of images is not gone by: {type(task).__name__} has no use for it")
@@ -137,23 +165,113 @@ class Loader:
             notes.append(f"{finding}: they fill no batch")
         return notes
 
-    def close(self) -> None:
-        """End the workers; a later epoch starts new ones."""
-        self._pool = None
+    # --- what runs in the workers, or in the training process when there are none
 
-    def _pooled(self, requests: list[Request]) -> Iterator[Fetched]:
-        self._requests[:] = requests
-        if self._pool is None:
-            self._pool = DataLoader(
-                self._fetch,
-                batch_size=None,
-                sampler=self._requests,
-                collate_fn=_same,
-                num_workers=self.spec.workers,
-                persistent_workers=True,
-                generator=torch.Generator(),  # or it would draw from the global one
-            )
-        return iter(self._pool)
+    def _copy(self, **changed: Any) -> Loader:
+        made = copy.copy(self)
+        vars(made).update(changed, _pool=None, _requests=[])
+        return made
+
+    def __getitem__(self, request: Request) -> Fetched:
+        return self.fetch(request)
+
+    def fetch(self, request: Request, enough: int | None = None) -> Fetched:
+        """The batch of a request; `enough` is after how many samples it ends.
+
+        Every sample starts from random numbers seeded with (seed, epoch, index).
+        """
+        skipped: dict[str, str] = {}
+        with random_state_kept():
+            try:
+                samples: list[dict[str, Any]] = []
+                for index in request.indices:
+                    if len(samples) == enough:
+                        break
+                    sample = self._readable(index, request, skipped)
+                    if len(skipped) > self.spec.max_corrupt:  # the loader counts them, and stops
+                        return Fetched(None, skipped)
+                    samples += [] if sample is None else [sample]
+                return Fetched(collate(samples) if samples else None, skipped)
+            except FxplugError as error:
+                return Fetched(None, skipped, error)
+
+    def _readable(self, index: int, request: Request, skipped: dict[str, str]) -> dict[str, Any] | None:
+        members = self.groups[request.group]
+        for candidate in self._from(index, members) if self.train else (index,):
+            seed_all(mixed(self.seed, request.epoch, candidate))
+            try:
+                return self._sample(candidate, self.sizes[request.group], request.epoch)
+            except Unreadable as error:
+                skipped[error.name] = error.why
+                if len(skipped) > self.spec.max_corrupt:
+                    return None
+        if self.train:
+            raise TrainError(f"no image of a group of {len(members)} can be read: {too_many(skipped)}")
+        return None
+
+    @staticmethod
+    def _from(index: int, members: Sequence[int]) -> Iterator[int]:
+        yield index
+        at = members.index(index)  # looked for only where a sample cannot be read
+        yield from (*members[at + 1 :], *members[:at])
+
+    def _hooked(self, hook: str) -> bool:
+        return self.hooks is not None and self.hooks.has(hook)
+
+    def _sample(self, index: int, size: Size | None, epoch: int) -> dict[str, Any]:
+        random_place = self.train and self.spec.crop == "random"
+        x, y, coin = random.random(), random.random(), random.random()
+        item = self.items[index]
+        flip = coin < item.pop("flip_p", 0.5 if self.spec.flip else 0.0)
+        place = Place(*((x, y) if random_place else (0.5, 0.5)), flip=self.train and flip)
+        if isinstance(caption := item.get("caption"), Caption):
+            item["caption"] = caption.shuffled() if self.train else caption.text()
+        if self.hooks is not None:
+            self.hooks.sample = f"epoch {epoch}, {item['name']}"
+        self._put_images(item, size, place)
+        if self.hooks is not None and self._hooked("transform_caption") and "caption" in item:
+            item["caption"] = self.hooks.transform_caption(item["caption"])  # behind the image, as EveryDream2trainer has it
+        item["index"] = index
+        return item
+
+    def _put_images(self, item: dict[str, Any], size: Size | None, place: Place) -> None:
+        """Make tensors of a size of an item's image and condition. A task's transform crops by itself, without a condition."""
+        image, name, condition = item.get("image"), item["name"], item.get("condition")
+        if isinstance(image, Tensor):
+            if size is not None and image.shape[1:] != size:
+                finding = f"{name} is a float image of {image.shape[1]}x{image.shape[2]}, which is used as it is"
+                raise TrainError(f"{finding}; the size is to be {size[0]}x{size[1]}")
+            for used, what in ((self._hooked("transform_pil_image"), "a plugin's transform_pil_image"),
+                               (self.condition is not None and condition is None, "a condition function")):  # fmt: skip
+                if used:
+                    raise TrainError(f"{name} is a float image: {what} needs PIL or uint8")
+            size, place = (image.shape[1], image.shape[2]), Place()
+        elif image is not None:
+            size = size or (image.height, image.width)
+            both = self.condition is not None or condition is not None
+            _check_alike(image, condition, size, place, name)
+            if both or self.transform is None:
+                image = placed(image, size, place)
+            image = self._changed(image, name, fixed=both or self.transform is None)
+            if self.condition is not None:  # made of what the model sees: grey stays grey
+                made, place = self.condition(image), Place()
+                grey = made.mode in ("1", "L") if isinstance(made, Image.Image) else np.ndim(made) == 2
+                item["condition"] = as_image(made, f"the condition of {name}", 1 if grey else 3)
+            item["image"] = pil_to_tensor(image) if self.transform is None else self.transform(image, size)
+        if size is not None and isinstance(condition := item.get("condition"), Image.Image):
+            item["condition"] = pil_to_tensor(placed(condition, size, place))
+
+    def _changed(self, image: Image.Image, name: str, fixed: bool) -> Image.Image:
+        """The image after the plugins, which may change its size only where the task crops it."""
+        if self.hooks is None or not self._hooked("transform_pil_image"):
+            return image
+        changed = prepared(self.hooks.transform_pil_image(image), self.spec.channels)
+        if fixed and changed.size != image.size:
+            sizes = f"{changed.height}x{changed.width} of one of {image.height}x{image.width}"
+            raise TrainError(f"{name}: transform_pil_image made an image of {sizes}, which is cropped already")
+        return changed
+
+    # --- groups, and what cannot be read
 
     def _count(self, skipped: dict[str, str]) -> None:
         self.skipped.update(skipped)
@@ -170,7 +288,7 @@ class Loader:
             raise SpecError(f"buckets need {missing}", path=("data", "buckets"))
         for i, image in enumerate(images):
             if not all(image):
-                self._count(_reason(self.items, i))
+                self._count(self._reason(i))
         known = [i for i, image in enumerate(images) if all(image)]
         chosen = assign([images[i] for i in known], bucket_sizes(size, self.spec.buckets), fill)
         groups: dict[Size, list[int]] = {}
@@ -178,127 +296,30 @@ class Loader:
             groups.setdefault(bucket, []).append(i)
         return dict(sorted(groups.items()))
 
-
-def loader_of(
-    data: Any, batch: int, *, seed: int = 0, rank: int = 0, world: int = 1, train: bool = True, hooks: Plugins | None = None
-) -> Loader | Given:
-    """Batches of what Python has: a Loader is taken as it is, a torch DataLoader too (see `Given`), a map-style data set gets a
-    Loader that leaves the size of its images alone. Raises SpecError or TrainError for anything else.
-    """
-    if isinstance(data, (Loader, Given)):
-        return data
-    if isinstance(data, DataLoader):
-        return Given(data, seed=seed, world=world, train=train, hooks=hooks)
-    spec = Data(call=Use(type(data).__name__, {}))
-    items = own_items(data, spec, "the data")
-    return Loader(items, spec, batch, seed=seed, rank=rank, world=world, train=train, hooks=hooks)
+    def _reason(self, i: int) -> dict[str, str]:
+        try:
+            self.items[i]
+        except Unreadable as error:
+            return {error.name: error.why}
+        return {f"image {i}": "its header does not tell its size"}
 
 
 def _same(fetched: Any) -> Any:
     return fetched
 
 
-def _reason(items: Items, i: int) -> dict[str, str]:
-    try:
-        items[i]
-    except Unreadable as error:
-        return {error.name: error.why}
-    return {f"image {i}": "its header does not tell its size"}
+def _check_alike(image: Image.Image, condition: Any, size: Size, place: Place, name: str) -> None:
+    """TrainError for an image and a condition that cannot be cropped alike."""
+    if isinstance(condition, Tensor) and (place.flip or not size == (image.height, image.width) == condition.shape[1:]):
+        raise TrainError(f"{name}: its condition is a float tensor, which cannot be cropped and mirrored with it")
+    if isinstance(condition, Image.Image):
+        ratio = image.width * condition.height / (image.height * condition.width)
+        if not 0.98 < ratio < 1.02:
+            sizes = f"{image.height}x{image.width}, its condition {condition.height}x{condition.width}"
+            raise TrainError(f"{name} is {sizes}: they must have one shape to be cropped alike")
 
 
-class Given:
-    """The batches of a DataLoader, with the face of a Loader.
-
-    A batch is a mapping or a pair (images, labels) or (images, captions) and becomes a dict as the Loader's: uint8 images get
-    values in [-1, 1], float images stay as they are, labels become int64; `name` says which batch it was. Sizes, transforms and
-    unreadable images are the DataLoader's affair. What it draws comes from (seed, epoch), as long as its sampler draws from the
-    DataLoader's generator or the global one; a resumed epoch makes the batches before `start` once more and drops them.
-
-    Raises TrainError for a DataLoader without a length, one whose samples plugins ought to change, and, where there are several
-    processes, one whose sampler does not share the samples among them.
-    """
-
-    size: Size | None = None
-    root: str | None = None
-
-    def __init__(
-        self, loader: DataLoader[Any], *, seed: int = 0, world: int = 1, train: bool = True, hooks: Plugins | None = None
-    ) -> None:
-        try:
-            self.steps = len(loader)
-        except TypeError:
-            raise TrainError("the DataLoader has no length: the length of an epoch must be known") from None
-        if not self.steps:
-            raise TrainError("the DataLoader has no batches")
-        sampler = getattr(loader, "sampler", None)
-        if world > 1 and not isinstance(sampler, DistributedSampler):
-            finding = f"{world} processes would train on the same batches: give the DataLoader a DistributedSampler"
-            raise TrainError(f"{finding}, or give its data set instead")
-        for hook in ("transform_caption", "transform_pil_image"):
-            if hooks is not None and hooks.has(hook):
-                raise TrainError(f"a plugin's {hook} cannot reach into a DataLoader: give its data set instead")
-        self.loader, self.items, self.seed, self.train, self.sampler = loader, loader.dataset, seed, train, sampler
-        self.classes, self.skipped = classes_of(loader.dataset), dict[str, str]()
-        self.transform: Transform | None = None
-        self._start = None if loader.generator is None else loader.generator.initial_seed()
-
-    def first(self, count: int) -> dict[str, Any]:
-        """The first `count` samples of the data set as a batch; of one without numbers, the first of its first batch."""
-        dataset: Any = self.loader.dataset
-        if self._numbered():
-            with random_state_kept():
-                seed_all(self.seed)
-                samples = [dataset[i] for i in range(min(count, len(dataset)))]
-                return self._batch(self.loader.collate_fn(samples), 0)
-        batch = next(iter(self.epoch(0)))
-        return {key: value[:count] if isinstance(value, (Tensor, list)) else value for key, value in batch.items()}
-
-    def peek(self) -> dict[str, Any] | None:
-        """A batch of the first samples, as many as in a batch. None for data without numbers, which is read once."""
-        return self.first(self.loader.batch_size or 1) if self._numbered() else None
-
-    def _numbered(self) -> bool:
-        iterable = isinstance(self.loader.dataset, IterableDataset)
-        return hasattr(self.loader.dataset, "__getitem__") and not iterable and self.loader.batch_sampler is not None
-
-    def epoch(self, number: int, start: int = 0) -> Iterator[dict[str, Any]]:
-        """The batches of epoch `number` from the `start`-th on. Raises TrainError where training gets fewer."""
-        if isinstance(self.sampler, DistributedSampler):
-            self.sampler.set_epoch(number)
-        with random_state_kept():
-            seed_all(mixed(self.seed, number))
-            if self.loader.generator is not None and self._start is not None:
-                self.loader.generator.manual_seed(mixed(self._start, self.seed, number))
-            batches, states = iter(self.loader), random_state()
-        for index in range(self.steps):
-            with random_state_kept():
-                set_random_state(states)
-                batch = next(batches, None)
-                states = random_state()
-            if batch is None:
-                if self.train:
-                    found = f"the DataLoader says that it has {self.steps} batches and ended after {index}"
-                    raise TrainError(f"{found}: the length of its data set, or of its sampler, is wrong")
-                return
-            if index >= start:
-                yield self._batch(batch, index)
-
-    def notes(self, task: Task) -> list[str]:
-        """Nothing is known of what its sampler leaves out."""
-        return []
-
-    def close(self) -> None:
-        """Nothing: its workers are the DataLoader's."""
-
-    def _batch(self, batch: Any, index: int) -> dict[str, Any]:
-        found = keyed(batch, f"batch {index}")
-        for key in ("image", "condition"):
-            if isinstance(found.get(key), Tensor):
-                found[key] = rescaled(key, found[key])
-        if isinstance(found.get("label"), Tensor) and not found["label"].is_floating_point():
-            found["label"] = found["label"].long()
-        if isinstance(found.get("caption"), tuple):
-            found["caption"] = list(found["caption"])
-        length = next((len(value) for value in found.values() if isinstance(value, (Tensor, list))), 0)
-        found.setdefault("name", [f"batch {index}[{row}]" for row in range(length)])
-        return found
+def too_many(skipped: dict[str, str]) -> str:
+    """The first of the images that were skipped, each with the reason."""
+    shown = [f"{name} ({why})" for name, why in list(skipped.items())[:5]]
+    return "; ".join(shown) + (f"; and {len(skipped) - 5} more" if len(skipped) > 5 else "")

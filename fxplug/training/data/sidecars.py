@@ -214,15 +214,7 @@ def _text(file: Path) -> str:
     return reading.text(file, DEFAULT.caption, lambda finding: SpecError(finding, where=Where(str(file)))).strip()
 
 
-@dataclass
-class Listed:
-    """An image file, with what its list says about it. None: what lies beside it says it."""
-
-    file: Path
-    settings: Settings | None = None
-
-
-def from_json(file: Path, sidecars: Sidecars) -> list[Listed]:
+def from_json(file: Path, sidecars: Sidecars) -> list[tuple[Path, Settings | None]]:
     """The images of a JSON list: mappings of `image`, a path relative to the file, and what a YAML sidecar may have; or such
     paths alone, beside which the captions lie."""
     where = Where(str(file))
@@ -243,7 +235,7 @@ def from_json(file: Path, sidecars: Sidecars) -> list[Listed]:
         if beside is not None and beside.is_file():
             text = reading.text(beside, DEFAULT.caption, lambda finding: SpecError(finding, where=where))
             entry = {**entry, "caption": text}
-        listed.append(Listed(image, None if alone else sidecars.parsed(entry, Source(entry, str(file)))))
+        listed.append((image, None if alone else sidecars.parsed(entry, Source(entry, str(file)))))
     return listed
 
 
@@ -268,14 +260,14 @@ class Subset(Section, extra="ignore"):
     caption_dropout_rate: Share | None = None
 
 
-def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) -> list[Listed]:
+def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) -> list[tuple[Path, Settings | None]]:
     """The images of the subsets of a data set of kohya's: `image_dir` is relative to the file."""
     where = Where(str(file))
     try:
         data = tomllib.loads(reading.text(file, DEFAULT.json, lambda finding: SpecError(finding, where=where)))
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"not valid TOML: {error}", where=where) from None
-    listed, unread, source = list[Listed](), set[str](), Source(data, str(file))
+    listed, unread, source = list[tuple[Path, Settings | None]](), set[str](), Source(data, str(file))
     with source.inside():
         whole = validate(Toml, data)
         for number, dataset in enumerate(whole.datasets):
@@ -288,7 +280,7 @@ def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) 
                 if not folder.is_dir():
                     raise SpecError(f"no such folder '{folder}'")
                 # as there: a subset has the images of its folder, not of those below it
-                listed += [_of_subset(folder / name, subset) for name in below(folder) if "/" not in name]
+                listed += [(folder / name, _of_subset(folder / name, subset)) for name in below(folder) if "/" not in name]
     if not listed:
         raise SpecError("it names no images", where=where)
     if unread:
@@ -297,18 +289,17 @@ def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) 
     return listed
 
 
-def _of_subset(image: Path, subset: Subset) -> Listed:
-    beside = image.with_suffix(subset.caption_extension)
+def _of_subset(image: Path, subset: Subset) -> Settings:
+    beside = Path(f"{os.path.splitext(image)[0]}{subset.caption_extension}")
     caption = _text(beside) if os.path.lexists(beside) else subset.class_tokens
     said: dict[str, Any] = {"plain": caption}
     if subset.shuffle_caption and caption:
         parts, keep = [part.strip() for part in caption.split(",")], subset.keep_tokens
         said = {"prompt": ", ".join(parts[:keep]), "tags": parts[keep:]}
-    settings = Settings(
+    return Settings(
         **said,
         multiply=subset.num_repeats,
         flip_p=0.5 if subset.flip_aug else None,
         cond_dropout=subset.caption_dropout_rate,
         shuffle_tags=subset.shuffle_caption or None,
     )
-    return Listed(image, settings)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import operator
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ...core.errors import SpecError, TrainError, did_you_mean, shown
-from ...core.spec.pass_file import import_target
+from ...core.errors import SpecError, TrainError, below, did_you_mean, shown
 from ...core.spec.train_section import Data, Use
-from ..tasks.task import function_of
-from .files import existing, open_classes, open_images
+from ..tasks.task import construct, function_of, imported
+from .files import Items, existing, open_files
 from .image_files import Unreadable, as_image, read_size, stored
 
 NAMES = {
@@ -25,31 +24,8 @@ NAMES = {
     "label": ("label", "labels", "fine_label"),
     "condition": ("condition", "conditioning", "conditioning_image"),
 }
-
-
-class Items(Protocol):
-    """Samples by number.
-
-    An item is a dict: `name`, and what there is of `image` and `condition` (PIL images, or float tensors [c, h, w] that are
-    ready), `caption` (str), `label` (int), and other values that collate. An image that cannot be read raises
-    `Unreadable`.
-    """
-
-    @property
-    def sizes(self) -> list[tuple[int, int]] | None:
-        """(h, w) of each image, found without decoding it, (0, 0) for one that is unreadable; None when unknown."""
-
-    @property
-    def root(self) -> str | None:
-        """The folder that holds them, if one does."""
-
-    @property
-    def classes(self) -> list[str] | None:
-        """The names of the labels; None when they have none."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int, /) -> dict[str, Any]: ...
+# the features that columns of Hugging Face have, the surest first
+KINDS = {"image": ("image",), "label": ("class", "int", "text"), "caption": ("text",), "condition": ("image",)}
 
 
 def open_items(spec: Data, base: Path, *, test: bool = False) -> Items:
@@ -58,44 +34,16 @@ def open_items(spec: Data, base: Path, *, test: bool = False) -> Items:
     `test` only says how errors call the section, and which split of a data set is taken when none is given.
     Raises SpecError, whose path begins with `data`, or with the file and line of metadata that is wrong.
     """
-    kinds = [kind for kind in ("images", "classes", "dataset", "call") if getattr(spec, kind) is not None]
-    try:
-        if len(kinds) != 1:
-            raise SpecError(f"needs one of 'images', 'classes', 'dataset', 'call'; found {' and '.join(kinds) or 'none'}")
-        if spec.conditions and ":" not in spec.conditions.name and kinds[0] in ("dataset", "call"):
-            finding = f"a folder of them goes with files; with '{kinds[0]}' each sample has its own 'condition'"
-            raise SpecError(finding, path=("conditions",))
+    with below("data", *["test"] * test):
         if spec.conditions and ":" in spec.conditions.name:
             function_of(spec.conditions, ("conditions",))
-        if kinds == ["images"]:
-            return open_images(spec, base)
-        if kinds == ["classes"]:
-            return open_classes(spec, base)
-        return open_dataset(spec, base, "test" if test else "train") if kinds == ["dataset"] else open_call(spec)
-    except SpecError as error:
-        if not error.located:
-            raise SpecError(error.finding, path=(*(("data", "test") if test else ("data",)), *error.path)) from error.__cause__
-        raise
-
-
-class Renumbered:
-    """Items whose labels have the numbers of other `classes` of the same names."""
-
-    def __init__(self, items: Items, classes: list[str]) -> None:
-        self.items, self.classes = items, classes
-        self._number = [classes.index(name) for name in items.classes or []]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # pickle looks for some before there are items
-            raise AttributeError(name)
-        return getattr(self.items, name)
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        item = self.items[i]
-        return {**item, "label": self._number[item["label"]]} if "label" in item else item
+        elif spec.conditions and (spec.dataset or spec.call):
+            kind = "dataset" if spec.dataset else "call"
+            finding = f"a folder of them goes with files; with '{kind}' each sample has its own 'condition'"
+            raise SpecError(finding, path=("conditions",))
+        if spec.dataset is not None:
+            return open_dataset(spec, base, "test" if test else "train")
+        return open_files(spec, base) if spec.call is None else open_call(spec)
 
 
 def with_classes(items: Items, classes: list[str] | None) -> Items:
@@ -111,10 +59,11 @@ def with_classes(items: Items, classes: list[str] | None) -> Items:
         more = f" and {len(unknown) - 1} more" * (len(unknown) > 1)
         finding = f"the class '{unknown[0]}'{more} is not among the {len(classes)} of the training data{hint}"
         raise SpecError(finding, path=("data", "test"))
-    return Renumbered(items, classes)
+    items.numbers = [classes.index(name) for name in items.classes]
+    return items
 
 
-class OwnItems:
+class OwnItems(Items):
     """The samples of a map-style data set as items.
 
     A sample is a mapping (`image` or `img`, `label`, `caption` or `text`, `condition`, and anything that collates), or a tuple
@@ -141,7 +90,7 @@ class OwnItems:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, i: int) -> dict[str, Any]:
+    def sample(self, i: int) -> dict[str, Any]:
         """One sample. Raises Unreadable where the data set raises OSError, TrainError for any other error of it."""
         name = f"dataset[{i}]"
         try:
@@ -255,22 +204,28 @@ def open_dataset(spec: Data, base: Path, split: str = "train") -> OwnItems:
 
 
 def _columns(features: dict[str, str], spec: Data, folder: Path) -> dict[str, str]:
+    """The column of each key: the one that `columns` says, the only one whose feature tells, or one that is called so."""
     columns = dict(spec.columns)
     for key, column in columns.items():
         if column not in features:
             near = did_you_mean(column, features)
             raise SpecError(f"no column '{column}'{near}; '{folder}' has {', '.join(features)}", path=("columns", key))
-    for key, kinds in (("image", ["image"]), ("label", ["class", "int", "text"]), ("caption", ["text"])):
-        if key not in columns and not (key == "caption" and spec.captions == "none"):
-            free = {name: kind for name, kind in features.items() if name not in columns.values()}
-            if chosen := _find(key, kinds, free, folder):
-                columns[key] = chosen
-    for name in NAMES["condition"]:
-        if "condition" not in columns and features.get(name) == "image" and name not in columns.values():
-            columns["condition"] = name
     found = ", ".join(f"{name} ({kind})" for name, kind in features.items())
-    if columns.get("label") and features[columns["label"]] not in ("class", "int", "text"):
-        finding = f"column '{columns['label']}' is no label: it has {features[columns['label']]}, not whole numbers or text"
+    for key, kinds in KINDS.items():
+        if key in columns or (key == "caption" and spec.captions == "none"):
+            continue
+        free = {name: kind for name, kind in features.items() if name not in columns.values()}
+        sure = [name for name, kind in free.items() if kind == kinds[0] and key != "condition"]
+        named = [name for name in NAMES[key] if name in free and (free[name] in kinds or key == "image")]
+        if len(sure) != 1 or (named and key == "caption"):
+            sure = sorted(named, key=lambda name: free[name] != kinds[0]) or (sure if key == "image" else [])
+        if len(sure) > 1 and not named:
+            finding = f"{len(sure)} columns of '{folder}' may be the {key}: {', '.join(sure)}"
+            raise SpecError(f"{finding}; say which with columns: {{{key}: ...}}", path=("dataset",))
+        if sure:
+            columns[key] = sure[0]
+    if (label := columns.get("label")) and features[label] not in KINDS["label"]:
+        finding = f"column '{label}' is no label: it has {features[label]}, not whole numbers or text"
         raise SpecError(finding, path=("columns", "label"))
     if "image" not in columns:
         finding = f"no image column in '{folder}', it has {found}; name it with columns: {{image: ...}}"
@@ -282,18 +237,6 @@ def _columns(features: dict[str, str], spec: Data, folder: Path) -> dict[str, st
             path=("dataset",),
         )
     return columns
-
-
-def _find(key: str, kinds: Sequence[str], features: dict[str, str], folder: Path) -> str | None:
-    """The column of a key: the only one whose feature tells, else the one that is called so, else the only text."""
-    named = [name for name in NAMES[key] if name in features and (features[name] in kinds or key == "image")]
-    sure = [name for name, kind in features.items() if kind == kinds[0]]
-    if named and (key == "caption" or len(sure) != 1):
-        return next((name for name in named if name in sure), named[0])
-    if len(sure) > 1 and key == "image":
-        finding = f"{len(sure)} columns of '{folder}' may be the {key}: {', '.join(sure)}"
-        raise SpecError(f"{finding}; say which with columns: {{{key}: ...}}", path=("dataset",))
-    return sure[0] if len(sure) == 1 else None
 
 
 def _kind(feature: Any) -> str:
@@ -321,12 +264,6 @@ def open_call(spec: Data) -> OwnItems:
     Raises SpecError for what cannot be imported or called so, and for anything that has no length or no indices.
     """
     use = spec.call or Use("", {})
-    try:
-        made = import_target(use.name)
-        dataset: Any = made(**use.options) if callable(made) else made
-    except SpecError as error:
-        raise SpecError(error.finding, path=("call",)) from None
-    except Exception as error:  # the user's function
-        finding = f"'{use.name}' raised {type(error).__name__}: {error}"
-        raise SpecError(finding, path=("call", use.name)) from error
+    made = imported(use.name, ("call",))
+    dataset = construct(made, use, ("call",)) if callable(made) else made
     return own_items(dataset, spec, f"what '{use.name}' gives")

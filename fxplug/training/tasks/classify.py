@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from ...core.errors import SpecError, did_you_mean, shown
 from ...core.spec.pass_file import check_known, taken
 from ...core.spec.train_section import Use, read_use
-from ..random_draws import Draws
+from ..random_draws import Draws, random_state_kept
 from .calling import Call, check_labels, image_of, inputs_of
 from .task import Batch, Task, TaskInfo, Totals, construct, function_of
 
@@ -74,13 +73,14 @@ class Classify(Task):
 
     def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor:
         image, label = image_of(batch), self._labels(batch)
-        mixed = self._mix(draw, image.shape) if self.mixup or self.cutmix else None
-        if mixed is not None:
-            image = mixed.images(image)
+        part = None
+        if self.mixup or self.cutmix:
+            image, part = self._mixed(image, draw)
         outputs = self._outputs(module, {**batch, "image": image}).float()
         check_labels(batch, outputs.shape[1], self.info.classes, "outputs")
-        if mixed is not None:
-            label = mixed.labels(F.one_hot(label, outputs.shape[1]).float())
+        if part is not None:
+            own = F.one_hot(label, outputs.shape[1]).float()
+            label = own * part + own[torch.arange(len(own)) ^ 1] * (1 - part)
         return self._compared(outputs, label, self.smoothing)
 
     @torch.no_grad()
@@ -117,52 +117,20 @@ class Classify(Task):
         loss: Tensor = self.criterion(outputs, labels)
         return loss.mean()
 
-    def _mix(self, draw: Draws, shape: torch.Size) -> Mix:
-        if shape[0] % 2:
-            raise SpecError(f"mixup and cutmix mix pairs, and a batch of {shape[0]} is odd", path=("train", "batch"))
-        rng = np.random.default_rng(int(torch.randint(2**62, (), generator=draw.once())))
-        if self.cutmix and (not self.mixup or rng.random() < 0.5):
-            return cut(rng, rng.beta(self.cutmix, self.cutmix), shape[-2], shape[-1])
-        return Mix(rng.beta(self.mixup, self.mixup))
+    def _mixed(self, image: Tensor, draw: Draws) -> tuple[Tensor, Tensor]:
+        """Images mixed by timm, and what each keeps of itself [b, 1].
 
-
-@dataclass(frozen=True)
-class Mix:
-    """One mixing of a batch, as timm's Mixup with mode="batch" has it, but of neighbours: rows 0 and 1, 2 and 3.
-
-    timm mixes first with last. Neighbours stay together when a batch is divided among processes. `part` is what each row
-    keeps of itself; `box` (top, bottom, left, right) is what it takes of its neighbour, else the images are blended.
-    """
-
-    part: float
-    box: tuple[int, int, int, int] | None = None
-
-    def images(self, x: Tensor) -> Tensor:
-        """Mixed images of the shape [b, c, h, w] of those given, which stay as they are."""
-        other = _neighbours(x)
-        if self.box is None:
-            return x * self.part + other * (1 - self.part)
-        top, bottom, left, right = self.box
-        mixed = x.clone()
-        mixed[..., top:bottom, left:right] = other[..., top:bottom, left:right]
-        return mixed
-
-    def labels(self, x: Tensor) -> Tensor:
-        """Mixed one-hot labels [b, k]."""
-        return x * self.part + _neighbours(x) * (1 - self.part)
-
-
-def _neighbours(x: Tensor) -> Tensor:
-    return x[torch.arange(len(x), device=x.device) ^ 1]
-
-
-def cut(rng: np.random.Generator, part: float, height: int, width: int) -> Mix:
-    """A CutMix with a box of about 1 - `part` of the image; what is kept is what the box, cut at the borders, leaves."""
-    h, w = (int(side * (1 - part) ** 0.5) for side in (height, width))
-    y, x = int(rng.integers(height)), int(rng.integers(width))
-    top, bottom = max(0, y - h // 2), min(height, y + (h + 1) // 2)
-    left, right = max(0, x - w // 2), min(width, x + (w + 1) // 2)
-    return Mix(1 - (bottom - top) * (right - left) / (height * width), (top, bottom, left, right))
+        Rows 0 and 1 are mixed, 2 and 3 and so on: neighbours stay together when a batch is divided among processes.
+        """
+        if len(image) % 2:
+            raise SpecError(f"mixup and cutmix mix pairs, and a batch of {len(image)} is odd", path=("train", "batch"))
+        rows = torch.arange(len(image), device=image.device)
+        order = torch.cat([rows[0::2], rows[1::2].flip(0)])  # timm mixes first with last
+        mixup = timm.data.Mixup(self.mixup, self.cutmix, label_smoothing=0.0, num_classes=len(image))
+        with random_state_kept():
+            np.random.seed(int(torch.randint(2**32, (), generator=draw.once())))
+            images, shares = mixup(image[order], rows)  # as if each row were a class of its own
+        return images[order.argsort()], shares.diagonal()[:, None]
 
 
 class Transform:

@@ -9,6 +9,7 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.training_utils import compute_loss_weighting_for_sd3
 from torch import Tensor
 
 from ...core.errors import SpecError, did_you_mean, shown
@@ -163,12 +164,8 @@ class Flow(Noise):
 
     def weight(self, index: Tensor) -> Tensor:
         """The weight of `weighting` [b] in float32."""
-        sigma = self.sigmas.to(index.device, torch.float32)[index]
-        if self.weighting == "sigma_sqrt":
-            return sigma**-2.0
-        if self.weighting == "cosmap":
-            return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
-        return torch.ones_like(sigma)
+        weight: Tensor = compute_loss_weighting_for_sd3(self.weighting, self.sigmas.to(index.device, torch.float32)[index])
+        return weight
 
 
 DENSITIES: dict[str, dict[str, float]] = {"uniform": {}, "logit_normal": {"mean": 0.0, "std": 1.0}, "mode": {"scale": 1.29}}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, brief_fields, did_you_mean
+from ...core.errors import FxplugError, SpecError, below, brief_fields, did_you_mean
 from ...core.spec.pass_file import check_options, import_target
 from ...core.spec.train_section import Use, read_use
 from ..random_draws import Draws
@@ -105,21 +105,31 @@ def make_task(spec: Any) -> Task:
     if ":" not in use.name and use.name not in NAMES:
         hint = did_you_mean(use.name, NAMES) or f"; there are {', '.join(NAMES)}, or 'package.module:Class' for one of your own"
         raise SpecError(f"no task '{use.name}'{hint}", path=("train", "task"))
-    kind = import_target(NAMES.get(use.name, use.name))
+    kind = imported(NAMES.get(use.name, use.name), ("train", "task"))
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise SpecError(f"'{use.name}' is no subclass of fxplug.Task", path=("train", "task"))
     task: Task = construct(kind, use, ("train", "task"))
     return task
 
 
-def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = ()) -> Any:
-    """What `kind` makes of the options. SpecError for an option that it lacks, with the nearest, and for a missing one."""
+def imported(name: str, path: tuple[str, ...]) -> Any:
+    """What an import path names. SpecError, at its place in a configuration, for what does not exist."""
+    with below(*path):
+        return import_target(name)
+
+
+def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = (), *given: Any) -> Any:
+    """What `kind` makes of values and options. SpecError for an option that it lacks, with the nearest, for a missing one, and
+    for what it raises itself."""
     path = (*path, use.name) if use.options else path
-    check_options(kind, use.options, use.name, path=path)
-    try:
-        return kind(**use.options)
-    except SpecError as error:
-        raise SpecError(error.finding, path=(*path, *error.path), key=error.key) from None
+    check_options(kind, use.options, use.name, given=len(given), path=path)
+    with below(*path):
+        try:
+            return kind(*given, **use.options)
+        except FxplugError:
+            raise
+        except Exception as error:  # of anybody's class or function
+            raise SpecError(f"{use.name} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def function_of(use: Use, path: tuple[str, ...] = (), given: int = 1) -> Any:
@@ -127,10 +137,7 @@ def function_of(use: Use, path: tuple[str, ...] = (), given: int = 1) -> Any:
 
     SpecError for what cannot be imported or called so.
     """
-    try:
-        target: Any = import_target(use.name)
-    except SpecError as error:
-        raise SpecError(error.finding, path=path) from None
+    target = imported(use.name, path)
     if isinstance(target, type):
         return construct(target, use, path)
     if not callable(target):

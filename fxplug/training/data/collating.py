@@ -1,0 +1,58 @@
+"""Samples that become a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from ...core.errors import TrainError
+
+
+def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One dict of the samples' values.
+
+    `image` and `condition` are stacked to float32 [b, c, h, w]; uint8 becomes [-1, 1] and [0, 1]. Text becomes a list,
+    `label` and `index` int64 [b], the rest what torch's default_collate makes of it. Raises TrainError for samples that do
+    not go together.
+    """
+    first = samples[0]
+    for sample in samples[1:]:
+        if sample.keys() != first.keys():
+            key = sorted(map(str, sample.keys() ^ first.keys()))[0]
+            has, lacks = (sample, first) if key in sample else (first, sample)
+            raise TrainError(f"{has['name']} has '{key}' and {lacks['name']} has not")
+    return {key: _collated(key, [sample[key] for sample in samples], samples) for key in first}
+
+
+def _collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) -> Any:
+    if isinstance(values[0], str):
+        return values
+    if key in ("loss_scale", "cond_dropout"):
+        return torch.tensor(values, dtype=torch.float32)
+    if key in ("label", "index"):
+        return torch.tensor(values, dtype=torch.int64)
+    if key in ("image", "condition") and isinstance(values[0], Tensor):
+        for value, sample in zip(values, samples, strict=True):
+            if value.shape != values[0].shape or value.dtype != values[0].dtype:
+                one, two = (f"{s['name']} ({_described(v)})" for v, s in ((values[0], samples[0]), (value, sample)))
+                raise TrainError(f"the {key}s of a batch must be of one size and kind: {one}, {two}; 'size' makes them so")
+        return rescaled(key, torch.stack(values))
+    try:
+        return default_collate(values)
+    except Exception as error:  # torch's, about samples of the user's
+        raise TrainError(f"the values of '{key}' make no batch: {error}; samples from {samples[0]['name']}") from error
+
+
+def rescaled(key: str, images: Tensor) -> Tensor:
+    """uint8 images as float32 in [-1, 1], conditions in [0, 1]; floats as they are."""
+    if images.dtype != torch.uint8:
+        return images
+    return images.float().div_(127.5).sub_(1) if key == "image" else images.float().div_(255)
+
+
+def _described(value: Tensor) -> str:
+    return "x".join(map(str, value.shape)) + f" {str(value.dtype).removeprefix('torch.')}"
