@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from lycoris import LycorisNetwork, create_lycoris
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fxplug
@@ -712,7 +712,7 @@ def test_what_was_left_in_a_free_slot_is_not_inherited():
     torch.testing.assert_close(new(x), other(x))
 
 
-def test_a_grouped_convolution_takes_one_product_for_all_groups():
+def test_a_grouped_convolution_takes_one_product_for_all_groups(tmp_path):
     """LyCORIS has one down for all groups of a convolution, and the update is the product in the weight's shape."""
     torch.manual_seed(0)
     conv = nn.Conv2d(8, 12, 3, groups=4, bias=False)
@@ -720,6 +720,8 @@ def test_a_grouped_convolution_takes_one_product_for_all_groups():
     new = fxplug.apply(fxplug.trace(nn.Sequential(conv), (x,)), fxplug.load_pass("lora", at="0", rank=2, slots=1))
     state = {"lora_0.lora_down.weight": torch.randn(2, 2, 3, 3), "lora_0.lora_up.weight": torch.randn(12, 2, 1, 1)}
     new.adapters.load("it", state)
+    back = load_file(new.adapters.save("it", tmp_path / "it", as_="lycoris").path)
+    assert all(torch.equal(back[f"lycoris_{key.removeprefix('lora_')}"], value) for key, value in state.items())
     new.adapters.use("it")
     down, up = (state[f"lora_0.lora_{half}.weight"].flatten(1) for half in ("down", "up"))
     update = (up @ down).reshape(12, 2, 3, 3)

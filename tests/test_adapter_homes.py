@@ -317,11 +317,11 @@ def test_biases_go_back_to_peft_and_are_not_given_to_who_leaves_them_out(tmp_pat
         torch.testing.assert_close(new(x), model(x), **NEAR)
 
 
-@pytest.mark.parametrize("slots", [0, 1])
+@pytest.mark.parametrize(("slots", "options"), [(0, {}), (1, {}), (1, {"use_dora": True, "bias": "lora_only"})])
 @pytest.mark.filterwarnings("ignore")
-def test_layers_that_pefts_file_has_whole_go_back_to_peft(slots, tmp_path):
+def test_layers_that_pefts_file_has_whole_go_back_to_peft(slots, options, tmp_path):
     gm, (x,), _ = small.plain_vit()
-    model = tuned(lambda: peft.LoraConfig(r=4, modules_to_save=["head", "norm", "blocks.1.norm2"]))
+    model = tuned(lambda: peft.LoraConfig(r=4, modules_to_save=["head", "norm", "blocks.1.norm2"], **options))
     model.save_pretrained(tmp_path / "it")
     new = fxplug.apply(gm, fxplug.pass_for(tmp_path / "it", gm, slots=slots))
     if slots:
@@ -347,9 +347,9 @@ def test_a_whole_change_that_peft_would_take_for_others_is_refused(tmp_path):
     """PEFT takes every module whose name ends so, and puts it in the place of what is adapted."""
     gm, _, _ = small.plain_vit()
     at = "blocks.0.attn.qkv"
-    new = fxplug.apply(gm, fxplug.load_pass("dora", at=at, rank=2), fxplug.load_pass("delta", at=at, param="bias"))
+    new = fxplug.apply(gm, fxplug.load_pass("loha", at=at, rank=2), fxplug.load_pass("delta", at=at, param="bias"))
     with torch.no_grad():
-        for parameter in [*new.delta.parameters(), *new.dora.parameters()]:
+        for parameter in [*new.delta.parameters(), *new.loha.parameters()]:
             parameter.add_(0.1)
     with pytest.raises(ArtifactError, match="has a whole change, and PEFT would take a layer with another update for it too"):
         fxplug.save_adapter(new, tmp_path / "it", as_="peft")

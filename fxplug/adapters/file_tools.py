@@ -176,9 +176,8 @@ def _halves(entry: Entry, where: str) -> tuple[Tensor, Tensor]:
         )
     if base != "lora":
         entry = entry.as_lora((entry.sizes()[0], *entry.sizes()[1]))
+    entry = entry.as_one_group()
     down, up = entry.tensors["down"].flatten(1), entry.tensors["up"].flatten(1)
-    if len(down) != up.shape[1]:
-        raise ArtifactError(f"{where}'{entry.name}' is of a convolution in groups, whose updates cannot be resized or merged")
     wide = torch.float64 if up.dtype == torch.float64 else torch.float32
     return up.to(wide), down.to(wide)
 

@@ -38,7 +38,7 @@ def refused(entry: Entry, as_: str, layer: Layer | None) -> str:
         return ""
     if layer.kind == "Embedding" and (as_ not in CONFIGURED or entry.kind != "lora"):
         return f"is an embedding, for whose {entry.kind} {as_} has no form"
-    if layer.groups > 1 and "down" in entry.tensors:
+    if layer.groups > 1 and "down" in entry.tensors and as_ in CONFIGURED:
         return f"is a convolution in {layer.groups} groups, for whose low-rank updates {as_} has no form"
     if entry.kind not in FORMATS[as_]["kinds"]:
         return f"has {entry.kind}, for which {as_} has no form"
@@ -88,6 +88,21 @@ def joined_biases(entries: Sequence[Entry]) -> list[Entry]:
             entry = replace(entry, kind="lora+bias", tensors={**entry.tensors, "bias": bias})
         if biases.get(entry.path) is not entry:
             made.append(entry)
+    return made
+
+
+def split_biases(entries: Sequence[Entry]) -> list[Entry]:
+    """The bias of a LoRA's own as a change of its layer's, which has a form where the other has none."""
+    made = []
+    for entry in entries:
+        if entry.kind == "lora+bias":
+            tensors = dict(entry.tensors)
+            bias = tensors.pop("bias")
+            delta = (bias.float() * entry.scale).to(bias.dtype)
+            more: dict[str, Any] = {"kind": "delta", "method": "diff", "param": "bias", "scale": 1.0, "rank": 0}
+            made.append(replace(entry, **more, tensors={"delta": delta}))
+            entry = replace(entry, kind="lora", tensors=tensors)
+        made.append(entry)
     return made
 
 
