@@ -407,8 +407,8 @@ def test_what_lycoris_made_of_a_unet(algo, tmp_path, capsys):
     "config",
     [
         peft.IA3Config(feedforward_modules=["conv2"]), peft.OFTConfig(oft_block_size=8), peft.BOFTConfig(boft_block_size=8),
-        peft.LoraConfig(r=2, use_dora=True),
-    ], 3,
+        peft.LoraConfig(r=2, use_dora=True), peft.HiraConfig(r=2),
+    ], 3, 4,
     ids=lambda config: config.peft_type.value,
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
@@ -425,6 +425,32 @@ def test_what_peft_made_of_convolutions(config, tmp_path):
         new.adapters.load("it", tmp_path)
         new.adapters.use("it")
         torch.testing.assert_close(new(*args, **kwargs).sample, wanted, **NEAR)
+
+
+def test_a_lokr_of_a_conv1d_is_another_one_in_peft(tmp_path):
+    """PEFT multiplies its factors as if the kernel's were another dimension; LyCORIS as of any other convolution."""
+    base = nn.Sequential(nn.Conv1d(16, 8, 3))
+    peft.get_peft_model(copy.deepcopy(base), peft.LoKrConfig(target_modules=["0"], r=2)).save_pretrained(tmp_path / "it")
+    with pytest.raises(ArtifactError, match="'base_model.model.0' is a LoKr of a Conv1d, whose factors PEFT puts together in"):
+        files.read(tmp_path / "it")
+    x = torch.randn(1, 16, 9)
+    new = fxplug.apply(fxplug.trace(base, (x,)), fxplug.load_pass("lokr", at="0", rank=2))
+    shaken(new)
+    with pytest.raises(ArtifactError, match="'0' is a LoKr of a Conv1d, whose factors PEFT puts together in"):
+        fxplug.save_adapter(new, tmp_path / "peft")
+    fxplug.save_adapter(new, tmp_path / "a.safetensors", as_="lycoris")
+    create_lycoris_from_weights(1.0, str(tmp_path / "a.safetensors"), base)[0].apply_to()
+    torch.testing.assert_close(new(x), base(x), **NEAR)
+
+
+def test_hira_of_an_embedding(tmp_path):
+    model = peft.get_peft_model(nn.Sequential(nn.Embedding(7, 4)), peft.HiraConfig(target_modules=["0"], r=2))
+    shaken(model)
+    model.save_pretrained(tmp_path)
+    gm = fxplug.trace(nn.Sequential(model.base_model.model[0].base_layer), (torch.arange(7),))
+    new = fxplug.apply(gm, fxplug.pass_for(tmp_path, gm, slots=0))
+    fxplug.load_adapter(new, tmp_path)
+    torch.testing.assert_close(new(torch.arange(7)), model(torch.arange(7)), **NEAR)
 
 
 # --- what a configuration leaves out

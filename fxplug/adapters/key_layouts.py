@@ -19,7 +19,7 @@ from torch import Tensor
 from ..blocks.low_rank import lokr_shapes
 from .contents import Layer
 from .tables import FORMATS
-from .updates import Entry
+from .updates import Entry, has_lokr_of_3_dims
 
 CONFIGURED = ("peft", "diffusers")  # what says ranks and alphas in a configuration
 OWN = {"lora": "Lora", "loha": "Loha", "lokr": "Lokr", "dora": "Dora"}
@@ -40,6 +40,8 @@ def refused(entry: Entry, as_: str, layer: Layer | None) -> str:
         return f"is an embedding, for whose {entry.kind} {as_} has no form"
     if layer.groups > 1 and "down" in entry.tensors and as_ in CONFIGURED:
         return f"is a convolution in {layer.groups} groups, for whose low-rank updates {as_} has no form"
+    if as_ in CONFIGURED and has_lokr_of_3_dims(entry.tensors):
+        return "is a LoKr of a Conv1d, whose factors PEFT puts together in an order of its own"
     if entry.kind not in FORMATS[as_]["kinds"]:
         return f"has {entry.kind}, for which {as_} has no form"
     return ""

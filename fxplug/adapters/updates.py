@@ -284,6 +284,11 @@ def base_of(tensors: Mapping[str, Tensor]) -> str:
     return "lokr" if any(name.startswith("lokr_") for name in tensors) else "lora"
 
 
+def has_lokr_of_3_dims(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a Kronecker product is of a Conv1d's kernels, with which PEFT 0.21 makes another weight than LyCORIS."""
+    return any(tensors[name].dim() == 3 for name in ("lokr_w2", "lokr_t2") if name in tensors)
+
+
 def rank_of(tensors: Mapping[str, Tensor]) -> int:
     """The rank that alpha is divided by."""
     if "up" in tensors:
