@@ -184,6 +184,29 @@ def test_what_lycoris_wrote_does_the_same_here(kind, tmp_path, capsys):
     torch.testing.assert_close(slots(x), wanted, **NEAR)
 
 
+class Block(nn.Module):
+    """A convolution of a channel each, and one across channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.deep, self.wide = nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 1)
+
+    def forward(self, x):
+        return self.wide(self.deep(x))
+
+
+@pytest.mark.parametrize("algo", ["lora", "loha", "lokr"])
+def test_magnitudes_of_inputs_have_a_place_in_the_pass_for_them(algo, tmp_path, capsys):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Block()), torch.randn(1, 4, 6, 6)
+    gm = fxplug.trace(copy.deepcopy(model), (x,))
+    lycoris_file(model, tmp_path / "it.safetensors", algo=algo, dora_wd=True, wd_on_output=False)
+    new = fxplug.apply(gm, fxplug.pass_for(tmp_path / "it.safetensors", gm))
+    new.adapters.load("it", tmp_path / "it.safetensors")
+    new.adapters.use("it")
+    torch.testing.assert_close(new(x), model(x), **NEAR)
+
+
 # --- DoRA
 
 

@@ -264,7 +264,7 @@ def candidate_banks(entry: Entry, banks: Sequence[Bank]) -> list[int]:
     base, *more = entry.kind.split("+")
     beside = "bias" in more
     ways: list[Callable[[Bank], bool]] = []
-    if base in ("lora", "loha", "lokr") and "dora" not in more:
+    if base in ("lora", "loha", "lokr") and not any("dora" in one for one in more):
         ways = [lambda bank: bank.kind.lower() == base and not beside, lambda bank: bank.plain and (bank.biased or not beside)]
     elif not more:
         word, _, side = base.partition(" ")

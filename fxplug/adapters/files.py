@@ -222,7 +222,8 @@ class _Reader:
         word = base
         if "magnitude" in tensors:
             word = {"lora": "dora"}.get(base, f"{base}+dora")
-            if keys["magnitude"].endswith("dora_scale") and tensors["magnitude"].shape[0] == 1 < tensors["magnitude"].numel():
+            most = max(tensors["magnitude"].numel(), Entry("", "", "", base, tensors, 1.0, rank).sizes()[0])
+            if keys["magnitude"].endswith("dora_scale") and tensors["magnitude"].shape[0] == 1 < most:
                 word = f"{word} by input"  # LyCORIS has both
             tensors["magnitude"] = tensors["magnitude"].flatten()
         word = f"{word}+bias" if "bias" in tensors else word

@@ -38,7 +38,7 @@ def forms_of(entry: Entry, layer: Layer | None, called: bool, slots: bool) -> li
     if not called:
         return "is never called, the module around it reads its weight: no pass reaches that"
     kind, *more = entry.kind.split("+")
-    if entry.param != "weight" or layer is None or layer.kind not in LAYERS or "dora" in more:
+    if entry.param != "weight" or layer is None or layer.kind not in LAYERS or any("dora" in one for one in more):
         return [Form("delta", 0, (("param", entry.param),))]
     if kind == "lora":
         of_all = layer.groups > 1 and len(entry.tensors["down"]) == entry.rank  # one product, of any rank, for all groups
