@@ -210,6 +210,18 @@ def test_what_trainers_call_layers_is_read(trainer):
         torch.testing.assert_close(placed[path].changed(zero), change, msg=path)
 
 
+def test_a_control_lora_of_flux_has_its_norms_whole():
+    """As Black Forest Labs write theirs: biases beside the halves, and norms under the checkpoint's names."""
+    shapes = {"transformer_blocks.0.attn.norm_q": (4,), "x_embedder": (8, 6), "single_transformer_blocks.0.norm.linear": (4, 8),
+              "norm_out.linear": (4, 8), "context_embedder": (8, 8)}  # fmt: skip
+    state = {"img_in.lora_A.weight": torch.randn(2, 6), "img_in.lora_B.weight": torch.randn(8, 2)}
+    state |= {"img_in.lora_B.bias": torch.randn(8), "double_blocks.0.img_attn.norm.query_norm.scale": torch.randn(4)}
+    placed = files.fit(files.read(state), shapes).check().placed
+    assert {path: entry.method or entry.kind for path, entry in placed.items()} == {
+        "x_embedder": "lora+bias", "transformer_blocks.0.attn.norm_q": "whole"
+    }  # fmt: skip
+
+
 def test_parts_of_other_tools_lie_apart():
     one = torch.randn(2, 8), torch.randn(8, 2)
     names = {

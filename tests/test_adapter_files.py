@@ -380,7 +380,7 @@ def test_the_first_names_are_what_diffusers_makes_of_them():
     shapes = layers(small_flux())
     state = {}
     for name, paths in first_names(shapes).items():
-        if name.startswith(("double", "single")) and not name.endswith("linear1"):  # theirs is of the full width only
+        if re.match("(double|single)(?!.*(linear1|_norm)$)", name):  # their linear1 is of the full width only
             key = f"lora_unet_{name.replace('.', '_')}"
             state[f"{key}.lora_down.weight"] = torch.randn(2, shapes[paths[0]][1])
             state[f"{key}.lora_up.weight"] = torch.randn(sum(shapes[path][0] for path in paths), 2)
@@ -776,14 +776,16 @@ def test_early_lokr_splits_kernels_over_both_factors(sd15):
 @real
 @pytest.mark.parametrize("file", sorted((ASSETS / "key_lists").glob("*.json")), ids=lambda file: file.stem)
 def test_key_lists(file):
-    """Every key of the lists is a layer's or, of the control LoRA's norms, said to be no update."""
+    """Every key of the lists is a layer's, or of the control LoRA's norms, which it has whole."""
     shapes = json.loads(file.read_text())["state_dict_keys"]
     state = {key: torch.zeros(shape, device="meta") if shape else torch.tensor(1.0) for key, shape in shapes.items()}
     read = files.read(state)
     used = sum(len(entry.tensors) for entry in read.entries) + sum(key.endswith(".alpha") for key in state)
     assert used + len(read.rest) == len(state)
-    assert list(read.rest) == [key for key in state if key.endswith("_norm.scale")]
-    targets = {entry.path: (entry.sizes()[0], *entry.sizes()[1]) for entry in read.entries}
+    assert not read.rest
+    norms = {entry.path: tuple(entry.tensors["whole"].shape) for entry in read.entries if entry.method == "whole"}
+    assert len(norms) == sum(key.endswith("_norm.scale") for key in state)
+    targets = {entry.path: norms.get(entry.path) or (entry.sizes()[0], *entry.sizes()[1]) for entry in read.entries}
     found = files.fit(read, targets, part=read.parts[0])
     assert len(found.placed) == sum(entry.part == read.parts[0] for entry in read.entries)
 

@@ -36,7 +36,7 @@ def load_weights(model: nn.Module, spec: WeightsSpec) -> None:
     elif spec.keys:
         state = _renamed(model, state, spec)
     else:
-        state = _in_diffusers_layout(model, state, f"'{file.name}'", spec)
+        state = in_diffusers_layout(model, state, f"'{file.name}'", spec.where)
     _assign(model, state, f"'{file.name}'", spec.where)
 
 
@@ -77,7 +77,7 @@ def _read_shards(index: Path, raises: Raises, meta: bool, limits: Limits) -> Sta
     return state
 
 
-def _in_diffusers_layout(model: nn.Module, state: State, name: str, spec: WeightsSpec) -> State:
+def in_diffusers_layout(model: nn.Module, state: State, name: str, where: Where | None = None) -> State:
     """The tensors of a checkpoint in a diffusers model's original layout under diffusers' names; of any other as they are.
 
     diffusers' own converters do it (`diffusers.loaders.single_file_model`), and take the model's part out of a whole pipeline.
@@ -104,7 +104,7 @@ def _in_diffusers_layout(model: nn.Module, state: State, name: str, spec: Weight
         best = max(best, made or {}, key=lambda each: len(wanted & each.keys()))
     if why and not wanted & best.keys():
         finding = f"{name} has neither diffusers' names of {classes[0]} nor those that diffusers converts ({why})"
-        raise SpecError(finding, path=("weights",), where=spec.where)
+        raise SpecError(finding, path=("weights",), where=where)
     return best
 
 
