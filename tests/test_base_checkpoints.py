@@ -131,6 +131,20 @@ def test_stable_diffusion_3_in_its_original_layout(start, tmp_path):
     assert_same(loaded(model=config_of(sd3(), tmp_path), weights=tmp_path / "sd3.safetensors"), sd3())
 
 
+@pytest.mark.parametrize("start", ["", "model.diffusion_model."])
+def test_weights_that_were_quantised_are_refused(start, tmp_path):
+    """diffusers' converter takes what it knows, and leaves out the scales of ComfyUI's fp8 files without a word."""
+    config, state = config_of(sd3(), tmp_path), {f"{start}{key}": value for key, value in original(sd3(), in_sd3).items()}
+    key = f"{start}joint_blocks.0.x_block.attn.qkv"
+    quantised = {f"{key}.weight": state[f"{key}.weight"].to(torch.float8_e4m3fn), f"{key}.scale_weight": torch.ones(1)}
+    save_file(state | quantised, tmp_path / "scaled.safetensors")
+    with pytest.raises(SpecError, match=f"'scaled.safetensors' holds quantised weights, which '{key}.scale_weight' scales"):
+        loaded(model=config, weights=tmp_path / "scaled.safetensors")
+    save_file(state | {f"{key}.weight": state[f"{key}.weight"].to(torch.int8)}, tmp_path / "int8.safetensors")
+    with pytest.raises(SpecError, match=r"holds torch.int8 for '.*attn.to_.\.weight', which is torch.float32"):
+        loaded(model=config, weights=tmp_path / "int8.safetensors")
+
+
 def test_flux_fits_in_its_original_layout_by_names_and_shapes(tmp_path):
     """At the width of the real one, which diffusers' converter has as a number; the file has a hole for its values."""
     sizes = {"num_layers": 1, "num_single_layers": 1, "guidance_embeds": True}

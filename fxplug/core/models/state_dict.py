@@ -20,6 +20,7 @@ from ..spec.yaml_source import Where
 
 SHOWN = 4  # so many keys of each kind are listed when weights do not fit
 WRAPPERS = ("state_dict", "model")  # a checkpoint often has its weights under one of these, beside other things
+DENOISER = "model.diffusion_model."  # where a whole pipeline in one file has it
 State = dict[str, torch.Tensor]
 
 
@@ -36,6 +37,12 @@ def load_weights(model: nn.Module, spec: WeightsSpec) -> None:
     elif spec.keys:
         state = _renamed(model, state, spec)
     else:
+        wanted = model.state_dict()
+        part = DENOISER if any(key.startswith(DENOISER) for key in state) else ""
+        more = [key for key in state if key.startswith(part) and key not in wanted]
+        if scale := weight_files.scale_of_weights(more):
+            finding = f"'{file.name}' holds quantised weights, which '{scale}' scales: give the weights that were quantised"
+            raise SpecError(finding, path=("weights",), where=spec.where)
         state = in_diffusers_layout(model, state, f"'{file.name}'", spec.where)
     _assign(model, state, f"'{file.name}'", spec.where)
 
@@ -95,7 +102,7 @@ def in_diffusers_layout(model: nn.Module, state: State, name: str, where: Where 
     if convert is None:
         return state
     best, why = state, ""
-    for start in ("", "model.diffusion_model."):  # which a file of the denoiser alone may leave out
+    for start in ("", DENOISER):  # which a file of the denoiser alone may leave out
         try:
             made = convert(checkpoint={f"{start}{key}": value for key, value in state.items()}, config=dict(config))
         except Exception as error:  # diffusers' code, of a checkpoint that is another model's
@@ -205,6 +212,10 @@ def _assign(model: nn.Module, state: State, name: str, where: Where) -> None:
         lines += _listed("unexpected", unexpected, state, "wanted is", missing, wanted)
         lines += [f"  another shape: {_with_shape(k, state)}, the model has {list(wanted[k].shape)}" for k in wrong[:SHOWN]]
         raise SpecError("\n".join(lines), path=("weights",), where=where)
+    for key, value in state.items():
+        if wanted[key].is_floating_point() and not value.is_floating_point():
+            finding = f"{name} holds {value.dtype} for '{key}', which is {wanted[key].dtype}: give it as floating point"
+            raise SpecError(finding, path=("weights",), where=where)
     model.load_state_dict(state, strict=False)
 
 
