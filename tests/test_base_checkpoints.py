@@ -124,6 +124,14 @@ def test_the_denoiser_of_a_whole_pipeline_in_one_file(suffix, tmp_path):
 
 
 @pytest.mark.parametrize("start", ["", "model.diffusion_model."])
+def test_a_family_whose_converter_knows_no_prefix(start, tmp_path):
+    case = next(case for case in zoo.cases() if case.name == "diffusers/Flux3Transformer2DModel")
+    model = case.build()
+    save_file({f"{start}{key}": value for key, value in original(model, str).items()}, tmp_path / "it.safetensors")
+    assert_same(loaded(model=config_of(model, tmp_path), weights=tmp_path / "it.safetensors"), model)
+
+
+@pytest.mark.parametrize("start", ["", "model.diffusion_model."])
 def test_stable_diffusion_3_in_its_original_layout(start, tmp_path):
     state = original(sd3(), in_sd3)
     assert "joint_blocks.0.x_block.attn2.ln_k.weight" in state and "joint_blocks.1.context_block.attn.ln_q.weight" in state

@@ -102,9 +102,11 @@ def in_diffusers_layout(model: nn.Module, state: State, name: str, where: Where 
     if convert is None:
         return state
     best, why = state, ""
-    for start in ("", DENOISER):  # which a file of the denoiser alone may leave out
+    inner = {key.removeprefix(DENOISER): value for key, value in state.items() if key.startswith(DENOISER)}
+    outer = {f"{DENOISER}{key}": value for key, value in state.items()}
+    for given in (state, outer, inner):  # some converters know only names with the prefix, others only those without
         try:
-            made = convert(checkpoint={f"{start}{key}": value for key, value in state.items()}, config=dict(config))
+            made = convert(checkpoint=dict(given), config=dict(config))
         except Exception as error:  # diffusers' code, of a checkpoint that is another model's
             why = why or f"{type(error).__name__}: {error}"
             continue
