@@ -242,7 +242,8 @@ SHARES = [("energy", 0.9), ("energy", 0.999), ("cumulative", 0.8), ("ratio", 3.0
 
 
 @pytest.mark.parametrize(("share", "value"), SHARES)
-def test_a_layer_gets_the_rank_that_kohya_gives_it(share, value, tmp_path):
+def test_a_layer_gets_the_lowest_rank_that_keeps_the_share(share, value, tmp_path):
+    """One less than kohya's script gives it, which adds one twice."""
     file, out = kohya(tmp_path / "a.safetensors"), tmp_path / "out.safetensors"
     done = fxplug.resize_adapter(file, out, **{share: value})
     for name, whole in products(file).items():
