@@ -162,7 +162,7 @@ PAIRS = [(m, b) for m in METHODS for b in (False, True) if b or m != "nothing"]
 
 
 @pytest.mark.parametrize("as_", FORMATS)
-@sweep(("method", "biases"), PAIRS, *((m, True) for m in ("lora", "dora", "loha", "nothing")), ("lora of biases", False))
+@sweep(("method", "biases"), PAIRS, *((m, True) for m in ("lora", "dora", "loha", "nothing", "lora of biases")))
 def test_what_is_written_in_a_form_is_read_as_it_was_or_refused(method, biases, as_, tmp_path):
     new, wanted = beside_biases(method, biases)
     try:
@@ -494,6 +494,10 @@ def test_two_updates_of_one_layer_are_not_mixed(tmp_path):
     with pytest.raises(ArtifactError, match="'conv' b has a second update there: choose the passes"):
         fxplug.save_adapter(new, tmp_path / "a")
     assert fxplug.save_adapter(new, tmp_path / "a", passes=["b"]).layers == ("conv",)
+    new = fxplug.apply(net().gm, fxplug.load_pass("loha", at="conv", rank=2), fxplug.load_pass("delta", at="conv"))
+    torch.nn.init.ones_(new.delta.conv.Delta.delta)
+    with pytest.raises(ArtifactError, match="'conv' delta has a second update there: choose the passes"):
+        fxplug.save_adapter(new, tmp_path / "a", as_="fxplug")
 
 
 class Odd(nn.Module):

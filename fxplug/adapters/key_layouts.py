@@ -95,16 +95,21 @@ def joined_biases(entries: Sequence[Entry]) -> list[Entry]:
 
 def split_biases(entries: Sequence[Entry]) -> list[Entry]:
     """The bias of a LoRA's own as a change of its layer's, which has a form where the other has none."""
+    own = {entry.path for entry in entries if entry.kind == "lora+bias"}
+    biases = {e.path: e for e in entries if e.method == "diff" and e.param == "bias" and e.path in own}
     made = []
     for entry in entries:
         if entry.kind == "lora+bias":
             tensors = dict(entry.tensors)
             bias = tensors.pop("bias")
-            delta = (bias.float() * entry.scale).to(bias.dtype)
+            delta = bias.float() * entry.scale
+            if entry.path in biases:
+                delta = delta + biases[entry.path].tensors["delta"].float().reshape(delta.shape)
             more: dict[str, Any] = {"kind": "delta", "method": "diff", "param": "bias", "scale": 1.0, "rank": 0}
-            made.append(replace(entry, **more, tensors={"delta": delta}))
+            made.append(replace(entry, **more, tensors={"delta": delta.to(bias.dtype)}))
             entry = replace(entry, kind="lora", tensors=tensors)
-        made.append(entry)
+        if biases.get(entry.path) is not entry:
+            made.append(entry)
     return made
 
 
