@@ -210,6 +210,42 @@ def test_what_trainers_call_layers_is_read(trainer):
         torch.testing.assert_close(placed[path].changed(zero), change, msg=path)
 
 
+def test_a_control_lora_of_flux_has_its_norms_whole():
+    """As Black Forest Labs write theirs: biases beside the halves, and norms under the checkpoint's names."""
+    shapes = {"transformer_blocks.0.attn.norm_q": (4,), "x_embedder": (8, 6), "single_transformer_blocks.0.norm.linear": (4, 8),
+              "norm_out.linear": (4, 8), "context_embedder": (8, 8)}  # fmt: skip
+    state = {"img_in.lora_A.weight": torch.randn(2, 6), "img_in.lora_B.weight": torch.randn(8, 2)}
+    state |= {"img_in.lora_B.bias": torch.randn(8), "double_blocks.0.img_attn.norm.query_norm.scale": torch.randn(4)}
+    placed = files.fit(files.read(state), shapes).check().placed
+    assert {path: entry.method or entry.kind for path, entry in placed.items()} == {
+        "x_embedder": "lora+bias", "transformer_blocks.0.attn.norm_q": "whole"
+    }  # fmt: skip
+
+
+def test_kohyas_oft_of_flux_turns_each_part_of_a_layer_by_itself():
+    """networks/oft_flux.py of sd-scripts: blocks by number, q, k and v of one layer, or the only ones of another."""
+    model = case("FluxTransformer2DModel").build()
+    shapes = {n.removesuffix(".weight"): tuple(p.shape) for n, p in model.named_parameters() if n.endswith(".weight")}
+    names = [("img_attn_qkv", 3, "attn.to_q"), ("img_attn_qkv", 3, "attn.to_v"), ("img_attn_proj", 1, "attn.to_out.0")]
+    state = {}
+    for name, parts, path in names[::2]:
+        size = shapes[f"transformer_blocks.0.{path}"][0]
+        key, half = f"lora_unet_double_blocks_0_{name}", size // 2
+        state |= {f"{key}.oft_blocks.{n}": torch.randn(2, half, half) for n in range(parts)}
+        state[f"{key}.alpha"] = torch.tensor(1e-3)
+    placed = files.fit(files.read(state), shapes).check().placed
+    assert len(placed) == 4
+    for name, _, path in names:
+        out, inner = shapes[f"transformer_blocks.0.{path}"]
+        q = state[f"lora_unet_double_blocks_0_{name}.oft_blocks.{2 * path.endswith('v')}"]
+        q = q - q.mT
+        q = q * min(q.norm(), 1e-3 * out) / q.norm()
+        turns = (torch.eye(out // 2) + q) @ (torch.eye(out // 2) - q).inverse()
+        w = torch.randn(out, inner)
+        wanted = torch.einsum("knm,knp->kmp", turns, w.reshape(2, -1, inner)).reshape(w.shape)
+        torch.testing.assert_close(placed[f"transformer_blocks.0.{path}"].changed(w), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_parts_of_other_tools_lie_apart():
     one = torch.randn(2, 8), torch.randn(8, 2)
     names = {

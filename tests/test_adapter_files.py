@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from lycoris import LycorisNetwork, create_lycoris
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fxplug
@@ -380,7 +380,7 @@ def test_the_first_names_are_what_diffusers_makes_of_them():
     shapes = layers(small_flux())
     state = {}
     for name, paths in first_names(shapes).items():
-        if name.startswith(("double", "single")) and not name.endswith("linear1"):  # theirs is of the full width only
+        if re.match("(double|single)(?!.*(linear1|_norm)$)", name):  # their linear1 is of the full width only
             key = f"lora_unet_{name.replace('.', '_')}"
             state[f"{key}.lora_down.weight"] = torch.randn(2, shapes[paths[0]][1])
             state[f"{key}.lora_up.weight"] = torch.randn(sum(shapes[path][0] for path in paths), 2)
@@ -712,7 +712,7 @@ def test_what_was_left_in_a_free_slot_is_not_inherited():
     torch.testing.assert_close(new(x), other(x))
 
 
-def test_a_grouped_convolution_takes_one_product_for_all_groups():
+def test_a_grouped_convolution_takes_one_product_for_all_groups(tmp_path):
     """LyCORIS has one down for all groups of a convolution, and the update is the product in the weight's shape."""
     torch.manual_seed(0)
     conv = nn.Conv2d(8, 12, 3, groups=4, bias=False)
@@ -720,6 +720,8 @@ def test_a_grouped_convolution_takes_one_product_for_all_groups():
     new = fxplug.apply(fxplug.trace(nn.Sequential(conv), (x,)), fxplug.load_pass("lora", at="0", rank=2, slots=1))
     state = {"lora_0.lora_down.weight": torch.randn(2, 2, 3, 3), "lora_0.lora_up.weight": torch.randn(12, 2, 1, 1)}
     new.adapters.load("it", state)
+    back = load_file(new.adapters.save("it", tmp_path / "it", as_="lycoris").path)
+    assert all(torch.equal(back[f"lycoris_{key.removeprefix('lora_')}"], value) for key, value in state.items())
     new.adapters.use("it")
     down, up = (state[f"lora_0.lora_{half}.weight"].flatten(1) for half in ("down", "up"))
     update = (up @ down).reshape(12, 2, 3, 3)
@@ -774,14 +776,16 @@ def test_early_lokr_splits_kernels_over_both_factors(sd15):
 @real
 @pytest.mark.parametrize("file", sorted((ASSETS / "key_lists").glob("*.json")), ids=lambda file: file.stem)
 def test_key_lists(file):
-    """Every key of the lists is a layer's or, of the control LoRA's norms, said to be no update."""
+    """Every key of the lists is a layer's, or of the control LoRA's norms, which it has whole."""
     shapes = json.loads(file.read_text())["state_dict_keys"]
     state = {key: torch.zeros(shape, device="meta") if shape else torch.tensor(1.0) for key, shape in shapes.items()}
     read = files.read(state)
     used = sum(len(entry.tensors) for entry in read.entries) + sum(key.endswith(".alpha") for key in state)
     assert used + len(read.rest) == len(state)
-    assert list(read.rest) == [key for key in state if key.endswith("_norm.scale")]
-    targets = {entry.path: (entry.sizes()[0], *entry.sizes()[1]) for entry in read.entries}
+    assert not read.rest
+    norms = {entry.path: tuple(entry.tensors["whole"].shape) for entry in read.entries if entry.method == "whole"}
+    assert len(norms) == sum(key.endswith("_norm.scale") for key in state)
+    targets = {entry.path: norms.get(entry.path) or (entry.sizes()[0], *entry.sizes()[1]) for entry in read.entries}
     found = files.fit(read, targets, part=read.parts[0])
     assert len(found.placed) == sum(entry.part == read.parts[0] for entry in read.entries)
 

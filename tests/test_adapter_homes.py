@@ -184,6 +184,29 @@ def test_what_lycoris_wrote_does_the_same_here(kind, tmp_path, capsys):
     torch.testing.assert_close(slots(x), wanted, **NEAR)
 
 
+class Block(nn.Module):
+    """A convolution of a channel each, and one across channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.deep, self.wide = nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 1)
+
+    def forward(self, x):
+        return self.wide(self.deep(x))
+
+
+@pytest.mark.parametrize("algo", ["lora", "loha", "lokr"])
+def test_magnitudes_of_inputs_have_a_place_in_the_pass_for_them(algo, tmp_path, capsys):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Block()), torch.randn(1, 4, 6, 6)
+    gm = fxplug.trace(copy.deepcopy(model), (x,))
+    lycoris_file(model, tmp_path / "it.safetensors", algo=algo, dora_wd=True, wd_on_output=False)
+    new = fxplug.apply(gm, fxplug.pass_for(tmp_path / "it.safetensors", gm))
+    new.adapters.load("it", tmp_path / "it.safetensors")
+    new.adapters.use("it")
+    torch.testing.assert_close(new(x), model(x), **NEAR)
+
+
 # --- DoRA
 
 
@@ -317,11 +340,11 @@ def test_biases_go_back_to_peft_and_are_not_given_to_who_leaves_them_out(tmp_pat
         torch.testing.assert_close(new(x), model(x), **NEAR)
 
 
-@pytest.mark.parametrize("slots", [0, 1])
+@pytest.mark.parametrize(("slots", "options"), [(0, {}), (1, {}), (1, {"use_dora": True, "bias": "lora_only"})])
 @pytest.mark.filterwarnings("ignore")
-def test_layers_that_pefts_file_has_whole_go_back_to_peft(slots, tmp_path):
+def test_layers_that_pefts_file_has_whole_go_back_to_peft(slots, options, tmp_path):
     gm, (x,), _ = small.plain_vit()
-    model = tuned(lambda: peft.LoraConfig(r=4, modules_to_save=["head", "norm", "blocks.1.norm2"]))
+    model = tuned(lambda: peft.LoraConfig(r=4, modules_to_save=["head", "norm", "blocks.1.norm2"], **options))
     model.save_pretrained(tmp_path / "it")
     new = fxplug.apply(gm, fxplug.pass_for(tmp_path / "it", gm, slots=slots))
     if slots:
@@ -347,9 +370,9 @@ def test_a_whole_change_that_peft_would_take_for_others_is_refused(tmp_path):
     """PEFT takes every module whose name ends so, and puts it in the place of what is adapted."""
     gm, _, _ = small.plain_vit()
     at = "blocks.0.attn.qkv"
-    new = fxplug.apply(gm, fxplug.load_pass("dora", at=at, rank=2), fxplug.load_pass("delta", at=at, param="bias"))
+    new = fxplug.apply(gm, fxplug.load_pass("loha", at=at, rank=2), fxplug.load_pass("delta", at=at, param="bias"))
     with torch.no_grad():
-        for parameter in [*new.delta.parameters(), *new.dora.parameters()]:
+        for parameter in [*new.delta.parameters(), *new.loha.parameters()]:
             parameter.add_(0.1)
     with pytest.raises(ArtifactError, match="has a whole change, and PEFT would take a layer with another update for it too"):
         fxplug.save_adapter(new, tmp_path / "it", as_="peft")
@@ -407,8 +430,8 @@ def test_what_lycoris_made_of_a_unet(algo, tmp_path, capsys):
     "config",
     [
         peft.IA3Config(feedforward_modules=["conv2"]), peft.OFTConfig(oft_block_size=8), peft.BOFTConfig(boft_block_size=8),
-        peft.LoraConfig(r=2, use_dora=True),
-    ], 3,
+        peft.LoraConfig(r=2, use_dora=True), peft.HiraConfig(r=2),
+    ], 3, 4,
     ids=lambda config: config.peft_type.value,
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
@@ -425,6 +448,32 @@ def test_what_peft_made_of_convolutions(config, tmp_path):
         new.adapters.load("it", tmp_path)
         new.adapters.use("it")
         torch.testing.assert_close(new(*args, **kwargs).sample, wanted, **NEAR)
+
+
+def test_a_lokr_of_a_conv1d_is_another_one_in_peft(tmp_path):
+    """PEFT multiplies its factors as if the kernel's were another dimension; LyCORIS as of any other convolution."""
+    base = nn.Sequential(nn.Conv1d(16, 8, 3))
+    peft.get_peft_model(copy.deepcopy(base), peft.LoKrConfig(target_modules=["0"], r=2)).save_pretrained(tmp_path / "it")
+    with pytest.raises(ArtifactError, match="'base_model.model.0' is a LoKr of a Conv1d, whose factors PEFT puts together in"):
+        files.read(tmp_path / "it")
+    x = torch.randn(1, 16, 9)
+    new = fxplug.apply(fxplug.trace(base, (x,)), fxplug.load_pass("lokr", at="0", rank=2))
+    shaken(new)
+    with pytest.raises(ArtifactError, match="'0' is a LoKr of a Conv1d, whose factors PEFT puts together in"):
+        fxplug.save_adapter(new, tmp_path / "peft")
+    fxplug.save_adapter(new, tmp_path / "a.safetensors", as_="lycoris")
+    create_lycoris_from_weights(1.0, str(tmp_path / "a.safetensors"), base)[0].apply_to()
+    torch.testing.assert_close(new(x), base(x), **NEAR)
+
+
+def test_hira_of_an_embedding(tmp_path):
+    model = peft.get_peft_model(nn.Sequential(nn.Embedding(7, 4)), peft.HiraConfig(target_modules=["0"], r=2))
+    shaken(model)
+    model.save_pretrained(tmp_path)
+    gm = fxplug.trace(nn.Sequential(model.base_model.model[0].base_layer), (torch.arange(7),))
+    new = fxplug.apply(gm, fxplug.pass_for(tmp_path, gm, slots=0))
+    fxplug.load_adapter(new, tmp_path)
+    torch.testing.assert_close(new(torch.arange(7)), model(torch.arange(7)), **NEAR)
 
 
 # --- what a configuration leaves out

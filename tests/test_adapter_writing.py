@@ -162,13 +162,14 @@ PAIRS = [(m, b) for m in METHODS for b in (False, True) if b or m != "nothing"]
 
 
 @pytest.mark.parametrize("as_", FORMATS)
-@sweep(("method", "biases"), PAIRS, *((m, True) for m in ("lora", "dora", "loha", "nothing")))
+@sweep(("method", "biases"), PAIRS, *((m, True) for m in ("lora", "dora", "loha", "nothing", "lora of biases")))
 def test_what_is_written_in_a_form_is_read_as_it_was_or_refused(method, biases, as_, tmp_path):
     new, wanted = beside_biases(method, biases)
     try:
         file = fxplug.save_adapter(new, tmp_path / "it", as_=as_).path
     except ArtifactError as error:
-        assert as_ != "fxplug" and (biases or re.search("lora.bias|dora by input|loha|delta|whole", str(error)))
+        assert as_ != "fxplug" and (method, as_) not in [("dora", "peft"), ("lora of biases", "comfy")]
+        assert biases or re.search("whole weight|dora by input|loha|delta|whole", str(error))
         return
     for slots in (0, 1):
         again = fxplug.apply(net().gm, fxplug.pass_for(file, net().gm, slots=slots))
@@ -493,6 +494,10 @@ def test_two_updates_of_one_layer_are_not_mixed(tmp_path):
     with pytest.raises(ArtifactError, match="'conv' b has a second update there: choose the passes"):
         fxplug.save_adapter(new, tmp_path / "a")
     assert fxplug.save_adapter(new, tmp_path / "a", passes=["b"]).layers == ("conv",)
+    new = fxplug.apply(net().gm, fxplug.load_pass("loha", at="conv", rank=2), fxplug.load_pass("delta", at="conv"))
+    torch.nn.init.ones_(new.delta.conv.Delta.delta)
+    with pytest.raises(ArtifactError, match="'conv' delta has a second update there: choose the passes"):
+        fxplug.save_adapter(new, tmp_path / "a", as_="fxplug")
 
 
 class Odd(nn.Module):
@@ -524,6 +529,18 @@ def test_odd_layers_and_names(name, tmp_path):
     if name == "lora":
         with pytest.raises(ArtifactError, match="'grouped' is a convolution in 4 groups, for whose low-rank updates"):
             fxplug.save_adapter(new, tmp_path / "a")
+        new = fxplug.apply(odd().gm, fxplug.load_pass(name, at=["grouped", "line"], rank=2))
+        randomised(new.get_submodule(name), "up", "hada")
+        for as_ in ("kohya", "comfy", "lycoris"):  # one down for all groups, of their ranks together
+            file = fxplug.save_adapter(new, tmp_path / as_, as_=as_).path
+            again = fxplug.apply(odd().gm, fxplug.pass_for(file, odd().gm, slots=0))
+            fxplug.load_adapter(again, file)
+            near(again(*odd().args), new(*odd().args))
+        model = copy.deepcopy(odd().model)
+        create_lycoris_from_weights(1.0, str(file), model)[0].apply_to()
+        near(model(*odd().args), new(*odd().args))
+        small = fxplug.resize_adapter(file, tmp_path / "small", rank=8)
+        assert small.ranks == {"lycoris_grouped": 8, "lycoris_line": 2} and small.errors == {}
     new = fxplug.apply(odd().gm, fxplug.load_pass(name, at=["line", "a*.**", "tail.**"], rank=2))
     randomised(new.get_submodule(name), "up", "hada")
     done = fxplug.save_adapter(new, tmp_path / "peft")

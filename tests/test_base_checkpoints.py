@@ -11,11 +11,12 @@ import pytest
 import small
 import torch
 import unets
-from safetensors.torch import save_file
+import zoo
+from safetensors.torch import load_file, save_file
 
 import fxplug
 from fxplug.adapters.layer_names import first_names
-from fxplug.core.errors import SpecError
+from fxplug.core.errors import FxplugError, SpecError
 from fxplug.core.models.factory import build
 from fxplug.core.models.state_dict import load_weights
 from fxplug.core.spec.run_config import load_config
@@ -56,6 +57,7 @@ def original(model, more):
             if all(key in state for key in keys):
                 parts = [state[key] for key in keys]
                 parts = [torch.cat(part.chunk(2)[::-1]) if paths[0].endswith("~") else part for part in parts]
+                end = "scale" if name.endswith(("query_norm", "key_norm")) else end
                 made[f"{name}.{end}"] = torch.cat(parts)
                 used |= {*keys}
     for key in state.keys() - used:
@@ -85,6 +87,21 @@ def test_what_is_written_under_first_names_is_read_as_weights(tmp_path):
     assert_same(gm, base.model)
 
 
+@pytest.mark.parametrize("kind", ["Flux2Transformer2DModel", "FluxTransformer2DModel"])
+def test_first_names_are_written_where_they_are_read_back(kind, tmp_path):
+    """diffusers' converter of Flux has the width of the published model in it, that of Flux 2 takes any."""
+    case = next(case for case in zoo.cases() if case.name == f"diffusers/{kind}")
+    model, (args, kwargs) = case.build(), case.inputs()
+    gm = fxplug.trace(model, args, kwargs)
+    if kind == "FluxTransformer2DModel":
+        with pytest.raises(FxplugError, match="the first names of FluxTransformer2DModel are not read back"):
+            fxplug.save_checkpoint(gm, tmp_path / "it", to="safetensors", first=True)
+        return
+    done = fxplug.save_checkpoint(gm, tmp_path / "it", to="safetensors", first=True)
+    assert "double_blocks.0.img_attn.norm.query_norm.scale" in load_file(done.path)
+    assert_same(loaded(model=config_of(model, tmp_path), weights=done.path), model)
+
+
 def test_xl_in_its_original_layout(tmp_path):
     model = unets.sdxl_model()
     save_file({f"model.diffusion_model.{k}": v for k, v in original(model, str).items()}, tmp_path / "xl.safetensors")
@@ -107,6 +124,14 @@ def test_the_denoiser_of_a_whole_pipeline_in_one_file(suffix, tmp_path):
 
 
 @pytest.mark.parametrize("start", ["", "model.diffusion_model."])
+def test_a_family_whose_converter_knows_no_prefix(start, tmp_path):
+    case = next(case for case in zoo.cases() if case.name == "diffusers/Flux3Transformer2DModel")
+    model = case.build()
+    save_file({f"{start}{key}": value for key, value in original(model, str).items()}, tmp_path / "it.safetensors")
+    assert_same(loaded(model=config_of(model, tmp_path), weights=tmp_path / "it.safetensors"), model)
+
+
+@pytest.mark.parametrize("start", ["", "model.diffusion_model."])
 def test_stable_diffusion_3_in_its_original_layout(start, tmp_path):
     state = original(sd3(), in_sd3)
     assert "joint_blocks.0.x_block.attn2.ln_k.weight" in state and "joint_blocks.1.context_block.attn.ln_q.weight" in state
@@ -114,13 +139,18 @@ def test_stable_diffusion_3_in_its_original_layout(start, tmp_path):
     assert_same(loaded(model=config_of(sd3(), tmp_path), weights=tmp_path / "sd3.safetensors"), sd3())
 
 
-def in_flux(key):
-    owner, _, last = key.rpartition(".attn.norm_")
-    number = owner.rpartition(".")[2]
-    name = {"q": "query", "k": "key"}[last.removeprefix("added_")[0]]
-    if owner.startswith("single"):
-        return f"single_blocks.{number}.norm.{name}_norm.scale"
-    return f"double_blocks.{number}.{'txt' if 'added' in last else 'img'}_attn.norm.{name}_norm.scale"
+@pytest.mark.parametrize("start", ["", "model.diffusion_model."])
+def test_weights_that_were_quantised_are_refused(start, tmp_path):
+    """diffusers' converter takes what it knows, and leaves out the scales of ComfyUI's fp8 files without a word."""
+    config, state = config_of(sd3(), tmp_path), {f"{start}{key}": value for key, value in original(sd3(), in_sd3).items()}
+    key = f"{start}joint_blocks.0.x_block.attn.qkv"
+    quantised = {f"{key}.weight": state[f"{key}.weight"].to(torch.float8_e4m3fn), f"{key}.scale_weight": torch.ones(1)}
+    save_file(state | quantised, tmp_path / "scaled.safetensors")
+    with pytest.raises(SpecError, match=f"'scaled.safetensors' holds quantised weights, which '{key}.scale_weight' scales"):
+        loaded(model=config, weights=tmp_path / "scaled.safetensors")
+    save_file(state | {f"{key}.weight": state[f"{key}.weight"].to(torch.int8)}, tmp_path / "int8.safetensors")
+    with pytest.raises(SpecError, match=r"holds torch.int8 for '.*attn.to_.\.weight', which is torch.float32"):
+        loaded(model=config, weights=tmp_path / "int8.safetensors")
 
 
 def test_flux_fits_in_its_original_layout_by_names_and_shapes(tmp_path):
@@ -129,7 +159,7 @@ def test_flux_fits_in_its_original_layout_by_names_and_shapes(tmp_path):
     with torch.device("meta"):
         model = diffusers.FluxTransformer2DModel(**sizes)
     header, at = {}, 0
-    for key, value in original(model, in_flux).items():
+    for key, value in original(model, str).items():
         header[key] = {"dtype": "F8_E4M3", "shape": list(value.shape), "data_offsets": [at, at + value.numel()]}
         at += value.numel()
     text = json.dumps(header).encode()

@@ -158,3 +158,12 @@ def test_checkpoints_that_do_not_go_together(tmp_path):
         fxplug.extract(base, tmp_path / "none.safetensors")
     with pytest.raises(ArtifactError, match="has no .safetensors"):
         fxplug.extract(base, tmp_path)
+
+
+def test_checkpoints_that_were_quantised_are_refused():
+    base = {"a.weight": torch.randn(4, 4)}
+    scaled = {"a.weight": base["a.weight"].to(torch.float8_e4m3fn), "a.scale_weight": torch.ones(1)}
+    with pytest.raises(ArtifactError, match="the state dict holds quantised weights, which 'a.scale_weight' scales"):
+        fxplug.extract(base, scaled)
+    with pytest.raises(ArtifactError, match="'a.weight' is torch.float32 in the state dict and torch.int8 in the state dict"):
+        fxplug.extract(base, {"a.weight": base["a.weight"].to(torch.int8)})

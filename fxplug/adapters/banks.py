@@ -204,6 +204,7 @@ def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict
         return rank, {}
     magnitude = entry.tensors.get("magnitude")
     entry = entry if bank.kind == "Dora" or entry.kind == "lora+bias" else entry.as_lora(bank.shape)
+    entry = entry.as_one_group() if bank.maps else entry
     down, up = entry.pair("Linear" if bank.maps else bank.kind)
     rank = up.shape[1]
     if not bank.maps and bank.kind != "Embedding":
@@ -263,7 +264,7 @@ def candidate_banks(entry: Entry, banks: Sequence[Bank]) -> list[int]:
     base, *more = entry.kind.split("+")
     beside = "bias" in more
     ways: list[Callable[[Bank], bool]] = []
-    if base in ("lora", "loha", "lokr") and "dora" not in more:
+    if base in ("lora", "loha", "lokr") and not any("dora" in one for one in more):
         ways = [lambda bank: bank.kind.lower() == base and not beside, lambda bank: bank.plain and (bank.biased or not beside)]
     elif not more:
         word, _, side = base.partition(" ")
@@ -351,9 +352,11 @@ def rows_for(
         word = "rank_max" if bank.slots else "rank"
         kind = next((placed[at].kind for at, *_ in high if at in placed and placed[at].kind in ("loha", "lokr")), "")
         other = f", or pass {kind}, which holds the factors as they are" if kind else ""
+        way = f"apply pass '{p}' with {word}={rank}{other}"
+        if bank.groups > 1:
+            way = f"the pass lora_weight with {word}={rank} holds one product for all {bank.groups} groups of a convolution"
         raise SpecError(
-            f"{len(high)} layers of the adapter have a rank above {word}={bank.rank}, the highest is {rank} at '{path}': "
-            f"apply pass '{p}' with {word}={rank}{other}"
+            f"{len(high)} layers of the adapter have a rank above {word}={bank.rank}, the highest is {rank} at '{path}': {way}"
         )
     return ready
 

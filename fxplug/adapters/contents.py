@@ -185,7 +185,9 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> AdapterContents
                 entry = changed(path, name, made.delta.detach().cpu().clone(), site.get("param", "weight"))
                 if entry.tensors["delta"].is_meta:
                     raise ArtifactError(f"the change of '{path}' is on the meta device, which holds no values")
-                if entry.tensors["delta"].any():
+                if entry.tensors["delta"].any() and entry.key(path) in entries:
+                    left[entry.key(path)] = f"{name} has a second update there: choose the passes"
+                elif entry.tensors["delta"].any():
                     entries[entry.key(path)] = entry
             elif path in entries:
                 left[path] = f"{name} has a second update there: choose the passes"

@@ -88,6 +88,9 @@ def extract(
     with contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(_opened(given, limits)) for given in (base, tuned))
         model = second.model if second.model.layers else first.model
+        for one in (first, second):
+            if scale := weight_files.scale_of_weights(one.shapes):
+                raise ArtifactError(f"{one.where} holds quantised weights, which '{scale}' scales: take those that were")
         shared = [key for key in second.shapes if key in first.shapes]
         if not shared:
             some = next(iter(second.shapes), "")
@@ -108,6 +111,9 @@ def extract(
                 raise ArtifactError(f"'{key}' is {list(a)} in {first.where} and {list(b)} in {second.where}")
             if path in chosen:
                 layers[path] = model.layers.get(path) or _layer(b)
+            if path in chosen and first.floating(key) != second.floating(key):
+                both = f"{first.dtypes[key]} in {first.where} and {second.dtypes[key]} in {second.where}"
+                raise ArtifactError(f"'{key}' is {both}: give the weights as floating point")
             if not second.floating(key) or (path in paths and path not in chosen):
                 continue
             progress(key)

@@ -30,6 +30,7 @@ _FORMS = [
         (r"(?:\.lora|\.lora_linear_layer|(?P<old>_lora))\.(?P<half>down|up)\.(?P<what>weight|bias)$", ""),
         (r"\.(?P<name>hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)){a}$", "factor"),
         (r"\.dora_scale$", "magnitude"),
+        (r"(?<=query_norm)\.scale$|(?<=key_norm)\.scale$", "set_weight"),  # of Flux, as its control LoRAs have them
         (r"\.oft_R\.(?P<name>scaled_oft)$", "other"),
         (r"(?:\.token_adapter)?\.(?P<name>" + _NAMES + r"){a}(?:\.weight)?$", "other"),
         (r"\.lora_(?P<half>A|B){a}$", ""),  # AdaLoRA's
@@ -41,6 +42,7 @@ _OWN = re.compile(
     r"^(?P<layer>.*)\.(?P<block>(?P<cls>Lora|LoraWeight|Dora|Loha|Lokr)(?:_\d+)?)\."
     r"(?P<name>(?:down|up)(?:\.weight)?|up\.bias|scale|magnitude|hada_\w+|lokr_\w+)$"
 )
+_OFT_PART = re.compile(r"^(?P<layer>.+)\.oft_blocks\.(?P<number>\d+)$")  # networks/oft_flux.py of sd-scripts: q, k, v by number
 _NUMBERED = re.compile(r"^(?P<part>\w*):(?P<number>\d+):(?P<half>up|down)$")  # lora by cloneofsimo, 2022: layers by number
 _HALVES = {"A": "down", "down": "down", "B": "up", "up": "up", "mid": "mid"}
 
@@ -69,6 +71,12 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
         return Layer(f"{group}.{name}{last}" if name else group, {role: key}, own=own["cls"], group=group)
     if numbered := _NUMBERED.match(key):
         return Layer(f"{numbered['part']}:{numbered['number']}", {numbered["half"]: key})
+    if key.endswith(".alpha") and f"{key.removesuffix('.alpha')}.oft_blocks.0" in state:
+        return Layer("")  # each of its parts has it
+    if part := _OFT_PART.match(key):
+        several, alpha = f"{part['layer']}.oft_blocks.1" in state, f"{part['layer']}.alpha"
+        keys = {"oft_blocks": key, **({"alpha": alpha} if alpha in state else {})}
+        return Layer(f"{part['layer']}_{part['number']}" if several else part["layer"], keys)
     for form, role in _FORMS:
         found = form.search(key)
         if found is None:

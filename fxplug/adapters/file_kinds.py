@@ -340,6 +340,14 @@ def _gralora(t: Tensors, facts: LayerFacts) -> list[Entry]:
     return [facts.entry("delta", "gralora", own, options, rank=rank)]
 
 
+def _hira(t: Tensors, facts: LayerFacts) -> list[Entry]:
+    if "hira_A" in t:
+        own = {"A": t["hira_A"].flatten(1), "B": t["hira_B"].flatten(1)}
+    else:  # of an embedding's transpose
+        own = {"A": t["hira_embedding_B"].T, "B": t["hira_embedding_A"].T}
+    return [facts.entry("delta", "hira", own, rank=len(own["A"]))]
+
+
 def _tokens(t: Tensors, facts: LayerFacts) -> list[Entry]:
     config = facts.config or {}
     found = config.get("trainable_token_indices") or config.get("token_indices")
@@ -382,7 +390,8 @@ KINDS = (
     Kind({"fourierft_spectrum": "n"}, {}, _fourier),
     Kind({"shira_weight": "...", "shira_indices": "2 n"}, {}, _shira),
     Kind({"randlora_lambda": "r n", "randlora_gamma": "n m"}, {"randlora_A": "...", "randlora_B": "..."}, _randlora),
-    Kind({"hira_A": "r i", "hira_B": "o r"}, {}, _plain("hira", "hira_", lambda t: len(t["A"]))),
+    Kind({"hira_A": "r i ...", "hira_B": "o r ..."}, {}, _hira),
+    Kind({"hira_embedding_A": "r n", "hira_embedding_B": "d r"}, {}, _hira),
     Kind({"road_theta": "n", "road_alpha": "n"}, {}, _road),
     Kind({"delora_A": "r i", "delora_B": "o r", "delora_lambda": "1", "delora_w_norm": "i"}, {},
          _plain("delora", "delora_", lambda t: len(t["A"]))),

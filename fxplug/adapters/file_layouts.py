@@ -158,7 +158,7 @@ def write_parts(
     for each, some in parts.items():
         if part in (None, each):
             # of layers that nobody knows there may be others whose paths end alike, which PEFT is not to take
-            kept, heads, left = split_saved_modules(some)
+            kept, heads, left = split_saved_modules(some, as_)
             known = {start + entry.path: _layer(entry) for entry in kept for start in ("", "*.")}
             model = about if each in (own, SECOND) and about is not None else About(known)
             where = each if each in PARTS else None

@@ -36,8 +36,9 @@ def resize_adapter(
 
     A layer gets the rank that keeps the share `energy` of the sum of their squares (its root is the parameter of sv_fro in
     kohya's networks/resize_lora.py), the share `cumulative` of their sum (sv_cumulative), or those larger than the largest
-    divided by `ratio` (sv_ratio), and at most `rank`. Its scale, alpha / rank, stays. What has no higher rank stays as it is,
-    whole changes of parameters too; LoHa and LoKr become LoRAs. The source and `adapter` are those of `adapters.load`; `dtype`
+    divided by `ratio` (sv_ratio), and at most `rank`; kohya's script keeps one singular value more than a share needs. Its
+    scale, alpha / rank, stays. What has no higher rank stays as it is, whole changes of parameters too; LoHa and LoKr become
+    LoRAs. The source and `adapter` are those of `adapters.load`; `dtype`
     is that of the tensors, the file's otherwise.
 
     Raises SpecError for a rank or share that is none; ArtifactError for updates of other kinds, and as `adapters.load`.
@@ -176,9 +177,8 @@ def _halves(entry: Entry, where: str) -> tuple[Tensor, Tensor]:
         )
     if base != "lora":
         entry = entry.as_lora((entry.sizes()[0], *entry.sizes()[1]))
+    entry = entry.as_one_group()
     down, up = entry.tensors["down"].flatten(1), entry.tensors["up"].flatten(1)
-    if len(down) != up.shape[1]:
-        raise ArtifactError(f"{where}'{entry.name}' is of a convolution in groups, whose updates cannot be resized or merged")
     wide = torch.float64 if up.dtype == torch.float64 else torch.float32
     return up.to(wide), down.to(wide)
 

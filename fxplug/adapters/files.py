@@ -26,7 +26,7 @@ from .file_kinds import INTEGERS, Kind, LayerFacts, changes_of, nearest_kind
 from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable
 from .layer_matching import Fit, fit, split_part
 from .tables import PARTS
-from .updates import PRODUCT, AdapterFile, Entry, base_of, largest, rank_of, without_padding
+from .updates import PRODUCT, AdapterFile, Entry, base_of, has_lokr_of_3_dims, largest, rank_of, without_padding
 
 __all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
 Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
@@ -205,6 +205,11 @@ class _Reader:
         if slot is not None:
             tensors = self.in_slot(layer, tensors, *slot)
         self.check(layer, kind, tensors, facts, embedding)
+        if facts.config and facts.config.get("peft_type") == "LOKR" and has_lokr_of_3_dims(tensors):
+            raise facts.error(
+                "is a LoKr of a Conv1d, whose factors PEFT puts together in an order of its own: merge it with PEFT "
+                "(merge_and_unload) and take the difference with fxplug.extract"
+            )
         if slot is not None and not (tensors := without_padding(tensors)):
             return []
         if "mid" in tensors:  # a core between the two halves is the same as a larger down
@@ -217,7 +222,8 @@ class _Reader:
         word = base
         if "magnitude" in tensors:
             word = {"lora": "dora"}.get(base, f"{base}+dora")
-            if keys["magnitude"].endswith("dora_scale") and tensors["magnitude"].shape[0] == 1 < tensors["magnitude"].numel():
+            most = max(tensors["magnitude"].numel(), Entry("", "", "", base, tensors, 1.0, rank).sizes()[0])
+            if keys["magnitude"].endswith("dora_scale") and tensors["magnitude"].shape[0] == 1 < most:
                 word = f"{word} by input"  # LyCORIS has both
             tensors["magnitude"] = tensors["magnitude"].flatten()
         word = f"{word}+bias" if "bias" in tensors else word

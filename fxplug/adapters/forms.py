@@ -38,13 +38,14 @@ def forms_of(entry: Entry, layer: Layer | None, called: bool, slots: bool) -> li
     if not called:
         return "is never called, the module around it reads its weight: no pass reaches that"
     kind, *more = entry.kind.split("+")
-    if entry.param != "weight" or layer is None or layer.kind not in LAYERS or "dora" in more:
+    if entry.param != "weight" or layer is None or layer.kind not in LAYERS or any("dora" in one for one in more):
         return [Form("delta", 0, (("param", entry.param),))]
     if kind == "lora":
+        of_all = layer.groups > 1 and len(entry.tensors["down"]) == entry.rank  # one product, of any rank, for all groups
+        plain, bias = Form("lora_weight" if of_all else "lora", entry.rank), Form("delta", 0, (("param", "bias"),))
         if "bias" not in more:
-            return [Form("lora", entry.rank)]
-        plain, bias = Form("lora", entry.rank), Form("delta", 0, (("param", "bias"),))
-        return [plain, bias] if slots else [Form("lora", entry.rank, (("bias", True),))]
+            return [plain]
+        return [plain, bias] if slots or of_all else [Form("lora", entry.rank, (("bias", True),))]
     if kind in ("dora", "dora by input"):
         return [Form("dora", entry.rank, (("by", kind.rpartition(" ")[2] if " " in kind else "output"),))]
     if kind == "loha":

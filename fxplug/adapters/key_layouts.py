@@ -19,7 +19,7 @@ from torch import Tensor
 from ..blocks.low_rank import lokr_shapes
 from .contents import Layer
 from .tables import FORMATS
-from .updates import Entry
+from .updates import Entry, has_lokr_of_3_dims
 
 CONFIGURED = ("peft", "diffusers")  # what says ranks and alphas in a configuration
 OWN = {"lora": "Lora", "loha": "Loha", "lokr": "Lokr", "dora": "Dora"}
@@ -38,8 +38,10 @@ def refused(entry: Entry, as_: str, layer: Layer | None) -> str:
         return ""
     if layer.kind == "Embedding" and (as_ not in CONFIGURED or entry.kind != "lora"):
         return f"is an embedding, for whose {entry.kind} {as_} has no form"
-    if layer.groups > 1 and "down" in entry.tensors:
+    if layer.groups > 1 and "down" in entry.tensors and as_ in CONFIGURED:
         return f"is a convolution in {layer.groups} groups, for whose low-rank updates {as_} has no form"
+    if as_ in CONFIGURED and has_lokr_of_3_dims(entry.tensors):
+        return "is a LoKr of a Conv1d, whose factors PEFT puts together in an order of its own"
     if entry.kind not in FORMATS[as_]["kinds"]:
         return f"has {entry.kind}, for which {as_} has no form"
     return ""
@@ -86,6 +88,26 @@ def joined_biases(entries: Sequence[Entry]) -> list[Entry]:
         if own.get(entry.path) is entry and entry.path in biases:
             bias = (biases[entry.path].tensors["delta"].float() / entry.scale).to(entry.tensors["up"].dtype)
             entry = replace(entry, kind="lora+bias", tensors={**entry.tensors, "bias": bias})
+        if biases.get(entry.path) is not entry:
+            made.append(entry)
+    return made
+
+
+def split_biases(entries: Sequence[Entry]) -> list[Entry]:
+    """The bias of a LoRA's own as a change of its layer's, which has a form where the other has none."""
+    own = {entry.path for entry in entries if entry.kind == "lora+bias"}
+    biases = {e.path: e for e in entries if e.method == "diff" and e.param == "bias" and e.path in own}
+    made = []
+    for entry in entries:
+        if entry.kind == "lora+bias":
+            tensors = dict(entry.tensors)
+            bias = tensors.pop("bias")
+            delta = bias.float() * entry.scale
+            if entry.path in biases:
+                delta = delta + biases[entry.path].tensors["delta"].float().reshape(delta.shape)
+            more: dict[str, Any] = {"kind": "delta", "method": "diff", "param": "bias", "scale": 1.0, "rank": 0}
+            made.append(replace(entry, **more, tensors={"delta": delta.to(bias.dtype)}))
+            entry = replace(entry, kind="lora", tensors=tensors)
         if biases.get(entry.path) is not entry:
             made.append(entry)
     return made

@@ -15,6 +15,7 @@ from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mea
 from .file_keys import WRAPPED
 from .updates import AdapterFile, Entry
 
+BIAS = ".base_layer.bias"  # of a layer with an update, where the configuration says `bias`
 FILE = "adapter_model.safetensors"  # in a folder of PEFT
 BEFORE = "base_model.model."  # of every key in it
 
@@ -71,19 +72,22 @@ def without_heads(file: AdapterFile, module: Any) -> tuple[AdapterFile, list[tup
 
 
 def changed_layers(
-    changes: Sequence[Entry], adapted: Iterable[str], there: Callable[[str], Tensor | None]
+    changes: Sequence[Entry], adapted: Sequence[Entry], there: Callable[[str], Tensor | None]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Layers with whole changes as PEFT's `modules_to_save` has them, by key, and what cannot be so, by place, with the reason.
 
-    `adapted` are the layers with other updates, and `there` gives a parameter of the model by its name.
+    `adapted` are the updates; those of LoRA and DoRA may have the bias of their layer beside them. `there` gives a
+    parameter of the model by its name.
     """
     made: dict[str, Tensor] = {}
     left: dict[str, str] = {}
-    owners = _with_owners(adapted)
+    owners, biased = _with_owners(entry.path for entry in adapted), _biased(adapted)
     for entry in changes:
         key = f"{entry.path}.{entry.param}"
         base = there(key)
-        if any(owner.endswith(entry.path) for owner in owners):
+        if base is not None and not base.is_meta and entry.param == "bias" and entry.path in biased:
+            made[entry.path + BIAS] = base.detach().cpu() + entry.tensors["delta"].detach().cpu().reshape(base.shape)
+        elif any(owner.endswith(entry.path) for owner in owners):
             left[entry.key(entry.path)] = "has a whole change, and PEFT would take a layer with another update for it too"
         elif base is None or base.is_meta or not base.is_floating_point():
             left[entry.key(entry.path)] = "has a whole change, and PEFT needs the parameter, whose values are not at hand"
@@ -97,24 +101,31 @@ def changed_layers(
     return made, left
 
 
-def split_saved_modules(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, Tensor], dict[str, str]]:
+def split_saved_modules(entries: Sequence[Entry], as_: str) -> tuple[list[Entry], dict[str, Tensor], dict[str, str]]:
     """Split the updates of a file: those that any file may have, the parameters that it has whole by key, and the others.
 
-    The others are by place, with the reason: functions of the weights that they change (OFT), which no format has.
+    The others are by place, with the reason: functions of the weights that they change (OFT), which no format has, and biases
+    beside updates, which PEFT's has.
     """
     kept = [entry for entry in entries if entry.method in ("", "diff")]
-    owners = _with_owners(entry.path for entry in kept)
+    owners, biased = _with_owners(entry.path for entry in kept), _biased(kept) if as_ == "peft" else ()
     heads: dict[str, Tensor] = {}
     left: dict[str, str] = {}
     for entry in entries:
         if entry.method == "whole" and not any(owner.endswith(entry.path) for owner in owners):
             heads[f"{entry.path}.{entry.param}"] = entry.tensors["whole"].detach().cpu()
+        elif entry.method == "whole" and entry.param == "bias" and entry.path in biased:
+            heads[entry.path + BIAS] = entry.tensors["whole"].detach().cpu()
         elif entry.method == "whole":
             left[entry.key(entry.path)] = "is whole beside an update of its layer: load the file, and save the adapter"
         elif entry.method not in ("", "diff"):
             why = "for which there is no form without its model: load it, and save the adapter"
             left[entry.key(entry.path)] = f"is {entry.method}, {why}"
     return kept, heads, left
+
+
+def _biased(entries: Iterable[Entry]) -> set[str]:
+    return {entry.path for entry in entries if entry.kind in ("lora", "dora") and not entry.method}
 
 
 def _with_owners(paths: Iterable[str]) -> set[str]:

@@ -178,6 +178,22 @@ class Entry:
         tensors = {"down": down.reshape(-1, *shape[1:]), "up": up.reshape(shape[0], -1, *[1] * (len(shape) - 2))}
         return replace(self, kind="lora", tensors=tensors, rank=up.shape[1])
 
+    def as_one_group(self) -> Entry:
+        """A LoRA of a convolution in groups with one `down` for all of them, as LyCORIS has it: exact.
+
+        Where each group has its own, the ranks add up, and each output has zeros for those of other groups.
+        """
+        if "down" not in self.tensors or len(self.tensors["down"]) == self.rank:
+            return self
+        down, up = self.tensors["down"], self.tensors["up"]
+        parts = torch.unflatten(down, 0, (-1, self.rank))
+        if all(torch.equal(part, parts[0]) for part in parts):
+            return replace(self, tensors={**self.tensors, "down": parts[0]})
+        groups = len(parts)
+        whole = torch.einsum("gor,gh->gohr", torch.unflatten(up.flatten(1), 0, (groups, -1)), torch.eye(groups).to(up))
+        up = whole.reshape(len(up), -1, *up.shape[2:])
+        return replace(self, tensors={**self.tensors, "up": up}, rank=groups * self.rank)
+
     def product_rank(self) -> int:
         """The rank of the update as one low-rank product (`as_lora`), without making it."""
         if "up" in self.tensors or self.method:
@@ -266,6 +282,11 @@ def base_of(tensors: Mapping[str, Tensor]) -> str:
     if any(name.startswith("hada_") for name in tensors):
         return "loha"
     return "lokr" if any(name.startswith("lokr_") for name in tensors) else "lora"
+
+
+def has_lokr_of_3_dims(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a Kronecker product is of a Conv1d's kernels, with which PEFT 0.21 makes another weight than LyCORIS."""
+    return any(tensors[name].dim() == 3 for name in ("lokr_w2", "lokr_t2") if name in tensors)
 
 
 def rank_of(tensors: Mapping[str, Tensor]) -> int:

@@ -21,10 +21,10 @@ from ..core.reading import reported
 from ..core.weight_files import save_file
 from ..core.writing import new_file, new_folder
 from .contents import AdapterContents, Layer, layers_of, trained
-from .key_layouts import CONFIGURED, alpha_of, biases_alone, config, joined_biases, refused, tensors_of, unlike
+from .key_layouts import CONFIGURED, alpha_of, biases_alone, config, joined_biases, refused, split_biases, tensors_of, unlike
 from .loading import tensor_of
 from .named import named, part_of
-from .saved_heads import BEFORE, changed_layers
+from .saved_heads import BEFORE, BIAS, changed_layers
 from .tables import FORMATS, PARTS, table
 from .updates import Entry
 
@@ -154,19 +154,20 @@ def content(
     if held.heads and as_ != "peft":
         left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, for which {as_} has no form")
     entries, changes = [], []
-    single = biases_alone(held.entries, as_)
-    for entry in joined_biases(held.entries) if as_ in CONFIGURED else held.entries:
+    given = {"fxplug": held.entries}.get(as_) or (joined_biases if as_ in CONFIGURED else split_biases)(held.entries)
+    single = biases_alone(given, as_)
+    for entry in given:
         layer = model.layers.get(entry.path)
         if as_ == "peft" and entry.method == "diff" and entry.param in ("weight", "bias"):
             changes.append(entry)
         elif why := single.get(entry.key(entry.path), "") or refused(entry, as_, layer):
             left[entry.key(entry.path)] = why
         else:
-            entries.append(_in_dtype(entry, dtype))
+            entries.append(_in_dtype(entry if as_ == "fxplug" else entry.as_one_group(), dtype))
     if as_ in CONFIGURED:
         left |= unlike([(entry.path, entry) for entry in entries], model.layers)
         entries = [entry for entry in entries if entry.path not in left]
-    heads, more = changed_layers(changes, {entry.path for entry in entries}, there)
+    heads, more = changed_layers(changes, entries, there)
     heads, left = {**held.heads, **heads}, left | more
     if as_ == "fxplug":
         rows = [(entry.path, entry) for entry in entries]
@@ -177,7 +178,7 @@ def content(
         why = list_left_out(left or dict.fromkeys(heads, "is whole, and PEFT needs a layer with an update beside it"))
         raise ArtifactError(f"nothing of this adapter can be written as {as_}: {why or 'it has no layers'}")
     if left and not partial:
-        of = len({*left, *(entry.key(entry.path) for entry in held.entries)})
+        of = len({*left, *(entry.key(entry.path) for entry in given)})
         way = "partial=True (--partial) leaves them out"
         raise ArtifactError(f"{as_} cannot hold {len(left)} of {of} layers: {list_left_out(left)}; {way}")
     kept = tuple(entry.key(entry.path) for entry in (*entries, *changes) if entry.key(entry.path) not in left)
@@ -195,7 +196,8 @@ def content(
     if as_ in CONFIGURED:
         made = config([(entry.path, entry) for _, entry in rows], model.layers, held.rslora)
     if heads and as_ == "peft":
-        made["modules_to_save"] = sorted({key.rpartition(".")[0] for key in heads})
+        saved = {key.rpartition(".")[0] for key in heads if not key.endswith(BIAS)}
+        made |= {"modules_to_save": sorted(saved) or None, "bias": "lora_only" if len(saved) < len(heads) else "none"}
     about = {"format": "pt", **_metadata(as_, rows, model, name, tensors), **(metadata or {})}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}

@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -40,6 +40,8 @@ ONNX_DTYPES = {
     1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.uint16, 5: torch.int16, 6: torch.int32, 7: torch.int64,
     9: torch.bool, 10: torch.float16, 11: torch.float64, 14: torch.complex64, 16: torch.bfloat16,
 }  # fmt: skip
+# how the names of numbers end by which a quantised weight is scaled: ComfyUI's, compressed-tensors' and bitsandbytes'
+SCALES = ("scale_weight", "weight_scale", "weight_scale_2", "weight_scale_inv", "scaled_fp8", ".comfy_quant", ".SCB", ".absmax")
 PIECE = 1 << 24  # bytes that are read at once
 SAVED = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # from its third byte on, how a file begins that torch.save wrote before 1.6
 
@@ -326,6 +328,11 @@ def read_onnx(path: Path, raises: Raises, *, meta: bool = False) -> dict[str, Te
 
 
 # --- written
+
+
+def scale_of_weights(names: Iterable[str]) -> str:
+    """The first of some tensors' names that is the scale of a quantised weight; empty for none."""
+    return min((name for name in names if name.endswith(SCALES)), default="")
 
 
 def save_file(tensors: dict[str, Tensor], path: str | os.PathLike[str], metadata: dict[str, str] | None = None) -> None:

@@ -19,6 +19,7 @@ from ..adapters.writing import about_of
 from ..core.errors import FxplugError, SpecError, brief_fields, did_you_mean, shown
 from ..core.ir.traced_module import TracedModule
 from ..core.locks import with_read_lock
+from ..core.models.state_dict import in_diffusers_layout
 from ..core.reading import Raises, reported
 from ..core.weight_files import save_file
 from ..core.writing import check_new, new_file, new_folder
@@ -241,11 +242,19 @@ def _first(module: TracedModule, state: Mapping[str, Tensor]) -> dict[str, Tenso
                 continue
             pairs = zip(keys, paths, strict=True)
             parts = [_swapped(state[key]) if path.endswith(SWAPPED) else state[key] for key, path in pairs]
+            end = "scale" if name.endswith(("query_norm", "key_norm")) else end  # as the code of Flux has it
             made[f"{start}{name}.{end}"] = torch.cat(parts) if len(parts) > 1 else parts[0]
             used.update(keys)
     if left := [key for key in state if key not in used]:
         some = ", ".join(f"'{key}'" for key in left[:SHOWN])
         raise FxplugError(f"{len(left)} of {len(state)} tensors have no first name that is known here: {some}")
+    kind = next(iter(module.classes), "this model")
+    try:
+        back = in_diffusers_layout(module, {key: value.to("meta") for key, value in made.items()}, "the file")
+    except SpecError as error:
+        raise FxplugError(f"the first names of {kind} are not read back: {error.finding}") from error
+    if {key: value.shape for key, value in back.items()} != {key: value.shape for key, value in state.items()}:
+        raise FxplugError(f"the first names of {kind} are not read back: diffusers has no converter for them")
     return made
 
 

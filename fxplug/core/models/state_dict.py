@@ -20,6 +20,7 @@ from ..spec.yaml_source import Where
 
 SHOWN = 4  # so many keys of each kind are listed when weights do not fit
 WRAPPERS = ("state_dict", "model")  # a checkpoint often has its weights under one of these, beside other things
+DENOISER = "model.diffusion_model."  # where a whole pipeline in one file has it
 State = dict[str, torch.Tensor]
 
 
@@ -36,7 +37,13 @@ def load_weights(model: nn.Module, spec: WeightsSpec) -> None:
     elif spec.keys:
         state = _renamed(model, state, spec)
     else:
-        state = _in_diffusers_layout(model, state, f"'{file.name}'", spec)
+        wanted = model.state_dict()
+        part = DENOISER if any(key.startswith(DENOISER) for key in state) else ""
+        more = [key for key in state if key.startswith(part) and key not in wanted]
+        if scale := weight_files.scale_of_weights(more):
+            finding = f"'{file.name}' holds quantised weights, which '{scale}' scales: give the weights that were quantised"
+            raise SpecError(finding, path=("weights",), where=spec.where)
+        state = in_diffusers_layout(model, state, f"'{file.name}'", spec.where)
     _assign(model, state, f"'{file.name}'", spec.where)
 
 
@@ -77,7 +84,7 @@ def _read_shards(index: Path, raises: Raises, meta: bool, limits: Limits) -> Sta
     return state
 
 
-def _in_diffusers_layout(model: nn.Module, state: State, name: str, spec: WeightsSpec) -> State:
+def in_diffusers_layout(model: nn.Module, state: State, name: str, where: Where | None = None) -> State:
     """The tensors of a checkpoint in a diffusers model's original layout under diffusers' names; of any other as they are.
 
     diffusers' own converters do it (`diffusers.loaders.single_file_model`), and take the model's part out of a whole pipeline.
@@ -95,16 +102,18 @@ def _in_diffusers_layout(model: nn.Module, state: State, name: str, spec: Weight
     if convert is None:
         return state
     best, why = state, ""
-    for start in ("", "model.diffusion_model."):  # which a file of the denoiser alone may leave out
+    inner = {key.removeprefix(DENOISER): value for key, value in state.items() if key.startswith(DENOISER)}
+    outer = {f"{DENOISER}{key}": value for key, value in state.items()}
+    for given in (state, outer, inner):  # some converters know only names with the prefix, others only those without
         try:
-            made = convert(checkpoint={f"{start}{key}": value for key, value in state.items()}, config=dict(config))
+            made = convert(checkpoint=dict(given), config=dict(config))
         except Exception as error:  # diffusers' code, of a checkpoint that is another model's
             why = why or f"{type(error).__name__}: {error}"
             continue
         best = max(best, made or {}, key=lambda each: len(wanted & each.keys()))
     if why and not wanted & best.keys():
         finding = f"{name} has neither diffusers' names of {classes[0]} nor those that diffusers converts ({why})"
-        raise SpecError(finding, path=("weights",), where=spec.where)
+        raise SpecError(finding, path=("weights",), where=where)
     return best
 
 
@@ -205,6 +214,10 @@ def _assign(model: nn.Module, state: State, name: str, where: Where) -> None:
         lines += _listed("unexpected", unexpected, state, "wanted is", missing, wanted)
         lines += [f"  another shape: {_with_shape(k, state)}, the model has {list(wanted[k].shape)}" for k in wrong[:SHOWN]]
         raise SpecError("\n".join(lines), path=("weights",), where=where)
+    for key, value in state.items():
+        if wanted[key].is_floating_point() and not value.is_floating_point():
+            finding = f"{name} holds {value.dtype} for '{key}', which is {wanted[key].dtype}: give it as floating point"
+            raise SpecError(finding, path=("weights",), where=where)
     model.load_state_dict(state, strict=False)
 
 
