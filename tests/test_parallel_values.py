@@ -261,8 +261,18 @@ def encoder(dropout=0.0):
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, dropout, batch_first=True), 2)
 
 
+def padded():
+    """An encoder whose samples have tokens that are none; in evaluation it nests them."""
+    return small.Call(lambda x, net: net(x, src_key_padding_mask=x[..., 0] < -0.5), encoder())
+
+
+def decoder():
+    net = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32, 0.0, batch_first=True), 2)
+    return small.Call(lambda x, net: net(x, x.flip(1)), net)
+
+
 @pytest.mark.parametrize("ways", WAYS, ids=str)
-@pytest.mark.parametrize("make", [packed, encoder], ids=["attention", "encoder"])
+@pytest.mark.parametrize("make", [packed, encoder, padded, decoder], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("training", [False, True])
 def test_packed_attention_runs_or_is_refused_by_name(make, ways, training):
     gm = traced(make, x(), training=training)
@@ -270,7 +280,7 @@ def test_packed_attention_runs_or_is_refused_by_name(make, ways, training):
         plan, new = parallel(gm, x(), **ways)
         assert plan.share == 1 and check_pretended(new, (x(6, 13),), {}) < 1e-5
         return
-    with pytest.raises(fxplug.SpecError, match="is torch's (MultiheadAttention|TransformerEncoderLayer): one operation of the"):
+    with pytest.raises(fxplug.SpecError, match="is torch's (MultiheadAttention|Transformer(De|En)coder(Layer)?): one operation of the"):
         parallel(gm, x(), **ways)
 
 
