@@ -193,6 +193,28 @@ def test_dropout_in_place(read, ways):
     assert torch.equal(outs[0], outs[1])
 
 
+@pytest.mark.parametrize("ways", [*WAYS, {"batch": 2, "ulysses": 2}], ids=str)
+def test_paths_of_samples_are_dropped(ways):
+    """timm's DropPath draws into new memory, and divides what it drew in place."""
+    from timm.layers import DropPath
+
+    plan, new = parallel(traced(lambda: Tokens(nn.Sequential(nn.Linear(16, 16), DropPath(0.5))), x(), training=True), x(), **ways)
+    outs = pretended(plan.ways, lambda rank: new(x()))
+    assert plan.away < 1e-6 and plan.share > 0.99 and all(torch.equal(outs[0], out) for out in outs)
+
+
+def test_a_graph_that_does_not_run_on_the_example_is_named():
+    """A batch norm of one value for each channel computes in evaluation only."""
+    norm = small.Call(lambda x, norm: x + norm(x.mean(1))[:, None], nn.BatchNorm1d(16))
+    gm = traced(lambda: Tokens(norm), x())
+    plan, new = parallel(gm, x(1), ulysses=2)
+    assert plan.away < 1e-6
+    with pytest.raises(fxplug.TraceError, match="no graph for training: 'inner.*fails with these example inputs: ValueError: Exp"):
+        new.train()
+    with pytest.raises(fxplug.SpecError, match="fails with these example inputs"):
+        parallel(gm.train(), x(1), ulysses=2)
+
+
 @pytest.mark.parametrize("ways", WAYS, ids=str)
 def test_tokens_are_born_behind_dropout(ways):
     plan, new = parallel(traced(lambda: Tokens(nn.Dropout(0.5)), x(), training=True), x(), **ways)
