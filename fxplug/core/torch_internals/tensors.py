@@ -254,7 +254,7 @@ def flop_counter() -> Any:
         return packed(source, source, source, width) + 4 * source[0] * source[1] * width * hidden
 
     def padded(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_nested:
+        if not isinstance(value, torch.Tensor) or not value.is_nested or value.layout is not torch.strided:
             return value
         return torch.empty(value.size(0), *value._nested_tensor_size().amax(0).tolist(), device="meta")
 

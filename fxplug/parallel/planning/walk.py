@@ -16,6 +16,7 @@ from ...core.capture.isolation import restored
 from ...core.capture.module_state import State
 from ...core.capture.user_code import short_path
 from ...core.errors import FxplugError, SpecError
+from ...core.ir.ops import TO_DENSE, other_kind
 from ...core.ir.traced_module import TracedModule
 from ...core.rewriter.neutrality import buffers_restored
 from ...core.torch_internals import modules as pytree
@@ -100,7 +101,7 @@ def walk(gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping
                 value = pytree.tree_map(_copied, next(places)) if node.op == "placeholder" else interpreter.run_node(node)
             except (FxplugError, MemoryError):
                 raise
-            except Exception as error:
+            except Exception as error:  # the model's
                 text = str(error).partition("\n")[0]
                 raise Unsplittable(f"{told(node)} fails with these example inputs: {type(error).__name__}: {text}") from error
             if node.op == "get_attr" and isinstance(value, Tensor):
@@ -133,6 +134,9 @@ def bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     except TypeError as error:
         raise SpecError(f"the model does not take these example inputs: {error}") from None
     given.apply_defaults()
+    for name, value in given.arguments.items():
+        if kind := next((kind for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and (kind := other_kind(t))), ""):
+            raise SpecError(f"example input '{name}' is a {kind} tensor, which no graph takes: {TO_DENSE}")
     return list(given.arguments.values())
 
 
