@@ -1319,17 +1319,6 @@ def test_a_name_that_torch_itself_refuses_is_refused(name: str) -> None:
             fxplug.trace(model, X())
 
 
-@pytest.mark.parametrize("name", ["a[0]", "a'b", "a b", "__a"])
-def test_a_name_that_no_artifact_can_have_is_told_when_it_is_traced(name: str, tmp_path: Path) -> None:
-    model = Model(lambda self, x: x * getattr(self, name))
-    model.register_buffer(name, torch.ones(4))
-    with pytest.warns(UserWarning, match="can be in no artifact; the graph runs, and cannot be saved: name it"):
-        gm = fxplug.trace(model, X())
-    assert torch.equal(gm(X()), model(X()))
-    with pytest.raises(fxplug.ArtifactError, match="must be letters, digits|a name of Python's own"):
-        fxplug.save(gm, tmp_path / "saved")
-
-
 def test_what_an_operation_says_about_dtypes_is_held() -> None:
     for function in (
         lambda self, x: x * torch.result_type(x, 1.0).itemsize, lambda self, x: x * len(x.type()),
