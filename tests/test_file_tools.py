@@ -77,6 +77,19 @@ def pefts(tmp_path_factory):
     return model, folder
 
 
+@pytest.mark.parametrize("change", ["resize", "convert", "merge"])
+def test_tensors_without_values_are_refused(change, tmp_path):
+    file = {f"0.lora_{half}.weight": torch.empty(size, device="meta") for half, size in (("A", (2, 8)), ("B", (12, 2)))}
+    calls = {
+        "resize": lambda: fxplug.resize_adapter(file, tmp_path / "out.safetensors", rank=1),
+        "convert": lambda: fxplug.convert_adapter(file, tmp_path / "out.safetensors", as_="kohya", model=plain()),
+        "merge": lambda: fxplug.merge_adapters([(file, 0.5), (file, 0.5)], tmp_path / "out.safetensors"),
+    }
+    with pytest.raises(fxplug.ArtifactError, match="its (down|up) is on the meta device, which holds no values"):
+        calls[change]()
+    assert not list(tmp_path.iterdir())
+
+
 HOWS = [(how, "total") for how in ("linear", "cat", "svd", *SPARSE, *(f"{each}_svd" for each in SPARSE))]
 HOWS += [("ties", "frequency"), ("dare_ties_svd", "frequency")]
 

@@ -409,6 +409,30 @@ def test_how_it_trains_is_translated():
         assert text in told
 
 
+@pytest.mark.parametrize(
+    "changed, note",
+    [
+        (("hcpdiff.loss.MinSNRLoss", "hcpdiff.loss.SoftMinSNRLoss"), "nothing here is criterion: SoftMinSNRLoss; the loss is"),
+        (("type: v", "type: sample"), "of train.loss, nothing here is type: 'sample'"),
+        (("prompt_template: a.txt", "att_mask: masks/, repeat: 3"), "of data.dataset1, nothing here is att_mask, repeat"),
+        (("batch_size: 4", "batch_size: 4\n    loss_weight: 0.5"), "of data.dataset1, nothing here is loss_weight"),
+        (("'${hcp.eval:\"512*512\"}'", "'${hcp.eval:\"2**18\"}'"), "data.dataset1.bucket: write the size of the images"),
+        (("decay_max: 0.9997", "decay_max: 0.9997, power: 0.8"), "ema: the decay grows with the steps there"),
+    ],
+    ids=str,
+)
+def test_what_of_its_training_is_nothing_here_is_named(changed, note):
+    assert any(note in told for told in convert(write(TRAINS.replace(*changed), "")).notes)
+
+
+@pytest.mark.parametrize("computed", ['${hcp.eval:"${target_area}*${target_area}"}', '${times:512,512}'], ids=str)
+def test_sizes_computed_of_other_keys_and_folders_of_conditions_are_translated(tmp_path, computed):
+    text = TRAINS.replace('${hcp.eval:"512*512"}', computed).replace("imgs/,", "imgs/, cond_root: conds/,")
+    file = write(text.replace("more/}", "more/, cond_root: conds/}"), "")
+    data = parse_yaml(convert(file, out=tmp_path / "a.yaml").text).data["data"]
+    assert data["size"] == 512 and Path(data["conditions"]).resolve() == Path("conds").resolve() != Path(data["conditions"])
+
+
 FINE_TUNING = """
 _base_: [cfgs/train/dataset/base_dataset.yaml, cfgs/train/train_base.yaml, cfgs/train/tuning_base.yaml]
 unet:

@@ -193,6 +193,29 @@ def test_dropout_in_place(read, ways):
     assert torch.equal(outs[0], outs[1])
 
 
+@pytest.mark.parametrize("ways", [*WAYS, {"batch": 2, "ulysses": 2}], ids=str)
+def test_paths_of_samples_are_dropped(ways):
+    """timm's DropPath draws into new memory, and divides what it drew in place."""
+    from timm.layers import DropPath
+
+    gm = traced(lambda: Tokens(nn.Sequential(nn.Linear(16, 16), DropPath(0.5))), x(), training=True)
+    plan, new = parallel(gm, x(), **ways)
+    outs = pretended(plan.ways, lambda rank: new(x()))
+    assert plan.away < 1e-6 and plan.share > 0.99 and all(torch.equal(outs[0], out) for out in outs)
+
+
+def test_a_graph_that_does_not_run_on_the_example_is_named():
+    """A batch norm of one value for each channel computes in evaluation only."""
+    norm = small.Call(lambda x, norm: x + norm(x.mean(1))[:, None], nn.BatchNorm1d(16))
+    gm = traced(lambda: Tokens(norm), x())
+    plan, new = parallel(gm, x(1), ulysses=2)
+    assert plan.away < 1e-6
+    with pytest.raises(fxplug.TraceError, match="no graph for training: 'inner.*fails with these example inputs: Value"):
+        new.train()
+    with pytest.raises(fxplug.SpecError, match="fails with these example inputs"):
+        parallel(gm.train(), x(1), ulysses=2)
+
+
 @pytest.mark.parametrize("ways", WAYS, ids=str)
 def test_tokens_are_born_behind_dropout(ways):
     plan, new = parallel(traced(lambda: Tokens(nn.Dropout(0.5)), x(), training=True), x(), **ways)
@@ -261,8 +284,18 @@ def encoder(dropout=0.0):
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, dropout, batch_first=True), 2)
 
 
+def padded():
+    """An encoder whose samples have tokens that are none; in evaluation it nests them."""
+    return small.Call(lambda x, net: net(x, src_key_padding_mask=x[..., 0] < -0.5), encoder())
+
+
+def decoder():
+    net = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32, 0.0, batch_first=True), 2)
+    return small.Call(lambda x, net: net(x, x.flip(1)), net)
+
+
 @pytest.mark.parametrize("ways", WAYS, ids=str)
-@pytest.mark.parametrize("make", [packed, encoder], ids=["attention", "encoder"])
+@pytest.mark.parametrize("make", [packed, encoder, padded, decoder], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("training", [False, True])
 def test_packed_attention_runs_or_is_refused_by_name(make, ways, training):
     gm = traced(make, x(), training=training)
@@ -270,7 +303,7 @@ def test_packed_attention_runs_or_is_refused_by_name(make, ways, training):
         plan, new = parallel(gm, x(), **ways)
         assert plan.share == 1 and check_pretended(new, (x(6, 13),), {}) < 1e-5
         return
-    with pytest.raises(fxplug.SpecError, match="is torch's (MultiheadAttention|TransformerEncoderLayer): one operation of the"):
+    with pytest.raises(fxplug.SpecError, match="is torch's (MultiheadAttention|Transformer(De|En)coder(Layer)?): one op"):
         parallel(gm, x(), **ways)
 
 

@@ -1299,6 +1299,15 @@ def test_a_name_that_no_code_can_have_is_refused(name: str) -> None:
             fxplug.trace(model, X())
 
 
+@pytest.mark.parametrize("name", ["a.b", "", "e\u0301"])
+def test_a_name_that_torch_itself_refuses_is_refused(name: str) -> None:
+    for put in ("_modules", "_buffers"):
+        model = Model(lambda self, x: x * 2)
+        getattr(model, put)[name] = nn.Linear(4, 4) if put == "_modules" else torch.ones(4)
+        with pytest.raises(fxplug.TraceError, match="the name .* cannot be written into a graph"):
+            fxplug.trace(model, X())
+
+
 def test_what_an_operation_says_about_dtypes_is_held() -> None:
     for function in (
         lambda self, x: x * torch.result_type(x, 1.0).itemsize, lambda self, x: x * len(x.type()),

@@ -1219,6 +1219,34 @@ def test_sparse_tensors_are_refused(asks: Any) -> None:
         del model.mask
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:.*quantize_per_tensor")
+@pytest.mark.parametrize(
+    "other, kind",
+    [
+        (lambda x: torch.nested.nested_tensor([x[0], x[0, :1]]), "nested"),
+        (lambda x: torch.nested.nested_tensor([x[0], x[0, :1]], layout=torch.jagged), "torch.jagged"),
+        (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8), "quantised"),
+    ],
+    ids=["nested", "jagged", "quantised"],
+)
+def test_nested_and_quantised_tensors_are_refused(other: Any, kind: str) -> None:
+    model, odd = Holding(lambda m, x: x * 3), other(X())
+    gm = fxplug.trace(model, X())
+    refusals = {
+        f"argument 'x' is a {kind} tensor": lambda: fxplug.trace(model, (odd,)),
+        f"(was dense .* it is {kind}|was torch.float32 .* is torch.quint8|dimensions when)": lambda: gm(odd),
+        f"an example input is a {kind} tensor": lambda: fxplug.verify(gm, gm, (odd,)),
+        f"example input 'x' is a {kind} tensor": lambda: fxplug.parallel_plan(gm, (odd,), batch=2),
+        "(was dense|was torch.float32|dimensions when)": lambda: fxplug.variants(gm, model)(odd),
+    }
+    for message, call in refusals.items():
+        with pytest.raises(fxplug.FxplugError, match=message):
+            call()
+    model.register_buffer("mask", odd)
+    with pytest.raises(fxplug.TraceError, match=f"'mask' is a {kind} tensor, which no graph can hold"):
+        fxplug.trace(model, X())
+
+
 def test_a_buffer_that_is_assigned_anew_has_the_dtype_that_the_model_gives_it() -> None:
     class Keeping(nn.Module):
         def __init__(self) -> None:

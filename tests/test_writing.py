@@ -117,3 +117,10 @@ def test_a_command_that_cannot_write(name, way, monkeypatch):
     assert re.search(words, done.stderr), done.stderr
     now = {path: path.read_bytes() for path in Path("taken").rglob("*") if path.is_file() and "run" not in path.parts}
     assert {path: data for path, data in now.items() if path.suffix != ".md"} == kept
+
+
+def test_a_page_that_python_cannot_write(monkeypatch):
+    gm = fxplug.trace(torch.nn.Linear(2, 2), torch.randn(1, 2))
+    with too_large(monkeypatch), pytest.raises(fxplug.SpecError, match="page.html cannot be written: .*too large"):
+        fxplug.report(gm, gm, out="page.html")
+    assert not Path("page.html").exists()

@@ -15,7 +15,7 @@ from ..blocks import low_rank
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, shown
 from .combining import Combination
 from .file_layouts import EditedFile, family_of, layout_of, model_of, on_paths, write_own, write_parts
-from .files import Entry, Source, read
+from .files import AdapterFile, Entry, Source, read
 from .key_layouts import CONFIGURED
 
 
@@ -52,7 +52,7 @@ def resize_adapter(
             raise SpecError(f"{name} is {what}, not {shown(value)}")
     if len(asked) > 1 or not (asked or rank):
         raise SpecError("give rank, or one of energy, cumulative and ratio, or rank and one of these")
-    file = read(source, adapter=adapter, limits=limits)
+    file = _read(source, adapter=adapter, limits=limits)
     made, errors = [], {}
     for entry in file.entries:
         if entry.method not in ("diff", "whole"):
@@ -92,7 +92,7 @@ def convert_adapter(
     Raises SpecError for a format, family or part that is not there; ArtifactError where the file fits no family or not the
     model, for what the format cannot hold (`partial` leaves it out), and as `adapters.load`.
     """
-    file = read(source, adapter=adapter, limits=limits)
+    file = _read(source, adapter=adapter, limits=limits)
     about = model_of(model, family)
     own = as_ in (*CONFIGURED, "lycoris", "fxplug") and layout_of(file) in (*CONFIGURED, "fxplug")
     if about is None and not own:
@@ -143,7 +143,7 @@ def merge_adapters(
     for source, weight in pairs:
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise SpecError(f"the weight of {shown(str(source))} is a finite number, not {shown(weight)}")
-    files = [read(source, limits=limits) for source, _ in pairs]
+    files = [_read(source, limits=limits) for source, _ in pairs]
     layout, about = layout_of(files[0]), model_of(model, family)
     same = about is None and as_ in (None, layout) and all(layout_of(file) == layout for file in files)
     if not same and about is None:
@@ -164,6 +164,14 @@ def merge_adapters(
 
 
 # --- one layer
+
+
+def _read(source: Source, **options: Any) -> AdapterFile:
+    file = read(source, **options)
+    for entry in file.entries:
+        if empty := next((key for key, tensor in entry.tensors.items() if tensor.is_meta), None):
+            raise ArtifactError(f"{file.source}: '{entry.name}': its {empty} is on the meta device, which holds no values")
+    return file
 
 
 def _halves(entry: Entry, where: str) -> tuple[Tensor, Tensor]:

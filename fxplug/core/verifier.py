@@ -18,6 +18,7 @@ from .capture.fake_tensors import quiet
 from .errors import ArtifactError, VerifyError, brief_fields, outline
 from .ir.containers import leaves, map_leaves, parameters
 from .ir.graph import Graph, copy_graph, replace
+from .ir.ops import TO_DENSE, other_kind
 from .ir.traced_module import TracedModule, shell
 from .quantised import cut_gradient, described
 from .rewriter import neutrality
@@ -207,6 +208,8 @@ def _shapes_and_gradients(
     prefixes = tuple(f"{entry['name']}." for entry in entries)
     wanted = [n for n, p in new.named_parameters() if n.startswith(prefixes) and p.is_floating_point()] if prefixes else []
     reached: set[str] = set()
+    if kind := next((kind for t in leaves(call) if isinstance(t, torch.Tensor) and (kind := other_kind(t))), ""):
+        raise VerifyError(f"an example input is a {kind} tensor, which no graph takes: {TO_DENSE}")
     if any(_reads_values(graph) for graph in new.graphs.values()):
         raise Unchecked("the model reads values from its data, which fake tensors do not have")
     for graph in new.graphs.values():

@@ -254,7 +254,7 @@ class _Saved:
         return str(value) if isinstance(value, torch.device) else value
 
     def _tensor(self, value: Tensor) -> Tensor:
-        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized:
+        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized or value.is_nested:
             raise self.raises("is refused, it is a pickle of more than weights: it has a sparse or other unusual tensor")
         self.room -= value.nbytes
         if self.room < 0:  # torch gives a tensor the shape that the file says, whatever the file has

@@ -54,6 +54,12 @@ def new_file(
             (put or os.replace)(name, target)
 
 
+def write_text(target: Path, text: str, raises: Raises) -> None:
+    """Write a file whole, or leave it as it was. Raises what `raises` makes where it cannot be written."""
+    with reported(raises, "cannot be written"), new_file(target, raises) as file:
+        file.write_text(text, "utf-8")
+
+
 @contextlib.contextmanager
 def new_folder(
     target: Path, raises: Raises | None = None, own: Callable[[Path], Collection[str]] | None = None

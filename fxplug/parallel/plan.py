@@ -28,7 +28,10 @@ from .runtime.mesh import SEQUENCE, name_of_ways, ways_of, world_of
 from .runtime.pretended import placed
 from .stage import Stage, check_sizes, found_along, in_both_modes, in_one_mode, place, written_along
 
-PACKED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.TransformerEncoder)
+PACKED = (
+    *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+    *(nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer),
+)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from ..core.errors import FxplugError, SpecError
 from ..core.flow import Result
 from ..core.ir.traced_module import TracedModule
 from ..core.verifier import Report
-from ..core.writing import new_file
+from ..core.writing import write_text
 from .contents import Page
 from .gather import contents, manifest_of, trouble
 from .page import html
@@ -91,8 +91,8 @@ def write(page: Page, out: str | os.PathLike[str]) -> None:
     """Write a page as HTML, or its contents as JSON where the name ends so. Raises SpecError where that cannot be."""
     target = Path(out)
     text = as_json(page) if target.suffix == ".json" else html(page)
-    with new_file(target, lambda finding: SpecError(f"{target} {finding}; --out names the file to write")) as file:
-        file.write_text(text, "utf-8", errors="backslashreplace")
+    safe = text.encode("utf-8", "backslashreplace").decode()
+    write_text(target, safe, lambda finding: SpecError(f"{target} {finding}; --out names the file to write"))
 
 
 def as_json(page: Page) -> str:

@@ -48,7 +48,7 @@ def report(
 def show_to(module: Any, to: str, region: str, out: Path | None) -> None:
     """Write a module's graph for another tool, to stdout where no file is given. Raises SpecError."""
     from ..core.ir.text import listing
-    from ..core.writing import new_file
+    from ..core.writing import write_text
     from .formats import FORMATS, written
     from .gather import contents
 
@@ -60,6 +60,5 @@ def show_to(module: Any, to: str, region: str, out: Path | None) -> None:
     if out is None:
         print(text, end="")
         return
-    with new_file(out, lambda finding: SpecError(f"{out} {finding}; --out names the file to write")) as file:
-        file.write_text(text, "utf-8")
+    write_text(out, text, lambda finding: SpecError(f"{out} {finding}; --out names the file to write"))
     print(f"saved in {out}")

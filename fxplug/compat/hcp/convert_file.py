@@ -76,10 +76,11 @@ def convert(
     task = more.get("train", {}).get("task", {}).get("denoise", {})
     if any("hcp/half_lora" in entry for entry in passes) and "train_guidance" not in task:
         notes.append("a branch is of half of a batch: {denoise: {train_guidance: SCALE}} trains each sample in both halves")
-    if isinstance(images := more.get("data", {}).get("images"), (str, list)):
-        folder, there = Path(out).parent if out else Path.cwd(), [images] if isinstance(images, str) else images
-        found = [rebase_path(one, Path.cwd(), folder) for one in there]
-        more["data"]["images"] = found[0] if isinstance(images, str) else found
+    data, folder = more.get("data", {}), Path(out).parent if out else Path.cwd()
+    for key in {"images", "conditions"} & data.keys():
+        folders = data[key] if isinstance(data[key], list) else [data[key]]
+        found = [rebase_path(one, Path.cwd(), folder) for one in folders]
+        data[key] = found if isinstance(data[key], list) else found[0]
     return Converted(_text(Path(file), part, head, passes, notes, model is None, more), notes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...core.errors import SpecError, shown
@@ -13,14 +13,17 @@ from .config_files import References
 from .hosts import RATE, number, patterns, taken
 from .layer_patterns import read_layers
 
-PRODUCT = re.compile(r'\$\{hcp\.eval:\s*["\']?\s*(\d+(?:\s*\*\s*\d+)*)\s*["\']?\s*\}')  # its resolver, as far as files use it
+EVAL = re.compile(r'\$\{(?:hcp\.eval|times):\s*["\']?\s*(.*?)\s*["\']?\s*\}')  # its resolvers, as far as files use them
+PRODUCT = re.compile(r"\d+(?:\s*[*,]\s*\d+)*")
 SCHEDULERS = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-PREDICTIONS = {"eps": "epsilon", "sample": "sample", "v": "v_prediction"}
 PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "no": "fp32"}
 # what each section says that has no counterpart, told by a note; keys that are null or empty count as not there
 TRAIN = ("train_steps", "train_epochs", "gradient_accumulation_steps", "workers", "max_grad_norm", "save_step", "loss",
          "optimizer", "scheduler")  # fmt: skip
 QUIET = ("cfg_scale", "set_grads_to_none", "optimizer_pt", "scheduler_pt", "scale_lr_pt", "resume")
+DATA = {"batch_size", "source", "bucket", "cache_latents", "img_root", "prompt_template", "caption_file", "word_names",
+        "text_transforms", "cond_dir", "cond_root"}  # fmt: skip
+DEFAULTS = {"bg_color": [255, 255, 255], "loss_weight": 1.0, "repeat": 1, "att_mask_encode": False}  # as they are here
 
 
 def training(source: Source, notes: list[str]) -> dict[str, Any]:
@@ -47,11 +50,12 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
         denoise["train_guidance"] = scale
         notes.append("each sample is in the batch twice, with its own caption and with one text for all (denoise: negative)")
     train: dict[str, Any] = {"task": {"denoise": denoise}}
-    train |= _length(said) | _loop(said, denoise)
+    train |= _length(said) | _loop(said, denoise, notes)
     train |= _schedule(said.get("scheduler"), train.get("steps"), notes)
     if model.get("ema"):
         decay = model["ema"].get("decay_max") if isinstance(model["ema"], Mapping) else model["ema"]
         train |= {"ema": decay} if isinstance(decay, float) and 0 < decay < 1 else {}
+        notes.append("ema: the decay grows with the steps there, and here it is the same from the first on")
     if model.get("gradient_checkpointing"):
         train["checkpointing"] = True
     if (precision := PRECISIONS.get(str(reader.top("mixed_precision")))) is not None:
@@ -61,9 +65,7 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
         data["workers"] = said["workers"]
     if said.get("scale_lr"):
         notes.append("scale_lr multiplies each lr by the samples of a step there: write lr so")
-    left = [key for key, value in said.items() if key not in (*TRAIN, *QUIET, "scale_lr") and value not in (None, "", {}, [])]
-    if left:
-        notes.append(f"of train, nothing here is {', '.join(left)}")
+    _name_left_out("train", said, (*TRAIN, *QUIET, "scale_lr"), notes)
     seed = reader.top("seed")
     head = {"seed": seed} if isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 else {}
     return {**head, "train": train, **({"data": data} if data.get("images") else {})}
@@ -132,9 +134,11 @@ class _Reader:
             return {key: self.resolved(*path, key) for key in here}
         if isinstance(here, list):
             return [self.resolved(*path, index) for index in range(len(here))]
-        if isinstance(here, str) and (found := PRODUCT.fullmatch(here.strip())):
-            return math.prod(int(part) for part in found[1].split("*"))
         try:
+            if isinstance(here, str) and (call := EVAL.fullmatch(here.strip())):
+                if (found := PRODUCT.fullmatch(str(self.references.text(call[1], path, (path,))))) is None:
+                    return None
+                return math.prod(map(int, re.findall(r"\d+", found[0])))
             return self.references.value(*path)
         except SpecError:
             return None  # a resolver of its own: nothing here reads those keys
@@ -147,7 +151,7 @@ def _length(said: Mapping[str, Any]) -> dict[str, Any]:
     return {"steps": max(steps, 1) if isinstance(steps, int) else 1000}
 
 
-def _loop(said: Mapping[str, Any], denoise: dict[str, Any]) -> dict[str, Any]:
+def _loop(said: Mapping[str, Any], denoise: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     """Accumulation, clipping, checkpoints, optimizer and loss."""
     made: dict[str, Any] = {}
     for theirs, ours in (("gradient_accumulation_steps", "accumulate"), ("max_grad_norm", "clip")):
@@ -165,12 +169,24 @@ def _loop(said: Mapping[str, Any], denoise: dict[str, Any]) -> dict[str, Any]:
         made["optimizer"] = {name: given} if given else name
     loss = said.get("loss")
     if isinstance(loss, Mapping):
-        if (prediction := PREDICTIONS.get(str(loss.get("type")))) is not None and prediction != "epsilon":
-            denoise["prediction"] = prediction
+        if loss.get("type") == "v":
+            denoise["prediction"] = "v_prediction"
+        elif loss.get("type") not in (None, "eps"):
+            notes.append(f"of train.loss, nothing here is type: {shown(loss['type'])}")
         criterion = loss.get("criterion")
-        if isinstance(criterion, Mapping) and str(criterion.get("_target_")).endswith("MinSNRLoss"):
+        target = str(criterion.get("_target_")).rpartition(".")[2] if isinstance(criterion, Mapping) else "MSELoss"
+        if isinstance(criterion, Mapping) and target == "MinSNRLoss":
             denoise["snr_gamma"] = _number(criterion.get("gamma", 1.0))
+        elif target != "MSELoss":
+            notes.append(f"of train.loss, nothing here is criterion: {target}; the loss is the squared error")
     return made
+
+
+def _name_left_out(name: str, section: Mapping[str, Any], read: Iterable[str], notes: list[str]) -> None:
+    """A note on the keys of a section that are not read; of those that say what is so here anyway, none."""
+    left = [key for key in section.keys() - set(read) if not key.startswith("_") and section[key] not in (None, "", {}, [])]
+    if left := sorted(key for key in left if section[key] != DEFAULTS.get(key, ...)):
+        notes.append(f"of {name}, nothing here is {', '.join(left)}")
 
 
 def _schedule(scheduler: Any, steps: Any, notes: list[str]) -> dict[str, Any]:
@@ -211,6 +227,13 @@ def _data(sets: Mapping[str, Any], train: dict[str, Any], notes: list[str]) -> d
     sources = [entry for entry in one["source"].values() if isinstance(entry, Mapping) and entry.get("img_root")]
     folders = [str(entry["img_root"]) for entry in sources]
     made: dict[str, Any] = {"images": folders[0] if len(folders) == 1 else folders, "captions": "optional"}
+    conditions = [entry.get("cond_dir") or entry.get("cond_root") for entry in sources]
+    if conditions[0] and len(set(conditions)) == 1:
+        made["conditions"] = str(conditions[0])
+    elif any(conditions):
+        notes.append(f"data.{name}: the condition images are in several folders, and here in one: data.conditions is left out")
+    for entry in (one, *sources):
+        _name_left_out(f"data.{name}", entry, DATA, notes)
     bucket = one.get("bucket")
     if isinstance(bucket, Mapping):
         area, side = bucket.get("target_area"), bucket.get("target_size")
@@ -218,8 +241,13 @@ def _data(sets: Mapping[str, Any], train: dict[str, Any], notes: list[str]) -> d
             made |= {"size": round(math.sqrt(area)), "buckets": True}
         elif isinstance(side, (int, list)):
             made["size"] = side
-    if any(entry.get("prompt_template") or entry.get("word_names") for entry in sources):
-        notes.append("prompt templates and learned words are not read here: captions lie beside the images (data.captions)")
+        elif ".SizeBucket" not in str(bucket.get("_target_")):
+            notes.append(f"data.{name}.bucket: write the size of the images (data.size), which is not read here")
+    if any(entry.get("prompt_template") or entry.get("word_names") or entry.get("text_transforms") for entry in sources):
+        notes.append(
+            "prompt templates, their text_transforms and learned words are not read here: captions lie beside the images "
+            "(data.captions)"
+        )
     if any(entry.get("caption_file") for entry in sources):
         notes.append("caption_file: write the captions beside the images, or a metadata.jsonl")
     if len(kept) > 1:

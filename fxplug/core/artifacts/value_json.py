@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
 from ..ir import functions
 
-PATH_KEY = re.compile(r"^[\w\-+:/@=,]+\Z", re.ASCII)
 IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z", re.ASCII)
 
 
@@ -36,7 +35,7 @@ def check_path(text: Any, what: str) -> str:
         raise ArtifactError(f"graph.json: {shown(text)} is no {what}")
     for part in text.split("."):
         # the code has what is no identifier as `self.blocks[0]` or `self.blocks['2-1']`
-        if not PATH_KEY.match(part):
+        if not functions.PATH_KEY.match(part):
             signs = "letters, digits and any of _-+:/@=,"
             raise ArtifactError(f"graph.json: {shown(text)} is no {what}: {shown(part)} must be {signs}")
         if part.startswith("__"):

@@ -262,8 +262,8 @@ class _Entry:
                 raise TraceError(f"argument '{name}' is a tensor with {own}, which no graph can read: pass it without")
             if self.recording.first_tensor is None:
                 self.recording.first_tensor = node
-            if value.layout is not torch.strided:
-                raise TraceError(f"argument '{name}' is a {value.layout} tensor, which no graph can take: give its to_dense()")
+            if kind := ops.other_kind(value):
+                raise TraceError(f"argument '{name}' is a {kind} tensor, which no graph can take: {ops.TO_DENSE}")
             self.tensors.append((node, value, name))
             return self.recording.mark(self.example(value), node)
         if isinstance(value, OPAQUE):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..ir.containers import children, leaves, map_leaves
+from ..ir.ops import other_kind
 from ..quantised import library
 from ..torch_internals.tensors import memory_id
 from .fake_tensors import Number
@@ -201,9 +202,7 @@ def _plain_copies(value: Any) -> Any:
 
 def _memory(tensor: torch.Tensor) -> Any:
     """A key for the memory of an ordinary tensor, and for how it is read; None for any other."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-        return None
-    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or other_kind(tensor) or tensor.is_conj() or tensor.is_neg():
         return None
     return memory_id(tensor.untyped_storage()), tensor.dtype, tensor.device
 

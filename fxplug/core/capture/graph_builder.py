@@ -225,9 +225,9 @@ class Nodes(TorchFunctionMode, Recorder):
                 f"an extension), so it cannot be recorded; {self.way_out()}"
             )
         name = self.attribute_name(tensor) or "constant"
-        if tensor.layout is not torch.strided:
+        if kind := ops.other_kind(tensor):
             raise TraceError(
-                f"{self.place()}: '{name}' is a {tensor.layout} tensor, which no graph can hold: make it dense (to_dense()), "
+                f"{self.place()}: '{name}' is a {kind} tensor, which no graph can hold: {ops.TO_DENSE}, "
                 f"or {self.way_out()}"
             )
         if self.named_weights[0] != len(self.parameters):  # most have their names before the model is called

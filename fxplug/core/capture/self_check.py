@@ -14,6 +14,7 @@ from torch import nn
 from ..errors import GuardError, TraceError
 from ..ir.containers import Container, leaves, map_leaves
 from ..ir.functions import is_random
+from ..ir.ops import other_kind
 from ..ir.traced_module import TracedModule
 from ..torch_internals.tensors import FakeTensor, memory_id
 from .fake_tensors import fake
@@ -80,7 +81,7 @@ def tells_one_input_from_two(model: nn.Module, call: Any, state: State) -> bool:
     tensors: dict[Any, torch.Tensor] = {}
     several = False
     for t in leaves(call):
-        if isinstance(t, torch.Tensor) and t.layout is torch.strided:
+        if isinstance(t, torch.Tensor) and not other_kind(t):
             several |= tensors.setdefault((t.shape, t.dtype, t.device), t) is not t
     if not several:
         return False

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import traceback
+import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from torch.nn.parameter import is_lazy
 from .. import quantised
 from ..errors import FxplugError, TraceError, did_you_mean
 from ..ir.containers import leaves as values
+from ..ir.functions import PATH_KEY
 from ..ir.graph import erase
+from ..ir.ops import TO_DENSE, other_kind
 from ..ir.traced_module import TracedModule
 from ..spec.addresses import select
 from ..torch_internals.tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -33,7 +36,7 @@ from .module_state import MISSING, Journal, Place, State
 from .recorder import NeedsAutograd, Recording
 from .user_code import is_user_code, shortened, source_line
 
-UNWRITABLE = {'"', "\\", "@"}  # FX writes names between quotes, and "@" stands before the number of a call
+UNWRITABLE = {'"', "\\", "@", "."}  # FX writes names between quotes, and "@" stands before the number of a call
 
 
 def trace(
@@ -72,6 +75,7 @@ def trace(
         raise TraceError("this model is traced already; trace the model it came from")
     if "_orig_mod" in model._modules:
         raise TraceError("this is what torch.compile made of a model: trace the model itself, and compile its graph")
+    _check_names(model)
     args = args if isinstance(args, (tuple, list)) else (args,)
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
     call: Any = (tuple(args), dict(kwargs or {}))
@@ -136,7 +140,7 @@ def _checked_trace(
             drop(kept)
         stack.enter_context(quantised.unpacked(model))  # before the state is noted that each run begins with
         job = _Job(model, list(_named_tensors(model)), call, _leaf_paths(model, patterns), real, check, open_numbers)
-        _refuse_names_and_kinds(job)
+        _refuse_kinds(job)
         quantised.check_ready(model, job.leaves)
         stack.enter_context(no_collection())
         try:
@@ -166,16 +170,13 @@ def _checked_trace(
     return gm
 
 
-def _refuse_names_and_kinds(job: _Job) -> None:
-    """Raises TraceError for parameters and buffers that no graph can hold, and names that it cannot write."""
+def _refuse_kinds(job: _Job) -> None:
+    """Raises TraceError for parameters and buffers that no graph can hold."""
     for name, tensor in job.tensors:
         if is_lazy(tensor):
             raise TraceError(f"'{name}' has no shape before the first call: call the model once before it is traced")
-        if tensor.layout is not torch.strided:
-            raise TraceError(f"'{name}' is a {tensor.layout} tensor, which no graph can hold: make it dense (to_dense())")
-    for name in (*(name for name, _ in job.model.named_modules()), *(name for name, _ in job.tensors)):
-        if not name.isprintable() or UNWRITABLE.intersection(name):
-            raise TraceError(f"the name {name!r} of a module or tensor cannot be written into a graph: name it otherwise")
+        if kind := other_kind(tensor):
+            raise TraceError(f"'{name}' is a {kind} tensor, which no graph can hold: {TO_DENSE}")
 
 
 def _walking(error: RecursionError) -> str | None:
@@ -446,6 +447,22 @@ def _tabled(state: State, table: str) -> list[tuple[str, nn.Module, torch.Tensor
         for key, tensor in getattr(module, table).items()
         if tensor is not None
     ]
+
+
+def _check_names(model: nn.Module) -> None:
+    """Refuse names of modules and tensors that no code can have, and warn of those that no artifact can have."""
+    unsaved = []
+    for path, module in model.named_modules():
+        for name, _ in (*module.named_children(), *module.named_parameters("", False), *module.named_buffers("", False)):
+            where = f"{path}.{name}" if path else name
+            as_code = unicodedata.normalize("NFKC", name)  # Python does so with names
+            if not name or as_code != name or not name.isprintable() or UNWRITABLE.intersection(name):
+                raise TraceError(f"the name {where!r} of a module or tensor cannot be written into a graph: name it otherwise")
+            if not PATH_KEY.match(name) or name.startswith("__"):
+                unsaved.append(where)
+    if unsaved:
+        text = "the graph runs, and cannot be saved: name it with letters, digits and _-+:/=, without two underscores in front"
+        warnings.warn(f"the name {unsaved[0]!r} of a module or tensor can be in no artifact; {text}", stacklevel=3)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

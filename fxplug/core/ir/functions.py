@@ -72,6 +72,8 @@ def _check_sizes(sizes: Tensor, data: Tensor) -> None:
         raise GuardError(f"batch sizes from step to step, {found[:8]}, do not grow, and their sum is that of the {rows} rows")
 
 
+# a part of the path of a module or tensor that artifacts can have
+PATH_KEY = re.compile(r"^[\w\-+:/@=,]+\Z", re.ASCII)
 # factories take no tensor, so torch.overrides lists them among the functions it ignores
 FACTORIES = """arange as_tensor bartlett_window blackman_window complex empty empty_strided eye full hamming_window
 hann_window kaiser_window linspace logspace normal ones rand rand_like randint randint_like randn randn_like randperm

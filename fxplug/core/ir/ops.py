@@ -164,8 +164,8 @@ def check_inputs(
     for value, rank, dtype, name in zip(values, ranks, dtypes, names, strict=True):
         if not isinstance(value, torch.Tensor):
             raise GuardError(f"argument '{name}' was a tensor when the model was traced; now it is {brief(value)}: trace again")
-        if value.layout is not torch.strided:
-            raise GuardError(f"argument '{name}' was dense when the model was traced; now it is {value.layout}: make it dense")
+        if kind := other_kind(value):
+            raise GuardError(f"argument '{name}' was dense when the model was traced; now it is {kind}: {TO_DENSE}")
         if value.dim() != rank:
             raise GuardError(
                 f"argument '{name}' had {rank} dimensions when the model was traced; "
@@ -186,6 +186,16 @@ def first_of_each(values: tuple[Any, ...]) -> tuple[int, ...]:
         return tuple([next(j for j in range(i + 1) if values[j] is values[i]) for i in range(len(values))])
     seen: dict[int, int] = {}
     return tuple([seen.setdefault(id(value), index) for index, value in enumerate(values)])
+
+
+TO_DENSE = "make it dense (to_dense(), to_padded_tensor() or dequantize())"
+
+
+def other_kind(tensor: torch.Tensor) -> str:
+    """What a tensor is that is not dense, and whose shape or values torch may not give: a layout, nested, or quantised."""
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    return "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else ""
 
 
 def attributes(value: torch.Tensor) -> str:

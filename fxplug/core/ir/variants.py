@@ -33,7 +33,7 @@ def key(module: TracedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 def _form(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype, str(value.device), value.requires_grad
+        return ops.other_kind(value) or tuple(value.shape), value.dtype, str(value.device), value.requires_grad
     if (members := children(value)) is not None:
         return type(value), tuple((str(name), _form(member)) for name, member in members)
     return type(value), shown(value, 200)

@@ -253,5 +253,15 @@ def flop_counter() -> Any:
         hidden = next(shape for shape in given[10:] if shape is not None and len(shape) == 2)[0]
         return packed(source, source, source, width) + 4 * source[0] * source[1] * width * hidden
 
+    def padded(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_nested or value.layout is not torch.strided:
+            return value
+        return torch.empty(value.size(0), *value._nested_tensor_size().amax(0).tolist(), device="meta")
+
+    class Counter(FlopCounterMode):  # TransformerEncoder nests what is padded, and a nested tensor has no shape to count by
+        def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+            super()._count_flops(func_packet, padded(out), [padded(arg) for arg in args], kwargs)  # type: ignore[no-untyped-call]
+            return out
+
     fast = {torch.ops.aten._native_multi_head_attention: packed, torch.ops.aten._transformer_encoder_layer_fwd: layer}
-    return FlopCounterMode(display=False, custom_mapping={flash_cpu: flash, **fast})
+    return Counter(display=False, custom_mapping={flash_cpu: flash, **fast})

@@ -21,7 +21,7 @@ import torch
 
 from ...core import reading
 from ...core.errors import FxplugError, SpecError, did_you_mean, shown
-from ...core.writing import new_file
+from ...core.writing import write_text
 from . import operators
 
 FORMS = {
@@ -159,6 +159,5 @@ def write(device: torch.device, entries: Mapping[Case, dict[str, Any]]) -> Path:
         old = read(file, file.stat().st_mtime_ns) if file.is_file() else {}
     cases = {str(case): entry for case, entry in sorted({**old, **entries}.items())}
     document = {"format": FORMAT, "device": device_name(device), "versions": versions(), "cases": cases}
-    with reading.reported(lambda finding: SpecError(f"{file} {finding}"), "cannot be written"), new_file(file) as beside:
-        beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(document, indent=1) + "\n", lambda finding: SpecError(f"{file} {finding}"))
     return file

@@ -7,21 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from ...core.capture.user_code import short_path
 from ...core.errors import brief_fields
 from .streams import Leaf, Number, Place, Step
 from .trials import Tries, leaves_of
+from .walk import Unsplittable as Unsplittable
 from .walk import Walk
-
-
-def told(node: fx.Node) -> str:
-    """A node as a message names it, with the line of the model's code that made it, where that is known."""
-    line = node.meta.get("line")
-    return f"'{node.name}' ({short_path(line[0])}:{line[1]})" if line else f"'{node.name}'"
-
-
-class Unsplittable(Exception):
-    """Why there is no plan from these starts."""
+from .walk import told as told
 
 
 class Inner(NamedTuple):

@@ -304,7 +304,7 @@ class Planner:
     def check_written(self, value: fx.Node) -> None:
         """Refuse writing into memory that the graph shares and a plan does not: that of a copy, gathered or split."""
         step = self.found.steps.get(value, Step())
-        if value in self.walk.views:
+        if value in self.walk.views and not step.same:  # what was drawn is read through this value alone (`drawn`)
             if step.gathers or step.splits:
                 raise Unsplittable(f"{told(value)} is written in place, and is the memory of another value")
             for one in value.all_input_nodes:

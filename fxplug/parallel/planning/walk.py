@@ -14,7 +14,9 @@ from torch import Tensor, fx
 
 from ...core.capture.isolation import restored
 from ...core.capture.module_state import State
-from ...core.errors import SpecError
+from ...core.capture.user_code import short_path
+from ...core.errors import FxplugError, SpecError
+from ...core.ir.ops import TO_DENSE, other_kind
 from ...core.ir.traced_module import TracedModule
 from ...core.rewriter.neutrality import buffers_restored
 from ...core.torch_internals import modules as pytree
@@ -22,6 +24,16 @@ from ...core.torch_internals import tensors as kernels
 from ...core.torch_internals.tensors import TorchDispatchMode, memory_id, schema, version
 
 KEPT = 1 << 16  # elements of a tensor of whole numbers whose values are kept
+
+
+def told(node: fx.Node) -> str:
+    """A node as a message names it, with the line of the model's code that made it, where that is known."""
+    line = node.meta.get("line")
+    return f"'{node.name}' ({short_path(line[0])}:{line[1]})" if line else f"'{node.name}'"
+
+
+class Unsplittable(Exception):
+    """Why there is no plan from these starts."""
 
 
 @dataclass
@@ -41,8 +53,7 @@ class Walk:
         """The values that are computed from tensors among the inputs, and not from weights and sizes alone."""
         found: set[fx.Node] = set()
         for node, value in self.values.items():
-            tensors = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
-            if tensors and (node.op == "placeholder" or not found.isdisjoint(node.all_input_nodes)):
+            if _has_tensors(value) and (node.op == "placeholder" or not found.isdisjoint(node.all_input_nodes)):
                 found.add(node)
         return found
 
@@ -55,16 +66,20 @@ class Walk:
                 continue
             seen.add(one)
             if one in self.views:
-                todo += one.all_input_nodes
+                todo += [n for n in one.all_input_nodes if _has_tensors(self.values[n])]
             else:
                 found.add(one)
         return found
 
 
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
 def walk(gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Walk:
     """Run a graph on example inputs, with values or without; a model in training may be changed by it (`left_alone`).
 
-    Raises SpecError for inputs that the model does not take.
+    Raises SpecError for inputs that the model does not take, Unsplittable where an operation fails with them.
     """
     found = Walk(graph)
     interpreter = fx.Interpreter(gm, graph=graph)
@@ -82,7 +97,13 @@ def walk(gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping
                 break
             versions = {n: _versions(env[n]) for n in node.all_input_nodes}
             draws.seen = False
-            value = pytree.tree_map(_copied, next(places)) if node.op == "placeholder" else interpreter.run_node(node)
+            try:
+                value = pytree.tree_map(_copied, next(places)) if node.op == "placeholder" else interpreter.run_node(node)
+            except (FxplugError, MemoryError):
+                raise
+            except Exception as error:  # the model's
+                text = str(error).partition("\n")[0]
+                raise Unsplittable(f"{told(node)} fails with these example inputs: {type(error).__name__}: {text}") from error
             if node.op == "get_attr" and isinstance(value, Tensor):
                 value = value.detach()  # the counter asks for gradients of what a module is given, and views have none here
             env[node] = value
@@ -113,6 +134,9 @@ def bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     except TypeError as error:
         raise SpecError(f"the model does not take these example inputs: {error}") from None
     given.apply_defaults()
+    for name, value in given.arguments.items():
+        if kind := next((kind for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and (kind := other_kind(t))), ""):
+            raise SpecError(f"example input '{name}' is a {kind} tensor, which no graph takes: {TO_DENSE}")
     return list(given.arguments.values())
 
 
