@@ -11,12 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fxplug.core.errors import SpecError
-from fxplug.core.spec import model_section, train_section
 from fxplug.core.spec.model_section import Constant, ModelSpec, Tensor
 from fxplug.core.spec.pass_file import open_pass, shipped
 from fxplug.core.spec.rules import check_common
-from fxplug.core.spec.run_config import Config, check_settings, load_config, resolved
-from fxplug.core.spec.schema import KEYS, parameters, schema
+from fxplug.core.spec.run_config import check_settings, load_config, resolved
+from fxplug.core.spec.schema import SECTIONS, parameters, schema
 
 
 @pytest.fixture(autouse=True)
@@ -477,16 +476,14 @@ def properties(value, path):
             yield from properties(item, path)
 
 
-@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("name", SECTIONS)
 def test_the_examples_of_a_section_are_taken(name):
-    sections = {**vars(train_section), **vars(model_section)}
-    sections |= {"Model": model_section.ModelKeys, "Weights": model_section.WeightsSpec}
-    section = {**sections, "Config": Config}[name]
-    assert list(KEYS[name]) == list(section.model_fields)
+    section, _ = SECTIONS[name]
     needed = {"Train": {"task": "classify", "steps": 1}, "Data": {"classes": "a"}, "Weights": {"file": "a"}}
     needed |= {"Tensor": {"shape": [1]}, "Config": {"model": "resnet18"}}
-    for key, (_, example) in KEYS[name].items():
-        given = {**needed.get(name, {}), key: example}
+    for key, field in section.model_fields.items():
+        assert field.description
+        given = {**needed.get(name, {}), key: field.examples[0]}
         if key in ("epochs", "images", "dataset", "call") and name in ("Train", "Data"):
             given = {k: v for k, v in given.items() if k not in ("steps", "classes")}
         if name == "Config":

