@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ..errors import FxplugError, SpecError, did_you_mean
 from ..reading import read_json
 from ..spec.model_section import CHECKPOINTS, ModelSpec, WeightsSpec
 from ..spec.pass_file import check_known, import_target, taken
 from ..spec.run_config import Config
+from ..torch_internals.modules import tree_leaves
+from ..torch_internals.tensors import TorchDispatchMode
 from .state_dict import State, _assign, _on_meta, load_weights, read_weights
 
 # what makes a model where it is called, on meta for one; what it needs of its library is imported before that, which on meta
@@ -195,55 +196,38 @@ def _load_folder(model: nn.Module, folder: Path, config: Config) -> None:
 
 # what fills a tensor with random numbers, and what an initialisation does to it after that
 DRAWN = frozenset({
-    "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
-    "orthogonal_", "sparse_", "log_normal_", "cauchy_", "exponential_", "geometric_", "random_", "bernoulli_",
+    "uniform_", "normal_", "log_normal_", "cauchy_", "exponential_", "geometric_", "random_", "bernoulli_",
 })  # fmt: skip
 AFTER = frozenset({"mul_", "div_", "add_", "sub_", "clamp_", "erfinv_"})
-FILLED = frozenset({"zeros_", "ones_", "constant_", "eye_", "dirac_", "zero_", "fill_"})
-ASKED = frozenset({  # reads no number
-    "size", "dim", "numel", "nelement", "requires_grad_", "is_floating_point", "is_complex", "stride", "is_contiguous",
-    "__hash__", "_calculate_fan_in_and_fan_out", "element_size", "__len__", "register_hook",
-})  # fmt: skip
-ATTRIBUTES = frozenset({
-    "shape", "dtype", "device", "requires_grad", "is_meta", "ndim", "layout", "is_leaf", "grad", "is_sparse",
-})  # fmt: skip
+FILLED = frozenset({"zero_", "fill_"})
 
 
-class Undrawn(TorchFunctionMode):
+class Undrawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it lasts, parameters that would be filled with random numbers keep what their memory holds.
 
     `read` says that something was computed from such a parameter: what was made then has to be made again, without this.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.left: dict[int, nn.Parameter] = {}
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.left: dict[int, nn.Parameter] = {}  # by where the memory is, which a view or `.data` shares
         self.read = False
 
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        args, kwargs = tuple(args), kwargs or {}
-        name = getattr(function, "__name__", "")
-        first = args[0] if args else kwargs.get("tensor")
-        if name in DRAWN and isinstance(first, nn.Parameter):
-            self.left[id(first)] = first
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name, kwargs = function.overloadpacket.__name__, kwargs or {}
+        first, *others = tree_leaves((args, kwargs)) or [None]
+        inside = self._has(first)
+        if name in DRAWN and (inside or isinstance(first, nn.Parameter)):
+            self.left[first.untyped_storage().data_ptr()] = first
             return first
-        if id(first) in self.left:
-            if name in AFTER and not any(self._given(args[1:], kwargs)):
-                return first
-            if name in FILLED:
-                del self.left[id(first)]
-        if any(self._given(args, kwargs)) and name not in ASKED and not self._attribute(function):
+        if inside and name in AFTER and not any(map(self._has, others)):
+            return first
+        if inside and name in FILLED and isinstance(first, nn.Parameter):
+            del self.left[first.untyped_storage().data_ptr()]
+        elif any(map(self._has, (first, *others))):
             self.read = True
         return function(*args, **kwargs)
 
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[bool]:
-        for value in (*args, *kwargs.values()):
-            yield from (id(one) in self.left for one in (value if isinstance(value, (list, tuple)) else (value,)))
-
-    @staticmethod
-    def _attribute(function: Any) -> bool:
-        """Whether it gives or sets an attribute that is no number of the tensor's."""
-        of = getattr(getattr(function, "__self__", None), "__name__", "")
-        return getattr(function, "__name__", "") in ("__get__", "__set__") and of in ATTRIBUTES
+    def _has(self, value: Any) -> bool:
+        strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        return strided and value.untyped_storage().data_ptr() in self.left
