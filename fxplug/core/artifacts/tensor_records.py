@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from ..errors import ArtifactError, Limits, shown
 from ..ir.traced_module import TracedModule
 from ..quantised import is_packed
+from .document import PartRecord, TensorRecord
 from .value_json import (
     FORMS,
     Form,
     Mark,
     Read,
     Unportable,
-    check_integer,
     decode,
     encode,
     import_class,
@@ -62,18 +62,16 @@ def parts_of(owner: nn.Module, tensor: Any) -> tuple[dict[str, Any], dict[str, T
     raise ArtifactError(f"a {type(tensor).__name__} says of no plain tensors that it is made of them")
 
 
-def made_of(
-    record: Mapping[str, Any], parts: dict[str, Tensor], shape: tuple[int, ...], stride: tuple[int, ...], allow: Sequence[str]
-) -> Tensor:
+def made_of(record: TensorRecord, parts: dict[str, Tensor], allow: Sequence[str]) -> Tensor:
     """The tensor that these parts make, of the class that a record names, which `allow` has to cover. Raises ArtifactError."""
-    cls: Any = import_class(record["class"], allow)
+    cls: Any = import_class(record.cls, allow)
     if not issubclass(cls, Tensor):
-        raise ArtifactError(f"graph.json: {shown(record['class'])} is no class of tensors")
-    if "context" in record:
+        raise ArtifactError(f"graph.json: {shown(record.cls)} is no class of tensors")
+    if "context" in record.model_fields_set:
         if not callable(getattr(cls, "__tensor_unflatten__", None)):
-            raise ArtifactError(f"graph.json: {shown(record['class'])} cannot be made of plain tensors")
-        context = decode(record["context"], forms=_forms(allow))
-        made: Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(shape), stride)
+            raise ArtifactError(f"graph.json: {shown(record.cls)} cannot be made of plain tensors")
+        context = decode(record.context, forms=_forms(allow))
+        made: Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(record.shape), tuple(record.stride or ()))
     else:
         data = parts.pop(DATA)
         if cls.__name__ == "Params4bit":
@@ -82,9 +80,9 @@ def made_of(
             own = {"has_fp16_weights": True} if data.is_floating_point() else {"CB": data, "SCB": parts["SCB"]}
             made = cls(data, requires_grad=False, **own)
         else:
-            raise ArtifactError(f"graph.json: {shown(record['class'])} is no class whose parts are known")
+            raise ArtifactError(f"graph.json: {shown(record.cls)} is no class whose parts are known")
     if not is_packed(made):
-        raise ArtifactError(f"graph.json: {shown(record['class'])} is no class of a quantised tensor")
+        raise ArtifactError(f"graph.json: {shown(record.cls)} is no class of a quantised tensor")
     return made
 
 
@@ -152,9 +150,6 @@ def _forms(allow: Sequence[str]) -> dict[str, Form]:
         return cls(**only_keys(read(fields), names, f"a {cls.__name__}"))
 
     return {**FORMS, "member": (list, member), "record": (list, record)}
-
-
-PARTS = 16  # of one packed tensor
 
 
 def records_of(
@@ -251,7 +246,7 @@ def _portable_tensor(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
 
 def read_tensors(
     stored: Iterable[tuple[str, str, torch.Tensor]],
-    records: dict[str, Any],
+    records: Mapping[str, TensorRecord],
     device: torch.device | str | None = None,
     allow: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
@@ -259,19 +254,10 @@ def read_tensors(
 
     `allow` covers the classes of packed ones. Raises ArtifactError.
     """
-    known = ["kind", "shape", "dtype", "persistent", "requires_grad", "stride", "same_as", "stored"]
-    known += ["class", "context", "parts"]  # of a packed one
     expected: set[str] = set()
     for name, record in records.items():
-        only_keys(record, known, f"the tensor {shown(name)}")
-        parts = record.get("parts")
-        if parts is not None:
-            if type(parts) is not dict or not parts or len(parts) > PARTS:
-                raise ArtifactError(f"graph.json: the parts of {shown(name)} are no object of at most {PARTS}")
-            for key, part in parts.items():
-                only_keys(part, ["kind", "shape", "dtype", "stride"], f"the part {shown(key)} of {shown(name)}")
-        if "same_as" not in record and record.get("stored", True):
-            expected.update([name] if parts is None else [f"{name}.{key}" for key in parts])
+        if record.same_as is None and record.stored:
+            expected.update([name] if record.parts is None else [f"{name}.{key}" for key in record.parts])
     raw: dict[str, torch.Tensor] = {}
     for file, name, value in stored:
         if name not in expected or name in raw:
@@ -283,54 +269,41 @@ def read_tensors(
         raise ArtifactError(f"no file holds the tensor {shown(missing[0])}{more}")
     values: dict[str, torch.Tensor] = {}
     for name, record in records.items():
-        if "same_as" in record:
-            other = record["same_as"]
-            if type(other) is not str or other not in values:
+        if record.same_as is not None:
+            if (other := record.same_as) not in values:
                 raise ArtifactError(f"graph.json: {shown(name)} is said to be {shown(other)}, which does not come before it")
             values[name] = values[other]
-        elif "parts" in record:
-            values[name] = _packed(name, record, raw, device, allow)
         else:
-            values[name] = _tensor(name, record, raw.pop(name, None), device)
+            values[name] = _tensor(name, record, raw, device, allow)
+            if record.kind == "parameter" and not isinstance(values[name], nn.Parameter):
+                values[name] = nn.Parameter(values[name], requires_grad=record.requires_grad)
+            elif record.parts is None:
+                values[name].requires_grad_(record.requires_grad)
     return values
 
 
-def _packed(
-    name: str, record: dict[str, Any], raw: dict[str, torch.Tensor], device: torch.device | str | None, allow: Sequence[str]
+def _tensor(
+    name: str, record: PartRecord, raw: dict[str, torch.Tensor], device: torch.device | str | None, allow: Sequence[str]
 ) -> torch.Tensor:
-    """A tensor of a class that is allowed, made of its parts."""
-    shape, stride = (tuple(map(check_integer, record.get(key) or ())) for key in ("shape", "stride"))
-    own = {key: f"{name}.{key}" for key in record["parts"]}
-    parts = {key: _tensor(full, record["parts"][key], raw.pop(full), device) for key, full in own.items()}
-    made = made_of(record, {key: part.requires_grad_(False) for key, part in parts.items()}, shape, stride, allow)
-    if tuple(made.shape) != shape or made.dtype != decode({"dtype": record.get("dtype")}):
-        raise ArtifactError(f"graph.json: the parts of '{name}' make {made.dtype} {list(made.shape)}, which it is not")
-    if record.get("kind") != "parameter" or isinstance(made, nn.Parameter):
+    """A tensor of what is stored, or of the meta device where nothing is; of a class that is allowed where it has parts."""
+    dtype, shape = decode({"dtype": record.dtype}), tuple(record.shape)
+    if isinstance(record, TensorRecord) and record.parts is not None:
+        parts = {key: _tensor(f"{name}.{key}", part, raw, device, allow) for key, part in record.parts.items()}
+        made = made_of(record, parts, allow)
+        if tuple(made.shape) != shape or made.dtype != dtype:
+            raise ArtifactError(f"graph.json: the parts of '{name}' make {made.dtype} {list(made.shape)}, which it is not")
         return made
-    return nn.Parameter(made, requires_grad=False)
-
-
-def _tensor(name: str, record: dict[str, Any], raw: torch.Tensor | None, device: torch.device | str | None) -> torch.Tensor:
-    dtype = decode({"dtype": record.get("dtype")})
-    shape = tuple(map(check_integer, record.get("shape") or ()))
-    if raw is None:
+    value = raw.pop(name, None)
+    if value is None:
         value = torch.empty(shape, dtype=dtype, device="meta")
     else:
-        value = torch.view_as_complex(raw) if dtype.is_complex else raw
+        value = torch.view_as_complex(value) if dtype.is_complex else value
         if value.dtype != dtype or tuple(value.shape) != shape:
             raise ArtifactError(f"'{name}' is {value.dtype} {tuple(value.shape)} in its file and {dtype} {shape} in graph.json")
         value = value.to(device) if device is not None else value
-    if "stride" in record:
-        value = _with_strides(name, value, record["stride"])
-    if record.get("kind") == "parameter":
-        return nn.Parameter(value, requires_grad=record.get("requires_grad") is True)
-    if record.get("kind") != "buffer":
-        raise ArtifactError(f"graph.json: '{name}' is neither a parameter nor a buffer")
-    return value.requires_grad_(record.get("requires_grad") is True)
-
-
-def _with_strides(name: str, value: torch.Tensor, strides: Any) -> torch.Tensor:
-    dense = len(strides) == value.dim() and all(type(s) is int and s >= 0 for s in strides)
-    if not dense or 1 + sum((n - 1) * s for n, s in zip(value.shape, strides, strict=True)) != value.numel():
+    if record.stride is None:
+        return value
+    strides = record.stride
+    if len(strides) != value.dim() or 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) != value.numel():
         raise ArtifactError(f"graph.json: the strides {strides} of '{name}' do not fit its shape")
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=value.device).copy_(value)

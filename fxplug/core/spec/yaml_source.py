@@ -264,6 +264,7 @@ _KINDS = {
     "model_type": "a mapping",
     "float_type": "a number",
 }
+_EXPECTED = re.compile(r"'([^']*)'|\b(True|False|\d+)\b")  # what pydantic lists of a Literal
 _BOUNDS = {"greater_than_equal": "{} or more", "greater_than": "above {}", "less_than": "below {}"}
 
 
@@ -353,13 +354,12 @@ def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Findi
             name = str(path[-1])
             yield Finding(f"unknown key '{name}'{did_you_mean(name, fields(section, path[:-1]))}", path[:-1], name)
         elif kind == "missing":
-            what = fields(section, path[:-1])[str(path[-1])].description
+            known = fields(section, path[:-1])
+            what = known[str(path[-1])].description if str(path[-1]) in known else ""
             yield Finding(f"missing key '{path[-1]}'{f': {what}' if what else ''}", path[:-1])
         elif kind == "literal_error":
-            found = list(_choices(fields(section, path[:-1])[str(path[-1])].annotation))
-            choices = [str(one).lower() if isinstance(one, bool) else one for one in found]
-            text = f"must be one of {', '.join(map(str, choices))}, not {shown(value)}"
-            yield Finding(text + did_you_mean(value, [one for one in found if isinstance(one, str)]), path)
+            choices = [text or other.lower() for text, other in _EXPECTED.findall(item["ctx"]["expected"])]
+            yield Finding(f"must be one of {', '.join(choices)}, not {shown(value)}{did_you_mean(value, choices)}", path)
         elif kind in _BOUNDS:
             ((_, bound),) = item["ctx"].items()
             yield Finding(f"must be {_BOUNDS[kind].format(bound)}, not {shown(value)}", path)
@@ -374,8 +374,8 @@ def fields(section: type[BaseModel], path: Sequence[str | int]) -> dict[str, Any
     """The fields of the section at `path` below another, by the names they are written with; none where no section is."""
     found = _written(section)
     for key in path:
-        parts = _choices(found[str(key)].annotation, type) if key in found else ()
-        found = next((_written(part) for part in parts if issubclass(part, BaseModel)), {})
+        if key in found:  # and a position in a list, or a key of a mapping, leads to what each member is
+            found = next((_written(part) for part in _classes(found[str(key)].annotation) if issubclass(part, BaseModel)), {})
     return found
 
 
@@ -383,10 +383,9 @@ def _written(section: type[BaseModel]) -> dict[str, Any]:
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
-def _choices(annotation: Any, kind: type = str) -> Iterator[Any]:
-    """What of a kind an annotation admits: the words of a Literal, the classes of a union."""
-    for part in get_args(annotation) or [annotation]:
-        if isinstance(part, kind) or (kind is str and isinstance(part, int)):
-            yield part
-        elif part is not annotation:
-            yield from _choices(part, kind)
+def _classes(annotation: Any) -> Iterator[type]:
+    """The classes that an annotation names."""
+    for part in get_args(annotation):
+        yield from _classes(part)
+    if isinstance(annotation, type):
+        yield annotation
