@@ -298,10 +298,8 @@ def reach(root: nn.Module, path: str) -> Any:
         if len(declared) != 1 or declared[0] is None:
             raise ArtifactError(f"'{path}' is no one module, parameter or buffer of the model")
         try:
-            if by_index(key, first=place == 0):
-                taken = found[int(key) if key.isdigit() else key]  # type: ignore[index]
-            else:
-                taken = getattr(found, key)
+            at: Any = int(key) if key.isdigit() else key
+            taken = found[at] if by_index(key, first=place == 0) else getattr(found, key)  # type: ignore[index]
         except (LookupError, AttributeError, TypeError):
             taken = None
         if taken is not declared[0]:
