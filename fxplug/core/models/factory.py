@@ -32,24 +32,28 @@ def build(config: Config, *, device: str | None = None) -> nn.Module:
     and shapes are read, and they must fit all the same. Raises SpecError for an unknown name, options that the
     model refuses, and weights that do not fit.
     """
-    spec = config.model
+    with config.located():
+        return _build(config, device)
+
+
+def _build(config: Config, device: str | None) -> nn.Module:
     target = torch_device(config, device)
     on = torch.device("meta") if target.type == "meta" else torch.device("cpu")
     try:
-        make = {"timm": _timm, "diffusers": _diffusers, "call": _call}[spec.kind](spec, config.base)
+        make = {"timm": _timm, "diffusers": _diffusers, "call": _call}[config.model.kind](config)
         with on:
             model = _undrawn(make) if _filled(config) and on.type != "meta" else make()
     except FxplugError:
         raise
     except Exception as error:  # the model's constructor, anybody's
-        finding = f"{_name(spec)} cannot be made: {type(error).__name__}: {error}"
-        raise SpecError(finding, path=("model",), where=spec.where) from error
+        finding = f"{_name(config.model)} cannot be made: {type(error).__name__}: {error}"
+        raise SpecError(finding, path=("model",)) from error
     if not isinstance(model, nn.Module):
-        raise SpecError(f"{_name(spec)} gave a {type(model).__name__}, no nn.Module", path=("model",), where=spec.where)
-    if spec.kind == "diffusers" and isinstance(spec.target, str):
-        _load_folder(model, config.base / spec.target, config)
+        raise SpecError(f"{_name(config.model)} gave a {type(model).__name__}, no nn.Module", path=("model",))
     if config.weights is not None:
-        load_weights(model, config.weights)
+        load_weights(model, config.weights, config.base)
+    elif config.model.kind == "diffusers" and isinstance(config.model.target, str):
+        _load_folder(model, config.base / config.model.target)
     if config.dtype is not None:
         model = model.to(getattr(torch, config.dtype))
     return model.to(target).train(config.mode == "train")
@@ -96,30 +100,34 @@ def _library(spec: ModelSpec) -> Any:
         cause = f"{type(error).__name__}: {str(error).strip() or 'without a text'}"
         what_to_do = f"repair it, or what it imports: pip install --force-reinstall {spec.kind}"
         finding = f"importing {spec.kind} failed: {cause}; {what_to_do}"
-        raise SpecError(finding, path=("model",), where=spec.where) from error
+        raise SpecError(finding, path=("model",)) from error
 
 
-def _timm(spec: ModelSpec, base: Path) -> Make:
+def _timm(config: Config) -> Make:
+    spec = config.model
     timm = _library(spec)
     name = str(spec.target)
     if not timm.is_model(name):
         finding = f"timm has no model '{name}'{did_you_mean(name.partition('.')[0], timm.list_models())}"
-        raise SpecError(finding, path=("model",), where=spec.where)
+        raise SpecError(finding, path=("model",))
     return partial(timm.create_model, name, **spec.options)
 
 
-def _call(spec: ModelSpec, base: Path) -> Make:
+def _call(config: Config) -> Make:
+    spec = config.model
+
     def make() -> Any:
-        made: Any = import_target(str(spec.target), spec.where)
+        made: Any = import_target(str(spec.target), config.where("model"))
         if not callable(made):
-            raise SpecError(f"'{spec.target}' is not a function or class", path=("model", "call"), where=spec.where)
+            raise SpecError(f"'{spec.target}' is not a function or class", path=("model", "call"))
         return made(**spec.options)
 
     return make
 
 
-def _diffusers(spec: ModelSpec, base: Path) -> Make:
+def _diffusers(config: Config) -> Make:
     """A diffusers model of the class that its configuration names, with new weights."""
+    spec, base = config.model, config.base
     diffusers = _library(spec)
     read = spec.target if isinstance(spec.target, dict) else _diffusers_config(base / spec.target, spec)
     name = str(read.get("_class_name"))
@@ -127,9 +135,9 @@ def _diffusers(spec: ModelSpec, base: Path) -> Make:
     if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
         known = [n for n in dir(diffusers) if n.endswith(("Model", "2D", "3D")) or "Autoencoder" in n]
         finding = f"diffusers has no model class '{name}'{did_you_mean(name, known)}"
-        raise SpecError(finding, path=("model",), where=spec.where)
+        raise SpecError(finding, path=("model",))
     given = [*spec.options, *(key for key in read if isinstance(spec.target, dict) and not key.startswith("_"))]
-    check_known(given, taken(kind).names, f"{name} has no option", path=("model",), where=spec.where)
+    check_known(given, taken(kind).names, f"{name} has no option", path=("model",))
     return partial(kind.from_config, {**read, **spec.options})  # type: ignore[attr-defined]
 
 
@@ -140,10 +148,10 @@ def _diffusers_config(path: Path, spec: ModelSpec) -> dict[str, Any]:
     if not file.is_file():
         parts = sorted(p.parent.name for p in path.glob("*/config.json"))
         hint = f"; a pipeline's folder: name one of its models, {', '.join(parts)}" if parts else ""
-        raise SpecError(f"'{spec.target}' has no config.json{hint}", path=("model",), where=spec.where)
-    read = read_json(file, lambda finding: SpecError(f"'{file}' {finding}", path=("model",), where=spec.where))
+        raise SpecError(f"'{spec.target}' has no config.json{hint}", path=("model",))
+    read = read_json(file, lambda finding: SpecError(f"'{file}' {finding}", path=("model",)))
     if not isinstance(read, dict) or "_class_name" not in read:
-        raise SpecError(f"'{file}' names no '_class_name'", path=("model",), where=spec.where)
+        raise SpecError(f"'{file}' names no '_class_name'", path=("model",))
     return read
 
 
@@ -155,7 +163,7 @@ def _cached_config(file: Path, spec: ModelSpec) -> Path:
     try:
         state = read_weights(file, meta=True)
     except SpecError as error:
-        raise SpecError(error.finding, path=("model",), where=spec.where) from error
+        raise SpecError(error.finding, path=("model",)) from error
     known = fetch_diffusers_config(state)
     repo, is_one = known["pretrained_model_name_or_path"], True
     if "stable-diffusion-v1" in repo:  # what diffusers takes any other file for
@@ -169,29 +177,28 @@ def _cached_config(file: Path, spec: ModelSpec) -> Path:
         f"'{spec.target}' holds weights, and the model's configuration is not beside them{which}: give the model's config.json "
         "or its folder as 'model', and this file as 'weights'"
     )
-    raise SpecError(finding, path=("model",), where=spec.where)
+    raise SpecError(finding, path=("model",))
 
 
-def _load_folder(model: nn.Module, folder: Path, config: Config) -> None:
-    """The weights in a diffusers folder or checkpoint; none when the configuration gives others, or on a bare .json."""
-    if config.weights is None and folder.name.endswith(CHECKPOINTS) and folder.is_file():
-        load_weights(model, WeightsSpec(file=folder.name).at(folder.parent, config.model.where))
-    if config.weights is not None or not folder.is_dir():
+def _load_folder(model: nn.Module, folder: Path) -> None:
+    """The weights in a diffusers folder or checkpoint; none on a bare .json."""
+    if folder.name.endswith(CHECKPOINTS) and folder.is_file():
+        load_weights(model, WeightsSpec(file=folder.name), folder.parent, part="model")
+    if not folder.is_dir():
         return
-    where = config.model.where
     files = sorted(folder.glob("*.safetensors"))
     whole = [f for f in files if f.stem == "diffusion_pytorch_model"] or [f for f in files if "-of-" in f.stem] or files
     shards = {f.stem.partition("-0")[0] for f in whole}
     if not whole:
         finding = f"no .safetensors in '{folder.name}'; give 'weights', or its config.json as the model for new weights"
-        raise SpecError(finding, path=("model",), where=where)
+        raise SpecError(finding, path=("model",))
     if len(shards) > 1:
         finding = f"several weights in '{folder.name}': {', '.join(f.name for f in whole)}; name one in 'weights'"
-        raise SpecError(finding, path=("model",), where=where)
+        raise SpecError(finding, path=("model",))
     state: State = {}
     for file in whole:
         state.update(read_weights(file, _on_meta(model)))
-    _assign(model, state, f"'{folder.name}'", where)
+    _assign(model, state, f"'{folder.name}'")
 
 
 # what fills a tensor with random numbers, and what an initialisation does to it after that

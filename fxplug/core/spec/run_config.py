@@ -20,7 +20,7 @@ from pydantic import (
 
 from ..errors import DEFAULT, Limits, SpecError, did_you_mean, dotted
 from ..reading import reported
-from .model_section import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs, read_model, read_weights
+from .model_section import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs
 from .pass_file import find_file, open_pass
 from .rules import COMMON, Pass, check_common
 from .train_section import Data, Export, Train
@@ -83,12 +83,12 @@ _TENSOR = {
 class Config(Section):
     """One run. Made by `load_config`; `passes` are read and have their parameters."""
 
-    model: Annotated[ModelSpec, PlainValidator(read_model)] = setting(
+    model: ModelSpec = setting(
         ...,
         "a timm name, a folder, .json or checkpoint of diffusers, `module:function`, or a mapping of one of these",
         "resnet18",
     )
-    weights: Annotated[WeightsSpec | None, PlainValidator(read_weights)] = setting(
+    weights: WeightsSpec | None = setting(
         None, "a weight file, or where it lies in an installed package; null: the model as it is made", "a.safetensors"
     )
     device: str = setting("cpu", "where the model is; `meta` needs no memory", "cuda")

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .model_section import Constant, ModelKeys, Tensor, WeightsSpec
+from .model_section import Constant, ModelSpec, Tensor, WeightsSpec
 from .pass_file import REQUIRED, Draft, open_pass, shipped
 from .run_config import Config
 from .train_section import Buckets, Data, Export, Log, Parallel, Save, Test, Train
@@ -51,22 +51,11 @@ def parameter(name: str, default: Any, said: Mapping[str, str], given: Mapping[s
     return said.get(name, text), example
 
 
-# the sections of a configuration, by the name that the schema has for each
-SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
-    "Config": (Config, "A configuration"),
-    "Model": (ModelKeys, "`model`, where it is a mapping"),
-    "Weights": (WeightsSpec, "`weights`, where it is a mapping"),
-    "Tensor": (Tensor, "`inputs`, a tensor"),
-    "Constant": (Constant, "`inputs`, a constant"),
-    "Train": (Train, "`train`"),
-    "Save": (Save, "`train.save`"),
-    "Log": (Log, "`train.log`"),
-    "Test": (Test, "`train.test`"),
-    "Parallel": (Parallel, "`train.parallel`"),
-    "Data": (Data, "`data`"),
-    "Buckets": (Buckets, "`data.buckets`"),
-    "Export": (Export, "`export`"),
-}
+SECTIONS: dict[type[BaseModel], str] = {
+    Config: "A configuration", ModelSpec: "`model`, where it is a mapping", WeightsSpec: "`weights`, where it is a mapping",
+    Tensor: "`inputs`, a tensor", Constant: "`inputs`, a constant", Train: "`train`", Save: "`train.save`", Log: "`train.log`",
+    Test: "`train.test`", Parallel: "`train.parallel`", Data: "`data`", Buckets: "`data.buckets`", Export: "`export`",
+}  # fmt: skip
 
 
 SHAPES: Mapping[str, Any] = {
@@ -80,13 +69,14 @@ SHAPES: Mapping[str, Any] = {
 def schema() -> dict[str, Any]:
     """The JSON Schema of a configuration; it knows the parameters of every shipped pass."""
     made = copy.deepcopy(Config.model_json_schema())  # parts of it are the constants of annotations
-    for name, (section, _) in SECTIONS.items():
-        part = made if section is Config else made["$defs"].setdefault(name, section.model_json_schema())
+    for section in SECTIONS:
+        part = made if section is Config else made["$defs"].setdefault(section.__name__, section.model_json_schema())
         for key, field in section.model_fields.items():
             found = part["properties"][key]
             found["description"] = _described(field.description or "", found.get("default", REQUIRED), *field.examples or ())
     properties = made["properties"]
-    for key, name, kinds in (("model", "Model", ["string"]), ("weights", "Weights", ["string", "null"])):
+    for key, name, kinds in (("model", "ModelSpec", ["string"]), ("weights", "WeightsSpec", ["string", "null"])):
+        properties[key].pop("$ref", None)
         properties[key]["anyOf"] = [*({"type": kind} for kind in kinds), {"$ref": f"#/$defs/{name}"}]
     constant = properties["inputs"]["additionalProperties"]
     constant["anyOf"] = [{"$ref": "#/$defs/Tensor"}, {"$ref": "#/$defs/Constant"}, {}]
@@ -158,10 +148,10 @@ def page() -> str:
         "Written by `fxplug schema --page`; `fxplug schema` gives the same to an editor. What a pass takes stands on",
         "[its own page](../examples/passes), and in `fxplug passes NAME`.",
     ]
-    for name, (section, title) in SECTIONS.items():
+    for section, title in SECTIONS.items():
         lines += ["", f"## {title}", "", "| key | default | example | |", "|---|---|---|---|"]
         for key, field in section.model_fields.items():
-            default = parts[name]["properties"][key].get("default", REQUIRED)
+            default = parts[section.__name__]["properties"][key].get("default", REQUIRED)
             lines.append(_row(key, default, field.description or "", *field.examples or ()))
     lines += ["", "## Settings of every pass", "", "| key | default | example | |", "|---|---|---|---|"]
     defaults = {"name": "its file's name", "train": True}

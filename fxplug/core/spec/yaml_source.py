@@ -346,7 +346,9 @@ def validate(section: type[S], given: Any, *path: str | int) -> S:
 
 def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Finding]:
     """What pydantic found in a section, in our words."""
-    for item in error.errors():
+    errors = error.errors()
+    unknown = [item["loc"] for item in errors if item["type"] == "extra_forbidden"]
+    for item in errors:
         path, kind, value = item["loc"], item["type"], item["input"]
         if kind == "spec":
             yield Finding(item["ctx"]["finding"], (*path, *item["ctx"]["path"]))
@@ -354,6 +356,8 @@ def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Findi
             name = str(path[-1])
             yield Finding(f"unknown key '{name}'{did_you_mean(name, fields(section, path[:-1]))}", path[:-1], name)
         elif kind == "missing":
+            if any(other[:-1] == path[:-1] and did_you_mean(other[-1], path[-1:]) for other in unknown):
+                continue  # it is there, and written wrong
             known = fields(section, path[:-1])
             what = known[str(path[-1])].description if str(path[-1]) in known else ""
             yield Finding(f"missing key '{path[-1]}'{f': {what}' if what else ''}", path[:-1])
