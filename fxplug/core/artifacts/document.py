@@ -58,6 +58,13 @@ class TensorRecord(PartRecord):
     parts: dict[str, PartRecord] | None = Field(None, min_length=1, max_length=16)
 
 
+class ResultRecord(Section):
+    """The class of a result, by its import path; a NamedTuple has fields."""
+
+    result: str
+    fields: list[str] | None = None
+
+
 class NodeMeta(Section):
     """What a node keeps in its meta; `stack` is the number of its module stack."""
 

@@ -17,7 +17,7 @@ from ..ir.graph import Graph, by_index, insert
 from ..reading import syntax_tree
 from ..spec.addresses import Port
 from ..torch_internals.modules import qualified_name
-from .document import NodeMeta, NodeRecord
+from .document import NodeMeta, NodeRecord, ResultRecord, check_record
 from .value_json import (
     TORCH_NAMES,
     Unportable,
@@ -30,7 +30,6 @@ from .value_json import (
     function_name,
     import_class,
     is_import_path,
-    only_keys,
 )
 
 COUNTS = {"placeholder": (0, 1), "get_attr": (0,), "output": (1,)}  # how many arguments these can have
@@ -53,13 +52,10 @@ def _result_class(cls: type, meta: dict[str, Any]) -> dict[str, Any] | None:
 
 def _find_result(record: Any, allow: Sequence[str]) -> tuple[Any, bool]:
     """The class of a result, and whether it is only a stand-in because its own is not allowed."""
-    only_keys(record, ["result", "fields"], "a result class")
-    path, fields = record.get("result"), record.get("fields")
-    if type(path) is not str:
-        raise ArtifactError(f"graph.json: {shown(path)} is no name of a result class")
-    if fields is not None:
-        for name in fields:
-            check_name(name, "field of a result")
+    found = check_record(ResultRecord, record, "graph.json: a result class")
+    path, fields = found.result, found.fields
+    for name in fields or ():
+        check_name(name, "field of a result")
     if is_import_path(path) and allowed(path.partition(":")[0], allow):
         cls = import_class(path, allow)
         if _result_class(cls, {}) is None:

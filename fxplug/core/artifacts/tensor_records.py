@@ -15,18 +15,7 @@ from ..errors import ArtifactError, Limits, shown
 from ..ir.traced_module import TracedModule
 from ..quantised import is_packed
 from .document import PartRecord, TensorRecord
-from .value_json import (
-    FORMS,
-    Form,
-    Mark,
-    Read,
-    Unportable,
-    decode,
-    encode,
-    import_class,
-    is_import_path,
-    only_keys,
-)
+from .value_json import KINDS, Kind, Read, Unportable, Write, decode, encode, import_class, is_import_path
 
 FLATTENED = "__tensor_flatten__"
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # how many numbers of a 4-bit weight have one scale
@@ -49,7 +38,8 @@ def parts_of(owner: nn.Module, tensor: Any) -> tuple[dict[str, Any], dict[str, T
     try:
         if hasattr(tensor, FLATTENED):
             names, context = tensor.__tensor_flatten__()
-            return {"class": class_path(tensor), "context": encode(_marked(context))}, {n: getattr(tensor, n) for n in names}
+            said = {"class": class_path(tensor), "context": encode(context, kinds=_context_kinds())}
+            return said, {name: getattr(tensor, name) for name in names}
         if type(tensor).__name__ == "Params4bit":
             return {"class": class_path(tensor)}, {DATA: _plain(tensor), **tensor.quant_state.as_dict(packed=True)}
         if type(tensor).__name__ == "Int8Params" and tensor.has_fp16_weights:
@@ -70,7 +60,7 @@ def made_of(record: TensorRecord, parts: dict[str, Tensor], allow: Sequence[str]
     if "context" in record.model_fields_set:
         if not callable(getattr(cls, "__tensor_unflatten__", None)):
             raise ArtifactError(f"graph.json: {shown(record.cls)} cannot be made of plain tensors")
-        context = decode(record.context, forms=_forms(allow))
+        context = decode(record.context, forms=_context_kinds(allow))
         made: Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(record.shape), tuple(record.stride or ()))
     else:
         data = parts.pop(DATA)
@@ -115,41 +105,35 @@ def _plain(tensor: Tensor) -> Tensor:
 # --- what a class keeps beside its tensors: plain values, members of an enumeration, records
 
 
-def _marked(value: Any) -> Any:
-    """The same with marks for the values that are of classes of the library."""
-    if isinstance(value, enum.Enum):
-        return Mark("member", [class_path(value), value.name])
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return Mark("record", [class_path(value), encode(_marked(fields))])
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Mark("record", [class_path(value), encode(_marked(dict(zip(value._fields, value, strict=True))))])
-    if type(value) in (list, tuple):
-        return type(value)(map(_marked, value))
-    if type(value) is dict:
-        return {key: _marked(member) for key, member in value.items()}
-    return value
-
-
-def _forms(allow: Sequence[str]) -> dict[str, Form]:
+def _context_kinds(allow: Sequence[str] = ()) -> dict[str, Kind]:
     """The kinds of values of a context: those of a graph, members of enumerations, and records of classes that are allowed."""
 
-    def member(body: Any, read: Read, limits: Limits) -> Any:
+    def read_member(body: Any, read: Read, limits: Limits) -> Any:
         path, name = body
         cls = import_class(path, allow)
         if not issubclass(cls, enum.Enum) or name not in cls.__members__:
             raise ArtifactError(f"graph.json: {shown(body)} is no member of an enumeration")
         return cls[name]
 
-    def record(body: Any, read: Read, limits: Limits) -> Any:
+    def write_record(value: Any, write: Write) -> Any:
+        if isinstance(value, tuple) and hasattr(value, "_asdict"):
+            return [class_path(value), write(value._asdict())]
+        if isinstance(value, type) or not dataclasses.is_dataclass(value):
+            return None
+        return [class_path(value), write({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})]
+
+    def read_record(body: Any, read: Read, limits: Limits) -> Any:
         path, fields = body
         cls = import_class(path, allow)
         if not (dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))):
             raise ArtifactError(f"graph.json: {shown(path)} is no record")
-        names = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else cls._fields
-        return cls(**only_keys(read(fields), names, f"a {cls.__name__}"))
+        return cls(**read(fields))
 
-    return {**FORMS, "member": (list, member), "record": (list, record)}
+    return {
+        "member": Kind(enum.Enum, lambda value, write: [class_path(value), value.name], list, read_member),
+        "record": Kind(object, write_record, list, read_record),
+        **KINDS,
+    }
 
 
 def records_of(
@@ -162,7 +146,7 @@ def records_of(
     storages: set[int] = set()
     for name, tensor, persistent in state_of(module):
         packed = is_packed(tensor)
-        record = _packed_record(tensor, persistent) if packed else _tensor_record(name, tensor, persistent)
+        record = _tensor_record(name, tensor, persistent, packed)
         records[name] = record
         if id(tensor) in first:
             record["same_as"] = first[id(tensor)]
@@ -171,7 +155,7 @@ def records_of(
         parts: dict[str, torch.Tensor] = {}
         if packed:
             facts, parts = _parts(name, module.get_submodule(name.rpartition(".")[0]), tensor)
-            record.update(facts, parts={key: _tensor_record(f"{name}.{key}", part, True) for key, part in parts.items()})
+            record.update(facts, parts={key: _tensor_record(f"{name}.{key}", part) for key, part in parts.items()})
         elif tensor.is_meta:
             record["stored"] = False
         if tensor.is_meta or not values:
@@ -202,30 +186,23 @@ def state_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
                     yield f"{path}.{key}" if path else key, tensor, persistent
 
 
-def _packed_record(tensor: torch.Tensor, persistent: bool) -> dict[str, Any]:
-    return {
-        "kind": "parameter" if isinstance(tensor, nn.Parameter) else "buffer",
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "stride": list(tensor.stride()),
-        **({} if persistent else {"persistent": False}),
-    }
-
-
-def _tensor_record(name: str, tensor: torch.Tensor, persistent: bool) -> dict[str, Any]:
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+def _tensor_record(name: str, tensor: torch.Tensor, persistent: bool = True, packed: bool = False) -> dict[str, Any]:
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
+    if not plain and not packed:
         raise ArtifactError(f"'{name}' is a {type(tensor).__name__} ({tensor.layout}), which safetensors cannot hold")
     record: dict[str, Any] = {
         "kind": "parameter" if isinstance(tensor, nn.Parameter) else "buffer",
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
     }
+    if packed:
+        record["stride"] = list(tensor.stride())
     if not persistent:
         record["persistent"] = False
-    if tensor.requires_grad:
+    if tensor.requires_grad and not packed:
         record["requires_grad"] = True
     # which kernel runs, and so the last bit of a result, depends on the strides
-    if not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+    if plain and not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() == tensor.stride():
         record["stride"] = list(tensor.stride())
     return record
 
