@@ -24,7 +24,7 @@ from .model_section import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs
 from .pass_file import find_file, open_pass
 from .rules import COMMON, Pass, check_common
 from .train_section import Data, Export, Train
-from .yaml_source import QUOTES, Section, Source, Where, fields, findings, parse_yaml, read_yaml, setting, shown
+from .yaml_source import QUOTES, Section, Source, Where, below, fields, findings, parse_yaml, read_yaml, setting, shown
 
 FREE = ("inputs", "train", "data", "export")  # sections that --set makes where none is
 
@@ -49,29 +49,17 @@ def _pass(item: Any, base: Path, path: tuple[str | int, ...]) -> Pass:
         found = f"{len(item)} keys" if isinstance(item, Mapping) else shown(item)
         raise SpecError(f"must be a name, or one name with its parameters below it, not {found}", path=path)
     ((source, given),) = item.items()
-    try:
+    with below(*path):
         draft = open_pass(source, base=base)
-    except SpecError as error:
-        raise SpecError(str(error), path=path) from None
-    if draft.maker:
-        try:
+    with below(*path, source):
+        if draft.maker:
             return draft.made(given, base=base)
-        except SpecError as error:
-            raise SpecError(error.finding, path=(*path, source, *error.path), key=error.key) from None
-    given = {} if given is None else given
-    if not isinstance(given, Mapping):
-        raise SpecError(f"must be a mapping of parameters, not {shown(given)}", path=(*path, source))
-    common = {key: setting for key, setting in given.items() if key in COMMON}
-    params = {key: setting for key, setting in given.items() if key not in COMMON}
-    try:
+        given = {} if given is None else given
+        if not isinstance(given, Mapping):
+            raise SpecError(f"must be a mapping of parameters, not {shown(given)}")
+        common = {key: setting for key, setting in given.items() if key in COMMON}
         check_common(common)
-        values = draft.bind(params)
-    except SpecError as error:
-        raise SpecError(error.finding, path=(*path, source, *error.path), key=error.key) from None
-    try:
-        return draft.build(values, common)
-    except SpecError as error:
-        raise SpecError(str(error), path=(*path, source)) from None
+        return draft.build(draft.bind({key: value for key, value in given.items() if key not in COMMON}), common)
 
 
 _TENSOR = {
