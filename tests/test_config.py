@@ -297,6 +297,11 @@ def test_no_such_configuration():
     assert message(load_config, {"model": "m", "data": {1: 2}}) == "data: key 1 is not text"
 
 
+def test_a_key_that_no_text_file_can_have_is_refused():
+    given = {"model": "m", "inputs": {"x": {"shape": [1], "\ud800": 1}}}
+    assert "inputs.x: must be Unicode text, not '\\ud800'" in message(load_config, given)
+
+
 def test_weights_are_looked_for_when_used():
     def found(config):
         with config.located():

@@ -268,6 +268,8 @@ def shown(value: object) -> str:
 _KINDS = {
     "bool_type": "true or false",
     "string_type": "text",
+    "string_unicode": "Unicode text",
+    "invalid_key": "text",
     "int_type": "a whole number",
     "list_type": "a list",
     "tuple_type": "a list",
@@ -379,8 +381,8 @@ def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Findi
             ((_, bound),) = item["ctx"].items()
             yield Finding(f"must be {_BOUNDS[kind].format(bound)}, not {shown(value)}", path)
         else:
-            known = fields(section, path[:-1])
-            named = known.get(str(path[-1]))  # one with an example says what it is for, and not what it must be
+            # a field with an example says what it is for, and not what it must be
+            named = fields(section, path[:-1]).get(str(path[-1])) if path else None
             expected = (named.description if named and not named.examples else None) or _KINDS.get(kind)
             yield Finding(f"must be {expected}, not {shown(value)}" if expected else f"{shown(value)} does not fit", path)
 
