@@ -116,8 +116,8 @@ def _context_kinds(allow: Sequence[str] = ()) -> dict[str, Kind]:
         return cls[name]
 
     def write_record(value: Any, write: Write) -> Any:
-        if isinstance(value, tuple) and hasattr(value, "_asdict"):
-            return [class_path(value), write(value._asdict())]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return [class_path(value), write(dict(zip(value._fields, value, strict=True)))]
         if isinstance(value, type) or not dataclasses.is_dataclass(value):
             return None
         return [class_path(value), write({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})]
