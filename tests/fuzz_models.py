@@ -63,7 +63,8 @@ class Way:
 
 
 WAYS = [
-    Way("as traced", calls=2),
+    Way("as traced"),
+    Way("as traced, twice", calls=2),
     Way("no_grad", grad=False, calls=3),
     Way("backward", backward=True, inputs_require=True),
     Way("train", training=True, backward=True, calls=3),
@@ -218,7 +219,7 @@ def play(model: nn.Module, first: str, way: Way, seed: int) -> Outcome:
         prepare(model, way)
         with around(way):
             # the call that was traced is made again as it was; elsewhere each call has other values
-            calls = [inputs(first, way, seed + i * (way.name != "as traced")) for i in range(way.calls)]
+            calls = [inputs(first, way, seed + i * (not way.name.startswith("as traced"))) for i in range(way.calls)]
             random.seed(seed)
             torch.default_generator.manual_seed(seed)
             for args, kwargs in calls:
@@ -420,7 +421,7 @@ def limited(seconds: float) -> Iterator[None]:
 def judge(model: random_models.Program, ways: list[Way] | None = None) -> Verdict:
     """Trace a model and call both in each of these ways; when not given, the first of WAYS and some that its seed draws."""
     if ways is None:
-        ways = WAYS[:4] + random.Random(model.seed).sample(WAYS[4:], 12)
+        ways = WAYS[:5] + random.Random(model.seed).sample(WAYS[5:], 12)
     kept = torch.get_rng_state()
     try:
         with limited(SECONDS), warnings.catch_warnings():
@@ -456,6 +457,8 @@ def _judge(program: random_models.Program, ways: list[Way]) -> Verdict:
         return Verdict("invalid", f"{type(error).__name__}: {error}")
     with fresh() as (space, model):
         args, kwargs = inputs(first, example, seed)
+        random.seed(seed)  # as `play` does
+        torch.default_generator.manual_seed(seed)
         before = picture([model, vars(space), args, kwargs]), process()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -495,7 +498,7 @@ def _compare(
     guards: list[str] = []
     lost = ""
     for way in ways:
-        if way.name == "as traced":
+        if way.name.startswith("as traced"):
             way = dataclasses.replace(way, training=program.training, given=program.given)
         with fresh() as (_, model):
             eager = play(model, first, way, seed)

@@ -1,15 +1,12 @@
-"""A trace, also one that is refused or forked, leaves a model and its inputs as they were: the same keys, the same objects."""
+"""A trace, also one that is refused, leaves a model and its inputs as they were: the same keys, the same objects."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import io
-import os
 import pickle
-import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -110,43 +107,3 @@ def test_a_trace_that_fails_leaves_nothing_in_a_model(name: str, real: bool | No
     finally:
         late.remove()
     ways_out(model)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("name", ["diffusers/QwenImageTransformer2DModel", "diffusers/Lumina2Transformer2DModel"])
-def test_a_child_that_is_forked_during_a_trace_has_nothing_of_it_in_the_model(name: str) -> None:
-    """A worker of a data loader may be forked while another thread traces."""
-    model, args, kwargs = built(name)
-    inside, go_on = threading.Event(), threading.Event()
-
-    def wait(*_: Any) -> None:
-        inside.set()
-        go_on.wait(30)
-
-    late = [m for m in model.modules() if not list(m.children())][-1].register_forward_pre_hook(wait)
-    before = held((model, kwargs))
-    thread = threading.Thread(target=functools.partial(fxplug.trace, model, args, kwargs, check=False))
-    thread.start()
-    try:
-        assert inside.wait(30)
-        code = in_child(lambda: assert_left(before, model, kwargs))
-    finally:
-        go_on.set()
-        thread.join()
-        late.remove()
-    assert code == 0
-
-
-def in_child(check: Callable[[], None]) -> int:
-    """The exit code of a forked child that makes a check."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there are threads
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            check()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

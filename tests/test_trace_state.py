@@ -7,11 +7,9 @@ import copy
 import functools
 import inspect
 import math
-import os
 import random
 import threading
 import types
-import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -714,52 +712,6 @@ def test_a_trace_inside_a_trace_is_refused() -> None:
     assert patches() == before and fxplug.trace(Slow(), X())
 
 
-def in_child(check: Callable[[], bool]) -> int:
-    """The exit code of a forked child that makes a check."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there are threads
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = 0 if check() else 2
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("where", ["forward", "another thread"])
-def test_a_forked_child_finds_nothing_of_a_trace(where: str) -> None:
-    before, left = patches(), threading.local()  # of which no trace puts anything back
-    inside, go_on = threading.Event(), threading.Event()
-
-    def check() -> bool:
-        model.hook = lambda: None
-        plain = type(model.net[0].weight) is nn.Parameter and type(torch.ones(2) + 1) is torch.Tensor
-        return plain and patches() == before and torch.is_grad_enabled() and fxplug.trace(Slow(), X()) is not None
-
-    def hook() -> None:
-        if where == "forward":
-            left.code = in_child(check)
-        else:
-            inside.set()
-            go_on.wait(30)
-
-    model = Slow(hook)
-    trace = functools.partial(fxplug.trace, model, X(), check=False)
-    if where == "forward":
-        trace()
-    else:
-        thread = threading.Thread(target=trace)
-        thread.start()
-        inside.wait(30)
-        left.code = in_child(check)
-        go_on.set()
-        thread.join()
-    assert left.code == 0 and patches() == before
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_the_gradient_mode_stays(mode: Callable[[], Any]) -> None:
     with mode():
@@ -1250,7 +1202,7 @@ def test_a_buffer_that_is_assigned_anew_has_the_dtype_that_the_model_gives_it() 
 
     gm = fxplug.trace(Keeping(), torch.ones(2, 4))
     gm(torch.zeros(3, 4))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(fxplug.GuardError, match="its own dtype into the buffer 'last'"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(fxplug.GuardError, match="into the buffer 'last' has its dtype"):
         gm(torch.ones(2, 4))
 
 

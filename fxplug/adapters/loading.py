@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..blocks.low_rank import norm_except
 from ..core.errors import DEFAULT, Limits, SpecError, did_you_mean
-from ..core.locks import change, turns_of
+from ..core.locks import locks_of, write_lock
 from ..core.quantised import is_transposed, weight_shape
 from .banks import Bank, rows_for
 from .files import AdapterFile, Fit, Source, fit, read
@@ -72,7 +72,7 @@ def load_adapter(
             writes.append((scale, torch.full_like(scale, scales[bank.block])))
     writes += heads
     before = [(target, target.clone()) for target, _ in writes]
-    with change(turns_of(module)):
+    with write_lock(locks_of(module)):
         try:
             for target, value in writes:
                 target.copy_(value)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import DEFAULT, LONGEST, Limits, SpecError, cut, did_you_mean, shown
-from ..core.locks import Turns, change, choices_of, choosing, hold, turns_of
+from ..core.locks import StateLock, choices_of, locks_of, read_lock, use_choices, write_lock
 from ..core.torch_internals.modules import unwatched
 from ..core.torch_internals.tensors import FakeTensor
 from .banks import Bank, check_name, rows_for
@@ -31,7 +31,7 @@ class Choice:
     def __init__(self, adapters: Adapters, rows: list[dict[str, float]], single: bool) -> None:
         self.adapters, self.rows, self.single = adapters, rows, single
         self.made = adapters.tables(rows, single)
-        self.changes = [turns.changes for turns in adapters.turns]
+        self.changes = [lock.changes for lock in adapters.locks]
 
     def __eq__(self, other: object) -> bool:
         same = isinstance(other, Choice) and (self.adapters, self.single) == (other.adapters, other.single)
@@ -40,13 +40,13 @@ class Choice:
     __hash__ = None  # type: ignore[assignment]
 
     @unwatched
-    def write(self, turns: Turns) -> None:
-        """Write it into the tables of the passes that share `turns`. Raises SpecError for an adapter that was unloaded."""
-        if (changes := [turns.changes for turns in self.adapters.turns]) != self.changes:
+    def write(self, lock: StateLock) -> None:
+        """Write it into the tables of the passes that have this lock. Raises SpecError for an adapter that was unloaded."""
+        if (changes := [lock.changes for lock in self.adapters.locks]) != self.changes:
             for name in {name for row in self.rows for name in row}:
                 self.adapters.check_known(name)
             self.made, self.changes = self.adapters.tables(self.rows, self.single), changes
-        for name, tensor in self._tensors(turns).items():
+        for name, tensor in self._tensors(lock).items():
             table, entries = self.made[name.removesuffix(".gates.table.weights").removesuffix(".gates.table.entries")]
             if name.endswith(".entries"):
                 tensor.fill_(entries)
@@ -54,22 +54,22 @@ class Choice:
                 (tensor if self.single else tensor[: len(table)]).copy_(table)
 
     @unwatched
-    def backup(self, turns: Turns) -> Callable[[], None]:
+    def backup(self, lock: StateLock) -> Callable[[], None]:
         """A function that writes into these tables what they hold now."""
-        before = {name: (tensor, tensor.clone()) for name, tensor in self._tensors(turns).items()}
+        before = {name: (tensor, tensor.clone()) for name, tensor in self._tensors(lock).items()}
 
         @unwatched
         def restore() -> None:
-            now = self._tensors(turns)  # others, where the module was moved in the middle of a call
+            now = self._tensors(lock)  # others, where the module was moved in the middle of a call
             for name, (tensor, value) in before.items():
                 for target in {id(t): t for t in (tensor, now.get(name, tensor))}.values():
                     target.copy_(value)
 
         return restore
 
-    def _tensors(self, turns: Turns) -> dict[str, Tensor]:
-        """The tables that share `turns`, by name. While the module is traced they are fake, and hold nothing."""
-        names = [f"{p}.gates.table.{name}" for p in self.adapters.passes_of(turns) for name in ("weights", "entries")]
+    def _tensors(self, lock: StateLock) -> dict[str, Tensor]:
+        """The tables that have this lock, by name. While the module is traced they are fake, and hold nothing."""
+        names = [f"{p}.gates.table.{name}" for p in self.adapters.passes_of(lock) for name in ("weights", "entries")]
         tensors = {name: self.adapters.tensor(name) for name in names}
         return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, FakeTensor)}
 
@@ -81,7 +81,7 @@ class Adapters:
     one state from its start to its end: a change (`load`, `use`, `unload`, `module.load_state_dict`, a move to another device)
     waits for the calls that run, and later calls wait for it. Files are read before. A change that fails, at whatever place
     and for whatever reason, changes nothing. One within a call of the same thread raises SpecError. Lowered forms that share
-    their slots with a module take turns with it; copies do not.
+    their slots with a module have its lock; copies do not.
 
     Calls are those of the module, also within others, compiled by itself or not. Where something *around* it is compiled, as
     `torch.compile(nn.Sequential(module, head))`, its call is a part of that program, which waits for nobody: put `hold()`
@@ -90,7 +90,7 @@ class Adapters:
     which is what threads do that choose none; with several streams the program has to wait for its events itself.
     """
 
-    turns: tuple[Turns, ...]
+    locks: tuple[StateLock, ...]
     watchers: Sequence[Any] = ()
 
     def __init__(self, module: nn.Module) -> None:
@@ -105,7 +105,7 @@ class Adapters:
                 self.banks[entry["name"]] = [Bank.of(site) for site in reversed(sites.values())]
         if not self.banks:
             raise SpecError("no pass here has slots: apply one with them, such as load_pass('lora', at=..., rank=16, slots=4)")
-        self.turns = turns_of(module)
+        self.locks = locks_of(module)
         self.watchers = [m for m in module.modules() if callable(getattr(m, "switched", None))]
 
     # --- what a package of another kind does in its own way
@@ -125,12 +125,12 @@ class Adapters:
         """The weights of the whole model, by layer."""
         return weights_of(self.module)
 
-    def passes_of(self, turns: Turns) -> list[str]:
-        """The passes whose tables share these turns."""
+    def passes_of(self, lock: StateLock) -> list[str]:
+        """The passes whose tables have this lock."""
         homes = {p: self.where.get(f"{p}.gates.table.weights", f"{p}.gates.table.weights") for p in self.banks}
-        return [p for p, name in homes.items() if turns in turns_of(self.module.get_submodule(name.rpartition(".")[0]))]
+        return [p for p, name in homes.items() if lock in locks_of(self.module.get_submodule(name.rpartition(".")[0]))]
 
-    # --- turns
+    # --- locks
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -138,7 +138,7 @@ class Adapters:
 
         Changes of other threads wait, calls go on; a change of this thread raises SpecError.
         """
-        with hold(self.turns):
+        with read_lock(self.locks):
             yield
 
     @contextmanager
@@ -163,13 +163,13 @@ class Adapters:
             else:
                 target.fill_(value)
 
-        turns, fault = self.turns, self._half_made("KeyboardInterrupt")
-        with change(turns):
+        locks, fault = self.locks, self._half_made("KeyboardInterrupt")
+        with write_lock(locks):
             try:
                 yield write
                 self._changed()
             except BaseException:  # the caller's, an interrupt, too: all is put back
-                for one in turns:  # before any call, at which Python may interrupt
+                for one in locks:  # before any call, at which Python may interrupt
                     one.fault = fault
                 self._undo(before)
                 raise
@@ -201,15 +201,15 @@ class Adapters:
             watcher.switched(self.module)
 
     def _set_fault(self, text: str) -> None:
-        for turns in self.turns:
-            turns.fault = text
+        for lock in self.locks:
+            lock.fault = text
 
     # --- names
 
     @property
     def names(self) -> list[str]:
         """The adapters that are loaded, in the order of their slots."""
-        with hold(self.turns):
+        with read_lock(self.locks):
             return list(dict.fromkeys(name for p in self.banks for name in self.names_of(p) if name))
 
     @property
@@ -220,7 +220,7 @@ class Adapters:
     @property
     def active(self) -> dict[str, float] | list[dict[str, float]]:
         """What is used: the weight of each adapter that takes part, or that for each sample."""
-        with hold(self.turns, "read"):
+        with read_lock(self.locks, "read"):
             tables = {p: (self._table(p, "weights"), int(self._table(p, "entries"))) for p in self.banks}
             named = {p: self.names_of(p) for p in self.banks}
         count = max(entries for _, entries in tables.values())
@@ -381,7 +381,7 @@ class Adapters:
         The slots may be used meanwhile, and are not changed while they are read. Raises SpecError for a name that is not
         loaded, and what `save_adapter` does.
         """
-        with hold(self.turns):
+        with read_lock(self.locks):
             held = in_slots(self, self.check_known(name))
         options: Any = {"name": name, "part": part, "partial": partial, "dtype": dtype, "metadata": about}
         return write(content(held, as_, self.about(), there=self.there, **options), path, as_)
@@ -401,7 +401,7 @@ class Adapters:
         number, a position out of range, more entries than there is room for, or samples that differ in adapters that change
         the weight itself; nothing is changed then.
         """
-        if choices_of(self.turns):
+        if choices_of(self.locks):
             raise SpecError("calls here take what adapters.using(...) says: use other adapters before or after that block")
         with self._changing() as write:
             rows, single = self._rows(what)
@@ -427,9 +427,9 @@ class Adapters:
                 "merge='live' has one choice in its weights, which would be made anew for each call: say use(...) between "
                 "calls, or lower without merge='live'"
             )
-        with hold(self.turns):
+        with read_lock(self.locks):
             choice = Choice(self, *self._rows(what))
-        with choosing(dict.fromkeys(self.turns, choice)):
+        with use_choices(dict.fromkeys(self.locks, choice)):
             yield
 
     def _rows(self, what: Any) -> tuple[list[dict[str, float]], bool]:

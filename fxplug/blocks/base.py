@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import SpecError, did_you_mean, shown
-from ..core.locks import Turns
+from ..core.locks import StateLock
 from ..core.torch_internals.tensors import assert_later, is_watched
 from .low_rank import scaling
 
@@ -172,7 +172,7 @@ class Table(Block):
         """`others` are ranks of further banks, which have rows of their own."""
         super().__init__()
         self.slots, self.rank, self.others = slots, rank, list(others)
-        self.turns = Turns()  # shells share it as they share the tensors, and a copy has its own
+        self.state_lock = StateLock()  # shells share it as they share the tensors, and a copy has its own
         self.register_buffer("weights", torch.zeros(ROWS, slots, dtype=torch.float32))
         self.register_buffer("entries", torch.zeros((), dtype=torch.int64))
         self.register_buffer("names", torch.zeros(slots, NAME, dtype=torch.uint8))

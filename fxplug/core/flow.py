@@ -19,7 +19,7 @@ from .capture.tracer import trace
 from .errors import DEFAULT, LONGEST, ArtifactError, FxplugError, SpecError, brief_fields, harmless, outline
 from .ir.containers import parameters
 from .ir.text import changes, diff, patterns
-from .ir.traced_module import TracedModule, class_names, code_when_asked
+from .ir.traced_module import TracedModule, class_names
 from .models.example_inputs import added_inputs, default_inputs, example_inputs
 from .models.factory import build, torch_device
 from .rewriter.applying import apply
@@ -105,8 +105,7 @@ def rewrite(
     checked = config.verify if verify is None else verify
     devices = [torch_device(config)] if torch_device(config).type == "cuda" else []
     with torch.random.fork_rng(devices):
-        with code_when_asked() if dry_run else nullcontext():
-            result = _plan(config, step) if dry_run else _rewritten(config, step)
+        result = _plan(config, step) if dry_run else _rewritten(config, step)
         if checked:
             with step("verify"):
                 from .verifier import verify as run_checks

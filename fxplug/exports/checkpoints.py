@@ -18,7 +18,7 @@ from ..adapters.slots import Adapters
 from ..adapters.writing import about_of
 from ..core.errors import FxplugError, SpecError, brief_fields, did_you_mean, shown
 from ..core.ir.traced_module import TracedModule
-from ..core.locks import held
+from ..core.locks import with_read_lock
 from ..core.reading import Raises, reported
 from ..core.weight_files import save_file
 from ..core.writing import check_new, new_file, new_folder
@@ -124,7 +124,7 @@ def _enough_memory(raises: Raises) -> Iterator[None]:
         raise raises(f"cannot be written: {finding}; convert the module to a smaller dtype, or merge fewer passes") from error
 
 
-@held
+@with_read_lock
 def merged_state(
     module: TracedModule, merge: Mapping[str, float] | None = None
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:

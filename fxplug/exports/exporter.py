@@ -27,7 +27,7 @@ from ..core.ir.containers import Container, children, leaves, map_leaves
 from ..core.ir.graph import copy_graph, insert, replace
 from ..core.ir.traced_module import TracedModule, shell
 from ..core.ir.variants import module_for
-from ..core.locks import held
+from ..core.locks import with_read_lock
 from ..core.reading import reported
 from ..core.writing import new_file, written
 from . import onnx_trial, onnx_writer
@@ -59,7 +59,7 @@ class Exported:
     __repr__ = brief_fields
 
 
-@held
+@with_read_lock
 def export(
     module: TracedModule,
     path: str | os.PathLike[str],

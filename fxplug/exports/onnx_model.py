@@ -13,7 +13,7 @@ import torch
 
 from ..core.errors import DEFAULT, LONGEST, ArtifactError, FxplugError, Limits, SpecError, cut, did_you_mean, shown
 from ..core.ir.containers import leaves, map_leaves
-from ..core.locks import Turns, during
+from ..core.locks import StateLock, call_with_read_lock
 from ..core.reading import about, opened, reported
 from ..core.writing import locked
 from .call_signature import Json, Signature
@@ -40,8 +40,8 @@ class OnnxModel:
         self._signature = Signature(manifest["signature"], torch.device("cpu"), limits, "model was exported")
         if len(manifest["inputs"]) != len(self._signature.tensors):
             raise ArtifactError(f"it has {len(manifest['inputs'])} inputs, and its signature {len(self._signature.tensors)}")
-        self._turns = (Turns(),)
-        self._adapters = PackageAdapters(manifest, tensors, self._turns) if manifest["banks"] else None
+        self._locks = (StateLock(),)
+        self._adapters = PackageAdapters(manifest, tensors, self._locks) if manifest["banks"] else None
         # their memory is the tensors' own: what is written there is what the next call reads
         self._live = {name: _given(tensors[name]) for name in manifest["live"]}
 
@@ -64,7 +64,7 @@ class OnnxModel:
         if any(isinstance(value, np.ndarray) for value in given):
             args, kwargs = map_leaves((args, kwargs), lambda value, _: _tensor(value), kind=np.ndarray)
         flat = self._signature.flatten(args, kwargs)
-        out = self._signature.unflatten(during(self._turns, self._run, flat))
+        out = self._signature.unflatten(call_with_read_lock(self._locks, self._run, flat))
         return map_leaves(out, lambda value, _: value if value.dtype == torch.bfloat16 else value.numpy()) if arrays else out
 
     def _run(self, flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:

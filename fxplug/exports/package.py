@@ -18,7 +18,7 @@ from ..adapters.writing import About
 from ..core import weight_files
 from ..core.artifacts.value_json import decode
 from ..core.errors import DEFAULT, LONGEST, ArtifactError, FxplugError, Limits, SpecError, cut, did_you_mean, shown
-from ..core.locks import Turns, change, during
+from ..core.locks import StateLock, call_with_read_lock, write_lock
 from ..core.reading import about, opened, reported
 from ..core.torch_internals.exporting import LOADER
 from ..core.writing import Folder, ended_by_exceptions
@@ -39,14 +39,14 @@ class PackageAdapters(Adapters):
     A change waits until the calls of the package that run are done, and later calls wait for it. Files are read before that.
     """
 
-    def __init__(self, manifest: Json, tensors: dict[str, torch.Tensor], turns: tuple[Turns, ...]) -> None:
+    def __init__(self, manifest: Json, tensors: dict[str, torch.Tensor], locks: tuple[StateLock, ...]) -> None:
         self.banks, self.where = _banks(manifest)
-        self.tensors, self.turns, self.kind = tensors, turns, str(manifest.get("module", ""))
+        self.tensors, self.locks, self.kind = tensors, locks, str(manifest.get("module", ""))
 
     def there(self, name: str) -> torch.Tensor | None:
         return self.tensors.get(self.where.get(name, name))
 
-    def passes_of(self, turns: Turns) -> list[str]:
+    def passes_of(self, lock: StateLock) -> list[str]:
         return list(self.banks)
 
     def shapes(self) -> dict[str, Any]:
@@ -72,9 +72,9 @@ class Package:
     def __init__(self, loader: Any, manifest: Json, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
         self._loader, self.manifest, self.tensors, self.device = loader, manifest, tensors, device
         self._signature = Signature(manifest["signature"], device)
-        self._turns = (Turns(),)
+        self._locks = (StateLock(),)
         self._attributes = {name: decode(value) for name, value in manifest.get("attributes", {}).items()}
-        self._adapters = PackageAdapters(manifest, tensors, self._turns) if manifest.get("banks") else None
+        self._adapters = PackageAdapters(manifest, tensors, self._locks) if manifest.get("banks") else None
         # from here on the program reads these tensors where they lie
         loader.load_constants({k: t for k, t in tensors.items() if k in manifest["constants"]}, False, False, True)
 
@@ -98,7 +98,7 @@ class Package:
         """
         flat = self._signature.flatten(args, kwargs)
         try:
-            out = during(self._turns, self._loader.boxed_run, flat)
+            out = call_with_read_lock(self._locks, self._loader.boxed_run, flat)
         except RuntimeError as error:
             raise FxplugError(f"the package failed in this call: {_first(error)}") from error
         return self._signature.unflatten(out)
@@ -131,7 +131,7 @@ class Package:
             ready[name] = value.detach().to(self.device, dtype).contiguous()
             if dtype.is_floating_point and not bool(torch.isfinite(ready[name]).all()):
                 raise FxplugError(f"{name} has values that are not finite")
-        with change(self._turns), torch.no_grad():
+        with write_lock(self._locks), torch.no_grad():
             for name in self.tensors.keys() & ready.keys():
                 self.tensors[name].copy_(ready.pop(name))
             if ready:

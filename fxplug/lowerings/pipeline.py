@@ -12,7 +12,7 @@ import torch
 
 from ..core.errors import MatchError, SpecError, did_you_mean, shown
 from ..core.ir.traced_module import TracedModule
-from ..core.locks import held
+from ..core.locks import with_read_lock
 from .linear import forms, fused
 from .merging import fold, live
 from .regions import nested
@@ -20,7 +20,7 @@ from .regions import nested
 MERGES = ("fold", "live", "auto")
 
 
-@held
+@with_read_lock
 def lower(
     gm: TracedModule,
     *,

@@ -9,11 +9,11 @@ from torch import nn
 from ..core.ir.graph import copy_graph
 from ..core.ir.traced_module import HOME, TracedModule, shell
 from ..core.ir.variants import Variants
-from ..core.locks import held
+from ..core.locks import with_read_lock
 from .merging.fold import check_unlowered
 
 
-@held
+@with_read_lock
 def prune(gm: TracedModule) -> TracedModule:
     """The module without the submodules, parameters and buffers that no node of any graph uses; `gm` stays as it is.
 

@@ -13,7 +13,7 @@ from ..core.errors import SpecError, did_you_mean
 from ..core.ir.containers import leaves
 from ..core.ir.graph import Graph
 from ..core.ir.traced_module import TracedModule, shell
-from ..core.locks import choices_of, during, turns_of
+from ..core.locks import call_with_read_lock, choices_of, locks_of
 from ..core.torch_internals.modules import TABLES
 
 AT_ONCE = 8  # so many calls at one time are told apart
@@ -46,7 +46,7 @@ class Stepped(nn.Module):
         self._position = self._of_clock(clock)
         self._clock = clock
         self._options: dict[str, Any] | None = None
-        self._turns = turns_of(module)
+        self._locks = locks_of(module)
         collective: Any = next((m for m in module.modules() if hasattr(m, "everywhere")), None)
         self._everywhere: Callable[[Tensor], Tensor] | None = collective and collective.everywhere
         self._before: Callable[..., None] | None = collective and collective.before_call
@@ -104,7 +104,7 @@ class Stepped(nn.Module):
         if self._before is not None:
             self._before(self.module, args, kwargs)
             self._before = None  # later inputs may differ by rounding
-        return during(self._turns, self._step, *args, **kwargs)
+        return call_with_read_lock(self._locks, self._step, *args, **kwargs)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -117,7 +117,7 @@ class Stepped(nn.Module):
 
     def _changes(self) -> tuple[Any, ...]:
         """Something that is equal for two calls which read the same adapters."""
-        return sum(turns.changes for turns in self._turns), choices_of(self._turns)
+        return sum(lock.changes for lock in self._locks), choices_of(self._locks)
 
     def _owned(self, values: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """Values without their history; those of a CUDA graph as copies, as its next run writes over them."""

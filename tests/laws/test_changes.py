@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fxplug
 from fxplug.adapters import banks, slots
-from fxplug.core import locks as queue
+from fxplug.core import locks
 from fxplug.core.errors import FxplugError, SpecError
 from fxplug.lowerings.merging import live
 
-FILES = {module.__file__ for module in (banks, slots, live, queue)}
+FILES = {module.__file__ for module in (banks, slots, live, locks)}
 FORMS = ["eager", "live merge"]
 CHANGES = {
     "use": lambda adapters: adapters.use({"a": 0.5, "b": -0.7}),
@@ -52,7 +52,7 @@ def same(a, b):
 def leaves_lock(frame):
     """Whether a line event is that of the end of `with _lock:`, before `__exit__`: a trace can raise there, no signal can."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    return line.startswith("with ") and queue._lock._is_owned()
+    return line.startswith("with ") and locks._lock._is_owned()
 
 
 class At:
@@ -103,7 +103,7 @@ def test_a_change_that_is_broken_off_changes_nothing(form, what):
         undone += same(now, before)
         CHANGES[what](adapters) if same(now, before) else None  # nothing is left locked, and it can be done again
         assert same(seen(subject), after)
-    assert undone > 6 and not queue._calls and not queue._changes
+    assert undone > 6 and not locks._calls and not locks._changes
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")

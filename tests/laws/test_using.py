@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxplug
-from fxplug.core import locks as queue
+from fxplug.core import locks
 from fxplug.core.errors import SpecError
 from fxplug.core.torch_internals.modules import CONTEXT_VARIABLES
 
@@ -108,7 +108,7 @@ def serve(subject, choices, wanted, count, threads, most=None):
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     yield
-    assert not queue._calls and not queue._changes
+    assert not locks._calls and not locks._changes
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_requests_of_many_threads(form):
 @pytest.mark.slow
 def test_without_a_choice_of_its_own_a_call_takes_another_ones(module, monkeypatch):
     """What is tried above can fail."""
-    monkeypatch.setattr("fxplug.core.locks.Turn.differs", lambda *_: False)
+    monkeypatch.setattr("fxplug.core.locks.LockRequest.differs", lambda *_: False)
     subject = fuzz.plain(module)
     assert serve(subject, CHOICES, expected(subject, CHOICES), 20_000, 4, most=1) > 0
 

@@ -19,8 +19,8 @@ from ...blocks.base import META, LowRank
 from ..errors import DEFAULT, ArtifactError, Limits, shown
 from ..extensions import need_hook
 from ..ir.containers import Container
-from ..ir.traced_module import TracedModule, code_when_asked
-from ..locks import held
+from ..ir.traced_module import TracedModule
+from ..locks import with_read_lock
 from ..reading import Raises, reported
 from ..weight_files import linked, save_file
 from ..writing import new_folder
@@ -54,7 +54,7 @@ def check_passes(passes: Any, modules: Collection[str]) -> None:
 MODES = {"eval": False, "train": True}
 
 
-@held
+@with_read_lock
 def save(
     module: TracedModule,
     folder: str | os.PathLike[str],
@@ -203,7 +203,7 @@ def _pass_names(module: TracedModule) -> list[str]:
 
 def _check_readable(data: bytes, files: dict[str, dict[str, torch.Tensor]]) -> None:
     """Build a module of what is about to be written: better to fail while the saved one is there."""
-    with wrapped("this module cannot be saved"), code_when_asked():
+    with wrapped("this module cannot be saved"):
         document = parse(data)
         allow = [name.partition(":")[0] for name in _named_classes(document)]
         _build(document, ((file, name, value) for file, kept in files.items() for name, value in kept.items()), allow)

@@ -22,7 +22,7 @@ from ..ir.graph import insert
 from ..spec.addresses import Port, identifier
 from ..torch_internals.modules import call_with_hooks, forward_hooks
 from ..torch_internals.tensors import DisableTorchFunction
-from .fake_tensors import KINDS, NeedsValues, Number, fake
+from .fake_tensors import KINDS, NeedsValues, Number, fake, layer_key
 from .frozen_values import alike, frozen
 from .graph_builder import PRINTABLE, Frame
 from .module_state import identical_items
@@ -88,7 +88,7 @@ class Regions:
         plain_kw, node_kw = recording.lower(kwargs)
         before = _members((plain, plain_kw))
         known = recording.fake and type(module).__module__.startswith("torch.nn.")
-        remembered_as = recording.results.key(module, plain, plain_kw) if known else None
+        remembered_as = recording.results.key(layer_key(module), plain, plain_kw) if known else None
         out = recording.results.get(remembered_as, recording.mode)
         if out is None:
             if recording.fake and isinstance(module, torch.jit.ScriptModule):
@@ -272,7 +272,8 @@ class _Entry:
         if open_here and type(value) in KINDS:
             self.numbers.append((node, type(value).__name__, name))
             return self.recording.held(node, value)
-        if not has_tensor(value) and not _holds_opaque(value) and not (open_here and _holds_number(value)):
+        kinds = {type(x) for x in leaves(value)}
+        if not has_tensor(value) and kinds.isdisjoint(OPAQUE) and not (open_here and kinds & KINDS.keys()):
             if not _printable(value):
                 raise TraceError(f"argument '{name}' is a {type(value).__name__}: {CAN_BE_INPUTS}")
             self.constants.append((node, value, name))
@@ -358,18 +359,6 @@ def _printable(value: Any) -> bool:
     if isinstance(value, (tuple, list, dict)):
         return all(_printable(member) for _, member in children(value) or ())
     return isinstance(value, PRINTABLE)
-
-
-def _holds_opaque(value: Any) -> bool:
-    if isinstance(value, (tuple, list, dict)):
-        return any(_holds_opaque(member) for _, member in children(value) or ())
-    return isinstance(value, OPAQUE)
-
-
-def _holds_number(value: Any) -> bool:
-    if isinstance(value, (tuple, list, dict)):
-        return any(_holds_number(member) for _, member in children(value) or ())
-    return type(value) in KINDS
 
 
 def _result(recording: Recording, value: Any, path: str = "") -> Any:

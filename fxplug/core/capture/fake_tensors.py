@@ -29,6 +29,7 @@ from torch import (  # torch's own, whatever a run puts in their place
 
 from ..quantised import is_packed
 from ..torch_internals import FAKE_TENSOR_LOG
+from ..torch_internals.modules import forward_hooks
 from ..torch_internals.tensors import (
     DataDependentOutputException,
     DisableTorchFunction,
@@ -278,14 +279,15 @@ def fake(like: torch.Tensor, mode: FakeTensorMode, device: torch.device, constan
         return fake_of((like.shape, like.stride(), like.dtype, device), mode, constant)
 
 
-@contextmanager
-def fake_weights(
+def put_fake_weights(
     state: State, mode: FakeTensorMode, device: torch.device, names: dict[int, str], autograd: bool
-) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Put a fake tensor in the place of each parameter and buffer, and note its name. Gives each with the fake one."""
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Put a fake tensor in the place of each parameter and buffer, and note its name; `state.restore` takes them out again.
+
+    Returns each tensor with its fake one.
+    """
     fakes: dict[int, torch.Tensor] = {}
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def stand_in(tensor: torch.Tensor, name: str) -> torch.Tensor:
         if id(tensor) not in fakes:
@@ -305,16 +307,10 @@ def fake_weights(
         if isinstance(module, torch.jit.ScriptModule):
             continue  # its tensors cannot be exchanged
         for table in (module._parameters, module._buffers):
-            held.append((table, dict(table)))
             for key, tensor in table.items():
                 if tensor is not None:
                     table[key] = stand_in(tensor, f"{path}.{key}" if path else key)
-    try:
-        yield pairs
-    finally:
-        for table, original in held:
-            table.clear()
-            table.update(original)
+    return pairs
 
 
 def carry_over(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -333,13 +329,16 @@ class Results:
         self.known: dict[Hashable, Any] = {}
         self.remember = remember
 
-    def key(self, function: Any, args: Any, kwargs: Any) -> Hashable:
-        """A key for a call, or None where its result may depend on more than the geometry of its arguments."""
+    def key(self, function: Any, args: Any, kwargs: Any, views: tuple[bool, ...] = ()) -> Hashable:
+        """A key for a call, or None where its result may depend on more than the geometry of its arguments.
+
+        `views` says which tensors among them are in the memory of a parameter, as a result may be then.
+        """
         if not self.remember:
             return None
         try:
             with DisableTorchFunction():
-                return (function, _key(args), _key(kwargs), _surroundings())
+                return (function, _key(args), _key(kwargs), views, _surroundings())
         except TypeError:
             return None
 
@@ -391,6 +390,18 @@ def _key(value: Any) -> Hashable:
     if type(value) is dict:
         return tuple((k, _key(v)) for k, v in value.items())
     raise TypeError
+
+
+def layer_key(module: nn.Module) -> Hashable:
+    """What decides the geometry of a layer's results beside its arguments: layers that are alike have one key."""
+    if module._modules or "forward" in vars(module) or any(forward_hooks(module)):
+        return module
+    try:
+        with DisableTorchFunction():
+            attributes = tuple((k, _key(v)) for k, v in vars(module).items() if not k.startswith("_"))
+            return type(module), attributes, _key(module._parameters), _key(module._buffers)
+    except TypeError:
+        return module
 
 
 @contextmanager

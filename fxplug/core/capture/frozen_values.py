@@ -355,7 +355,8 @@ def _after_call(model: nn.Module, call: Any, held: Kept, other: bool) -> list[li
     """What a call without some places, with other weights, and perhaps with other inputs, makes of them."""
     journal = Journal()
     try:
-        with torch.no_grad(), restored(State(model)), without(held), journal:
+        with torch.no_grad(), restored(State(model)), journal:
+            drop(held)
             for parameter in {p for spot in held for p in spot.module.parameters() if p.is_floating_point()}:
                 parameter.mul_(0.5)
             args, kwargs = copied(call, "all" if other else "")
@@ -391,11 +392,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return found
 
 
-@contextlib.contextmanager
-def without(kept: Kept) -> Iterator[None]:
-    """The model without these; it gets them back afterwards."""
-    before = [(spot, spot.value(), list(spot.owner.items()) if isinstance(spot.owner, dict) else None) for spot in kept]
-    for spot, value, _ in before:
+def drop(kept: Kept) -> None:
+    """Take these out of the model; what was noted of it before gives them back."""
+    for spot in kept:
+        value = spot.value()
         empty = type(value)() if type(value) in PLAIN else None
         if not isinstance(spot.owner, (dict, list)):
             delattr(spot.owner, spot.key) if spot.gone else setattr(spot.owner, spot.key, empty)
@@ -403,17 +403,6 @@ def without(kept: Kept) -> Iterator[None]:
             del spot.owner[spot.key]
         else:
             spot.owner[spot.key] = empty
-    try:
-        yield
-    finally:
-        for spot, value, items in reversed(before):
-            if items is not None and spot.gone:
-                for key, _ in items:  # in the order that it had
-                    spot.owner[key] = spot.owner.pop(key, value)
-            if isinstance(spot.owner, (dict, list)):
-                spot.owner[spot.key] = value
-            else:
-                setattr(spot.owner, spot.key, value)
 
 
 def _is_cached_property(module: nn.Module, name: str) -> bool:

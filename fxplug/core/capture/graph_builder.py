@@ -124,9 +124,9 @@ class Nodes(TorchFunctionMode, Recorder):
         erase_unused(self.graph.nodes, idle)
         self.graph.lint()
 
-    def guard_after(self, node: fx.Node, expected: Any, message: str) -> None:
+    def guard_after(self, node: fx.Node, expected: Any, decision: ops.Decision) -> None:
         """Hold a value to what it is now, from where it is computed on."""
-        args = (node, expected, message)
+        args = (node, expected, decision)
         self.node("call_function", ops.guard, args, {}, f"{node.name}_guard", effect=True, after=node)
 
     def assigned(self, leaves: set[str]) -> None:
@@ -147,7 +147,7 @@ class Nodes(TorchFunctionMode, Recorder):
                 copy.meta.update(meta_of(old))
                 redirect(old, copy)
             kinds = self.node("call_function", ops.same_dtype, (old, new), {}, f"{new.name}_same_dtype")
-            self.guard_after(kinds, True, f"forward puts a tensor of its own dtype into the buffer '{name}'")
+            self.guard_after(kinds, True, (*source_line(), f"whether what it puts into the buffer '{name}' has its dtype"))
             for dim, size in enumerate(sizes):
                 self.decide(self.size_of(new, "size", size, dim))
             self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
@@ -370,6 +370,11 @@ class Nodes(TorchFunctionMode, Recorder):
             return None  # asking for memory is dear
         storage = storage_of(tensor)
         return None if storage is None else self.memory.get(memory_id(storage))
+
+    def is_view_of_parameter(self, out: Any) -> bool:
+        """Whether what a function gave, or a member of it, is in the memory of a parameter."""
+        storages = map(storage_of, out if isinstance(out, (tuple, list)) else (out,))
+        return any(storage is not None and memory_id(storage) in self.memory for storage in storages)
 
     def computed(self, value: Any) -> bool:
         """Whether a tensor depends on the inputs, and not on constants and weights alone."""

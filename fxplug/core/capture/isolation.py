@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 import random
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from .. import quantised
 from ..errors import TraceError
@@ -25,55 +24,54 @@ from ..ir.graph import Graph
 from ..ir.ops import CASTING
 from ..ir.traced_module import OWN_STATE, TracedModule, class_names
 from ..torch_internals.modules import CALL, COMPILED, call_with_hooks, set_grad_enabled
-from ..torch_internals.tensors import gradient_hooks, memory_id, set_gradient_hooks
-from .module_state import Journal, Place, State, storage_of
+from ..torch_internals.tensors import memory_id
+from .module_state import Journal, Place, State, keys_of, storage_of
 
 MOMENT = 0.01  # seconds in which a thread ends the layer that it was in, and had not read its weights yet
 PATIENCE = 600.0  # seconds that a call of a model waits for the trace of it that another thread runs
 
 
-class _Turn:
-    """Whose turn it is, and what is to be undone: for the whole process, or in the thread that traces alone."""
+class _Tracing:
+    """The process's one trace: who runs it, and what a call of a module is meanwhile."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.thread: int | None = None
-        self.open: list[tuple[contextlib.ExitStack, bool]] = []
-        self.call: Callable[..., Any] = call_with_hooks  # what a call of a module is while the trace lasts
+        self.call: Callable[..., Any] = call_with_hooks
 
 
-_turn = _Turn()
+_tracing = _Tracing()
 
 
 @contextlib.contextmanager
-def alone(model: nn.Module) -> Iterator[None]:
+def exclusive_trace(model: nn.Module) -> Iterator[None]:
     """Hold the process's one lock for traces. A call of the model in another thread waits until the trace is over.
 
     Raises TraceError inside a trace of the same thread.
     """
-    turn, me = _turn, threading.get_ident()
-    if turn.thread == me:
+    me = threading.get_ident()
+    if _tracing.thread == me:
         raise TraceError(
             "a trace was asked for inside a trace: forward, or something that it calls, traces a model; trace that one first "
             "and let forward call the result"
         )
-    with turn.lock, undone() as stack:
-        turn.thread = me
-        stack.callback(setattr, turn, "thread", None)
+    with _tracing.lock, contextlib.ExitStack() as stack:
+        _tracing.thread = me
+        stack.callback(setattr, _tracing, "thread", None)
         modules = {id(m) for m in model.modules()}
         # a thread that forward itself starts, and waits for, is part of the call
         others = {thread.ident for thread in threading.enumerate()} - {me}
-        original = turn.call = getattr(nn.Module, CALL)
+        original = _tracing.call = getattr(nn.Module, CALL)
         for module in model.modules():
             if COMPILED in vars(module):  # the model's own code is what is traced
                 stack.callback(vars(module).__setitem__, COMPILED, vars(module).pop(COMPILED))
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if id(module) in modules and threading.get_ident() in others and turn.thread == me:
-                if not turn.lock.acquire(timeout=PATIENCE):
+            if id(module) in modules and threading.get_ident() in others and _tracing.thread == me:
+                if not _tracing.lock.acquire(timeout=PATIENCE):
                     raise TraceError(f"another thread has been tracing this model for {PATIENCE:.0f} s")
-                turn.lock.release()
-            return turn.call(module, *args, **kwargs)
+                _tracing.lock.release()
+            return _tracing.call(module, *args, **kwargs)
 
         stack.callback(setattr, nn.Module, CALL, original)
         setattr(nn.Module, CALL, call)
@@ -85,47 +83,12 @@ def alone(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def calls(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """For a time within a trace calls of modules are what `around` makes of torch's own."""
-    turn = _turn
-    original = turn.call
-    turn.call = around(original)
+    original = _tracing.call
+    _tracing.call = around(original)
     try:
         yield
     finally:
-        turn.call = original
-
-
-@contextlib.contextmanager
-def undone(here: bool = False) -> Iterator[contextlib.ExitStack]:
-    """A stack that is closed at the end, and in a child that is forked meanwhile; with `here` only where this thread forks,
-    as what is on it is this thread's own.
-    """
-    turn = _turn
-    stack = contextlib.ExitStack()
-    entry = (stack, here)
-    turn.open.append(entry)
-    try:
-        yield stack
-    finally:
-        try:
-            stack.close()
-        finally:
-            if entry in turn.open:
-                turn.open.remove(entry)
-
-
-def _after_fork() -> None:
-    global _turn
-    old, _turn = _turn, _Turn()
-    mine = old.thread == threading.get_ident()
-    for stack, here in reversed(old.open):
-        if mine or not here:
-            with contextlib.suppress(Exception):  # torch's modes may be half left where the process was forked
-                stack.close()
-    old.open.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+        _tracing.call = original
 
 
 def _set_autocast(kind: str, enabled: bool, dtype: torch.dtype) -> None:
@@ -237,7 +200,7 @@ def mode_reads() -> Iterator[list[bool]]:
     def write(module: nn.Module, value: bool) -> None:
         module.__dict__["training"] = value
 
-    with undone() as stack:
+    with contextlib.ExitStack() as stack:
         stack.callback(delattr, nn.Module, "training")
         nn.Module.training = property(read, write)  # type: ignore[assignment]
         yield reads
@@ -331,10 +294,6 @@ def extras(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-Rows = list[tuple[Any, Any]]
-TABLES = (OrderedDict, dict, list, set)  # with their subclasses: hooks, parameters, children, and what users keep
-
-
 class Unchanged(Journal):  # type: ignore[no-untyped-call]
     """The classes, attributes, hooks, children and tensors of all modules of a model as they are when this is made.
 
@@ -343,20 +302,9 @@ class Unchanged(Journal):  # type: ignore[no-untyped-call]
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
-        self.root = root
-        held = [(path, module, vars(module)) for path, module in root.named_modules()]
-        held += [("", root, vars(root).get("_extras", {}))]
-        self.before = [(path, module, type(module), now, self._state(now)) for path, module, now in held]
-        rows = [*root.named_parameters(), *root.named_buffers()]
-        tensors = [(name, tensor, tensor.detach()) for name, tensor in rows]
-        # some quantised tensors lie elsewhere in each view
-        tensors = [row for row in tensors if _same_place(*row[1:])]
-        self.tensors = {name: (t, view, t.requires_grad, gradient_hooks(t)) for name, t, view in tensors}
-        self.memory = {memory_id(s): name for name, row in self.tensors.items() if (s := storage_of(row[1])) is not None}
-
-    def _state(self, now: dict[str, Any]) -> dict[str, tuple[Any, Rows]]:
-        skipped = OWN_STATE if now is vars(self.root) else ()
-        return {key: (value, _tables(value)) for key, value in now.items() if key not in skipped}
+        self.state = State(root)
+        self.kinds = [(module, path, type(module)) for module, path in self.state.modules.values()]
+        self.memory = {memory_id(s) for r in self.state.tensors.values() if (s := storage_of(r.alias)) is not None}
 
     def keep(self, value: Any) -> None:
         """Copy the memory of a tensor, once, if it is the model's."""
@@ -366,72 +314,25 @@ class Unchanged(Journal):  # type: ignore[no-untyped-call]
 
     def undo(self) -> dict[str, list[str]]:
         """Take back what was done since; the names of what was changed, by the path of the module."""
-        found: dict[str, list[str]] = {}
-        for path, module, kind, now, state in self.before:
+        changed = [(path, "__class__") for module, path, kind in self.kinds if type(module) is not kind]
+        for module, _, kind in self.kinds:
             if type(module) is not kind:
-                found.setdefault(path, []).append("__class__")
                 module.__class__ = kind
-            for key in [key for key in self._state(now) if key not in state]:
-                if not isinstance(inspect.getattr_static(type(module), key, None), functools.cached_property):
-                    found.setdefault(path, []).append(key)
-                del now[key]
-            for key, (value, members) in state.items():
-                changed = [row for row in members if not _alike(*row)]
-                if now.get(key, self) is not value or changed:
-                    found.setdefault(path, []).append(key)
-                    now[key] = value
-                    for row in changed:
-                        _refill(*row)
-        written = {self.memory[key] for key in self.kept}
+        for place in self.state.changes():
+            home, *keys = keys_of(place.link if place.key is None else (place.link, place.key))
+            name = keys[keys[0] == "_extras"]
+            worked_out = isinstance(inspect.getattr_static(home.kind, str(name), None), functools.cached_property)
+            if keys[0] not in OWN_STATE - {"_extras"} and not worked_out:
+                changed.append((home.path, name))
+        for record in reversed(self.state.tensors.values()):
+            storage = storage_of(record.alias)
+            if not record.is_as_it_was() or (storage is not None and memory_id(storage) in self.kept):
+                home, *keys = keys_of(record.link)
+                changed.append((home.path, keys[-1]))
+        self.state.restore()
         self.put_back()
-        for name, (tensor, before, trains, hooks) in self.tensors.items():
-            moved = not _same_place(tensor, before)
-            if moved:
-                tensor.data = before
-            if moved or name in written or (tensor.requires_grad, gradient_hooks(tensor)) != (trains, hooks):
-                tensor.requires_grad_(trains)
-                set_gradient_hooks(tensor, hooks)
-                path, _, last = name.rpartition(".")
-                found.setdefault(path, []).append(last)
+        self.state.restore_tensors()
+        found: dict[str, list[str]] = {}
+        for path, name in dict.fromkeys(changed):
+            found.setdefault(path, []).append(str(name))
         return found
-
-
-def _same_place(tensor: Tensor, before: Tensor) -> bool:
-    """Whether a tensor is the numbers that it was: of this dtype, in this memory, in this order."""
-    shapes = [(t.dtype, t.device, tuple(t.shape), t.layout) for t in (tensor, before)]
-    if shapes[0] != shapes[1] or tensor.layout is not torch.strided:
-        return shapes[0] == shapes[1]
-    places = [(t.stride(), t.storage_offset(), s and memory_id(s)) for t in (tensor, before) for s in [storage_of(t)]]
-    return places[0] == places[1]
-
-
-def _tables(value: Any) -> Rows:
-    """The dicts, lists and sets in a value, to the last of them, each with a copy."""
-    found: dict[int, tuple[Any, Any]] = {}
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, TABLES) and id(one) not in found:
-            found[id(one)] = one, _attribute_kind(one)(one)
-            waiting += one.values() if isinstance(one, dict) else one
-        elif isinstance(one, tuple):
-            waiting += one
-    return list(found.values())
-
-
-def _attribute_kind(table: Any) -> Any:
-    return next(kind for kind in TABLES if isinstance(table, kind))
-
-
-def _alike(value: Any, members: Any) -> bool:
-    if len(value) != len(members):
-        return False
-    if isinstance(value, dict):
-        return all(a is b and value[a] is members[b] for a, b in zip(value, members, strict=True))
-    return value == members if isinstance(value, set) else all(a is b for a, b in zip(value, members, strict=True))
-
-
-def _refill(value: Any, members: Any) -> None:
-    kind = _attribute_kind(value)  # whose methods a subclass may forbid, as FrozenDict of diffusers does
-    kind.clear(value)
-    (kind.extend if kind is list else kind.update)(value, members)

@@ -217,6 +217,16 @@ CACHE = type(functools.lru_cache(lambda: None))
 Link = tuple[Any, Any]  # what holds a place, and under which key: from the module down
 
 
+class Home(NamedTuple):
+    """The module at the beginning of each link."""
+
+    path: str
+    kind: type
+
+    def __str__(self) -> str:
+        return f"'{self.path}'" if self.path else self.kind.__name__
+
+
 class Place(NamedTuple):
     """Where something changed: the container, the key in it (None: all of it), and what it held before."""
 
@@ -228,12 +238,13 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         return written(self.link if self.key is None else (self.link, self.key))
 
-    def root(self) -> str:
-        """The name of the module that holds the place."""
-        outer, key = self.link
-        while outer is not None:
-            outer, key = outer
-        return str(key)
+    def path(self) -> str:
+        """The path of the module that holds the place."""
+        return keys_of(self.link)[0].path  # type: ignore[no-any-return]
+
+    def is_in(self, leaves: Iterable[str]) -> bool:
+        """Whether one of these modules, or a part of it, holds the place."""
+        return any(f"{self.path()}.".startswith(f"{leaf}.") for leaf in leaves)
 
     def now(self) -> Any:
         """What the place holds; `MISSING` where it is gone."""
@@ -256,6 +267,18 @@ class _TensorRecord(NamedTuple):
     def __str__(self) -> str:
         return written(self.link)
 
+    def is_as_it_was(self) -> bool:
+        """Whether it has its memory, geometry, hooks and flag, whatever its values are."""
+        flags = self.tensor.requires_grad, gradient_hooks(self.tensor)
+        return not self.is_moved() and flags == (self.requires_grad, self.hooks)
+
+    def is_moved(self) -> bool:
+        """Whether it has other memory or another geometry; of some subclasses nobody can tell."""
+        alias = self.alias
+        if alias.layout is not torch.strided or type(alias) is not torch.Tensor:
+            return False
+        return bool(_geometry(self.tensor) != _geometry(alias))
+
     def is_buffer(self) -> bool:
         """Whether a module lists it among its buffers."""
         return self.link[0] is not None and self.link[0][1] == "_buffers"
@@ -276,7 +299,7 @@ class State:
         self.kinds: set[type] = set()
         with DisableTorchFunction(), torch.no_grad():
             for module, name in self.modules.values():
-                self._note_object(module, (None, f"'{name}'" if name else type(module).__name__))
+                self._note_object(module, (None, Home(name, type(module))))
             while self.todo:
                 self._look(*self.todo.pop())
         self.caches = _caches(self.kinds)
@@ -385,9 +408,9 @@ class State:
         """Give tensors their memory, geometry, gradients and versions back; their values are another matter."""
         with DisableTorchFunction(), torch.no_grad():
             for held in self.tensors.values():
-                tensor, alias = held.tensor, held.alias
-                if _geometry(tensor) != _geometry(alias):
-                    tensor.data = alias
+                tensor = held.tensor
+                if held.is_moved():
+                    tensor.data = held.alias
                 if not tensor.is_leaf and not held.requires_grad:
                     with contextlib.suppress(RuntimeError):  # a view keeps the history of what it is a view of
                         tensor.detach_()
@@ -436,14 +459,20 @@ def _slot_names(cls: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
-def written(link: Link) -> str:
-    """A place as a person would write it: `'blocks.0'.cache['x']`."""
+def keys_of(link: Link) -> list[Any]:
+    """The module of a place and the keys from there on."""
     keys = []
-    while link[0] is not None:
+    while link is not None:
         link, key = link
         keys.append(key)
-    text = str(link[1])
-    for key in reversed(keys):
+    return keys[::-1]
+
+
+def written(link: Link) -> str:
+    """A place as a person would write it: `'blocks.0'.cache['x']`."""
+    home, *keys = keys_of(link)
+    text = str(home)
+    for key in keys:
         if key in ("_buffers", "_parameters", "_modules"):  # where torch keeps what is an attribute
             continue
         if isinstance(key, str) and key.isidentifier():
@@ -462,6 +491,4 @@ def _differing(owner: Any, before: dict[Any, Any], now: dict[Any, Any], link: Li
 
 
 def _geometry(tensor: torch.Tensor) -> Any:
-    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
-        return None
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

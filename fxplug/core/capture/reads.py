@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType
@@ -19,7 +18,7 @@ from ..ir import functions, ops
 from ..torch_internals.tensors import DisableTorchFunction
 from .fake_tensors import KINDS, NeedsValues, Number, lacks_values
 from .graph_builder import NUMBERS, Nodes
-from .user_code import ORDERED, asker, decides_nothing, describe, position, shortened, source_line, tree_of, user_frame
+from .user_code import ORDERED, asker, decides_nothing, describe, position, source_line, tree_of, user_frame
 
 Place = tuple[int, int, int, int]  # line, column, last line, last column
 NAMESPACES = {"torch", "F", "nn", "functional"}
@@ -76,14 +75,9 @@ class Dtypes:
                 return read.node
         return dtype
 
-    def decided(self) -> Iterator[tuple[fx.Node, str]]:
-        """Reads that went anywhere else, each node once, with words for a guard."""
-        seen: set[fx.Node] = set()
-        for read in self.all:
-            if not read.given and read.node not in seen:
-                seen.add(read.node)
-                answer = read.node.meta["value"]
-                yield read.node, f"{read.where}: '{read.line}' was decided on {describe(read.node)}, {answer} when traced"
+    def decided(self) -> Iterable[Read]:
+        """Reads that went anywhere else, the first of each node."""
+        return {read.node: read for read in reversed(self.all) if not read.given}.values()
 
 
 class Use(NamedTuple):
@@ -230,11 +224,8 @@ class RecordedNumbers(Nodes):
             self.refuse_drawn(node)
             if not self.measured:
                 self.refuse_measured(node, does)
-        where, line = source_line()
-        message = f"{where}: '{line}' was decided on {describe(node)}, {shortened(repr(expected), 40)} when traced"
-        if re.search(r"\blen\(", line) and "size" in str(node.target):
-            message += " (Python's len() gives a plain number; x.shape[0] in its place is any size)"
-        self.node("call_function", ops.guard, (node, expected, message), {}, self.named("guard"), effect=True)
+        decision = (*source_line(), describe(node))
+        self.node("call_function", ops.guard, (node, expected, decision), {}, self.named("guard"), effect=True)
 
     def guard_parts(self, short: str, args: Any, kwargs: Any) -> None:
         """Hold the sizes that decide how many results, or how many dimensions, a function gives."""

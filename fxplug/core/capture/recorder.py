@@ -45,6 +45,7 @@ from .user_code import (
     VALUES,
     asker,
     decides_nothing,
+    describe,
     is_text_for_people,
     is_tried,
     source_line,
@@ -203,9 +204,8 @@ class Recording(RecordedNumbers):
                         self.overwritten.keep(x)
         versions = [version(x) for x in given]
         run = SHAPE_OF_FIRST.get(func) if self.fake else None
-        # a remembered result has memory of its own, which does not tell what it is a view of
-        views = any(map(self.parameter_of, given))
-        key = self.results.key(func, plain, plain_kw) if self.fake and not views and not ops.is_applied(func) else None
+        views = tuple(self.parameter_of(x) is not None for x in given)
+        key = self.results.key(func, plain, plain_kw, views) if self.fake and not ops.is_applied(func) else None
         remembered = self.results.get(key, self.mode)
         out = remembered
         if remembered is None:
@@ -221,7 +221,7 @@ class Recording(RecordedNumbers):
         changed = [x for x, before in zip(given, versions, strict=True) if version(x) != before]
         if called.endswith("_") and several and isinstance(several[0], list):  # functions on lists count no versions
             changed += several[0]
-        if views and (written := next(filter(None, map(self.parameter_of, changed)), None)):
+        if any(views) and (written := next(filter(None, map(self.parameter_of, changed)), None)):
             raise TraceError(
                 f"{self.place()}: writes the parameter '{written}' in place, and weights are never written by a graph: make it "
                 f"a buffer (register_buffer), whose writes are recorded, or {self.way_out()}"
@@ -248,7 +248,8 @@ class Recording(RecordedNumbers):
             or (out is None and method is not None)
             or moves
         )
-        if remembered is None and not in_place:
+        # a remembered result has memory of its own, which does not tell what it is a view of
+        if remembered is None and not in_place and not (any(views) and self.is_view_of_parameter(out)):
             self.results.put(key, out, given)
         node = self.node(op, target, nodes, node_kw, self.named(short), effect)
         if short in ITSELF and isinstance(out, torch.Tensor) and given and tells_apart(user_frame()):
@@ -270,10 +271,8 @@ class Recording(RecordedNumbers):
 
     def guard_itself(self, node: fx.Node, out: torch.Tensor, given: torch.Tensor) -> None:
         """Hold whether an operation gives its argument itself, which code with `a is b` can tell from a copy."""
-        where, line = source_line()
         same = self.node("call_function", ops.is_same, (node, self.lookup(given)), {}, f"{node.name}_itself")
-        word = "the argument itself" if out is given else "another tensor than its argument"
-        self.guard_after(same, out is given, f"{where}: '{line}' gave {word} when traced")
+        self.guard_after(same, out is given, (*source_line(), "whether it gives its argument itself"))
 
     def leave_torch(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor's values go where they cannot be followed: a few of them can be held by a guard."""
@@ -288,8 +287,8 @@ class Recording(RecordedNumbers):
         return self.dtypes.given(dtype)
 
     def finish(self) -> None:
-        for node, message in self.dtypes.decided():
-            self.guard_after(node, node.meta["value"], message)
+        for read in self.dtypes.decided():
+            self.guard_after(read.node, read.node.meta["value"], (read.where, read.line, describe(read.node)))
         super().finish()
 
     def asked(self, tensor: torch.Tensor, question: str) -> Any:
@@ -315,10 +314,9 @@ class Recording(RecordedNumbers):
         key = (name, args, self.switched)
         if key not in self.states and (frame is None or not decides_nothing(frame)):
             self.states.add(key)
-            where, line = source_line()
-            message = f"{where}: '{line}' was decided on {name}({', '.join(map(repr, args))}), {value} when traced"
-            held = (name, args, value, message)
-            self.node("call_function", ops.check_state, held, {}, self.named("check_state"), effect=True)
+            decision = (*source_line(), f"{name}({', '.join(map(repr, args))})")
+            checked = (name, args, value, decision)
+            self.node("call_function", ops.check_state, checked, {}, self.named("check_state"), effect=True)
         return value
 
     def target(self, func: Any, method: str | None, nodes: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
@@ -436,9 +434,8 @@ class Recording(RecordedNumbers):
             if cls is nn.Parameter and self.recording_here() and asker(sys._getframe(1)) is not None:
                 node = self.recorded(value) if isinstance(value, torch.Tensor) else None
                 if node is not None:
-                    where, line = source_line()
                     asked = self.node("call_function", ops.asked, (node, "is_parameter"), {}, self.named("is_parameter"))
-                    self.guard_after(asked, found, f"{where}: '{line}' was decided on its kind, {found} when traced")
+                    self.guard_after(asked, found, (*source_line(), "whether it is a parameter"))
             return found
 
         return check

@@ -6,7 +6,6 @@ import contextlib
 import operator
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ from .isolation import (
     same_random_state,
     set_process_settings,
     set_random_state,
-    undone,
 )
 from .module_state import Journal, Place, State, storage_of
 from .recorder import Recording
@@ -57,7 +55,7 @@ def check(model: nn.Module, gm: TracedModule, call: Any, state: State, more_grad
     Raises TraceError with what differs.
     """
     grad = torch.is_grad_enabled()
-    with undone() as stack:
+    with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # which enables gradients
         stack.enter_context(torch.set_grad_enabled(grad))
         # modules that the graph keeps whole are copies, and may keep things as well
@@ -102,7 +100,7 @@ def one_call(
     what inputs, parameters and the gradients of the result are multiplied by then.
     """
     journal = Journal()
-    with undone() as stack:
+    with contextlib.ExitStack() as stack:
         for mode in (torch.inference_mode(False), torch.enable_grad() if backward else torch.no_grad()):
             stack.enter_context(mode)
         stack.callback(journal.put_back)
@@ -171,7 +169,7 @@ def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State,
 
 def _whole(gm: TracedModule) -> list[nn.Module]:
     """The modules that are kept whole and are none of torch's: their code may keep things from call to call."""
-    return [m for m in gm.modules() if not type(m).__module__.startswith(("torch.", "fxplug."))]
+    return [m for m in gm.modules() if type(m).__module__.partition(".")[0] not in ("torch", "fxplug")]
 
 
 def check_kept(
@@ -181,15 +179,15 @@ def check_kept(
     written: list[Place],
     recording: Recording,
     leaves: set[str],
-    stand_in: Callable[[], AbstractContextManager[object]],
+    put_fakes: Callable[[], object],
 ) -> None:
     """For a model without values, whose recorded run has `written` places of `state`: refuse what its next call would find.
 
     The model runs again on fake tensors, from what the first run left and from the start: what Python code keeps must
-    come out the same. `stand_in` puts fake weights into the model. Raises TraceError.
+    come out the same. `put_fakes` puts fake weights into the model. Raises TraceError.
     """
     own = recording.parameters
-    places = [p for p in written if id(p.now()) not in own and not any(_within(p, leaf) for leaf in leaves)]
+    places = [p for p in written if id(p.now()) not in own and not p.is_in(leaves)]
     if not places or recording.mode is None:
         return
     mode, device = recording.mode, recording.device
@@ -202,16 +200,11 @@ def check_kept(
     again()
     values = [_content(place) for place in places]
     state.restore()
-    with stand_in():
-        again()
-        kept = [place for place, value in zip(places, values, strict=True) if not alike(_content(place), value)]
+    put_fakes()
+    again()
+    kept = [place for place, value in zip(places, values, strict=True) if not alike(_content(place), value)]
     if kept:
         raise TraceError(_text_of_kept(kept[0]))
-
-
-def _within(place: Place, leaf: str) -> bool:
-    root = place.root()
-    return f"{root.strip(chr(39))}.".startswith(f"{leaf}.")
 
 
 class _Outcome(NamedTuple):
@@ -365,11 +358,8 @@ class _Pair:
 
     def is_in_leaf(self, place: Place) -> bool:
         """Whether a module holds a place that is kept whole: the graph calls it, and it keeps what it keeps."""
-        root = place.root()
-        if not root.startswith("'"):
-            return False
         try:
-            return not isinstance(self.gm.get_submodule(root.strip("'")), Container)
+            return bool(path := place.path()) and not isinstance(self.gm.get_submodule(path), Container)
         except AttributeError:
             return False
 
@@ -451,12 +441,10 @@ def _content(place: Place) -> Any:
 
 
 def _text_of_kept(place: Place) -> str:
-    root = place.root()
-    path = root.strip("'") if root.startswith("'") else ""
     return (
         f"forward keeps {place} for its next call, and a graph cannot: keep a tensor in a buffer "
         "(register_buffer) and write it there, which is recorded, or keep the module whole: "
-        f"leaf: [{path or 'its path'}], {UNCHECKED}"
+        f"leaf: [{place.path() or 'its path'}], {UNCHECKED}"
     )
 
 

@@ -8,7 +8,8 @@ import gc
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,9 +25,9 @@ from ..torch_internals.tensors import DataDependentOutputException, DynamicOutpu
 from . import edges as model_edge
 from . import self_check
 from .edges import Regions
-from .fake_tensors import NeedsValues, Results, Tries, carry_over, fake_weights, lacks_values, no_collection, quiet
-from .frozen_values import Kept, find_derived, without
-from .isolation import Recorded, alone, assemble, mode_reads, restored, same_random, undone
+from .fake_tensors import NeedsValues, Results, Tries, carry_over, lacks_values, no_collection, put_fake_weights, quiet
+from .frozen_values import Kept, drop, find_derived
+from .isolation import Recorded, assemble, exclusive_trace, mode_reads, restored, same_random
 from .modes import patched
 from .module_state import MISSING, Journal, Place, State
 from .recorder import NeedsAutograd, Recording
@@ -108,7 +109,7 @@ def _find_derived(model: nn.Module, call: Any) -> Kept:
         valued = self_check.has_values([t for _, t in _named_tensors(model)], call)
     except RecursionError:  # of inputs that hold themselves, which the trace refuses
         valued = False
-    with alone(model), undone():
+    with exclusive_trace(model):
         return find_derived(model, call if valued else None)
 
 
@@ -119,7 +120,7 @@ def _holds_beside(model: nn.Module, gm: TracedModule, call: Any, check: bool) ->
     if not check:
         return False
     try:
-        with alone(model), undone():
+        with exclusive_trace(model):
             self_check.check(model, gm, call, State(model), more_gradients=True)
     except FxplugError:
         return False
@@ -129,23 +130,17 @@ def _holds_beside(model: nn.Module, gm: TracedModule, call: Any, check: bool) ->
 def _checked_trace(
     model: nn.Module, patterns: list[str], real: bool | None, check: bool, call: Any, open_numbers: bool, kept: Kept
 ) -> TracedModule:
-    reasons: list[str] = []
-    with alone(model), without(kept), undone() as stack:
-        tensors = list(_named_tensors(model))
-        for name, tensor in tensors:
-            if is_lazy(tensor):
-                raise TraceError(f"'{name}' has no shape before the first call: call the model once before it is traced")
-            if tensor.layout is not torch.strided:
-                raise TraceError(f"'{name}' is a {tensor.layout} tensor, which no graph can hold: make it dense (to_dense())")
-        for name in (*(name for name, _ in model.named_modules()), *(name for name, _ in tensors)):
-            if not name.isprintable() or UNWRITABLE.intersection(name):
-                raise TraceError(f"the name {name!r} of a module or tensor cannot be written into a graph: name it otherwise")
-        leaves = _leaf_paths(model, patterns)
-        quantised.check_ready(model, leaves)
-        stack.enter_context(quantised.unpacked(model))
+    with exclusive_trace(model), contextlib.ExitStack() as stack:
+        if kept:
+            stack.enter_context(restored(State(model)))
+            drop(kept)
+        stack.enter_context(quantised.unpacked(model))  # before the state is noted that each run begins with
+        job = _Job(model, list(_named_tensors(model)), call, _leaf_paths(model, patterns), real, check, open_numbers)
+        _refuse_names_and_kinds(job)
+        quantised.check_ready(model, job.leaves)
         stack.enter_context(no_collection())
         try:
-            gm = _trace(model, tensors, call, leaves, real, check, reasons, open_numbers)
+            gm = _trace(job)
         except RecursionError as error:
             if (function := _walking(error)) is None:
                 raise  # the model's own
@@ -161,20 +156,26 @@ def _checked_trace(
                 raise TraceError(f"{finding} the module whole: leaf: [its path]") from error
             if isinstance(self_check.one_call(model, call, State(model)), type):
                 raise
-            text = f"{type(error).__name__}: {shortened(_in_one_line(error), 300)}"
+            text = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 300)}"
             raise TraceError(
                 f"{type(model).__name__} ({': '.join(source_line(error))}) fails while it is traced, and by itself does not: "
                 f"{text}; keep the module that does so whole: leaf: [its path]{', or leave real=False away' * (real is False)}"
             ) from error
-    for reason in dict.fromkeys(reasons):
+    for reason in dict.fromkeys(job.reasons):
         warnings.warn(f"{type(model).__name__} was traced on its real tensors: {reason}", stacklevel=3)
     return gm
 
 
-def _in_one_line(error: Exception) -> str:
-    """The first line of a text; with the next one where that is what it announces, as `load_state_dict` does."""
-    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
-    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
+def _refuse_names_and_kinds(job: _Job) -> None:
+    """Raises TraceError for parameters and buffers that no graph can hold, and names that it cannot write."""
+    for name, tensor in job.tensors:
+        if is_lazy(tensor):
+            raise TraceError(f"'{name}' has no shape before the first call: call the model once before it is traced")
+        if tensor.layout is not torch.strided:
+            raise TraceError(f"'{name}' is a {tensor.layout} tensor, which no graph can hold: make it dense (to_dense())")
+    for name in (*(name for name, _ in job.model.named_modules()), *(name for name, _ in job.tensors)):
+        if not name.isprintable() or UNWRITABLE.intersection(name):
+            raise TraceError(f"the name {name!r} of a module or tensor cannot be written into a graph: name it otherwise")
 
 
 def _walking(error: RecursionError) -> str | None:
@@ -183,48 +184,44 @@ def _walking(error: RecursionError) -> str | None:
     return None if any(is_user_code(frame) for frame, _ in frames) else frames[-1][0].f_code.co_name
 
 
-class _Job(NamedTuple):
+@dataclass
+class _Job:
     """What all runs of one trace share. `state` is what the model holds before the first, and again after each."""
 
     model: nn.Module
     tensors: list[tuple[str, torch.Tensor]]  # parameters and buffers
     call: Any
     leaves: set[str]
-    state: State
-    results: Results
-    valueless: bool
-    reasons: list[str]  # why real tensors were needed
+    real: bool | None
+    check: bool
     open_numbers: bool  # whether numbers among the arguments are inputs
-    one_or_two: bool  # whether it matters to the model that two inputs are one tensor
+
+    def __post_init__(self) -> None:
+        self.state = State(self.model)
+        self.results = Results()
+        self.reasons: list[str] = []  # why real tensors were needed
+        self.has_values = False  # whether weights and inputs have, so that the graph can be checked
+        self.one_or_two = False  # whether it matters to the model that two inputs are one tensor
 
 
-def _trace(
-    model: nn.Module,
-    tensors: list[tuple[str, torch.Tensor]],
-    call: Any,
-    leaves: set[str],
-    real: bool | None,
-    check: bool,
-    reasons: list[str],
-    open_numbers: bool,
-) -> TracedModule:
-    valueless = check and not self_check.has_values([t for _, t in tensors], call)
-    state = State(model)
-    one_or_two = check and not valueless and self_check.tells_one_input_from_two(model, call, state)
-    job = _Job(model, tensors, call, leaves, state, Results(), valueless, reasons, open_numbers, one_or_two)
-    first = _settled(job, real, None)
+def _trace(job: _Job) -> TracedModule:
+    model, call = job.model, job.call
+    job.has_values = self_check.has_values([t for _, t in job.tensors], call)
+    checked = job.check and job.has_values
+    job.one_or_two = checked and self_check.tells_one_input_from_two(model, call, job.state)
+    first = _settled(job, None)
     graphs = {model.training: first}
     twin_error = None
     if first.reads_training:
         try:
-            second = _settled(job, real, not model.training)
+            second = _settled(job, not model.training)
         except Exception as error:  # the model's, or torch's
             twin_error = str(error)
         else:
             if second.text() != first.text():
                 graphs[not model.training] = second
     gm = assemble(model, graphs, twin_error)
-    if not check or valueless:
+    if not checked:
         if first.inlined:
             warnings.warn(f"{first.inlined} has a backward of its own, and the graph the gradient of its forward", stacklevel=4)
         moving = (name for name, m in model.named_modules() if m.training and getattr(m, "running_mean", None) is not None)
@@ -267,13 +264,13 @@ def _as_it_is(gm: TracedModule) -> Iterator[None]:
             module.training = training
 
 
-def _settled(job: _Job, real: bool | None, training: bool | None) -> Recorded:
+def _settled(job: _Job, training: bool | None) -> Recorded:
     """A recording; one that asks for gradients, as to checkpoint, and is the same without them holds for both."""
-    first = _record(job, real, training)
+    first = _record(job, training)
     checks = first.asks_for_gradients()
     if checks and not torch.is_inference_mode_enabled():
         with contextlib.suppress(Exception), torch.set_grad_enabled(not torch.is_grad_enabled()):  # the model's
-            second = _record(job, real, training)
+            second = _record(job, training)
             if first.text(checks) == second.text(second.asks_for_gradients()):
                 erase(checks)
     return first
@@ -290,30 +287,31 @@ def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:
     return found
 
 
-def _record(job: _Job, real: bool | None, training: bool | None) -> Recorded:
+def _record(job: _Job, training: bool | None) -> Recorded:
     inputs = [t for t in values(job.call) if isinstance(t, torch.Tensor)]
     on_meta = any(t.is_meta for t in [*(t for _, t in job.tensors), *inputs])
-    if real:
+    if job.real:
         if on_meta:
             raise TraceError("real=True needs weights and inputs with values, but some are on the meta device: load them first")
-        return _run(job, False, True, training)
+        return _run(job, False, training)
     try:
-        return _run(job, True, False, training)
+        return _run(job, True, training)
     except FxplugError:
         raise
     except Exception as error:  # the model's or torch's
-        if not lacks_values(error) and (real is False or on_meta or _fails_by_itself(job)):
+        only_fake = job.real is False or on_meta
+        if not lacks_values(error) and (only_fake or _fails_by_itself(job)):
             raise  # else torch has no such function on fake tensors, or another one
-        if real is False or on_meta:
+        if only_fake:
             if not isinstance(error, NeedsValues):
                 raise
             way = " (its weights or inputs are on the meta device: with values it is traced on real tensors)"
-            raise TraceError(f"{error}{'' if real is False else way}") from error
+            raise TraceError(f"{error}{'' if job.real is False else way}") from error
         reason = str(error) if isinstance(error, NeedsValues) else f"{type(error).__name__}: {str(error).strip()}"
         reason = reason.partition("\n")[0]
     gc.collect(0)  # fake tensors of the first try: none is older, as nothing was collected meanwhile
     try:
-        recorded = _run(job, False, False, training)
+        recorded = _run(job, False, training)
     except Exception as error:  # the model's or torch's again
         error.add_note(f"before, on fake tensors: {reason}")
         raise
@@ -326,12 +324,12 @@ def _fails_by_itself(job: _Job) -> bool:
     return isinstance(self_check.one_call(job.model, job.call, job.state), type)
 
 
-def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> Recorded:
+def _run(job: _Job, on_fakes: bool, training: bool | None) -> Recorded:
     """Record one call, again with what a try has found that a run needs."""
     tries = Tries(job.open_numbers, job.one_or_two)
     while True:
         try:
-            return _try(job, on_fakes, measured, training, tries)
+            return _try(job, on_fakes, training, tries)
         except NeedsAutograd:
             tries.autograd = True
         except (TypeError, AttributeError, RuntimeError) as error:
@@ -339,23 +337,24 @@ def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> Re
                 raise
 
 
-def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries: Tries) -> Recorded:
-    model, tensors, call, leaves, state, results, valueless, *_ = job
+def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Recorded:
+    model, tensors, call, leaves, state = job.model, job.tensors, job.call, job.leaves, job.state
     mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
     inputs = [x for x in values(call) if isinstance(x, torch.Tensor)]
     device = next((t.device for t in [*inputs, *(t for _, t in tensors)] if not t.is_meta), torch.device("cpu"))
-    recording = Recording(model, mode, device, measured, results if not tries.autograd else Results(remember=False), tries)
+    results = job.results if not tries.autograd else Results(remember=False)
+    recording = Recording(model, mode, device, bool(job.real), results, tries)
     weights: list[tuple[torch.Tensor, torch.Tensor]] = []
     grad = torch.is_grad_enabled()
     regions = Regions(recording, leaves)
-    with undone() as shared, undone(here=True) as stack:
-        shared.callback(recording.unmark)
-        shared.enter_context(restored(state))
+    with contextlib.ExitStack() as stack:
+        stack.callback(recording.unmark)
+        stack.enter_context(restored(state))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
         if mode is not None:
-            weights = shared.enter_context(fake_weights(state, mode, device, recording.parameters, tries.autograd))
+            weights = put_fake_weights(state, mode, device, recording.parameters, tries.autograd)
             stack.callback(recording.overwritten.put_back)
             stack.enter_context(quiet())
             stack.enter_context(mode)
@@ -368,7 +367,7 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
         recording.buffers = _tabled(state, "_buffers")
         for name, _, parameter in _tabled(state, "_parameters"):
             recording.holds(parameter, name)
-        shared.enter_context(patched(recording, regions, training))
+        stack.enter_context(patched(recording, regions, training))
         stack.callback(recording.stop)
         stack.enter_context(torch.set_grad_enabled(grad))  # the model is asked in the mode that its caller has
         try:
@@ -393,8 +392,8 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
             carry_over(made, tensor)  # what the model put on it, for the state to see and to take off
         written = state.changes()
         _refuse_anew(state, dict(tensors), recording.parameters, written, leaves)
-        if mode is not None and valueless:
-            stand_in = functools.partial(fake_weights, state, mode, device, {}, False)
+        if mode is not None and job.check and not job.has_values:
+            stand_in = functools.partial(put_fake_weights, state, mode, device, {}, False)
             self_check.check_kept(model, call, state, written, recording, regions.called, stand_in)
     recording.finish()
     return Recorded(

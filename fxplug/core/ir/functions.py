@@ -146,6 +146,20 @@ fractional_max_pool3d scaled_dot_product_attention multi_head_attention_forward 
 DRAWS = {name for name in RANDOM if not any(word in name for word in ("dropout", "rrelu", "attention", "gru", "lstm", "rnn_"))}
 
 
+# may give their argument itself, which no schema of an operator says
+ITSELF = {"getitem", "edge", "float", "half", "bfloat16", "double", "type", "type_as"}
+ITSELF |= {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"}
+
+
+@cache
+def may_alias(name: str) -> bool:
+    """Whether the result of a function or method of this name may be in the memory of its first argument."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = () if packet is None else (getattr(packet, overload) for overload in packet.overloads())
+    returns = (value.alias_info for overload in overloads for value in kernels.schema(overload).returns)
+    return name in ITSELF or any(alias is not None and not alias.is_write for alias in returns)
+
+
 def draws(layer: nn.Module, training: bool) -> bool:
     """Whether a layer of torch's draws random numbers."""
     if isinstance(layer, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):

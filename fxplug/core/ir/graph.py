@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from .. import locks as turns
+from .. import locks
 from ..errors import FxplugError, GuardError, shown
-from ..locks import during, turns_of
+from ..locks import call_with_read_lock, locks_of
 from ..torch_internals.modules import (
     CONTEXT_VARIABLES,
     NormBase,
@@ -270,15 +270,15 @@ def in_turn(forward: Any) -> Any:
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            if CONTEXT_VARIABLES and turns.has_choice() and any("turns" in vars(module) for module in self.modules()):
+            if CONTEXT_VARIABLES and locks.has_choice() and any("state_lock" in vars(module) for module in self.modules()):
                 break_graph(AROUND)
             return forward(self, *args, **kwargs)
-        own = self.__dict__.get("_turns")
+        own = self.__dict__.get("_locks")
         if own is None or self.__dict__.get("_block") is not None:
             _begin(self, args, kwargs)
         if own is None:
-            own = self.__dict__["_turns"] = turns_of(self)
-        return during(own, forward, self, *args, **kwargs) if own else forward(self, *args, **kwargs)
+            own = self.__dict__["_locks"] = locks_of(self)
+        return call_with_read_lock(own, forward, self, *args, **kwargs) if own else forward(self, *args, **kwargs)
 
     return wrapper
 
@@ -309,7 +309,7 @@ def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
 # these frames are not compiled, what they call is; all wrappers have one code
 leave_frame(in_turn(nn.Module.forward).__code__)
 leave_frame(by_regions(nn.Module.forward).__code__)
-leave_module(turns)
+leave_module(locks)
 
 
 # what checks how a graph is called, before it computes anything
@@ -319,10 +319,6 @@ HARMLESS = (
     *ENTRY, ops.guard, ops.tried, ops.check_state, ops.check_added, ops.any_gradients, ops.enter_grad, ops.exit_grad,
     ops.enter_autocast, ops.exit_autocast,
 )  # fmt: skip
-# what may give the memory of its first argument
-VIEWS = """view reshape transpose permute unsqueeze squeeze expand getitem chunk split unbind flatten unflatten narrow select t
-detach contiguous to float half bfloat16 double type edge alias real imag swapaxes swapdims movedim moveaxis expand_as view_as
-diagonal tensor_split type_as as_strided""".split()  # noqa: SIM905
 
 
 def signature_of(module: TracedModule) -> inspect.Signature:
@@ -393,6 +389,6 @@ def _owner(node: fx.Node) -> fx.Node:
     """Whose memory a node writes, as far back as it may be: an input, a tensor of the module, or what was computed."""
     while node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-        if functions.short_name(node.target) not in VIEWS:
+        if not functions.may_alias(functions.short_name(node.target)):
             break
     return node

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -48,10 +49,14 @@ def edge(x: Any) -> Any:
     return x
 
 
-def guard(value: Any, expected: Any, message: str) -> None:
+Decision = tuple[str, str, str]  # what Python code decided on: its file and line, the source there, and the value's name
+
+
+def guard(value: Any, expected: Any, decision: Decision | str) -> None:
     """Hold a decision that tracing took: `value` must still be `expected`.
 
-    Raises GuardError with `message` in eager code; becomes an assertion of the program under compile and export.
+    Raises GuardError with the decision, a text in files of earlier versions, in eager code; becomes an assertion of the program
+    under compile and export.
     """
     if torch.compiler.is_compiling():
         # a SymBool is not compared: torch.export cannot solve `(s >= 64) == False`, and sympy takes no `(s == 64) == True`.
@@ -61,19 +66,29 @@ def guard(value: Any, expected: Any, message: str) -> None:
         else:
             check(value if expected else torch.sym_not(value))
     elif value != expected:
-        raise GuardError(f"{message}; now it is {brief(value)}: trace again with such an input")
+        raise GuardError(f"{_describe(decision, expected)}; now it is {brief(value)}: trace again with such an input")
 
 
-def check_state(name: str, args: tuple[Any, ...], expected: Any, message: str) -> None:
+def check_state(name: str, args: tuple[Any, ...], expected: Any, decision: Decision | str) -> None:
     """Hold the answer of a function of torch about the process, one of `STATES`: it must still be `expected`.
 
-    Raises GuardError with `message`; a compiled program is an error where the answer is another one.
+    Raises GuardError with the decision; a compiled program is an error where the answer is another one.
     """
     value = STATES[name](*args)
     if torch.compiler.is_compiling():
         check(value == expected)
     elif value != expected:
-        raise GuardError(f"{message}; now it is {brief(value)}: call it as it was traced, or trace again as it is called")
+        text = _describe(decision, expected)
+        raise GuardError(f"{text}; now it is {brief(value)}: call it as it was traced, or trace again as it is called")
+
+
+def _describe(decision: Decision | str, expected: Any) -> str:
+    if isinstance(decision, str):
+        return decision
+    where, line, what = decision
+    plain = " (Python's len() gives a plain number; x.shape[0] in its place is any size)"
+    hint = plain if re.search(r"\blen\(", line) and ".size(" in what else ""
+    return f"{where}: '{line}' was decided on {what}, {brief(expected, 40)} when traced{hint}"
 
 
 def asked(x: torch.Tensor, question: str) -> bool:

@@ -22,11 +22,7 @@ from .regions import added
 from .traced_module import MODES
 
 SWITCHES = (*MODES, ops.exit_grad, ops.exit_autocast)
-# operations that may give the memory of their first argument, and modules that do
-ALIASING = """edge getitem view view_as reshape reshape_as permute transpose swapaxes swapdims movedim moveaxis flatten
-unflatten ravel chunk split tensor_split unbind squeeze unsqueeze expand expand_as broadcast_to contiguous to type float half
-bfloat16 double type_as detach narrow select t adjoint diagonal unfold as_strided real imag view_as_real view_as_complex
-dropout dropout1d dropout2d dropout3d alpha_dropout""".split()  # noqa: SIM905
+# layers that may give the memory of their argument
 ALIASING_MODULES = (nn.Identity, DropoutNd, nn.Flatten, nn.Unflatten)
 
 
@@ -193,8 +189,8 @@ def aliases(node: fx.Node, root: nn.Module) -> bool:
     if node.op == "call_module":
         whole = REGION not in node.meta and isinstance(root.get_submodule(str(node.target)), ALIASING_MODULES)
         return whole or bool(written(node, root))
-    name = functions.short_name(node.target)
-    return node.op != "get_attr" and (name in ALIASING or bool(written(node, root)))
+    may_alias = node.op != "placeholder" and functions.may_alias(functions.short_name(node.target))
+    return node.op != "get_attr" and (may_alias or bool(written(node, root)))
 
 
 def changed_input(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], root: nn.Module) -> fx.Node | None:

@@ -6,9 +6,8 @@ import copy
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,10 +16,9 @@ from torch import fx, nn
 
 from .. import extensions
 from ..errors import LONGEST, SpecError, TraceError, cut, did_you_mean, shown
-from ..locks import change as turn_of_change
-from ..locks import hold, inside, turns_of
+from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import is_transposed
-from ..torch_internals.modules import leave_frame
+from ..torch_internals.modules import apart, leave_frame
 from . import ops
 from .containers import RESERVED, Container, child_of
 from .graph import OF_THE_ROOT, Graph, by_regions, change, copy_graph, going_on, in_turn, insert, redirect, unwound
@@ -39,7 +37,7 @@ def bind(module: TracedModule, inputs: Mapping[str, Any]) -> TracedModule:
     new = {name: value for name, value in values.items() if name not in held}
     made = _with(module, new) if new else module
     owner = made.get_submodule(HOME) if values else None
-    with turn_of_change(turns_of(module)):
+    with write_lock(locks_of(module)):
         for name, value in values.items():
             if owner is not None and name not in new:
                 _set(owner._buffers, name, value)
@@ -112,21 +110,12 @@ def _check_order(graph: fx.Graph) -> None:
 
 
 OWN_STATE = set(
-    "_graph _twin _extras _origin _code _codes _graph_mode _accessors _turns _block _steps _variants _entry".split()  # noqa
+    "_graph _twin _extras _origin _code _graph_mode _accessors _locks _block _steps _variants _entry".split()  # noqa
 )
 MODES = (ops.enter_grad, ops.enter_autocast)
+FORWARDS = {True: "_forward_train", False: "_forward_eval"}  # the forward of a class with a graph for each mode
+WRITTEN = ("_code", "_lineno_map", "_prologue_start")  # what FX notes of a code; dynamo asks for the second
 Step = Callable[["TracedModule"], "TracedModule"]
-_LATER: ContextVar[bool] = ContextVar("_LATER", default=False)
-
-
-@contextmanager
-def code_when_asked() -> Iterator[None]:
-    """The graphs of modules that are made within get their code when somebody asks for it; whoever reads graphs never does."""
-    token = _LATER.set(True)
-    try:
-        yield
-    finally:
-        _LATER.reset(token)
 
 
 class _LazyForward:
@@ -135,9 +124,10 @@ class _LazyForward:
     def __init__(self, module: TracedModule) -> None:
         self.module = weakref.ref(module)
 
+    @apart
     def __get__(self, module: TracedModule | None, cls: Any) -> Any:
         if (owner := self.module()) is not None:
-            owner._write()
+            owner._compile()
         return cls.forward if module is None else module.forward
 
 
@@ -198,6 +188,7 @@ class TracedModule(fx.GraphModule):
     _twin: fx.Graph | None
     _steps: tuple[Step, ...] | None  # what was done to the trace since, each to any trace of the model; None: not known
     _kind: type[TracedModule]
+    _codes: dict[bool, str]  # by training mode, as far as it was asked for
     classes: tuple[str, ...]
 
     def __init__(
@@ -208,9 +199,9 @@ class TracedModule(fx.GraphModule):
         extras: dict[str, Any] | None = None,
     ):
         """`tree` holds parameters and children; `graphs` has one graph, or one for each of training False and True."""
-        with code_when_asked():
-            super().__init__(nn.Module(), fx.Graph())
         cls = type(self)  # its own: FX makes one for each module
+        cls._codes = {}
+        super().__init__(nn.Module(), fx.Graph())
         cls._kind = cls.__bases__[0]
         cls.__name__ = cls.__qualname__ = TracedModule.__name__
         cls.__module__ = __name__.partition(".")[0]
@@ -225,19 +216,20 @@ class TracedModule(fx.GraphModule):
         self.twin_error: str | None = None
         self._graph_mode = mode
         self._twin = graphs[not mode] if len(graphs) == 2 else None
-        if self._twin is not None:
-            self._twin.owning_module = self
-            self._choose(not mode, self._twin)
-            self.recompile()
-            self._choose(mode, graphs[mode])
-        self.graph = graphs[mode]
+        self._graph = graphs[mode]
+        for graph in graphs.values():
+            graph.owning_module = self
+        del self._code
+        cls._codes, cls.forward = {}, _LazyForward(self)  # type: ignore[assignment]
         # last, as nn.Module gives no other value to a name that one of them has
         self._parameters.update(tree._parameters)
         self._buffers.update(tree._buffers)
         self._modules.update(tree._modules)
 
-    def _choose(self, mode: bool, graph: fx.Graph) -> None:
-        self._graph_mode, self._graph = mode, graph
+    def _switch(self) -> None:
+        """Put the graph of the other mode in force."""
+        assert self._twin is not None
+        self._graph_mode, self._graph, self._twin = not self._graph_mode, self._twin, self._graph
 
     def __repr__(self) -> str:
         """One line: a graph has thousands, and `show`, `fxplug.core.ir.text.modules` and `code` print them."""
@@ -261,33 +253,25 @@ class TracedModule(fx.GraphModule):
         return self._compile()
 
     def _compile(self) -> Any:
-        if _LATER.get():
-            type(self).forward = _LazyForward(self)  # type: ignore[assignment]
-            return None
-        code = super().recompile()
-        self.__dict__.setdefault("_codes", {})[self.__dict__.get("_graph_mode")] = self._code
-        cls = type(self)
-        del cls.__call__  # FX's own reports an error by code that a compiler cannot take, which hides the error
+        """Write the code of the graph in force; that of the other mode is written when `train` or a call comes to it."""
+        blank = fx.GraphModule({}, fx.Graph())  # whose class gets the bare forward, which no call in another thread may run
+        blank._graph = self._graph
+        code = blank.recompile()
+        cls, forward = type(self), type(blank).forward
+        vars(self).update({key: value for key, value in vars(blank).items() if key in WRITTEN})
+        cls._codes[vars(self).get("_graph_mode", True)] = self._code
         if any(node.target in MODES for node in self._graph.nodes if node.op == "call_function"):
-            cls.forward = unwound(cls.forward)
+            forward = unwound(forward)
         if self._graph.find_nodes(op="call_function", target=ops.tried):
-            cls.forward = going_on(cls.forward)
-        if self.__dict__.get("_twin") is not None:
-            setattr(cls, "_forward_train" if self._graph_mode else "_forward_eval", cls.forward)
-            cls.forward = _by_mode(cls.forward)
-        cls.forward = in_turn(by_regions(cls.forward))
+            forward = going_on(forward)
+        if vars(self).get("_twin") is not None:
+            setattr(cls, FORWARDS[self._graph_mode], forward)
+            forward = _by_mode(forward)
+        cls.forward = self._wrap(forward)
         return code
 
-    def _write(self) -> None:
-        token = _LATER.set(False)
-        try:
-            mode, graph, twin = self._graph_mode, self._graph, self._twin
-            for of, each in ((not mode, twin), (mode, graph)):
-                if each is not None:
-                    self._choose(of, each)
-                    self._compile()
-        finally:
-            _LATER.reset(token)
+    def _wrap(self, forward: Any) -> Any:
+        return in_turn(by_regions(forward))
 
     def bind(self, **inputs: Any) -> TracedModule:
         """This module with inputs that it holds itself, for callers who do not know of them: `bind(cond=image, strength=0.7)`.
@@ -304,15 +288,16 @@ class TracedModule(fx.GraphModule):
             raise TraceError(f"this model has no graph for {'training' if mode else 'evaluation'}: {self.twin_error}")
         super().train(mode)
         if self._twin is not None and mode != self._graph_mode:
-            other, self._twin = self._twin, self._graph
-            self._choose(mode, other)
-            if "_codes" in vars(self):
+            self._switch()
+            if mode in self._codes:
                 self._code = self._codes[mode]
+            elif self._codes:
+                self._compile()
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> TracedModule:
-        turns = turns_of(self)
-        with nullcontext() if inside(turns) else turn_of_change(turns):  # an offloader moves it for a run
+        locks = locks_of(self)
+        with nullcontext() if holds_lock(locks) else write_lock(locks):  # an offloader moves it for a run
             constants = {name: self.get_buffer(name) for name in self._constants()}
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             for name, value in constants.items():
@@ -334,7 +319,7 @@ class TracedModule(fx.GraphModule):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's, between calls: those that run are waited for."""
-        with turn_of_change(turns_of(self)):
+        with write_lock(locks_of(self)):
             return super().load_state_dict(*args, **kwargs)
 
     def __getitem__(self, key: int | str) -> Any:
@@ -346,9 +331,15 @@ class TracedModule(fx.GraphModule):
         except AttributeError:
             if name.startswith("__"):
                 raise
-            if name in ("_code", "_codes") and "_twin" in vars(self):  # not written yet, or taken back with a trial
-                self._write()
-                return vars(self)[name]
+            if name == "_code" and "_twin" in vars(self):  # not written yet, or taken back with a trial
+                self._compile()
+                return self._code
+            if name in FORWARDS.values() and self._twin is not None:  # a call after `training` was set without `train`
+                self._switch()
+                self._compile()
+                self._switch()
+                self._code = self._codes[self._graph_mode]
+                return getattr(self, name)
         extras = self.__dict__.get("_extras", {})
         if name in extras:
             return extras[name]
@@ -415,7 +406,7 @@ class TracedModule(fx.GraphModule):
 
     def _again(self, copied: Callable[[Any], Any]) -> TracedModule:
         tree: Any = Container(self.classes)
-        with hold(turns_of(self), "read"):
+        with read_lock(locks_of(self), "read"):
             for key, value in vars(self).items():
                 ours = key in OWN_STATE or _is_ours(key) or getattr(value, "__self__", None) is self
                 if not ours and key != "meta":  # which may hold whole modules

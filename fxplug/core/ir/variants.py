@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from ..errors import FxplugError, GuardError, TraceError, shown
-from ..locks import turns_of
+from ..errors import FxplugError, GuardError, TraceError, brief, shown
+from ..locks import locks_of
 from ..torch_internals.modules import apart, is_listening, leave_frame
 from . import ops
 from .containers import Container, children
@@ -71,8 +71,8 @@ def _checked(module: TracedModule) -> Mapping[str, str]:
         elif node.target is ops.check_members:
             rows[args[2]] = f"{args[2]} with {', '.join(map(str, args[1])) or 'nothing'}"
         elif node.target is ops.guard:
-            what = str(args[2]).rpartition("was decided on ")[2]
-            decided[what.rpartition(",")[0]] = what.removesuffix(" when traced")
+            what = args[2] if isinstance(args[2], str) else args[2][2]
+            decided[what] = f"{what}, {brief(args[1], 40)}"
     return {**rows, **{f"{DECIDED}{key}": text for key, text in decided.items()}}
 
 
@@ -158,11 +158,8 @@ class Variants(TracedModule):
             self._variants = VariantCache(self._variants.retrace, self._variants.limit)
         return super().recompile()
 
-    def _compile(self) -> Any:
-        code = super()._compile()
-        if code is not None:
-            type(self).forward = _by_form(type(self).forward)
-        return code
+    def _wrap(self, forward: Any) -> Any:
+        return _by_form(super()._wrap(forward))
 
     def _copy_on(self, tree: nn.Module) -> TracedModule:
         new = super()._copy_on(tree)
@@ -332,7 +329,7 @@ def view(owner: TracedModule, graphs: dict[bool, Any], twin_error: str | None) -
         made.__dict__[table] = owner.__dict__[table]
     made.meta, made.twin_error, made._steps = owner.meta, twin_error, owner._steps
     made.__dict__["training"] = owner.training
-    made.__dict__["_turns"] = turns_of(owner)
+    made.__dict__["_locks"] = locks_of(owner)
     return made
 
 

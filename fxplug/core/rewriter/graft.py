@@ -17,7 +17,7 @@ from ..ir import ops
 from ..ir.containers import Container, children, leaves, plain_attributes, rebuilt
 from ..ir.graph import ENTRY, Graph, insert, meta_of, redirect
 from ..ir.regions import Region, Regions, added
-from ..ir.traced_module import MODES, TracedModule, code_when_asked
+from ..ir.traced_module import MODES, TracedModule
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass
 from ..torch_internals.tensors import memory_id
@@ -31,8 +31,7 @@ def traced(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -
     if isinstance(module, TracedModule):
         return module
     try:
-        with code_when_asked():  # its nodes are put into another graph
-            return trace(module, map_nodes(args, _example), map_nodes(kwargs, _example))
+        return trace(module, map_nodes(args, _example), map_nodes(kwargs, _example))
     except (TraceError, SpecError) as error:
         raise type(error)(f"{what}: {error}") from error
     except Exception as error:  # the network's or torch's

@@ -17,7 +17,7 @@ from ...core.ir import ops
 from ...core.ir.graph import Graph, copy_graph, erase_unused, insert, meta_of, redirect, replace, set_argument
 from ...core.ir.regions import Regions, added, listed
 from ...core.ir.traced_module import TracedModule, shell
-from ...core.locks import held
+from ...core.locks import with_read_lock
 from ...core.rewriter.networks import GATES
 from ...core.spec.addresses import Port, identifier
 from ..linear.layers import BEHIND, LAYERS, PRODUCTS, argument, result_read
@@ -26,7 +26,7 @@ from .tried import evaluate
 from .updates import Step, Use, accumulator, changed, mapped
 
 
-@held
+@with_read_lock
 def merge(
     gm: TracedModule, passes: Sequence[str] | None = None, adapters: Mapping[str, float] | None = None
 ) -> TracedModule:

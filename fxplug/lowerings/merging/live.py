@@ -16,7 +16,7 @@ from ...blocks.weight_update import Update
 from ...core.errors import SpecError
 from ...core.ir.graph import copy_graph
 from ...core.ir.traced_module import TracedModule, shell
-from ...core.locks import held
+from ...core.locks import with_read_lock
 from ...core.rewriter.networks import GATES
 from .fold import Plan, check_unlowered, slotted, uniform
 from .updates import Step, Use, accumulator, mapped, updated, weight_of
@@ -25,7 +25,7 @@ HOME = "shadows"  # where the base weights lie in the module tree
 Parts = list[tuple[float, int, list[Tensor]]]  # of a bank: how much of which slot, and what that holds
 
 
-@held
+@with_read_lock
 def live(gm: TracedModule) -> TracedModule:
     """The module with the adapters of its slots in the weights: as fast as a merged one, and switched as before.
 
@@ -74,7 +74,7 @@ def live(gm: TracedModule) -> TracedModule:
     return new
 
 
-@held
+@with_read_lock
 def unlowered(module: TracedModule) -> TracedModule:
     """What a lowered module was made from, with the adapters that it has now; another module itself."""
     source = module.meta.get("source")

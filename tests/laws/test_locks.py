@@ -1,4 +1,4 @@
-"""Calls and changes take turns: a call sees one state, nobody starves or waits for ever, and what ends a call ends its turn."""
+"""Reader-writer locks: a call sees one state, nobody starves or waits for ever, and what ends a call ends its request."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.core import locks as queue
+from fxplug.core import locks
 from fxplug.core.errors import SpecError
-from fxplug.core.locks import Turns, change, during, hold, turns_of
+from fxplug.core.locks import StateLock, call_with_read_lock, locks_of, read_lock, write_lock
 
 LONG = 60  # seconds that no test needs, so that one that hangs ends
 
@@ -44,21 +44,21 @@ def until(condition):
 
 
 def waiting():
-    return [turn for line in (queue._calls, queue._changes) for turn in list(line) if not turn.active]
+    return [one for line in (locks._calls, locks._changes) for one in list(line) if not one.active]
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     yield
-    assert not queue._calls and not queue._changes
+    assert not locks._calls and not locks._changes
 
 
 class Call:
     """A call in a thread of its own that lasts until `leave`."""
 
-    def __init__(self, *turns, note=lambda: None):
+    def __init__(self, *locks, note=lambda: None):
         self.inside, self.out, self.note = threading.Event(), threading.Event(), note
-        self.threads = started(lambda: during(turns, self.body))
+        self.threads = started(lambda: call_with_read_lock(locks, self.body))
 
     def body(self):
         self.inside.set()
@@ -74,20 +74,20 @@ class Call:
 
 
 def test_a_change_waits_for_calls_and_calls_for_a_change():
-    one, order = (Turns(),), []
+    one, order = (StateLock(),), []
     call = Call(*one, note=lambda: order.append("call"))
     assert call.inside.wait(LONG)
-    during(one, order.append, "beside")
+    call_with_read_lock(one, order.append, "beside")
 
     def changes():
-        with change(one), change(one):
+        with write_lock(one), write_lock(one):
             order.append("change")
 
     threads = started(changes)
     until(waiting)
-    threads += started(lambda: during(one, order.append, "late"))
+    threads += started(lambda: call_with_read_lock(one, order.append, "late"))
     until(lambda: len(waiting()) == 2)
-    during((Turns(),), order.append, "other state")
+    call_with_read_lock((StateLock(),), order.append, "other state")
     call.leave()
     ended(threads)
     assert order == ["beside", "other state", "call", "change", "late"]
@@ -96,20 +96,20 @@ def test_a_change_waits_for_calls_and_calls_for_a_change():
 @pytest.mark.parametrize("many", ["calls", "changes"])
 def test_nobody_starves(many):
     """One that comes among threads which do nothing else gets its turn."""
-    one, stop = (Turns(),), threading.Event()
+    one, stop = (StateLock(),), threading.Event()
 
     def calls():
         while not stop.is_set():
-            during(one, lambda: None)
+            call_with_read_lock(one, lambda: None)
 
     def changes():
         while not stop.is_set():
-            with change(one):
+            with write_lock(one):
                 pass
 
     threads = started(*[calls if many == "calls" else changes] * 3)
     for _ in range(20):
-        with change(one) if many == "calls" else hold(one):
+        with write_lock(one) if many == "calls" else read_lock(one):
             pass
     stop.set()
     ended(threads)
@@ -119,82 +119,82 @@ def test_nobody_starves(many):
 
 
 def test_a_call_within_a_call_goes_on_while_a_change_waits():
-    one, threads = (Turns(),), []
+    one, threads = (StateLock(),), []
 
     def outer():
         threads.extend(started(changes))
         until(waiting)
-        return during(one, lambda: 5)
+        return call_with_read_lock(one, lambda: 5)
 
     def changes():
-        with change(one):
+        with write_lock(one):
             pass
 
-    assert during(one, outer) == 5
+    assert call_with_read_lock(one, outer) == 5
     ended(threads)
 
 
 @pytest.mark.parametrize("way", ["call", "hold"])
 def test_a_change_within_a_call_is_an_error(way):
-    one = (Turns(),)
+    one = (StateLock(),)
 
     def changes():
-        with pytest.raises(SpecError, match="this thread is in a call of the module or holds its adapters"), change(one):
+        with pytest.raises(SpecError, match="this thread is in a call of the module or holds its adapters"), write_lock(one):
             pass
-        with change((Turns(),)):
+        with write_lock((StateLock(),)):
             pass
 
     if way == "call":
-        during(one, changes)
+        call_with_read_lock(one, changes)
     else:
-        with hold(one):
+        with read_lock(one):
             changes()
-    with change(one), hold(one):
-        during(one, lambda: None)
-    with change(one):
+    with write_lock(one), read_lock(one):
+        call_with_read_lock(one, lambda: None)
+    with write_lock(one):
         pass
 
 
 def test_a_circle_of_threads_is_an_error_for_its_last_one():
-    turns, errors, both = [Turns(), Turns()], [], threading.Barrier(2)
+    states, errors, both = [StateLock(), StateLock()], [], threading.Barrier(2)
 
     def crossed(mine, other):
         def body():
             both.wait(LONG)
             try:
-                with change((other,)):
+                with write_lock((other,)):
                     pass
             except SpecError as error:
                 errors.append(str(error))
 
-        during((mine,), body)
+        call_with_read_lock((mine,), body)
 
-    ended(started(*(functools.partial(crossed, *pair) for pair in (turns, turns[::-1]))))
+    ended(started(*(functools.partial(crossed, *pair) for pair in (states, states[::-1]))))
     assert len(errors) == 1 and "would wait for ever" in errors[0]
 
 
 def test_threads_that_work_for_a_holder_go_on():
     """As autograd's threads do, which compute activations again."""
-    one = (Turns(),)
+    one = (StateLock(),)
 
     def changes():
-        with change(one):
+        with write_lock(one):
             pass
 
-    with hold(one):
+    with read_lock(one):
         threads = started(changes)
         until(waiting)
-        ended(started(lambda: during(one, lambda: None)))
+        ended(started(lambda: call_with_read_lock(one, lambda: None)))
         assert waiting()
     ended(threads)
 
 
 def test_tasks_of_one_thread():
     """A task that holds may wait; another one's change is an error then, as it would stop both."""
-    one, found = (Turns(),), []
+    one, found = (StateLock(),), []
 
     async def holds(entered, leave):
-        with hold(one):
+        with read_lock(one):
             entered.set()
             await leave.wait()
 
@@ -202,12 +202,12 @@ def test_tasks_of_one_thread():
         entered, leave = asyncio.Event(), asyncio.Event()
         task = asyncio.create_task(holds(entered, leave))
         await entered.wait()
-        found.append(during(one, lambda: "call"))
-        with pytest.raises(SpecError, match="between calls"), change(one):
+        found.append(call_with_read_lock(one, lambda: "call"))
+        with pytest.raises(SpecError, match="between calls"), write_lock(one):
             pass
         leave.set()
         await task
-        with change(one):
+        with write_lock(one):
             found.append("change")
 
     asyncio.run(main())
@@ -215,19 +215,19 @@ def test_tasks_of_one_thread():
 
 
 def test_a_hold_may_end_in_another_thread_and_an_abandoned_one_ends():
-    one = (Turns(),)
-    held = hold(one)
+    one = (StateLock(),)
+    held = read_lock(one)
     held.__enter__()
     ended(started(lambda: held.__exit__(None, None, None)))
 
     def yields():
-        with hold(one):
+        with read_lock(one):
             yield 1
 
     generator = yields()
     next(generator)
     del generator
-    with change(one):
+    with write_lock(one):
         pass
 
 
@@ -235,44 +235,44 @@ def test_a_hold_may_end_in_another_thread_and_an_abandoned_one_ends():
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_errors_end_turns(error):
-    one = (Turns(),)
+def test_errors_end_requests(error):
+    one = (StateLock(),)
 
     def fails():
         raise error
 
     def in_a_thread():
         with pytest.raises(error):
-            during(one, fails)
+            call_with_read_lock(one, fails)
 
     in_a_thread()
     ended(started(in_a_thread))
-    for context in (hold(one), change(one)):
+    for context in (read_lock(one), write_lock(one)):
         with pytest.raises(error), context:
             fails()
-    assert not queue._calls and not queue._changes
+    assert not locks._calls and not locks._changes
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
-def test_interrupts_at_any_place_end_turns():
+def test_interrupts_at_any_place_end_requests():
     """A timer interrupts calls, holds and changes wherever they are, while another thread does the same."""
-    one, stop, times = (Turns(),), threading.Event(), 0
+    one, stop, times = (StateLock(),), threading.Event(), 0
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
     def others():
         while not stop.is_set():
-            during(one, lambda: None)
-            with change(one):
+            call_with_read_lock(one, lambda: None)
+            with write_lock(one):
                 pass
 
     def work():
         while True:
-            during(one, during, one, lambda: None)
-            with change(one):
+            call_with_read_lock(one, call_with_read_lock, one, lambda: None)
+            with write_lock(one):
                 pass
-            with hold(one):
+            with read_lock(one):
                 pass
 
     threads = started(others)
@@ -296,30 +296,30 @@ def test_interrupts_at_any_place_end_turns():
 @sweep("meanwhile", ["call", "hold", "change"], "change")
 def test_a_child_process_has_no_turns_of_threads_that_it_does_not_have(meanwhile):
     """It is forked during a call or hold of another thread, or in the middle of many changes, which it sees none half of."""
-    one, stop, state = (Turns(),), threading.Event(), [0, 0]
+    one, stop, state = (StateLock(),), threading.Event(), [0, 0]
 
     def changes():
         while not stop.is_set():
-            with change(one):
+            with write_lock(one):
                 state[0] += 1
                 time.sleep(0)
                 state[1] += 1
 
     def holds():
-        with hold(one):
+        with read_lock(one):
             stop.wait(LONG)
 
-    begin = {"call": lambda: during(one, stop.wait, LONG), "hold": holds, "change": changes}[meanwhile]
+    begin = {"call": lambda: call_with_read_lock(one, stop.wait, LONG), "hold": holds, "change": changes}[meanwhile]
     threads = started(begin)
-    until(lambda: queue._calls or queue._changes or state[0])
+    until(lambda: locks._calls or locks._changes or state[0])
     for _ in range(5):
-        with hold(one):  # the child's own, which it keeps
+        with read_lock(one):  # the child's own, which it keeps
             child = os.fork()
             if not child:
                 code = 1
                 try:
                     signal.alarm(LONG)
-                    code = 0 if state[0] == state[1] and queue.inside(one) and len(queue._calls) == 1 else 2
+                    code = 0 if state[0] == state[1] and locks.holds_lock(one) and len(locks._calls) == 1 else 2
                 finally:
                     os._exit(code)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -328,7 +328,7 @@ def test_a_child_process_has_no_turns_of_threads_that_it_does_not_have(meanwhile
             code = 1
             try:
                 signal.alarm(LONG)
-                with change(one):
+                with write_lock(one):
                     code = 0
             finally:
                 os._exit(code)
@@ -343,22 +343,22 @@ def test_a_child_process_has_no_turns_of_threads_that_it_does_not_have(meanwhile
 def test_who_takes_turns_with_whom(tmp_path):
     """What shares the tensors of the slots takes turns, copies have their own."""
     new = fuzz_switching.slotted()
-    mine = turns_of(new)
+    mine = locks_of(new)
     fuzz = fuzz_switching
     shared = [
         fxplug.fuse(new), fuzz.outline(new, ["blocks.*"]),
         fxplug.apply(new, fxplug.load_pass("ssf", at="blocks.0.q")), nn.Sequential(new), copy.copy(new.lora.gates.table),
         fxplug.trace(nn.Sequential(new), fuzz.example()),
     ]  # fmt: skip
-    assert len(mine) == 1 and all(turns_of(module) == mine for module in shared)
+    assert len(mine) == 1 and all(locks_of(module) == mine for module in shared)
     fxplug.save(new, tmp_path / "out")
     apart = [copy.deepcopy(new), fxplug.lower(new, merge="live"), fxplug.load(tmp_path / "out"), fuzz.slotted()]
-    assert all(len(turns_of(module)) == 1 and turns_of(module) != mine for module in apart)
+    assert all(len(locks_of(module)) == 1 and locks_of(module) != mine for module in apart)
     two = fxplug.apply(new, fxplug.load_pass("lora", name="second", at="blocks.0.q", rank=2, slots=2))
-    assert len(turns_of(two)) == 2 and set(mine) < set(turns_of(two))
-    assert len(set(turns_of(copy.deepcopy(two))) - set(turns_of(two))) == 2
-    assert turns_of(fuzz.base()) == () == turns_of(fxplug.merge(new))
-    assert fxplug.Adapters(new).turns == new.adapters.turns == mine
+    assert len(locks_of(two)) == 2 and set(mine) < set(locks_of(two))
+    assert len(set(locks_of(copy.deepcopy(two))) - set(locks_of(two))) == 2
+    assert locks_of(fuzz.base()) == () == locks_of(fxplug.merge(new))
+    assert fxplug.Adapters(new).locks == new.adapters.locks == mine
 
 
 @sweep("form", fuzz_switching.FORMS, "eager", "live merge", "fused")
@@ -368,8 +368,8 @@ def test_calls_see_one_state(form):
 
 
 @sweep("form", ["eager", "live merge", "compiled"], "eager")
-def test_without_turns_calls_are_torn(form, monkeypatch):
+def test_without_locks_calls_are_torn(form, monkeypatch):
     """What is tried above can fail."""
-    monkeypatch.setattr("fxplug.core.ir.graph.during", lambda turns, function, *args, **kwargs: function(*args, **kwargs))
+    monkeypatch.setattr("fxplug.core.ir.graph.call_with_read_lock", lambda _, call, *args, **kwargs: call(*args, **kwargs))
     row = fuzz_switching.stress(fuzz_switching.FORMS[form], 20_000, seed=3, until_torn=True, changes=12)
     assert row["torn"]
