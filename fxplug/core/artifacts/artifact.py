@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -158,7 +159,10 @@ def _document(
     try:
         modules = write_modules(module)
         graphs, *others = [_graphs(each, stacks) for each in all_modules]
-        meta = {k: encode(v) for k, v in module.meta.items() if isinstance(k, str) and (k == "passes" or _plain(v))}
+        meta = {}
+        for key, value in module.meta.items():
+            with contextlib.suppress(*(() if key == "passes" else (Unportable,))):  # what else is no data is left out
+                meta.update({key: encode(value)} if isinstance(key, str) else {})
     except Unportable as error:
         raise ArtifactError(f"the module cannot be saved: {error}") from None
     document = {
@@ -183,14 +187,6 @@ def _document(
 
 def _graphs(module: TracedModule, stacks: list[Any]) -> dict[str, Any]:
     return {name: write_graph(module.graphs[mode], stacks) for name, mode in MODES.items() if mode in module.graphs}
-
-
-def _plain(value: Any) -> bool:
-    try:
-        encode(value)
-    except Unportable:
-        return False
-    return True
 
 
 def _pass_names(module: TracedModule) -> list[str]:

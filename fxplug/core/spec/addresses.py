@@ -158,12 +158,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
     that must match from the start of the path, as `re.match` does. Raises SpecError for an expression that does not compile.
     """
     if text.startswith("re:"):
-        try:
-            return re.compile(text[3:])
-        except (re.error, OverflowError, RecursionError) as error:
-            at = getattr(error, "pos", None)
-            place = "" if at is None else f" at position {at}"
-            raise SpecError(f"{shown(text)} is not a regular expression: {getattr(error, 'msg', error)}{place}") from None
+        return _compile_expression(text[3:], lambda finding: SpecError(f"{shown(text)} {finding}"))
     out = []
     seen: set[str] = set()
     for number, part in enumerate(PARTS.split(text)):
@@ -290,9 +285,13 @@ def check_expression(text: str, raises: Raises) -> None:
         raise raises(f"has {len(text)} characters, and more than {DEFAULT.text} are not read")
     if is_risky(text):
         first_matches([[text]], [], raises)
-        return
+    else:
+        _compile_expression(text, raises)
+
+
+def _compile_expression(text: str, raises: Raises) -> re.Pattern[str]:
     try:
-        re.compile(text)
+        return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
         at = getattr(error, "pos", None)
         place = "" if at is None else f" at position {at}\n  {text}\n  {' ' * at}^"
