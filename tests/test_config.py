@@ -202,7 +202,10 @@ def test_forms_of_a_model(text, kind, target):
         ("model: m\ninputs: {x: {value: 1, of: 2}}", "c.yaml:2: inputs.x: unknown key 'of'"),
         (
             "model: m\ninputs: {x: {a: {shape: [1], dtype: int46}}}",
-            "c.yaml:2: inputs.x.a.dtype: no dtype 'int46' (did you mean 'int64'?)",
+            (
+                "c.yaml:2: inputs.x.a.dtype: must be one of float32, float64, float16, bfloat16, int64, int32, int16, int8, "
+                "uint8, bool, complex64, complex128, not 'int46' (did you mean 'int64'?)"
+            ),
         ),
         (
             "model: m\ninputs: {x: {shape: 3}}",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ValidationInfo, model_validator
 
@@ -15,7 +15,9 @@ from .rules import check_target
 from .yaml_source import Section, checked, located, no_such_file, number, setting, shown, validate
 
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]
-DTYPES = (*get_args(Dtype), "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128")
+TensorDtype = Literal[
+    "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"
+]  # fmt: skip
 INDICES = (".safetensors.index.json", ".bin.index.json")  # which file has which tensor, of weights in several
 SUFFIXES = (".safetensors", ".pth", ".pt", ".th", ".bin", ".onnx", ".ckpt", *INDICES)
 CHECKPOINTS = (".safetensors", ".ckpt", ".gguf")  # what a model in one file is called
@@ -84,32 +86,24 @@ def _base(info: ValidationInfo) -> Path:
     return info.context["base"] if info.context else Path.cwd()
 
 
-def _key_patterns(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        raise SpecError(f"must be a mapping of key patterns, not {shown(value)}")
-    for key, names in value.items():
-        if not isinstance(names, str) and not _texts(names):
-            raise SpecError(f"must be a key or a list of keys, not {shown(names)}", path=(key,))
+def _names(value: Any) -> str | list[str]:
+    if not isinstance(value, str) and not (isinstance(value, list) and value and all(isinstance(item, str) for item in value)):
+        raise SpecError(f"must be a key or a list of keys, not {shown(value)}")
     return value
 
 
-def _ignored(value: Any) -> Any:
-    value = [value] if isinstance(value, str) else value
-    if not _texts(value, empty=True):
-        raise SpecError(f"must be a list of key patterns, not {shown(value)}")
-    return value
+def _patterns(value: Any) -> list[str]:
+    return [] if value == [] else [value] if isinstance(value, str) else list(_names(value))
 
 
-def _texts(value: Any, empty: bool = False) -> bool:
-    return isinstance(value, list) and (empty or bool(value)) and all(isinstance(item, str) for item in value)
+Names = Annotated[str | list[str], checked(_names, str | list[str])]
 
 
 class WeightsSpec(Section):
     """A weight file: the path `file`, or the one `file` (a glob) of an installed distribution `package`.
 
     `order` says that tensors are assigned in order instead of by key. `keys` maps key patterns of the model to what the file
-    calls them, several names being joined; `ignore` has patterns of keys in the file that the model has no use for. Paths are
-    relative to `base`; `where` is the place in the configuration.
+    calls them, several names being joined; `ignore` has patterns of keys in the file that the model has no use for.
     """
 
     package: str | None = setting(
@@ -117,10 +111,10 @@ class WeightsSpec(Section):
     )
     file: str = setting(..., "the file: a path, or with `package` its name there, a glob", "*.pth")
     order: bool = setting(False, "assign tensors by their order, for a file with other names; all shapes must agree", True)
-    keys: Annotated[dict[str, str | list[str]], checked(_key_patterns)] = setting(
+    keys: dict[str, Names] = setting(
         {}, "what the file calls each key of the model, by pattern; a list is joined", {"{a}.weight": "net.{a}.w"}
     )
-    ignore: Annotated[list[str], checked(_ignored)] = setting(
+    ignore: Annotated[list[str], checked(_patterns, str | list[str])] = setting(
         [], "patterns of keys in the file that the model has no use for", ["head.*"]
     )
 
@@ -161,13 +155,6 @@ class WeightsSpec(Section):
         return Path(str(found[0].locate()))
 
 
-def _dtype(value: Any) -> Any:
-    if value is not None and value not in DTYPES:
-        hint = did_you_mean(value, DTYPES) or f"; one of {', '.join(DTYPES)}"
-        raise SpecError(f"no dtype {shown(value)}{hint}")
-    return value
-
-
 def _shape(value: Any, path: tuple[str | int, ...] = ()) -> tuple[int, ...]:
     sizes = value if isinstance(value, (list, tuple)) else [value]
     for size in sizes:
@@ -186,7 +173,7 @@ class Tensor(Section):
     """
 
     shape: Annotated[Any, checked(_shape)] = setting(..., "the sizes of the tensor", [2, 3, 224, 224])
-    dtype: Annotated[Any, checked(_dtype)] = setting(None, "its dtype; null is the run's own", "int64")
+    dtype: TensorDtype | None = setting(None, "its dtype; null is the run's own", "int64")
     low: int | None = setting(None, "whole numbers from this on; null with `high` is 0", 1)
     high: int | None = setting(None, "whole numbers below this; null: random values", 1000)
     fill: Annotated[Any, checked(number)] = setting(None, "the one value that it is filled with", 0.5)
