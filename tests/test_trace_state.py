@@ -684,6 +684,36 @@ def test_traces_in_threads_take_turns() -> None:
     assert not wrong and patches() == before
 
 
+class Modal(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * 3 if self.training else self.inner(x)
+
+
+def test_the_first_calls_of_many_threads_run_the_graph_of_the_mode() -> None:
+    """Code is written at the first call, here in a mode that the module was put into without `train`."""
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    for _ in range(10):
+        gm, start, found = fxplug.trace(Modal(model).eval(), (x,)), threading.Barrier(6), []
+        vars(gm)["training"] = True
+
+        def work(gm: Any = gm, start: Any = start, found: list[bool] = found) -> None:
+            start.wait()
+            found.append(torch.equal(gm(x), model(x) * 3))
+
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [True] * 6
+        vars(gm)["training"] = False
+        assert torch.equal(gm(x), model(x))
+
+
 def test_the_model_itself_is_called_in_another_thread_meanwhile() -> None:
     model, stop, wrong = Slow(), threading.Event(), []
     right = model(X())

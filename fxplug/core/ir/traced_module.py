@@ -226,11 +226,6 @@ class TracedModule(fx.GraphModule):
         self._buffers.update(tree._buffers)
         self._modules.update(tree._modules)
 
-    def _switch(self) -> None:
-        """Put the graph of the other mode in force."""
-        assert self._twin is not None
-        self._graph_mode, self._graph, self._twin = not self._graph_mode, self._twin, self._graph
-
     def __repr__(self) -> str:
         """One line: a graph has thousands, and `show`, `fxplug.core.ir.text.modules` and `code` print them."""
         nodes = " and ".join(str(len(graph.nodes)) for graph in self.graphs.values())
@@ -252,20 +247,24 @@ class TracedModule(fx.GraphModule):
         self._steps = None  # whoever calls this has edited the graph, and an edit by hand cannot be made in another graph
         return self._compile()
 
-    def _compile(self) -> Any:
-        """Write the code of the graph in force; that of the other mode is written when `train` or a call comes to it."""
+    def _compile(self, mode: bool | None = None) -> Any:
+        """Write the code of the graph in force, or of a mode's; the other is written when `train` or a call comes to it."""
+        graphs = self.graphs if "_twin" in vars(self) else {True: self._graph}
+        in_force = next(iter(graphs))
+        mode = in_force if mode is None else mode
         blank = fx.GraphModule({}, fx.Graph())  # whose class gets the bare forward, which no call in another thread may run
-        blank._graph = self._graph
+        blank._graph = graph = graphs[mode]
         code = blank.recompile()
         cls, forward = type(self), type(blank).forward
-        vars(self).update({key: value for key, value in vars(blank).items() if key in WRITTEN})
-        cls._codes[vars(self).get("_graph_mode", True)] = self._code
-        if any(node.target in MODES for node in self._graph.nodes if node.op == "call_function"):
+        if mode == in_force:
+            vars(self).update({key: value for key, value in vars(blank).items() if key in WRITTEN})
+        cls._codes[mode] = blank._code
+        if any(node.target in MODES for node in graph.nodes if node.op == "call_function"):
             forward = unwound(forward)
-        if self._graph.find_nodes(op="call_function", target=ops.tried):
+        if graph.find_nodes(op="call_function", target=ops.tried):
             forward = going_on(forward)
-        if vars(self).get("_twin") is not None:
-            setattr(cls, FORWARDS[self._graph_mode], forward)
+        if len(graphs) == 2:
+            setattr(cls, FORWARDS[mode], forward)
             forward = _by_mode(forward)
         cls.forward = self._wrap(forward)
         return code
@@ -288,7 +287,7 @@ class TracedModule(fx.GraphModule):
             raise TraceError(f"this model has no graph for {'training' if mode else 'evaluation'}: {self.twin_error}")
         super().train(mode)
         if self._twin is not None and mode != self._graph_mode:
-            self._switch()
+            self._graph_mode, self._graph, self._twin = mode, self._twin, self._graph
             if mode in self._codes:
                 self._code = self._codes[mode]
             elif self._codes:
@@ -335,10 +334,7 @@ class TracedModule(fx.GraphModule):
                 self._compile()
                 return self._code
             if name in FORWARDS.values() and self._twin is not None:  # a call after `training` was set without `train`
-                self._switch()
-                self._compile()
-                self._switch()
-                self._code = self._codes[self._graph_mode]
+                self._compile(name == FORWARDS[True])
                 return getattr(self, name)
         extras = self.__dict__.get("_extras", {})
         if name in extras:
