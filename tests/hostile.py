@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.core.artifacts.module_json import block_classes, torch_classes
+from fxplug.core.artifacts.modules import block_classes, torch_classes
 from fxplug.core.ir import functions
 from fxplug.core.ir.containers import Container
 from fxplug.core.ir.traced_module import TracedModule

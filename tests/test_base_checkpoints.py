@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from functools import cache
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -83,7 +84,7 @@ def test_what_is_written_under_first_names_is_read_as_weights(tmp_path):
     with torch.no_grad():
         for parameter in gm.parameters():
             parameter.zero_()
-    load_weights(gm, load_config({"model": config, "weights": str(done.path)}).weights)
+    load_weights(gm, load_config({"model": config, "weights": str(done.path)}).weights, Path())
     assert_same(gm, base.model)
 
 

@@ -11,12 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fxplug.core.errors import SpecError
-from fxplug.core.spec import model_section, train_section
 from fxplug.core.spec.model_section import Constant, ModelSpec, Tensor
 from fxplug.core.spec.pass_file import open_pass, shipped
 from fxplug.core.spec.rules import check_common
-from fxplug.core.spec.run_config import Config, check_settings, load_config, resolved
-from fxplug.core.spec.schema import KEYS, parameters, schema
+from fxplug.core.spec.run_config import check_settings, load_config, resolved
+from fxplug.core.spec.schema import SECTIONS, parameters, schema
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +63,7 @@ def test_a_full_configuration():
     write(GATE, "own/gate.yaml")
     config = load_config(write(FULL))
     assert config.model.kind == "timm" and config.model.options == {"img_size": 32}
-    assert str(config.model.where) == "c.yaml:1"
+    assert str(config.where("model")) == "c.yaml:1"
     assert config.inputs["x"] == Tensor(shape=[1, 3, 32, 32])
     assert config.inputs["t"] == Tensor(shape=[1], dtype="int64", low=0, high=1000)
     assert config.inputs["extra"] == {
@@ -78,7 +77,7 @@ def test_a_full_configuration():
     assert config.passes[0].lr == 1e-4 and config.passes[1].train is False
     assert config.passes[3].rules[0].match.path == ("blocks.0", "blocks.1")
     assert (config.device, config.dtype, config.verify, config.seed) == ("cpu", "bfloat16", True, 0)
-    assert config.weights.find().suffix == ".pth"
+    assert config.weights.find(config.base).suffix == ".pth"
     assert str(config.where("train", "steps")) == "c.yaml:18" and config.base == Path.cwd()
 
 
@@ -86,7 +85,7 @@ def test_paths_are_relative_to_the_file():
     write(GATE, "sub/gate.yaml")
     write("", "sub/w.pth")
     config = load_config(write("model: m\nweights: w.pth\npasses: [gate.yaml]", "sub/c.yaml"))
-    assert config.passes[0].name == "gate" and config.weights.find() == Path("sub/w.pth").resolve()
+    assert config.passes[0].name == "gate" and config.weights.find(config.base) == Path("sub/w.pth").resolve()
     same = load_config({"model": "m", "weights": Path("w.pth"), "passes": ("gate.yaml",)}, base="sub")
     assert resolved(same) == resolved(config)
 
@@ -106,11 +105,7 @@ def test_paths_are_relative_to_the_file():
 )
 def test_forms_of_a_model(text, kind, target):
     write("{}", "unet/config.json")
-    assert load_config(write(f"model: {text}")).model == ModelSpec(kind, target, {}, load_where())
-
-
-def load_where():
-    return load_config("c.yaml").where("model")
+    assert load_config(write(f"model: {text}")).model == ModelSpec(**{kind: target})
 
 
 @pytest.mark.parametrize(
@@ -207,7 +202,10 @@ def load_where():
         ("model: m\ninputs: {x: {value: 1, of: 2}}", "c.yaml:2: inputs.x: unknown key 'of'"),
         (
             "model: m\ninputs: {x: {a: {shape: [1], dtype: int46}}}",
-            "c.yaml:2: inputs.x.a.dtype: no dtype 'int46' (did you mean 'int64'?)",
+            (
+                "c.yaml:2: inputs.x.a.dtype: must be one of float32, float64, float16, bfloat16, int64, int32, int16, int8, "
+                "uint8, bool, complex64, complex128, not 'int46' (did you mean 'int64'?)"
+            ),
         ),
         (
             "model: m\ninputs: {x: {shape: 3}}",
@@ -302,22 +300,27 @@ def test_no_such_configuration():
     assert message(load_config, {"model": "m", "data": {1: 2}}) == "data: key 1 is not text"
 
 
+def test_a_key_that_no_text_file_can_have_is_refused():
+    given = {"model": "m", "inputs": {"x": {"shape": [1], "\ud800": 1}}}
+    assert "inputs.x: must be Unicode text, not '\\ud800'" in message(load_config, given)
+
+
 def test_weights_are_looked_for_when_used():
+    def found(config):
+        with config.located():
+            config.weights.find(config.base)
+
     write("", "model.pth")
     config = load_config(write("model: m\nweights: modle.pth"))
-    assert message(config.weights.find) == (
+    assert message(found, config) == (
         "c.yaml:2: weights: 'modle.pth': no such file (did you mean 'model.pth'?)"
     )
     config = load_config(write("model: m\nweights: {package: no-such-thing, file: x}"))
-    assert "package 'no-such-thing' is not installed; pip install no-such-thing" in message(
-        config.weights.find
-    )
+    assert "package 'no-such-thing' is not installed; pip install no-such-thing" in message(found, config)
     config = load_config(write("model: m\nweights: {package: pyyaml, file: cypaml.py}"))
-    assert "'cypaml.py' is 0 files of package 'pyyaml', not one (did you mean 'cyaml.py'?)" in message(
-        config.weights.find
-    )
+    assert "'cypaml.py' is 0 files of package 'pyyaml', not one (did you mean 'cyaml.py'?)" in message(found, config)
     config = load_config(write("model: m\nweights: {package: pyyaml, file: '*er.py'}"))
-    assert "files of package 'pyyaml', not one\n  " in message(config.weights.find)
+    assert "files of package 'pyyaml', not one\n  " in message(found, config)
 
 
 @pytest.mark.parametrize(
@@ -477,18 +480,18 @@ def properties(value, path):
             yield from properties(item, path)
 
 
-@pytest.mark.parametrize("name", KEYS)
-def test_the_examples_of_a_section_are_taken(name):
-    sections = {**vars(train_section), **vars(model_section)}
-    sections |= {"Model": model_section.ModelKeys, "Weights": model_section.WeightsSpec}
-    section = {**sections, "Config": Config}[name]
-    assert list(KEYS[name]) == list(section.model_fields)
-    needed = {"Train": {"task": "classify", "steps": 1}, "Data": {"classes": "a"}, "Weights": {"file": "a"}}
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_examples_of_a_section_are_taken(section):
+    needed = {"Train": {"task": "classify", "steps": 1}, "Data": {"classes": "a"}, "WeightsSpec": {"file": "a"}}
     needed |= {"Tensor": {"shape": [1]}, "Config": {"model": "resnet18"}}
-    for key, (_, example) in KEYS[name].items():
-        given = {**needed.get(name, {}), key: example}
-        if key in ("epochs", "images", "dataset", "call") and name in ("Train", "Data"):
-            given = {k: v for k, v in given.items() if k not in ("steps", "classes")}
+    needed |= {"ModelSpec": {"timm": "resnet18"}}
+    name = section.__name__
+    Path("sd15/unet").mkdir(parents=True)
+    for key, field in section.model_fields.items():
+        assert field.description
+        given = {**needed.get(name, {}), key: field.examples[0]}
+        if key in ("epochs", "images", "dataset", "call", "diffusers"):
+            given = {k: v for k, v in given.items() if k not in ("steps", "classes", "timm")}
         if name == "Config":
             load_config(given)
         else:

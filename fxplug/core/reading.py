@@ -85,10 +85,9 @@ def opened(
     limit: int | None = None,
     raises: Raises | None = None,
     *,
-    home: int | None = None,
     links: bool = True,
 ) -> Iterator[BinaryIO]:
-    """A regular file of at most `limit` bytes, open for reading. It is in the opened folder `home`, if given.
+    """A regular file of at most `limit` bytes, open for reading.
 
     Raises what `raises` makes (an ArtifactError that names the path) for one that is missing, too large, no regular file (a
     pipe is not waited for, a device not touched; without `links` a link is none either), cannot be read, or changes until the
@@ -97,13 +96,13 @@ def opened(
     raises = raises or about(path)
     with reported(raises):
         try:
-            before = os.stat(path, dir_fd=home, follow_symlinks=links)
+            before = os.stat(path, follow_symlinks=links)
         except FileNotFoundError:
             raise raises(missing(Path(path))) from None
         _check_kind(before, raises)
         # between the two looks a pipe may have come there: opening one does not wait then
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        handle = os.open(path, flags if links else flags | getattr(os, "O_NOFOLLOW", 0), dir_fd=home)
+        handle = os.open(path, flags if links else flags | getattr(os, "O_NOFOLLOW", 0))
         with os.fdopen(handle, "rb") as file:
             before = os.fstat(handle)
             _check_kind(before, raises)

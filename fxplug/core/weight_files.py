@@ -207,7 +207,7 @@ def _load_saved(file: BinaryIO, path: str | PathLike[str], raises: Raises, most:
     try:
         with _one_error(raises, "cannot be read: it is truncated or damaged"):
             value = torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
-            return _Saved(raises, most, 2 * size_of(file) + (16 << 20)).plain(value)
+            return _plain_value(value, raises, most, 2 * size_of(file) + (16 << 20))
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named is None:
@@ -231,37 +231,37 @@ def _first_line(error: Exception) -> str:
     return shown((text.splitlines() or [type(error).__name__])[0], 200)[1:-1]
 
 
-class _Saved:
-    """Makes what torch read plain. `most` is as for `read`, `room` how many bytes all tensors may have together."""
+def _plain_value(value: Any, raises: Raises, most: float, room: int) -> Any:
+    """What torch read with plain dicts, lists and tuples, and tensors that have numbers and nothing else.
 
-    def __init__(self, raises: Raises, most: float, room: int) -> None:
-        self.raises, self.most, self.room = raises, most, room
-        self.made: dict[int, Any] = {}  # a value may be in many places
+    `most` is as for `read`, `room` how many bytes all tensors may have together: torch gives a tensor the shape that the file
+    says, whatever the file has.
+    """
+    made: dict[int, Any] = {}  # a value may be in many places
 
-    def plain(self, value: Any) -> Any:
-        """A value with plain dicts, lists and tuples, and tensors that have numbers and nothing else."""
-        if id(value) not in self.made:
-            self.made[id(value)] = self._plain(value)
-        return self.made[id(value)]
+    def plain(value: Any) -> Any:
+        if id(value) not in made:
+            made[id(value)] = make(value)
+        return made[id(value)]
 
-    def _plain(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensor(value)
+    def make(value: Any) -> Any:
+        nonlocal room
         if isinstance(value, dict):
-            return {key: self.plain(each) for key, each in value.items()}
+            return {key: plain(each) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
-            return (list if isinstance(value, list) else tuple)(map(self.plain, value))
-        return str(value) if isinstance(value, torch.device) else value
-
-    def _tensor(self, value: Tensor) -> Tensor:
+            return (list if isinstance(value, list) else tuple)(map(plain, value))
+        if not isinstance(value, Tensor):
+            return str(value) if isinstance(value, torch.device) else value
         if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized or value.is_nested:
-            raise self.raises("is refused, it is a pickle of more than weights: it has a sparse or other unusual tensor")
-        self.room -= value.nbytes
-        if self.room < 0:  # torch gives a tensor the shape that the file says, whatever the file has
-            raise self.raises("is damaged, or has tensors of more elements than there are in the file")
-        if value.untyped_storage().nbytes() > self.most:
+            raise raises("is refused, it is a pickle of more than weights: it has a sparse or other unusual tensor")
+        room -= value.nbytes
+        if room < 0:
+            raise raises("is damaged, or has tensors of more elements than there are in the file")
+        if value.untyped_storage().nbytes() > most:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return Tensor.detach(value) if self.most == math.inf else Tensor.detach(value).clone()
+        return Tensor.detach(value) if most == math.inf else Tensor.detach(value).clone()
+
+    return plain(value)
 
 
 # --- ONNX

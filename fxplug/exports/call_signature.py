@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from torch.export import ExportedProgram
 
-from ..core.artifacts.value_json import FORMS as GRAPH_FORMS
+from ..core.artifacts.value_json import KINDS as GRAPH_KINDS
 from ..core.artifacts.value_json import TORCH_NAMES, Form, Mark, Read, decode, encode
 from ..core.errors import DEFAULT, ArtifactError, FxplugError, GuardError, Limits, shown
 from ..core.ir.containers import children, leaves, rebuilt
@@ -288,7 +288,7 @@ MARKS: dict[str, Form] = {
     "number": _position("number"),
 }
 FORMS: dict[str, Form] = {
-    **{kind: GRAPH_FORMS[kind] for kind in ("tuple", "dict", "float")},
+    **{kind: GRAPH_KINDS[kind][-2:] for kind in ("tuple", "dict", "float")},
     "list": (list, lambda body, read, limits: [read(v) for v in body]),
     "is": (object, _scalar),
     **MARKS,

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import fxplug
-from fxplug.core.artifacts.module_json import block_classes
+from fxplug.core.artifacts.modules import block_classes
 from fxplug.core.spec.pass_file import import_target, present
 
 KEPT = Path(__file__).parents[1] / "data/kept"

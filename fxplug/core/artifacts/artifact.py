@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,19 +25,12 @@ from ..locks import with_read_lock
 from ..reading import Raises, reported
 from ..weight_files import linked, save_file
 from ..writing import new_folder
+from .document import AppliedPass, Document, Variant, check_counts, check_record
 from .graph_json import GraphReader, reach, write_graph
-from .module_json import write_modules
-from .modules_read import fill, read_modules
+from .modules import fill, read_modules, write_modules
 from .snapshot import FIXED, FORMAT, MANIFEST, PASS_NAME, files_of, parse, snapshot, wrapped
 from .tensor_records import read_tensors, records_of, state_of
-from .value_json import Unportable, decode, encode, only_keys, portable
-
-ENTRY: dict[str, tuple[type, ...]] = {
-    "name": (str,), "params": (dict,), "train": (bool,), "neutral": (bool,), "sites": (list,), "inputs": (list,),
-    "networks": (list,),
-}  # fmt: skip
-SITE: dict[str, tuple[type, ...]] = {"path": (str,), "place": (str,), "block": (str,)}
-BANK: dict[str, tuple[type, ...]] = {"kind": (str,), "slots": (int,), "rank": (int,), "shape": (list, tuple)}
+from .value_json import Unportable, decode, encode, portable
 
 
 def check_passes(passes: Any, modules: Collection[str]) -> None:
@@ -45,31 +39,19 @@ def check_passes(passes: Any, modules: Collection[str]) -> None:
         raise ArtifactError(f"graph.json: the passes must be a list, not {shown(passes)}")
     for number, entry in enumerate(passes):
         where = f"graph.json: pass {number + 1}"
-        _check(entry, ENTRY, where)
-        if "gates" in entry["networks"] and f"{entry['name']}.gates.table" not in modules:
-            raise ArtifactError(f"{where} has slots, and there is no module '{shown(entry['name'])}.gates.table'")
-        for index, site in enumerate(entry["sites"]):
-            _check(site, SITE, f"{where}, site {index + 1}")
-            if "bank" in site and "gates" not in entry["networks"]:
+        applied = check_record(AppliedPass, entry, where)
+        gates = "gates" in applied.networks
+        if gates and f"{applied.name}.gates.table" not in modules:
+            raise ArtifactError(f"{where} has slots, and there is no module '{shown(applied.name)}.gates.table'")
+        for index, site in enumerate(applied.sites):
+            if site.bank is None:  # where the block may be the kind of operation that a pass made
+                continue
+            if not gates:
                 raise ArtifactError(f"{where} has slots, and no network 'gates', which says how much of each is taken")
-            if "bank" in site:
-                _check(site["bank"], BANK, f"{where}, the bank of site {index + 1}")
-                if site["block"] not in modules:  # elsewhere it may be the kind of operation that a pass made
-                    raise ArtifactError(f"{where}, site {index + 1}: there is no module {shown(site['block'])}, its block")
+            if site.block not in modules:
+                raise ArtifactError(f"{where}, site {index + 1}: there is no module {shown(site.block)}, its block")
 
 
-def _check(value: Any, keys: Mapping[str, tuple[type, ...]], where: str) -> None:
-    if type(value) is not dict:
-        raise ArtifactError(f"{where} must be values by name, not {shown(value)}")
-    for key, kinds in keys.items():
-        if key not in value:
-            raise ArtifactError(f"{where} has no '{key}': the file is not as fxplug.save wrote it")
-        if type(value[key]) not in kinds:
-            raise ArtifactError(f"{where}: its '{key}' is {shown(value[key])}, which cannot be")
-
-
-DOCUMENT = ["format", "classes", "training", "modes", "twin_error", "meta", "extras", "tensors", "modules", "stacks", "graphs"]
-LATER = ["variants"]  # what older artifacts do not have
 MODES = {"eval": False, "train": True}
 
 
@@ -177,7 +159,10 @@ def _document(
     try:
         modules = write_modules(module)
         graphs, *others = [_graphs(each, stacks) for each in all_modules]
-        meta = {k: encode(v) for k, v in module.meta.items() if isinstance(k, str) and (k == "passes" or _plain(v))}
+        meta = {}
+        for key, value in module.meta.items():
+            with contextlib.suppress(*(() if key == "passes" else (Unportable,))):  # what else is no data is left out
+                meta.update({key: encode(value)} if isinstance(key, str) else {})
     except Unportable as error:
         raise ArtifactError(f"the module cannot be saved: {error}") from None
     document = {
@@ -202,14 +187,6 @@ def _document(
 
 def _graphs(module: TracedModule, stacks: list[Any]) -> dict[str, Any]:
     return {name: write_graph(module.graphs[mode], stacks) for name, mode in MODES.items() if mode in module.graphs}
-
-
-def _plain(value: Any) -> bool:
-    try:
-        encode(value)
-    except Unportable:
-        return False
-    return True
 
 
 def _pass_names(module: TracedModule) -> list[str]:
@@ -315,26 +292,24 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def _build(
-    document: dict[str, Any],
+    data: dict[str, Any],
     stored: Iterable[tuple[str, str, torch.Tensor]],
     allow: Sequence[str],
     device: torch.device | str | None = None,
     limits: Limits = DEFAULT,
 ) -> TracedModule:
     """The module of a graph.json and the tensors that are stored with it, by file and name. Raises ArtifactError."""
-    only_keys(document, [*DOCUMENT, *LATER], "the document")
-    for key in DOCUMENT:
-        if key not in document:
-            raise ArtifactError(f"graph.json has no '{key}'")
-    if document["format"] != FORMAT:
-        raise ArtifactError(f"graph.json has format {shown(document['format'])}, the manifest has {FORMAT}")
-    records = document["tensors"]
-    if type(records) is not dict or len(records) > limits.tensors:
-        raise ArtifactError(f"graph.json: the tensors must be an object of at most {limits.tensors}")
-    modules = read_modules(document["modules"], allow, records, limits)
+    check_counts(data, {"tensors": limits.tensors, "modules": limits.modules, "variants": limits.variants})
+    for graphs in data["graphs"].values() if isinstance(data.get("graphs"), dict) else ():
+        check_counts({"nodes of a graph": graphs}, {"nodes of a graph": limits.nodes})
+    document = check_record(Document, data, "graph.json")
+    if document.format != FORMAT:
+        raise ArtifactError(f"graph.json has format {document.format}, the manifest has {FORMAT}")
+    records = document.tensors
+    modules = read_modules(document.modules, allow, records, limits)
     tree = modules[""]
     assert isinstance(tree, Container)
-    vars(tree)["classes"] = tuple(str(c) for c in document["classes"])  # a child may have that name
+    vars(tree)["classes"] = tuple(document.classes)  # a child may have that name
     older = [m for path, m in tree.named_modules() if isinstance(m, LowRank) and m.slots and f"{path}.{META}" not in records]
     for bank in older:
         bank.remove_provenance()
@@ -342,40 +317,43 @@ def _build(
     if names != list(records):
         odd = sorted(set(names) ^ set(records)) or names
         raise ArtifactError(f"graph.json: modules and tensors do not agree: {', '.join(map(shown, odd[:3]))}")
-    graphs = _read_graphs(document, modules, allow, limits)
+    called = {n for n, m in modules.items() if not isinstance(m, Container)}
+    tensors = {
+        f"{path}.{key}" if path else key
+        for path, m in modules.items()
+        for table in (m._parameters, m._buffers)
+        for key in table
+    }
+    reader = GraphReader(called, tensors, document.stacks, allow, limits)
+    graphs = _read_graphs(document, reader)
     values = read_tensors(stored, records, device, allow)
-    fill(tree, values.__getitem__, lambda name: records[name].get("persistent", True) is not False)
+    fill(tree, values.__getitem__, lambda name: records[name].persistent)
     for bank in older:
         bank.add_provenance()
-    extras = {str(k): decode(v, None, limits) for k, v in document["extras"].items()}
+    extras = {k: decode(v, None, limits) for k, v in document.extras.items()}
     kind: type[TracedModule] = TracedModule
-    if (variants := document.get("variants", [])) != []:
+    if document.variants:
         from ..ir.variants import Variants as kind  # few artifacts have any
     module = kind(tree, graphs, None, extras)
     _check_paths(module, graphs)
-    module.twin_error = None if document["twin_error"] is None else str(document["twin_error"])
-    module.meta.update({str(k): decode(v, None, limits) for k, v in document["meta"].items()})
+    module.twin_error = document.twin_error
+    module.meta.update({k: decode(v, None, limits) for k, v in document.meta.items()})
     check_passes(module.meta.get("passes", []), modules)
-    if variants != []:
-        _add_variants(module, variants, document, modules, allow, limits)
+    if document.variants:
+        _add_variants(module, document.variants, reader)
     _set_modes(module, document, modules)
     return module
 
 
-def _add_variants(
-    module: Any, entries: Any, document: dict[str, Any], modules: dict[str, nn.Module], allow: Sequence[str], limits: Limits
-) -> None:
+def _add_variants(module: Any, entries: Sequence[Variant], reader: GraphReader) -> None:
     """Give a `Variants` its graphs for other forms of call. Raises ArtifactError."""
     from ..ir.variants import inputs_of
 
-    if type(entries) is not list or len(entries) > limits.variants:
-        raise ArtifactError(f"graph.json: the variants must be a list of at most {limits.variants}")
     found = []
     for entry in entries:
-        only_keys(entry, ["twin_error", "graphs"], "a variant")
-        graphs = _read_graphs({**document, **entry}, modules, allow, limits)
+        graphs = _read_graphs(entry, reader)
         _check_paths(module, graphs)
-        found.append((graphs, None if entry.get("twin_error") is None else str(entry["twin_error"])))
+        found.append((graphs, entry.twin_error))
         if inputs_of(next(iter(graphs.values()))) != inputs_of(module.graph):
             raise ArtifactError("graph.json: a variant has other inputs than the model")
     module.keep_only(found)
@@ -391,33 +369,18 @@ def _check_paths(module: TracedModule, graphs: dict[bool, Any]) -> None:
                     raise ArtifactError(f"graph.json: node '{node.name}' takes {shown(node.target)} for what it is not")
 
 
-def _set_modes(module: TracedModule, document: dict[str, Any], modules: dict[str, nn.Module]) -> None:
-    training = document["training"] is True
+def _set_modes(module: TracedModule, document: Document, modules: dict[str, nn.Module]) -> None:
     twin_error, module.twin_error = module.twin_error, None  # the mode it was saved in is one it can be in
-    module.train(training)
+    module.train(document.training)
     module.twin_error = twin_error
-    for name in document["modes"]:
-        if type(name) is not str or name not in modules or not name:
+    for name in document.modes:
+        if name not in modules or not name:
             raise ArtifactError(f"graph.json: the mode of {shown(name)} is said, which is no module")
-        modules[name].training = not training
+        modules[name].training = not document.training
 
 
-def _read_graphs(
-    document: dict[str, Any],
-    modules: dict[str, nn.Module],
-    allow: Sequence[str],
-    limits: Limits,
-) -> dict[bool, Any]:
-    called = {n for n, m in modules.items() if not isinstance(m, Container)}
-    tensors = {
-        f"{path}.{key}" if path else key
-        for path, m in modules.items()
-        for table in (m._parameters, m._buffers)
-        for key in table
-    }
-    reader = GraphReader(called, tensors, document["stacks"], allow, limits)
-    only_keys(document["graphs"], MODES, "the graphs")
-    graphs = {MODES[name]: reader.read(nodes) for name, nodes in document["graphs"].items()}
+def _read_graphs(document: Variant, reader: GraphReader) -> dict[bool, Any]:
+    graphs = {mode: reader.read(nodes) for name, mode in MODES.items() if (nodes := getattr(document.graphs, name))}
     if not graphs:
         raise ArtifactError("graph.json has no graph")
     return graphs

@@ -13,17 +13,15 @@ from torch import fx, nn
 
 from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
 from ..ir import functions, ops
-from ..ir.containers import Container
 from ..ir.graph import Graph, by_index, insert
-from ..ir.traced_module import TracedModule
 from ..reading import syntax_tree
 from ..spec.addresses import Port
 from ..torch_internals.modules import qualified_name
+from .document import NodeMeta, NodeRecord, ResultRecord, check_record
 from .value_json import (
     TORCH_NAMES,
     Unportable,
     allowed,
-    check_integer,
     check_name,
     check_path,
     decode,
@@ -32,13 +30,11 @@ from .value_json import (
     function_name,
     import_class,
     is_import_path,
-    only_keys,
 )
 
-OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
 COUNTS = {"placeholder": (0, 1), "get_attr": (0,), "output": (1,)}  # how many arguments these can have
 GENERATED = ("self", "inf", "nan", "NoneType", "torch", "device", "fx_pytree", "pytree")  # what generated code means by these
-PLAIN_META = {"index": int, "effect": bool, "reads_dtype": bool, "behind": str, "constant": bool}
+PLAIN_META = ("index", "effect", "reads_dtype", "behind", "constant")
 STAND_IN = "result"  # the key in node.meta that keeps the name of a result class which a stand-in replaces
 
 
@@ -56,13 +52,10 @@ def _result_class(cls: type, meta: dict[str, Any]) -> dict[str, Any] | None:
 
 def _find_result(record: Any, allow: Sequence[str]) -> tuple[Any, bool]:
     """The class of a result, and whether it is only a stand-in because its own is not allowed."""
-    only_keys(record, ["result", "fields"], "a result class")
-    path, fields = record.get("result"), record.get("fields")
-    if type(path) is not str:
-        raise ArtifactError(f"graph.json: {shown(path)} is no name of a result class")
-    if fields is not None:
-        for name in fields:
-            check_name(name, "field of a result")
+    found = check_record(ResultRecord, record, "graph.json: a result class")
+    path, fields = found.result, found.fields
+    for name in fields or ():
+        check_name(name, "field of a result")
     if is_import_path(path) and allowed(path.partition(":")[0], allow):
         cls = import_class(path, allow)
         if _result_class(cls, {}) is None:
@@ -157,40 +150,30 @@ class GraphReader:
         self, modules: Collection[str], tensors: Collection[str], stacks: Any, allow: Sequence[str], limits: Limits = DEFAULT
     ) -> None:
         self.modules, self.tensors, self.allow, self.limits = modules, tensors, allow, limits
-        self.stacks = [{str(key): (str(path), str(kind)) for key, path, kind in rows} for rows in stacks]
+        self.stacks = [{key: (path, kind) for key, path, kind in rows} for rows in stacks]
         self.results: dict[str, tuple[Any, bool]] = {}
 
-    def read(self, records: Any) -> Graph:
+    def read(self, records: Sequence[NodeRecord]) -> Graph:
         """The graph of a list of node records. Raises ArtifactError."""
         graph = Graph()
         nodes: dict[str, fx.Node] = {}
-        if type(records) is not list or not records:
-            raise ArtifactError("graph.json: a graph must be a list of nodes")
-        if len(records) > self.limits.nodes:
-            raise ArtifactError(f"graph.json: a graph has {len(records)} nodes; more than {self.limits.nodes} are not read")
         for record in records:
-            only_keys(record, ["name", "op", "target", "args", "kwargs", "meta"], "a node")
-            name = check_name(record.get("name"), "node name")
+            name = check_name(record.name, "node name")
             if name in nodes:
                 raise ArtifactError(f"graph.json: two nodes are named '{name}'")
             nodes[name] = self._node(graph, name, record, nodes)
-        if [r["op"] for r in records].count("output") != 1 or records[-1]["op"] != "output":
+        if [r.op for r in records].count("output") != 1 or records[-1].op != "output":
             raise ArtifactError("graph.json: a graph must end in its one output")
         _check_pairs(graph)
         check_program(graph)
         return graph
 
-    def _node(self, graph: Graph, name: str, record: dict[str, Any], nodes: dict[str, fx.Node]) -> fx.Node:
-        op = record.get("op")
-        if op not in OPS:
-            raise ArtifactError(f"graph.json: node '{name}' has the unknown op {shown(op)}{did_you_mean(op, OPS)}")
-        args, kwargs = record.get("args", []), record.get("kwargs", {})
-        if type(args) is not list or type(kwargs) is not dict:
-            raise ArtifactError(f"graph.json: the arguments of node '{name}' must be a list and an object")
-        args = tuple(decode(a, None if op == "placeholder" else nodes, self.limits) for a in args)
-        kwargs = {check_name(k, "argument name"): decode(v, nodes, self.limits) for k, v in kwargs.items()}
-        meta = self._meta(record.get("meta", {}))
-        target = self._target(op, name, record.get("target"), meta)
+    def _node(self, graph: Graph, name: str, record: NodeRecord, nodes: dict[str, fx.Node]) -> fx.Node:
+        op = record.op
+        args = tuple(decode(a, None if op == "placeholder" else nodes, self.limits) for a in record.args)
+        kwargs = {check_name(k, "argument name"): decode(v, nodes, self.limits) for k, v in record.kwargs.items()}
+        meta = self._meta(record.meta)
+        target = self._target(op, name, record.target, meta)
         if op == "call_method" and not (args and isinstance(args[0], fx.Node)):
             raise ArtifactError(f"graph.json: node '{name}' calls the method {shown(target)} of nothing")
         if op in COUNTS and (kwargs or len(args) not in COUNTS[op]):
@@ -229,27 +212,20 @@ class GraphReader:
             raise ArtifactError(f"graph.json: the output node has the target {shown(target)}")
         return target
 
-    def _meta(self, record: Any) -> dict[str, Any]:
-        only_keys(record, [*PLAIN_META, "port", "shape", "dtype", "pass", "call", "named", "stack"], "the meta of a node")
-        meta: dict[str, Any] = {}
-        if "stack" in record:
-            meta["nn_module_stack"] = self.stacks[check_integer(record["stack"])]
-        if "port" in record:
-            path, side, keys = record["port"]
-            if type(path) is not str or side not in ("in", "out", "param") or any(type(k) not in (int, str) for k in keys):
-                raise ArtifactError(f"graph.json: {shown(record['port'])} is no port")
+    def _meta(self, record: NodeMeta) -> dict[str, Any]:
+        said = record.model_fields_set
+        meta: dict[str, Any] = {key: getattr(record, key) for key in PLAIN_META if key in said}
+        if "stack" in said:
+            meta["nn_module_stack"] = self.stacks[record.stack]
+        if record.port is not None:
+            path, side, keys = record.port
             meta["port"] = Port(path, side, tuple(keys))
-        for key, kind in PLAIN_META.items():
-            if key in record:
-                if type(record[key]) is not kind:
-                    raise ArtifactError(f"graph.json: '{key}' of a node is {shown(record[key])}")
-                meta[key] = record[key]
-        if "shape" in record:
-            meta["shape"] = tuple(check_integer(s) for s in record["shape"])
-        if "dtype" in record:
-            meta["dtype"] = decode({"dtype": record["dtype"]})
-        meta.update({key: decode(record[key]) for key in ("pass", "call", "named") if key in record})
-        return meta
+        if "shape" in said:
+            meta["shape"] = tuple(record.shape)
+        if record.dtype:
+            meta["dtype"] = decode({"dtype": record.dtype})
+        values = {"pass": record.passed, "call": record.call, "named": record.named}
+        return {**meta, **{key: decode(value) for key, value in values.items() if value is not None}}
 
 
 def _check_pairs(graph: fx.Graph) -> None:
@@ -277,8 +253,6 @@ SYNTAX = (
     ast.Attribute, ast.Subscript, ast.Constant, ast.Tuple, ast.List, ast.Dict, ast.BinOp, ast.UnaryOp, ast.Compare,
     ast.Starred, ast.keyword, ast.Slice, ast.operator, ast.unaryop, ast.cmpop, ast.expr_context,
 )  # fmt: skip
-HOLDERS = (Container, TracedModule, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-GETTERS = [vars(holder)["__getitem__"] for holder in HOLDERS]
 
 
 def check_program(graph: Graph) -> None:
@@ -319,21 +293,12 @@ def reach(root: nn.Module, path: str) -> Any:
         declared = [table[key] for table in (found._parameters, found._buffers, found._modules) if key in table]
         if len(declared) != 1 or declared[0] is None:
             raise ArtifactError(f"'{path}' is no one module, parameter or buffer of the model")
-        if by_index(key, first=place == 0):
-            taken = _indexed(found, key)
-        else:
-            known = key in vars(found) or any(key in vars(base) for base in type(found).__mro__)
-            taken = None if known else declared[0]
+        try:
+            at: Any = int(key) if key.isdigit() else key
+            taken = found[at] if by_index(key, first=place == 0) else getattr(found, key)  # type: ignore[index]
+        except (LookupError, AttributeError, TypeError):
+            taken = None
         if taken is not declared[0]:
             raise ArtifactError(f"{shown(path)} is no path of the model: {shown(key)} is part of every {type(found).__name__}")
         found = declared[0]
     return found
-
-
-def _indexed(module: nn.Module, key: str) -> Any:
-    """What `module[key]` gives, None where it is not torch or this package that answers."""
-    getter = next((vars(base)["__getitem__"] for base in type(module).__mro__ if "__getitem__" in vars(base)), None)
-    try:
-        return module[int(key) if key.isdigit() else key] if getter in GETTERS else None  # type: ignore[index]
-    except (LookupError, AttributeError, TypeError):
-        return None

@@ -17,6 +17,7 @@ from ..errors import DEFAULT, ArtifactError, Limits, printable, shown
 from ..reading import about, begins, check_format, opened, parse_json, reported, size_of
 from ..weight_files import PIECE, header, tensors
 from ..writing import recovered
+from .document import Free, check_record
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -49,23 +50,32 @@ def files_of(folder: Path) -> set[str]:
     return set(FIXED)
 
 
-def listed(manifest: dict[str, Any], folder: object) -> dict[str, tuple[int, str]]:
-    """Size and SHA-256 of each file of an artifact. Raises ArtifactError."""
-    check_format(manifest, FORMAT, lambda finding: ArtifactError(f"{folder} {finding}"))
-    files = manifest.get("files")
-    if type(files) is not dict:
-        raise ArtifactError(f"{MANIFEST} does not list its files")
-    for name, entry in files.items():
+class FileRecord(Free):
+    """Size and SHA-256 of a file."""
+
+    size: int
+    sha256: str
+
+
+class Manifest(Free):
+    """What manifest.json says of the files of an artifact."""
+
+    files: dict[str, FileRecord]
+
+
+def listed(data: dict[str, Any], folder: object) -> dict[str, FileRecord]:
+    """The files of an artifact. Raises ArtifactError."""
+    check_format(data, FORMAT, lambda finding: ArtifactError(f"{folder} {finding}"))
+    files = check_record(Manifest, data, MANIFEST).files
+    for name in files:
         if "/" in name or "\\" in name or name in ("", ".", "..") or "\0" in name:
             raise ArtifactError(f"{MANIFEST} lists {shown(name)}, which leads out of the folder")
         if name not in FIXED and not (name.endswith(".safetensors") and PASS_NAME.match(name.removesuffix(".safetensors"))):
             raise ArtifactError(f"{MANIFEST} lists {shown(name)}, a kind of file that an artifact does not have")
-        if type(entry) is not dict or type(entry.get("size")) is not int or type(entry.get("sha256")) is not str:
-            raise ArtifactError(f"{MANIFEST} says neither size nor hash of {shown(name)}")
     for name in ("model.safetensors", "graph.json"):
         if name not in files:
             raise ArtifactError(f"{MANIFEST} does not list {name}")
-    return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
+    return files
 
 
 def parse(data: bytes, name: str = "graph.json", limits: Limits = DEFAULT) -> dict[str, Any]:
@@ -77,7 +87,6 @@ def parse(data: bytes, name: str = "graph.json", limits: Limits = DEFAULT) -> di
 
 
 TRIES = 100  # how often a folder may be replaced while its files are opened
-HERE = os.open in os.supports_dir_fd and os.listdir in os.supports_fd  # files of an opened folder can be opened
 
 
 class Snapshot:
@@ -126,73 +135,60 @@ def snapshot(folder: Path, limits: Limits = DEFAULT) -> Iterator[Snapshot]:
 
     Raises ArtifactError for what is no artifact, incomplete, newer than this version, or no plain file.
     """
-    for attempt in range(TRIES):
+    for left in reversed(range(TRIES)):
+        path = recovered(folder)
+        before = _identity(path)
         with contextlib.ExitStack() as stack:
-            path = recovered(folder)
-            home = _open_folder(path, stack)
             try:
-                found = _open_files(path, home, stack, limits)
+                found = _open_files(path, stack, limits)
             except ArtifactError:
-                if attempt + 1 < TRIES and _replaced(path, home):
+                if left and _identity(path) != before:
                     continue
                 raise
+            if left and _identity(path) != before:
+                continue  # some of them may be of one version, and some of the next
             yield found
             return
 
 
-def _open_folder(folder: Path, stack: contextlib.ExitStack) -> int | None:
+def _identity(folder: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):
+        found = os.stat(folder)
+        return found.st_dev, found.st_ino
+    return None
+
+
+def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Snapshot:
+    if folder.is_file():
+        with opened(folder) as file:
+            what = begins(file.read(64))
+        raise ArtifactError(f"{folder} is {what or 'a file'}, and load takes the folder that fxplug.save wrote")
     if not folder.is_dir():
-        if folder.is_file():
-            with opened(folder) as file:
-                what = begins(file.read(64))
-            raise ArtifactError(f"{folder} is {what or 'a file'}, and load takes the folder that fxplug.save wrote")
         raise ArtifactError(f"there is no folder {folder}")
-    if not HERE:
-        return None
-    try:
-        home = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise ArtifactError(f"{folder} cannot be read: {error.strerror}") from None
-    stack.callback(os.close, home)
-    return home
-
-
-def _replaced(folder: Path, home: int | None) -> bool:
-    try:
-        return home is None or not os.path.samestat(os.stat(folder), os.fstat(home))
-    except OSError:
-        return True
-
-
-def _open_files(folder: Path, home: int | None, stack: contextlib.ExitStack, limits: Limits) -> Snapshot:
-    try:
-        names = os.listdir(folder if home is None else home)
-    except OSError as error:
-        raise ArtifactError(f"{folder} cannot be read: {error.strerror}") from None
+    with reported(about(folder)):
+        names = os.listdir(folder)
     if MANIFEST not in names:
         raise ArtifactError(f"{folder} is no artifact: it has no {MANIFEST}")
-    manifest = _open(folder, home, MANIFEST, stack)
-    files = listed(parse(_text(manifest, MANIFEST, limits), MANIFEST, limits), folder)
+
+    def open_file(name: str) -> BinaryIO:
+        # no link that leads out of the folder, and nothing that waits or does something when opened
+        return stack.enter_context(opened(folder / name, raises=about(name), links=False))
+
+    files = listed(parse(_text(open_file(MANIFEST), MANIFEST, limits), MANIFEST, limits), folder)
     found_files = {}
-    for name, (size, digest) in files.items():
+    for name, record in files.items():
         if name not in names:
             raise ArtifactError(f"{name} is missing from {folder}")
-        file = _open(folder, home, name, stack)
+        file = open_file(name)
         found = size_of(file)
-        if found != size:
-            what = "truncated: the copy is incomplete" if found < size else "longer than it was"
-            raise ArtifactError(f"{name} has {found} bytes instead of {shown(size)}; it is {what}")
-        found_files[name] = (file, digest)
+        if found != record.size:
+            what = "truncated: the copy is incomplete" if found < record.size else "longer than it was"
+            raise ArtifactError(f"{name} has {found} bytes instead of {shown(record.size)}; it is {what}")
+        found_files[name] = (file, record.sha256)
     for name in names:
         if name not in files and Path(name).suffix.lower() in CODE:
             raise ArtifactError(f"{printable(name)} lies in the artifact and is not listed: code has no place there; remove it")
     return Snapshot(found_files, limits)
-
-
-def _open(folder: Path, home: int | None, name: str, stack: contextlib.ExitStack) -> BinaryIO:
-    """A plain file of the folder itself: no link that leads out of it, and nothing that waits or does something when opened."""
-    path = folder / name if home is None else Path(name)
-    return stack.enter_context(opened(path, raises=about(name), home=home, links=False))
 
 
 def _text(file: BinaryIO, name: str, limits: Limits) -> bytes:

@@ -14,19 +14,8 @@ from torch import Tensor, nn
 from ..errors import ArtifactError, Limits, shown
 from ..ir.traced_module import TracedModule
 from ..quantised import is_packed
-from .value_json import (
-    FORMS,
-    Form,
-    Mark,
-    Read,
-    Unportable,
-    check_integer,
-    decode,
-    encode,
-    import_class,
-    is_import_path,
-    only_keys,
-)
+from .document import PartRecord, TensorRecord
+from .value_json import KINDS, Kind, Read, Unportable, Write, decode, encode, import_class, is_import_path
 
 FLATTENED = "__tensor_flatten__"
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # how many numbers of a 4-bit weight have one scale
@@ -49,7 +38,8 @@ def parts_of(owner: nn.Module, tensor: Any) -> tuple[dict[str, Any], dict[str, T
     try:
         if hasattr(tensor, FLATTENED):
             names, context = tensor.__tensor_flatten__()
-            return {"class": class_path(tensor), "context": encode(_marked(context))}, {n: getattr(tensor, n) for n in names}
+            said = {"class": class_path(tensor), "context": encode(context, kinds=_context_kinds())}
+            return said, {name: getattr(tensor, name) for name in names}
         if type(tensor).__name__ == "Params4bit":
             return {"class": class_path(tensor)}, {DATA: _plain(tensor), **tensor.quant_state.as_dict(packed=True)}
         if type(tensor).__name__ == "Int8Params" and tensor.has_fp16_weights:
@@ -62,18 +52,16 @@ def parts_of(owner: nn.Module, tensor: Any) -> tuple[dict[str, Any], dict[str, T
     raise ArtifactError(f"a {type(tensor).__name__} says of no plain tensors that it is made of them")
 
 
-def made_of(
-    record: Mapping[str, Any], parts: dict[str, Tensor], shape: tuple[int, ...], stride: tuple[int, ...], allow: Sequence[str]
-) -> Tensor:
+def made_of(record: TensorRecord, parts: dict[str, Tensor], allow: Sequence[str]) -> Tensor:
     """The tensor that these parts make, of the class that a record names, which `allow` has to cover. Raises ArtifactError."""
-    cls: Any = import_class(record["class"], allow)
+    cls: Any = import_class(record.cls, allow)
     if not issubclass(cls, Tensor):
-        raise ArtifactError(f"graph.json: {shown(record['class'])} is no class of tensors")
-    if "context" in record:
+        raise ArtifactError(f"graph.json: {shown(record.cls)} is no class of tensors")
+    if "context" in record.model_fields_set:
         if not callable(getattr(cls, "__tensor_unflatten__", None)):
-            raise ArtifactError(f"graph.json: {shown(record['class'])} cannot be made of plain tensors")
-        context = decode(record["context"], forms=_forms(allow))
-        made: Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(shape), stride)
+            raise ArtifactError(f"graph.json: {shown(record.cls)} cannot be made of plain tensors")
+        context = decode(record.context, forms=_context_kinds(allow))
+        made: Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(record.shape), tuple(record.stride or ()))
     else:
         data = parts.pop(DATA)
         if cls.__name__ == "Params4bit":
@@ -82,9 +70,9 @@ def made_of(
             own = {"has_fp16_weights": True} if data.is_floating_point() else {"CB": data, "SCB": parts["SCB"]}
             made = cls(data, requires_grad=False, **own)
         else:
-            raise ArtifactError(f"graph.json: {shown(record['class'])} is no class whose parts are known")
+            raise ArtifactError(f"graph.json: {shown(record.cls)} is no class whose parts are known")
     if not is_packed(made):
-        raise ArtifactError(f"graph.json: {shown(record['class'])} is no class of a quantised tensor")
+        raise ArtifactError(f"graph.json: {shown(record.cls)} is no class of a quantised tensor")
     return made
 
 
@@ -117,44 +105,35 @@ def _plain(tensor: Tensor) -> Tensor:
 # --- what a class keeps beside its tensors: plain values, members of an enumeration, records
 
 
-def _marked(value: Any) -> Any:
-    """The same with marks for the values that are of classes of the library."""
-    if isinstance(value, enum.Enum):
-        return Mark("member", [class_path(value), value.name])
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return Mark("record", [class_path(value), encode(_marked(fields))])
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Mark("record", [class_path(value), encode(_marked(dict(zip(value._fields, value, strict=True))))])
-    if type(value) in (list, tuple):
-        return type(value)(map(_marked, value))
-    if type(value) is dict:
-        return {key: _marked(member) for key, member in value.items()}
-    return value
-
-
-def _forms(allow: Sequence[str]) -> dict[str, Form]:
+def _context_kinds(allow: Sequence[str] = ()) -> dict[str, Kind]:
     """The kinds of values of a context: those of a graph, members of enumerations, and records of classes that are allowed."""
 
-    def member(body: Any, read: Read, limits: Limits) -> Any:
+    def read_member(body: Any, read: Read, limits: Limits) -> Any:
         path, name = body
         cls = import_class(path, allow)
         if not issubclass(cls, enum.Enum) or name not in cls.__members__:
             raise ArtifactError(f"graph.json: {shown(body)} is no member of an enumeration")
         return cls[name]
 
-    def record(body: Any, read: Read, limits: Limits) -> Any:
+    def write_record(value: Any, write: Write) -> Any:
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return [class_path(value), write(dict(zip(value._fields, value, strict=True)))]
+        if isinstance(value, type) or not dataclasses.is_dataclass(value):
+            return None
+        return [class_path(value), write({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})]
+
+    def read_record(body: Any, read: Read, limits: Limits) -> Any:
         path, fields = body
         cls = import_class(path, allow)
         if not (dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))):
             raise ArtifactError(f"graph.json: {shown(path)} is no record")
-        names = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else cls._fields
-        return cls(**only_keys(read(fields), names, f"a {cls.__name__}"))
+        return cls(**read(fields))
 
-    return {**FORMS, "member": (list, member), "record": (list, record)}
-
-
-PARTS = 16  # of one packed tensor
+    return {
+        "member": Kind(enum.Enum, lambda value, write: [class_path(value), value.name], list, read_member),
+        "record": Kind(object, write_record, list, read_record),
+        **KINDS,
+    }
 
 
 def records_of(
@@ -167,7 +146,7 @@ def records_of(
     storages: set[int] = set()
     for name, tensor, persistent in state_of(module):
         packed = is_packed(tensor)
-        record = _packed_record(tensor, persistent) if packed else _tensor_record(name, tensor, persistent)
+        record = _tensor_record(name, tensor, persistent, packed)
         records[name] = record
         if id(tensor) in first:
             record["same_as"] = first[id(tensor)]
@@ -176,7 +155,7 @@ def records_of(
         parts: dict[str, torch.Tensor] = {}
         if packed:
             facts, parts = _parts(name, module.get_submodule(name.rpartition(".")[0]), tensor)
-            record.update(facts, parts={key: _tensor_record(f"{name}.{key}", part, True) for key, part in parts.items()})
+            record.update(facts, parts={key: _tensor_record(f"{name}.{key}", part) for key, part in parts.items()})
         elif tensor.is_meta:
             record["stored"] = False
         if tensor.is_meta or not values:
@@ -207,30 +186,23 @@ def state_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
                     yield f"{path}.{key}" if path else key, tensor, persistent
 
 
-def _packed_record(tensor: torch.Tensor, persistent: bool) -> dict[str, Any]:
-    return {
-        "kind": "parameter" if isinstance(tensor, nn.Parameter) else "buffer",
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "stride": list(tensor.stride()),
-        **({} if persistent else {"persistent": False}),
-    }
-
-
-def _tensor_record(name: str, tensor: torch.Tensor, persistent: bool) -> dict[str, Any]:
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+def _tensor_record(name: str, tensor: torch.Tensor, persistent: bool = True, packed: bool = False) -> dict[str, Any]:
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
+    if not plain and not packed:
         raise ArtifactError(f"'{name}' is a {type(tensor).__name__} ({tensor.layout}), which safetensors cannot hold")
     record: dict[str, Any] = {
         "kind": "parameter" if isinstance(tensor, nn.Parameter) else "buffer",
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
     }
+    if packed:
+        record["stride"] = list(tensor.stride())
     if not persistent:
         record["persistent"] = False
-    if tensor.requires_grad:
+    if tensor.requires_grad and not packed:
         record["requires_grad"] = True
     # which kernel runs, and so the last bit of a result, depends on the strides
-    if not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+    if plain and not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() == tensor.stride():
         record["stride"] = list(tensor.stride())
     return record
 
@@ -251,7 +223,7 @@ def _portable_tensor(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
 
 def read_tensors(
     stored: Iterable[tuple[str, str, torch.Tensor]],
-    records: dict[str, Any],
+    records: Mapping[str, TensorRecord],
     device: torch.device | str | None = None,
     allow: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
@@ -259,19 +231,10 @@ def read_tensors(
 
     `allow` covers the classes of packed ones. Raises ArtifactError.
     """
-    known = ["kind", "shape", "dtype", "persistent", "requires_grad", "stride", "same_as", "stored"]
-    known += ["class", "context", "parts"]  # of a packed one
     expected: set[str] = set()
     for name, record in records.items():
-        only_keys(record, known, f"the tensor {shown(name)}")
-        parts = record.get("parts")
-        if parts is not None:
-            if type(parts) is not dict or not parts or len(parts) > PARTS:
-                raise ArtifactError(f"graph.json: the parts of {shown(name)} are no object of at most {PARTS}")
-            for key, part in parts.items():
-                only_keys(part, ["kind", "shape", "dtype", "stride"], f"the part {shown(key)} of {shown(name)}")
-        if "same_as" not in record and record.get("stored", True):
-            expected.update([name] if parts is None else [f"{name}.{key}" for key in parts])
+        if record.same_as is None and record.stored:
+            expected.update([name] if record.parts is None else [f"{name}.{key}" for key in record.parts])
     raw: dict[str, torch.Tensor] = {}
     for file, name, value in stored:
         if name not in expected or name in raw:
@@ -283,54 +246,41 @@ def read_tensors(
         raise ArtifactError(f"no file holds the tensor {shown(missing[0])}{more}")
     values: dict[str, torch.Tensor] = {}
     for name, record in records.items():
-        if "same_as" in record:
-            other = record["same_as"]
-            if type(other) is not str or other not in values:
+        if record.same_as is not None:
+            if (other := record.same_as) not in values:
                 raise ArtifactError(f"graph.json: {shown(name)} is said to be {shown(other)}, which does not come before it")
             values[name] = values[other]
-        elif "parts" in record:
-            values[name] = _packed(name, record, raw, device, allow)
         else:
-            values[name] = _tensor(name, record, raw.pop(name, None), device)
+            values[name] = _tensor(name, record, raw, device, allow)
+            if record.kind == "parameter" and not isinstance(values[name], nn.Parameter):
+                values[name] = nn.Parameter(values[name], requires_grad=record.requires_grad)
+            elif record.parts is None:
+                values[name].requires_grad_(record.requires_grad)
     return values
 
 
-def _packed(
-    name: str, record: dict[str, Any], raw: dict[str, torch.Tensor], device: torch.device | str | None, allow: Sequence[str]
+def _tensor(
+    name: str, record: PartRecord, raw: dict[str, torch.Tensor], device: torch.device | str | None, allow: Sequence[str]
 ) -> torch.Tensor:
-    """A tensor of a class that is allowed, made of its parts."""
-    shape, stride = (tuple(map(check_integer, record.get(key) or ())) for key in ("shape", "stride"))
-    own = {key: f"{name}.{key}" for key in record["parts"]}
-    parts = {key: _tensor(full, record["parts"][key], raw.pop(full), device) for key, full in own.items()}
-    made = made_of(record, {key: part.requires_grad_(False) for key, part in parts.items()}, shape, stride, allow)
-    if tuple(made.shape) != shape or made.dtype != decode({"dtype": record.get("dtype")}):
-        raise ArtifactError(f"graph.json: the parts of '{name}' make {made.dtype} {list(made.shape)}, which it is not")
-    if record.get("kind") != "parameter" or isinstance(made, nn.Parameter):
+    """A tensor of what is stored, or of the meta device where nothing is; of a class that is allowed where it has parts."""
+    dtype, shape = decode({"dtype": record.dtype}), tuple(record.shape)
+    if isinstance(record, TensorRecord) and record.parts is not None:
+        parts = {key: _tensor(f"{name}.{key}", part, raw, device, allow) for key, part in record.parts.items()}
+        made = made_of(record, parts, allow)
+        if tuple(made.shape) != shape or made.dtype != dtype:
+            raise ArtifactError(f"graph.json: the parts of '{name}' make {made.dtype} {list(made.shape)}, which it is not")
         return made
-    return nn.Parameter(made, requires_grad=False)
-
-
-def _tensor(name: str, record: dict[str, Any], raw: torch.Tensor | None, device: torch.device | str | None) -> torch.Tensor:
-    dtype = decode({"dtype": record.get("dtype")})
-    shape = tuple(map(check_integer, record.get("shape") or ()))
-    if raw is None:
+    value = raw.pop(name, None)
+    if value is None:
         value = torch.empty(shape, dtype=dtype, device="meta")
     else:
-        value = torch.view_as_complex(raw) if dtype.is_complex else raw
+        value = torch.view_as_complex(value) if dtype.is_complex else value
         if value.dtype != dtype or tuple(value.shape) != shape:
             raise ArtifactError(f"'{name}' is {value.dtype} {tuple(value.shape)} in its file and {dtype} {shape} in graph.json")
         value = value.to(device) if device is not None else value
-    if "stride" in record:
-        value = _with_strides(name, value, record["stride"])
-    if record.get("kind") == "parameter":
-        return nn.Parameter(value, requires_grad=record.get("requires_grad") is True)
-    if record.get("kind") != "buffer":
-        raise ArtifactError(f"graph.json: '{name}' is neither a parameter nor a buffer")
-    return value.requires_grad_(record.get("requires_grad") is True)
-
-
-def _with_strides(name: str, value: torch.Tensor, strides: Any) -> torch.Tensor:
-    dense = len(strides) == value.dim() and all(type(s) is int and s >= 0 for s in strides)
-    if not dense or 1 + sum((n - 1) * s for n, s in zip(value.shape, strides, strict=True)) != value.numel():
+    if record.stride is None:
+        return value
+    strides = record.stride
+    if len(strides) != value.dim() or 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) != value.numel():
         raise ArtifactError(f"graph.json: the strides {strides} of '{name}' do not fit its shape")
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=value.device).copy_(value)

@@ -8,8 +8,8 @@ import importlib
 import keyword
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -41,17 +41,6 @@ def check_path(text: Any, what: str) -> str:
         if part.startswith("__"):
             raise ArtifactError(f"graph.json: {what} {shown(text)} reaches for '{part}', a name of Python's own")
     return text
-
-
-def only_keys(data: Any, known: Iterable[str], where: str) -> dict[str, Any]:
-    """`data` if it is an object with no other keys than `known`, else ArtifactError."""
-    if type(data) is not dict:
-        raise ArtifactError(f"graph.json: {where} is no object")
-    known = list(known)
-    for key in data:
-        if key not in known:
-            raise ArtifactError(f"graph.json: {where} has an unexpected entry {shown(key)}{did_you_mean(key, known)}")
-    return data
 
 
 def allowed(module: str, allow: Sequence[str]) -> bool:
@@ -145,62 +134,42 @@ class Mark:
         self.kind, self.content = kind, content
 
 
-def encode(value: Any, explicit: bool = False) -> Any:
+def encode(value: Any, explicit: bool = False, kinds: Mapping[str, Kind] | None = None) -> Any:
     """A plain value as JSON: scalars and lists as they are, anything else as an object with one key, its kind.
 
     With `explicit` scalars and lists are such objects, too: `{"is": 3}`, `{"list": [...]}`. Raises Unportable for anything that
-    is not data.
+    is not data, of none of the `kinds`, by default those of a graph.
     """
-    if isinstance(value, enum.Enum):
-        return encode(value.value, explicit)
+    kinds = KINDS if kinds is None else kinds
+    if isinstance(value, enum.Enum) and "member" not in kinds:
+        value = value.value
     if isinstance(value, np.generic):
-        return encode(value.item(), explicit)
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": repr(float(value))}
-    if value is None or isinstance(value, (bool, int, float, str)):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"float": repr(float(value))}
         scalar = value if value is None or isinstance(value, bool) else _base(value)
         return {"is": scalar} if explicit else scalar
     if isinstance(value, Mark):
         return {value.kind: value.content}
     if isinstance(value, fx.Node):
         return {"node": value.name}
-    if isinstance(value, torch.Size):
-        return {"size": [encode(v, explicit) for v in value]}
-    if isinstance(value, tuple):
-        return {"tuple": [encode(v, explicit) for v in value]}
+
+    def write(member: Any) -> Any:
+        return encode(member, explicit, kinds)
+
     if isinstance(value, list):
-        members = [encode(v, explicit) for v in value]
+        members = list(map(write, value))
         return {"list": members} if explicit else members
-    if isinstance(value, dict):
-        # diffusers' FrozenDict cannot be imported here to ask for it
-        kind = "settings" if isinstance(value, Settings) or type(value).__name__ == "FrozenDict" else "dict"
-        return {kind: [[encode(k), encode(v, explicit)] for k, v in value.items()]}
-    if isinstance(value, (slice, range)):
-        return {type(value).__name__: [encode(v) for v in (value.start, value.stop, value.step)]}
-    for cls, names in TORCH_NAMES.items():
-        if isinstance(value, cls):
-            name = str(value).removeprefix("torch.")
-            return {cls.__name__: name if name in names else _unportable(value)}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
-    if isinstance(value, complex):
-        return {"complex": [encode(value.real), encode(value.imag)]}
-    if value is Ellipsis:
-        return {"ellipsis": True}
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
-    if value in TYPES.values():
-        return {"type": value.__name__}
-    return _unportable(value)
+    for name, kind in kinds.items():
+        if isinstance(value, kind.cls) and (written := kind.write(value, write)) is not None:
+            return {name: written}
+    raise Unportable(f"a {type(value).__qualname__} is no plain value")
 
 
 def _base(value: float | str) -> int | float | str:
     """A number or text that may be of a class of its own, as one of Python's."""
     return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else str.__str__(value)
-
-
-def _unportable(value: Any) -> NoReturn:
-    raise Unportable(f"a {type(value).__qualname__} is no plain value")
 
 
 def portable(values: dict[str, Any]) -> dict[str, Any]:
@@ -223,14 +192,14 @@ def decode(
     data: Any,
     nodes: Mapping[str, fx.Node] | None = None,
     limits: Limits = DEFAULT,
-    forms: Mapping[str, Form] | None = None,
+    forms: Mapping[str, Kind | Form] | None = None,
     where: str = "graph.json",
 ) -> Any:
     """The value that `encode` wrote. Nodes are looked up in `nodes`; None refuses them. Raises ArtifactError.
 
     `forms` are the kinds of values that there may be, by default those of a graph; `where` begins the text of an error.
     """
-    forms = FORMS if forms is None else forms
+    forms = KINDS if forms is None else forms
     kind = type(data)
     if data is None or kind is bool or kind is int:
         return data
@@ -255,7 +224,7 @@ def decode(
         return nodes[body]
     if name not in forms:
         raise ArtifactError(f"{where}: there is no kind of value {shown(name)}{did_you_mean(name, forms)}")
-    form, read = forms[name]
+    form, read = forms[name][-2:]
     if form is not object and type(body) is not form:
         raise ArtifactError(f"{where}: {shown(data)} is no {name}")
     try:
@@ -265,6 +234,7 @@ def decode(
 
 
 Read = Callable[[Any], Any]
+Write = Callable[[Any], Any]
 Form = tuple[type, Callable[[Any, Read, Limits], Any]]  # how the JSON of a kind of value begins, and what reads it
 
 
@@ -299,15 +269,6 @@ def _device(body: str, read: Read, limits: Limits) -> torch.device:
     return torch.device(body)
 
 
-def _named(kind: str, table: Mapping[str, Any]) -> Callable[[Any, Read, Limits], Any]:
-    def read(body: str, _: Read, limits: Limits) -> Any:
-        if body not in table:
-            raise ArtifactError(f"graph.json: {shown(body)} is no {kind} of torch{did_you_mean(body, table)}")
-        return table[body]
-
-    return read
-
-
 def check_integer(value: Any) -> int:
     """`value` if it is a whole number, else ArtifactError."""
     if type(value) is not int:
@@ -315,22 +276,57 @@ def check_integer(value: Any) -> int:
     return value
 
 
-# the kinds of values that a graph has
-FORMS: dict[str, Form] = {
-    "tuple": (list, lambda body, read, limits: tuple(map(read, body))),
-    "size": (list, lambda body, read, limits: torch.Size(map(check_integer, body))),
-    "dict": (list, _dict),
-    "settings": (list, lambda body, read, limits: Settings(_dict(body, read, limits))),
-    "slice": (list, lambda body, read, limits: slice(*map(read, body))),
-    "range": (list, _range),
-    "float": (str, _float),
-    "complex": (list, _complex),
-    "ellipsis": (bool, lambda body, read, limits: Ellipsis),
-    "bytes": (str, lambda body, read, limits: bytes.fromhex(body)),
-    "type": (str, _named("type", TYPES)),
-    "device": (str, _device),
-    **{kind.__name__: (str, _named(kind.__name__, table)) for kind, table in TORCH_NAMES.items()},
-}
+class Kind(NamedTuple):
+    """A kind of value: its class and how its JSON is made (None: not of this kind), what that begins with and what reads it."""
+
+    cls: type | tuple[type, ...]
+    write: Callable[[Any, Write], Any]
+    form: type
+    read: Callable[[Any, Read, Limits], Any]
+
+
+def _named_kind(name: str, cls: type, table: Mapping[str, Any]) -> Kind:
+    """Values that torch or Python has names for."""
+    names = {value: key for key, value in table.items()}
+
+    def read(body: str, _: Read, limits: Limits) -> Any:
+        if body not in table:
+            raise ArtifactError(f"graph.json: {shown(body)} is no {name} of torch{did_you_mean(body, table)}")
+        return table[body]
+
+    return Kind(cls, lambda value, write: names.get(value), str, read)
+
+
+def _pairs(value: dict[Any, Any], write: Write) -> list[Any]:
+    return [[encode(k), write(v)] for k, v in value.items()]
+
+
+def _settings(value: dict[Any, Any], write: Write) -> list[Any] | None:
+    # diffusers' FrozenDict cannot be imported here to ask for it
+    return _pairs(value, write) if isinstance(value, Settings) or type(value).__name__ == "FrozenDict" else None
+
+
+# the kinds of values that a graph has; of several that a value is of, the first
+KINDS: dict[str, Kind] = {
+    "size": Kind(
+        torch.Size, lambda v, write: list(map(write, v)), list, lambda body, read, limits: torch.Size(map(check_integer, body))
+    ),
+    "tuple": Kind(tuple, lambda v, write: list(map(write, v)), list, lambda body, read, limits: tuple(map(read, body))),
+    "settings": Kind(dict, _settings, list, lambda body, read, limits: Settings(_dict(body, read, limits))),
+    "dict": Kind(dict, _pairs, list, _dict),
+    "slice": Kind(
+        slice, lambda v, write: [encode(n) for n in (v.start, v.stop, v.step)], list,
+        lambda body, read, limits: slice(*map(read, body)),
+    ),
+    "range": Kind(range, lambda v, write: [v.start, v.stop, v.step], list, _range),
+    "float": Kind((), lambda v, write: None, str, _float),
+    "complex": Kind(complex, lambda v, write: [encode(v.real), encode(v.imag)], list, _complex),
+    "ellipsis": Kind(type(...), lambda v, write: True, bool, lambda body, read, limits: ...),
+    "bytes": Kind(bytes, lambda v, write: v.hex(), str, lambda body, read, limits: bytes.fromhex(body)),
+    "device": Kind(torch.device, lambda v, write: str(v), str, _device),
+    "type": _named_kind("type", type, TYPES),
+    **{cls.__name__: _named_kind(cls.__name__, cls, table) for cls, table in TORCH_NAMES.items()},
+}  # fmt: skip
 
 
 class Budget(TorchFunctionMode):

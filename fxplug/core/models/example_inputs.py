@@ -53,7 +53,7 @@ def added_inputs(config: Config, module: TracedModule, *, device: str | None = N
         elif node.args[0] is None and "shape" in node.meta:
             shape, dtype = node.meta["shape"], str(node.meta["dtype"]).removeprefix("torch.")
             said[name] = {"shape": list(shape), "dtype": dtype}
-            specs[name] = Tensor(shape=tuple(shape), dtype=dtype)
+            specs[name] = Tensor(shape=tuple(shape), dtype=dtype)  # type: ignore[arg-type]
     return _Filler(config, torch_device(config, device)).mapping(specs), said
 
 

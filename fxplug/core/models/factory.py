@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ..errors import FxplugError, SpecError, did_you_mean
 from ..reading import read_json
 from ..spec.model_section import CHECKPOINTS, ModelSpec, WeightsSpec
 from ..spec.pass_file import check_known, import_target, taken
 from ..spec.run_config import Config
+from ..torch_internals.modules import tree_leaves
+from ..torch_internals.tensors import TorchDispatchMode
 from .state_dict import State, _assign, _on_meta, load_weights, read_weights
 
 # what makes a model where it is called, on meta for one; what it needs of its library is imported before that, which on meta
@@ -31,24 +32,28 @@ def build(config: Config, *, device: str | None = None) -> nn.Module:
     and shapes are read, and they must fit all the same. Raises SpecError for an unknown name, options that the
     model refuses, and weights that do not fit.
     """
-    spec = config.model
+    with config.located():
+        return _build(config, device)
+
+
+def _build(config: Config, device: str | None) -> nn.Module:
     target = torch_device(config, device)
     on = torch.device("meta") if target.type == "meta" else torch.device("cpu")
     try:
-        make = {"timm": _timm, "diffusers": _diffusers, "call": _call}[spec.kind](spec, config.base)
+        make = {"timm": _timm, "diffusers": _diffusers, "call": _call}[config.model.kind](config)
         with on:
             model = _undrawn(make) if _filled(config) and on.type != "meta" else make()
     except FxplugError:
         raise
     except Exception as error:  # the model's constructor, anybody's
-        finding = f"{_name(spec)} cannot be made: {type(error).__name__}: {error}"
-        raise SpecError(finding, path=("model",), where=spec.where) from error
+        finding = f"{_name(config.model)} cannot be made: {type(error).__name__}: {error}"
+        raise SpecError(finding, path=("model",)) from error
     if not isinstance(model, nn.Module):
-        raise SpecError(f"{_name(spec)} gave a {type(model).__name__}, no nn.Module", path=("model",), where=spec.where)
-    if spec.kind == "diffusers" and isinstance(spec.target, str):
-        _load_folder(model, config.base / spec.target, config)
+        raise SpecError(f"{_name(config.model)} gave a {type(model).__name__}, no nn.Module", path=("model",))
     if config.weights is not None:
-        load_weights(model, config.weights)
+        load_weights(model, config.weights, config.base)
+    elif config.model.kind == "diffusers" and isinstance(config.model.target, str):
+        _load_folder(model, config.base / config.model.target)
     if config.dtype is not None:
         model = model.to(getattr(torch, config.dtype))
     return model.to(target).train(config.mode == "train")
@@ -95,30 +100,34 @@ def _library(spec: ModelSpec) -> Any:
         cause = f"{type(error).__name__}: {str(error).strip() or 'without a text'}"
         what_to_do = f"repair it, or what it imports: pip install --force-reinstall {spec.kind}"
         finding = f"importing {spec.kind} failed: {cause}; {what_to_do}"
-        raise SpecError(finding, path=("model",), where=spec.where) from error
+        raise SpecError(finding, path=("model",)) from error
 
 
-def _timm(spec: ModelSpec, base: Path) -> Make:
+def _timm(config: Config) -> Make:
+    spec = config.model
     timm = _library(spec)
     name = str(spec.target)
     if not timm.is_model(name):
         finding = f"timm has no model '{name}'{did_you_mean(name.partition('.')[0], timm.list_models())}"
-        raise SpecError(finding, path=("model",), where=spec.where)
+        raise SpecError(finding, path=("model",))
     return partial(timm.create_model, name, **spec.options)
 
 
-def _call(spec: ModelSpec, base: Path) -> Make:
+def _call(config: Config) -> Make:
+    spec = config.model
+
     def make() -> Any:
-        made: Any = import_target(str(spec.target), spec.where)
+        made: Any = import_target(str(spec.target), config.where("model"))
         if not callable(made):
-            raise SpecError(f"'{spec.target}' is not a function or class", path=("model", "call"), where=spec.where)
+            raise SpecError(f"'{spec.target}' is not a function or class", path=("model", "call"))
         return made(**spec.options)
 
     return make
 
 
-def _diffusers(spec: ModelSpec, base: Path) -> Make:
+def _diffusers(config: Config) -> Make:
     """A diffusers model of the class that its configuration names, with new weights."""
+    spec, base = config.model, config.base
     diffusers = _library(spec)
     read = spec.target if isinstance(spec.target, dict) else _diffusers_config(base / spec.target, spec)
     name = str(read.get("_class_name"))
@@ -126,9 +135,9 @@ def _diffusers(spec: ModelSpec, base: Path) -> Make:
     if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
         known = [n for n in dir(diffusers) if n.endswith(("Model", "2D", "3D")) or "Autoencoder" in n]
         finding = f"diffusers has no model class '{name}'{did_you_mean(name, known)}"
-        raise SpecError(finding, path=("model",), where=spec.where)
+        raise SpecError(finding, path=("model",))
     given = [*spec.options, *(key for key in read if isinstance(spec.target, dict) and not key.startswith("_"))]
-    check_known(given, taken(kind).names, f"{name} has no option", path=("model",), where=spec.where)
+    check_known(given, taken(kind).names, f"{name} has no option", path=("model",))
     return partial(kind.from_config, {**read, **spec.options})  # type: ignore[attr-defined]
 
 
@@ -139,10 +148,10 @@ def _diffusers_config(path: Path, spec: ModelSpec) -> dict[str, Any]:
     if not file.is_file():
         parts = sorted(p.parent.name for p in path.glob("*/config.json"))
         hint = f"; a pipeline's folder: name one of its models, {', '.join(parts)}" if parts else ""
-        raise SpecError(f"'{spec.target}' has no config.json{hint}", path=("model",), where=spec.where)
-    read = read_json(file, lambda finding: SpecError(f"'{file}' {finding}", path=("model",), where=spec.where))
+        raise SpecError(f"'{spec.target}' has no config.json{hint}", path=("model",))
+    read = read_json(file, lambda finding: SpecError(f"'{file}' {finding}", path=("model",)))
     if not isinstance(read, dict) or "_class_name" not in read:
-        raise SpecError(f"'{file}' names no '_class_name'", path=("model",), where=spec.where)
+        raise SpecError(f"'{file}' names no '_class_name'", path=("model",))
     return read
 
 
@@ -154,7 +163,7 @@ def _cached_config(file: Path, spec: ModelSpec) -> Path:
     try:
         state = read_weights(file, meta=True)
     except SpecError as error:
-        raise SpecError(error.finding, path=("model",), where=spec.where) from error
+        raise SpecError(error.finding, path=("model",)) from error
     known = fetch_diffusers_config(state)
     repo, is_one = known["pretrained_model_name_or_path"], True
     if "stable-diffusion-v1" in repo:  # what diffusers takes any other file for
@@ -168,82 +177,64 @@ def _cached_config(file: Path, spec: ModelSpec) -> Path:
         f"'{spec.target}' holds weights, and the model's configuration is not beside them{which}: give the model's config.json "
         "or its folder as 'model', and this file as 'weights'"
     )
-    raise SpecError(finding, path=("model",), where=spec.where)
+    raise SpecError(finding, path=("model",))
 
 
-def _load_folder(model: nn.Module, folder: Path, config: Config) -> None:
-    """The weights in a diffusers folder or checkpoint; none when the configuration gives others, or on a bare .json."""
-    if config.weights is None and folder.name.endswith(CHECKPOINTS) and folder.is_file():
-        load_weights(model, WeightsSpec(file=folder.name).at(folder.parent, config.model.where))
-    if config.weights is not None or not folder.is_dir():
+def _load_folder(model: nn.Module, folder: Path) -> None:
+    """The weights in a diffusers folder or checkpoint; none on a bare .json."""
+    if folder.name.endswith(CHECKPOINTS) and folder.is_file():
+        load_weights(model, WeightsSpec(file=folder.name), folder.parent, part="model")
+    if not folder.is_dir():
         return
-    where = config.model.where
     files = sorted(folder.glob("*.safetensors"))
     whole = [f for f in files if f.stem == "diffusion_pytorch_model"] or [f for f in files if "-of-" in f.stem] or files
     shards = {f.stem.partition("-0")[0] for f in whole}
     if not whole:
         finding = f"no .safetensors in '{folder.name}'; give 'weights', or its config.json as the model for new weights"
-        raise SpecError(finding, path=("model",), where=where)
+        raise SpecError(finding, path=("model",))
     if len(shards) > 1:
         finding = f"several weights in '{folder.name}': {', '.join(f.name for f in whole)}; name one in 'weights'"
-        raise SpecError(finding, path=("model",), where=where)
+        raise SpecError(finding, path=("model",))
     state: State = {}
     for file in whole:
         state.update(read_weights(file, _on_meta(model)))
-    _assign(model, state, f"'{folder.name}'", where)
+    _assign(model, state, f"'{folder.name}'")
 
 
 # what fills a tensor with random numbers, and what an initialisation does to it after that
 DRAWN = frozenset({
-    "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
-    "orthogonal_", "sparse_", "log_normal_", "cauchy_", "exponential_", "geometric_", "random_", "bernoulli_",
+    "uniform_", "normal_", "log_normal_", "cauchy_", "exponential_", "geometric_", "random_", "bernoulli_",
 })  # fmt: skip
 AFTER = frozenset({"mul_", "div_", "add_", "sub_", "clamp_", "erfinv_"})
-FILLED = frozenset({"zeros_", "ones_", "constant_", "eye_", "dirac_", "zero_", "fill_"})
-ASKED = frozenset({  # reads no number
-    "size", "dim", "numel", "nelement", "requires_grad_", "is_floating_point", "is_complex", "stride", "is_contiguous",
-    "__hash__", "_calculate_fan_in_and_fan_out", "element_size", "__len__", "register_hook",
-})  # fmt: skip
-ATTRIBUTES = frozenset({
-    "shape", "dtype", "device", "requires_grad", "is_meta", "ndim", "layout", "is_leaf", "grad", "is_sparse",
-})  # fmt: skip
+FILLED = frozenset({"zero_", "fill_"})
 
 
-class Undrawn(TorchFunctionMode):
+class Undrawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it lasts, parameters that would be filled with random numbers keep what their memory holds.
 
     `read` says that something was computed from such a parameter: what was made then has to be made again, without this.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.left: dict[int, nn.Parameter] = {}
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.left: dict[int, nn.Parameter] = {}  # by where the memory is, which a view or `.data` shares
         self.read = False
 
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        args, kwargs = tuple(args), kwargs or {}
-        name = getattr(function, "__name__", "")
-        first = args[0] if args else kwargs.get("tensor")
-        if name in DRAWN and isinstance(first, nn.Parameter):
-            self.left[id(first)] = first
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name, kwargs = function.overloadpacket.__name__, kwargs or {}
+        first, *others = tree_leaves((args, kwargs)) or [None]
+        inside = self._has(first)
+        if name in DRAWN and (inside or isinstance(first, nn.Parameter)):
+            self.left[first.untyped_storage().data_ptr()] = first
             return first
-        if id(first) in self.left:
-            if name in AFTER and not any(self._given(args[1:], kwargs)):
-                return first
-            if name in FILLED:
-                del self.left[id(first)]
-        if any(self._given(args, kwargs)) and name not in ASKED and not self._attribute(function):
+        if inside and name in AFTER and not any(map(self._has, others)):
+            return first
+        if inside and name in FILLED and isinstance(first, nn.Parameter):
+            del self.left[first.untyped_storage().data_ptr()]
+        elif any(map(self._has, (first, *others))):
             self.read = True
         return function(*args, **kwargs)
 
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[bool]:
-        for value in (*args, *kwargs.values()):
-            yield from (id(one) in self.left for one in (value if isinstance(value, (list, tuple)) else (value,)))
-
-    @staticmethod
-    def _attribute(function: Any) -> bool:
-        """Whether it gives or sets an attribute that is no number of the tensor's."""
-        of = getattr(getattr(function, "__self__", None), "__name__", "")
-        return getattr(function, "__name__", "") in ("__get__", "__set__") and of in ATTRIBUTES
+    def _has(self, value: Any) -> bool:
+        strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        return strided and value.untyped_storage().data_ptr() in self.left

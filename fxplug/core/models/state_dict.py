@@ -16,7 +16,6 @@ from ..errors import DEFAULT, Limits, SpecError, did_you_mean, nearest, shown
 from ..reading import Raises, read_json
 from ..spec.addresses import select
 from ..spec.model_section import INDICES, SUFFIXES, WeightsSpec
-from ..spec.yaml_source import Where
 
 SHOWN = 4  # so many keys of each kind are listed when weights do not fit
 WRAPPERS = ("state_dict", "model")  # a checkpoint often has its weights under one of these, beside other things
@@ -24,27 +23,29 @@ DENOISER = "model.diffusion_model."  # where a whole pipeline in one file has it
 State = dict[str, torch.Tensor]
 
 
-def load_weights(model: nn.Module, spec: WeightsSpec) -> None:
-    """Read a weight file into a model. SpecError, with the first keys and shapes, when the two do not fit."""
-    file = spec.find()
+def load_weights(model: nn.Module, spec: WeightsSpec, base: Path, part: str = "weights") -> None:
+    """Read a weight file into a model. SpecError, with the first keys and shapes, when the two do not fit.
+
+    `base` is the folder that its path is relative to; `part` is where in the configuration the file is named.
+    """
     try:
-        state = read_weights(file, _on_meta(model))
+        file = spec.find(base)
+        state = _without_ignored(read_weights(file, _on_meta(model)), spec)
+        if spec.order:
+            state = _in_order(model, state, file.name)
+        elif spec.keys:
+            state = _renamed(model, state, spec)
+        else:
+            wanted = model.state_dict()
+            part_of_file = DENOISER if any(key.startswith(DENOISER) for key in state) else ""
+            more = [key for key in state if key.startswith(part_of_file) and key not in wanted]
+            if scale := weight_files.scale_of_weights(more):
+                finding = f"'{file.name}' holds quantised weights, which '{scale}' scales: give the weights that were quantised"
+                raise SpecError(finding)
+            state = in_diffusers_layout(model, state, f"'{file.name}'")
+        _assign(model, state, f"'{file.name}'")
     except SpecError as error:
-        raise SpecError(error.finding, path=("weights",), where=spec.where) from error
-    state = _without_ignored(state, spec)
-    if spec.order:
-        state = _in_order(model, state, file.name, spec)
-    elif spec.keys:
-        state = _renamed(model, state, spec)
-    else:
-        wanted = model.state_dict()
-        part = DENOISER if any(key.startswith(DENOISER) for key in state) else ""
-        more = [key for key in state if key.startswith(part) and key not in wanted]
-        if scale := weight_files.scale_of_weights(more):
-            finding = f"'{file.name}' holds quantised weights, which '{scale}' scales: give the weights that were quantised"
-            raise SpecError(finding, path=("weights",), where=spec.where)
-        state = in_diffusers_layout(model, state, f"'{file.name}'", spec.where)
-    _assign(model, state, f"'{file.name}'", spec.where)
+        raise SpecError(error.finding, path=(part, *error.path[1:])) from error.__cause__
 
 
 def read_weights(file: Path, meta: bool = False, limits: Limits = DEFAULT) -> State:
@@ -84,7 +85,7 @@ def _read_shards(index: Path, raises: Raises, meta: bool, limits: Limits) -> Sta
     return state
 
 
-def in_diffusers_layout(model: nn.Module, state: State, name: str, where: Where | None = None) -> State:
+def in_diffusers_layout(model: nn.Module, state: State, name: str) -> State:
     """The tensors of a checkpoint in a diffusers model's original layout under diffusers' names; of any other as they are.
 
     diffusers' own converters do it (`diffusers.loaders.single_file_model`), and take the model's part out of a whole pipeline.
@@ -113,7 +114,7 @@ def in_diffusers_layout(model: nn.Module, state: State, name: str, where: Where 
         best = max(best, made or {}, key=lambda each: len(wanted & each.keys()))
     if why and not wanted & best.keys():
         finding = f"{name} has neither diffusers' names of {classes[0]} nor those that diffusers converts ({why})"
-        raise SpecError(finding, path=("weights",), where=where)
+        raise SpecError(finding, path=("weights",))
     return best
 
 
@@ -137,12 +138,12 @@ def _without_ignored(state: State, spec: WeightsSpec) -> State:
         dropped = select(pattern, state)
         if not dropped:
             hint = did_you_mean(pattern, state)
-            raise SpecError(f"'{pattern}' is no key of the file{hint}", path=("weights", "ignore"), where=spec.where)
+            raise SpecError(f"'{pattern}' is no key of the file{hint}", path=("weights", "ignore"))
         state = {key: value for key, value in state.items() if key not in dropped}
     return state
 
 
-def _in_order(model: nn.Module, state: State, name: str, spec: WeightsSpec) -> State:
+def _in_order(model: nn.Module, state: State, name: str) -> State:
     """The tensors of a file under the model's keys, one after the other; all shapes must agree."""
     wanted = model.state_dict()
     for index, (ours, theirs) in enumerate(itertools.zip_longest(wanted, state)):
@@ -151,7 +152,7 @@ def _in_order(model: nn.Module, state: State, name: str, spec: WeightsSpec) -> S
                 f"'{name}' has not the model's tensors in their order ({len(state)} there, {len(wanted)} here); the "
                 f"first to differ is number {index}: {_with_shape(theirs, state)} there, {_with_shape(ours, wanted)} here"
             )
-            raise SpecError(finding, path=("weights", "order"), where=spec.where)
+            raise SpecError(finding, path=("weights", "order"))
     return dict(zip(wanted, state.values(), strict=True))
 
 
@@ -168,15 +169,15 @@ def _renamed(model: nn.Module, state: State, spec: WeightsSpec) -> State:
         matched = select(pattern, wanted)
         if not matched:
             hint = did_you_mean(pattern, wanted)
-            raise SpecError(f"'{pattern}' is no key of the model{hint}", path=("weights", "keys"), where=spec.where)
+            raise SpecError(f"'{pattern}' is no key of the model{hint}", path=("weights", "keys"))
         for key, caught in matched.items():
             parts = [_filled(name, caught) for name in ([names] if isinstance(names, str) else names)]
             for part in parts:
                 if part not in state:
                     finding = f"'{part}', wanted for '{key}', is no key of the file{did_you_mean(part, state)}"
-                    raise SpecError(finding, path=("weights", "keys"), where=spec.where)
+                    raise SpecError(finding, path=("weights", "keys"))
             used.update(parts)
-            out[key] = _joined(key, [state[part] for part in parts], wanted[key], spec)
+            out[key] = _joined(key, [state[part] for part in parts], wanted[key])
     return {**out, **{key: value for key, value in state.items() if key not in used}}
 
 
@@ -186,7 +187,7 @@ def _filled(text: str, caught: Mapping[str, str]) -> str:
     return text
 
 
-def _joined(key: str, parts: list[torch.Tensor], like: torch.Tensor, spec: WeightsSpec) -> torch.Tensor:
+def _joined(key: str, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """The parts put together along the one dimension in which they give the shape that the model has."""
     if len(parts) == 1:
         return parts[0]
@@ -197,10 +198,10 @@ def _joined(key: str, parts: list[torch.Tensor], like: torch.Tensor, spec: Weigh
         if same and all(r == rest[0] for r in rest) and sum(s[dim] for s in shapes) == like.shape[dim]:
             return torch.cat(parts, dim)
     finding = f"tensors of {', '.join(map(str, shapes))} cannot be joined to the {list(like.shape)} of '{key}'"
-    raise SpecError(finding, path=("weights", "keys"), where=spec.where)
+    raise SpecError(finding, path=("weights", "keys"))
 
 
-def _assign(model: nn.Module, state: State, name: str, where: Where) -> None:
+def _assign(model: nn.Module, state: State, name: str) -> None:
     """Copy a state into the model; every key must have its home and every home its key."""
     wanted = model.state_dict(keep_vars=True)
     present = {id(wanted[key]) for key in state if key in wanted}  # of tied weights a file may hold one
@@ -213,11 +214,11 @@ def _assign(model: nn.Module, state: State, name: str, where: Where) -> None:
         lines += _listed("missing", missing, wanted, "there is", unexpected, state)
         lines += _listed("unexpected", unexpected, state, "wanted is", missing, wanted)
         lines += [f"  another shape: {_with_shape(k, state)}, the model has {list(wanted[k].shape)}" for k in wrong[:SHOWN]]
-        raise SpecError("\n".join(lines), path=("weights",), where=where)
+        raise SpecError("\n".join(lines), path=("weights",))
     for key, value in state.items():
         if wanted[key].is_floating_point() and not value.is_floating_point():
             finding = f"{name} holds {value.dtype} for '{key}', which is {wanted[key].dtype}: give it as floating point"
-            raise SpecError(finding, path=("weights",), where=where)
+            raise SpecError(finding, path=("weights",))
     model.load_state_dict(state, strict=False)
 
 

@@ -18,7 +18,7 @@ from .sites import Site
 def wrong_total(regions: Regions, p: Pass, found: Sequence[Site]) -> str:
     """The text of the error about another number of sites than a whole pass expects."""
     if len(p.rules) == 1:
-        return wrong_count(regions, p, replace(p.rules[0], expect=p.expect), found)  # type: ignore[arg-type]
+        return wrong_count(regions, p, replace(p.rules[0], expect=p.expect), found)
     return f"{p.where or p.name}: {p.name}: its {len(p.rules)} rules matched {len(found)} places, expected {p.expect}"
 
 

@@ -158,12 +158,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
     that must match from the start of the path, as `re.match` does. Raises SpecError for an expression that does not compile.
     """
     if text.startswith("re:"):
-        try:
-            return re.compile(text[3:])
-        except (re.error, OverflowError, RecursionError) as error:
-            at = getattr(error, "pos", None)
-            place = "" if at is None else f" at position {at}"
-            raise SpecError(f"{shown(text)} is not a regular expression: {getattr(error, 'msg', error)}{place}") from None
+        return _compile_expression(text[3:], lambda finding: SpecError(f"{shown(text)} {finding}"))
     out = []
     seen: set[str] = set()
     for number, part in enumerate(PARTS.split(text)):
@@ -276,16 +271,12 @@ def searched(expression: str, names: Iterable[str], raises: Raises) -> set[str]:
 
 
 def is_risky(expression: str, starts: int = 1) -> bool:
-    """Whether an expression may take long to compile, or to match from so many places of a name on: a short one that tries few
-    ways does neither."""
-    if len(expression) > 512 or re.search(r"\(\?[a-zA-Z]*i", expression):
+    """Whether an expression may take long to compile, or to match from so many places of a name on: a short one that repeats
+    no group and tries few ways does neither."""
+    if len(expression) > 512 or re.search(r"\)[*+?{]|\(\?[a-zA-Z]*i", expression):
         return True
-    from re import _parser  # type: ignore[attr-defined]
-
-    try:
-        return starts * ways(_parser.parse(expression)) > WAYS
-    except (re.error, OverflowError, RecursionError):
-        return False  # `compile_pattern` says what is wrong with it
+    repeats, choices = len(re.findall(r"[*+{]", expression)), len(re.findall(r"[?|]", expression))
+    return bool(starts * LENGTH**repeats * 2**choices > WAYS)
 
 
 def check_expression(text: str, raises: Raises) -> None:
@@ -294,31 +285,17 @@ def check_expression(text: str, raises: Raises) -> None:
         raise raises(f"has {len(text)} characters, and more than {DEFAULT.text} are not read")
     if is_risky(text):
         first_matches([[text]], [], raises)
-        return
+    else:
+        _compile_expression(text, raises)
+
+
+def _compile_expression(text: str, raises: Raises) -> re.Pattern[str]:
     try:
-        re.compile(text)
+        return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
         at = getattr(error, "pos", None)
         place = "" if at is None else f" at position {at}\n  {text}\n  {' ' * at}^"
         raise raises(f"is not a regular expression: {getattr(error, 'msg', error)}{place}") from None
-
-
-def ways(item: object, length: int = LENGTH) -> float:
-    """At most so many ways does a parsed expression have to match a name of that length: what it may try before it gives up."""
-    if isinstance(item, tuple) and len(item) == 2 and str(item[0]) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-        low, high, body = item[1]
-        inner, most = ways(body, length), min(int(high), length)
-        if inner > 1:
-            return float("inf") if most > 20 else inner ** float(most) * (most - min(int(low), most) + 1)
-        return float(most - min(int(low), most) + 1)
-    if isinstance(item, tuple) and len(item) == 2 and str(item[0]) == "BRANCH":
-        return float(sum(ways(body, length) for body in item[1][1]))
-    if isinstance(item, (list, tuple)) or type(item).__name__ == "SubPattern":
-        found = 1.0
-        for child in item:  # type: ignore[attr-defined]
-            found = min(found * ways(child, length), float("inf"))
-        return found
-    return 1.0
 
 
 def first_matches(

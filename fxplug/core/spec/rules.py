@@ -35,7 +35,7 @@ _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _INPUT = re.compile(r"[^\W\d]\w*(\[\d+\]|\.[^\W\d]\w*)*")
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Match:
     """Which regions a rule acts on: every condition that is given must hold.
 
@@ -44,24 +44,18 @@ class Match:
     the rule acts on every layer of such a class among and below the regions of `path`. Raises SpecError.
     """
 
-    path: str | tuple[str, ...] = "**"
-    module: tuple[str | type, ...] = ()
-    op: tuple[str | Callable[..., Any], ...] | None = None
-    within: tuple[str | type, ...] = ()
+    path: str | Sequence[str] = "**"
+    module: Any = ()
+    op: Any = None
+    within: Any = ()
 
     __repr__ = brief_fields
 
-    def __init__(
-        self,
-        path: str | Sequence[str] = "**",
-        module: str | type | Sequence[str | type] | None = (),
-        op: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
-        within: str | type | Sequence[str | type] | None = (),
-    ) -> None:
-        patterns = path if isinstance(path, str) else tuple(_many(path, "path", "a path"))
-        classes = tuple(_many(() if module is None else module, "module", "a class name", type))
-        ops = tuple(_many(() if op is None else op, "op", "a function name", Callable))
-        inner = tuple(_many(() if within is None else within, "within", "a class name", type))
+    def __post_init__(self) -> None:
+        patterns = self.path if isinstance(self.path, str) else tuple(_many(self.path, "path", "a path"))
+        classes = tuple(_many(() if self.module is None else self.module, "module", "a class name", type))
+        ops = tuple(_many(() if self.op is None else self.op, "op", "a function name", Callable))
+        inner = tuple(_many(() if self.within is None else self.within, "within", "a class name", type))
         for pattern in (patterns,) if isinstance(patterns, str) else patterns:
             _check_pattern(pattern)
         if not isinstance(patterns, str) and not patterns:
@@ -73,10 +67,10 @@ class Match:
     @property
     def patterns(self) -> tuple[str, ...]:
         """The path patterns as a tuple, also when there is only one."""
-        return (self.path,) if isinstance(self.path, str) else self.path
+        return (self.path,) if isinstance(self.path, str) else tuple(self.path)
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Rule:
     """Which regions (`match`), which block (`use`), put where (`place`, `port`), fed with what (`args`).
 
@@ -91,31 +85,20 @@ class Rule:
     """
 
     match: Match
-    use: str | type | None
-    place: str
-    port: str | None
-    args: tuple[str | tuple[str, ...], ...]
-    options: dict[str, Any] = field(hash=False)
-    expect: tuple[str, int]
-    name: str | None
-    combine: str | None
-    where: Where = field(compare=False)
+    use: str | type | None = None
+    place: str = "after"
+    port: str | None = None
+    args: Any = None
+    options: Any = field(default=None, hash=False)
+    expect: Any = ">=1"
+    name: str | None = None
+    combine: str | None = None
+    where: Where = field(default=NOWHERE, compare=False)
 
     __repr__ = brief_fields
 
-    def __init__(
-        self,
-        match: Match,
-        use: str | type | None = None,
-        place: str = "after",
-        port: str | None = None,
-        args: Sequence[str | Sequence[str]] | None = None,
-        options: Mapping[str, Any] | None = None,
-        expect: str | int | tuple[str, int] = ">=1",
-        name: str | None = None,
-        combine: str | None = None,
-        where: Where = NOWHERE,
-    ) -> None:
+    def __post_init__(self) -> None:
+        match, use, place, name, combine = self.match, self.use, self.place, self.name, self.combine
         try:
             if not isinstance(match, Match):
                 raise SpecError(f"must be a Match, not {shown(match)}", path=("match",))
@@ -124,27 +107,25 @@ class Rule:
                 raise SpecError(f"{found}; one of {', '.join(PLACES)}", path=("place",))
             if use is not None and not isinstance(use, type):
                 check_target(use, "use")
-            _check_port(port, place)
+            _check_port(self.port, place)
             if combine is not None and (combine not in COMBINE or place != "replace"):
                 found = f"no way {shown(combine)} to combine{did_you_mean(combine, COMBINE)}; one of {', '.join(COMBINE)}"
                 raise SpecError(found if combine not in COMBINE else "goes with 'place: replace' only", path=("combine",))
-            options = {} if options is None else options
+            options = {} if self.options is None else self.options
             if not isinstance(options, Mapping):
                 raise SpecError(f"must be a mapping, not {shown(options)}", path=("options",))
             if name is not None and (not isinstance(name, str) or not name):
                 raise SpecError(f"must be text, not {shown(name)}", path=("name",))
             if name is not None and place == "param":
                 raise SpecError("a block that maps a parameter has no second result to keep", path=("name",))
-            if args is None:
-                args = {"before": ("x",), "param": ("value",)}.get(place, ("x", "y"))
-            addresses = _check_args(args, match)
+            usual = {"before": ("x",), "param": ("value",)}.get(place, ("x", "y"))
+            addresses = _check_args(usual if self.args is None else self.args, match)
             if use is None and (len(addresses) != 1 or options or name):
                 raise SpecError("a rule without 'use' puts one value there: it has one of 'args', no options and no name")
-            count = _check_expect(expect)
+            count = _check_expect(self.expect)
         except SpecError as error:
-            raise SpecError(error.finding, path=error.path, where=where) from None
-        _set(self, match=match, use=use, place=place, port=port, args=addresses, options=dict(options))
-        _set(self, expect=count, name=name, combine=combine, where=where)
+            raise SpecError(error.finding, path=error.path, where=self.where) from None
+        _set(self, args=addresses, options=dict(options), expect=count)
 
     @property
     def carries(self) -> bool:

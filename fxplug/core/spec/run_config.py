@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    Field,
     PlainValidator,
     PrivateAttr,
     ValidationError,
@@ -21,11 +20,11 @@ from pydantic import (
 
 from ..errors import DEFAULT, Limits, SpecError, did_you_mean, dotted
 from ..reading import reported
-from .model_section import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs, read_model, read_weights
+from .model_section import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs
 from .pass_file import find_file, open_pass
 from .rules import COMMON, Pass, check_common
 from .train_section import Data, Export, Train
-from .yaml_source import QUOTES, Section, Source, Where, fields, findings, parse_yaml, read_yaml, shown
+from .yaml_source import QUOTES, Section, Source, Where, below, fields, findings, parse_yaml, read_yaml, setting, shown
 
 FREE = ("inputs", "train", "data", "export")  # sections that --set makes where none is
 
@@ -50,32 +49,19 @@ def _pass(item: Any, base: Path, path: tuple[str | int, ...]) -> Pass:
         found = f"{len(item)} keys" if isinstance(item, Mapping) else shown(item)
         raise SpecError(f"must be a name, or one name with its parameters below it, not {found}", path=path)
     ((source, given),) = item.items()
-    try:
+    with below(*path):
         draft = open_pass(source, base=base)
-    except SpecError as error:
-        raise SpecError(str(error), path=path) from None
-    if draft.maker:
-        try:
+    with below(*path, source):
+        if draft.maker:
             return draft.made(given, base=base)
-        except SpecError as error:
-            raise SpecError(error.finding, path=(*path, source, *error.path), key=error.key) from None
-    given = {} if given is None else given
-    if not isinstance(given, Mapping):
-        raise SpecError(f"must be a mapping of parameters, not {shown(given)}", path=(*path, source))
-    common = {key: setting for key, setting in given.items() if key in COMMON}
-    params = {key: setting for key, setting in given.items() if key not in COMMON}
-    try:
+        given = {} if given is None else given
+        if not isinstance(given, Mapping):
+            raise SpecError(f"must be a mapping of parameters, not {shown(given)}")
+        common = {key: setting for key, setting in given.items() if key in COMMON}
         check_common(common)
-        values = draft.bind(params)
-    except SpecError as error:
-        raise SpecError(error.finding, path=(*path, source, *error.path), key=error.key) from None
-    try:
-        return draft.build(values, common)
-    except SpecError as error:
-        raise SpecError(str(error), path=(*path, source)) from None
+        return draft.build(draft.bind({key: value for key, value in given.items() if key not in COMMON}), common)
 
 
-_TEXT_OR_MAPPING = {"type": ["string", "object"]}
 _TENSOR = {
     "description": "a list is the shape of a float tensor; a mapping with 'shape' a tensor, with 'value' a "
     "constant, any other a mapping of inputs; anything else is a constant"
@@ -85,27 +71,35 @@ _TENSOR = {
 class Config(Section):
     """One run. Made by `load_config`; `passes` are read and have their parameters."""
 
-    model: Annotated[ModelSpec, PlainValidator(read_model), WithJsonSchema(_TEXT_OR_MAPPING)]
-    weights: Annotated[
-        WeightsSpec | None,
-        PlainValidator(read_weights),
-        WithJsonSchema({"type": ["string", "object", "null"]}),
-    ] = None
-    device: str = "cpu"
-    dtype: Dtype | None = None
-    leaf: list[str] = []
+    model: ModelSpec = setting(
+        ...,
+        "a timm name, a folder, .json or checkpoint of diffusers, `module:function`, or a mapping of one of these",
+        "resnet18",
+    )
+    weights: WeightsSpec | None = setting(
+        None, "a weight file, or where it lies in an installed package; null: the model as it is made", "a.safetensors"
+    )
+    device: str = setting("cpu", "where the model is; `meta` needs no memory", "cuda")
+    dtype: Dtype | None = setting(None, "what the model's weights are converted to; null leaves them", "bfloat16")
+    leaf: list[str] = setting([], "modules that are kept whole: paths or patterns", ["**.rotary"])
     inputs: Annotated[
         dict[str, InputSpec],
         PlainValidator(read_inputs),
         WithJsonSchema({"type": "object", "additionalProperties": _TENSOR}),
-    ] = {}
-    passes: Annotated[list[Pass], PlainValidator(_passes), WithJsonSchema({"type": "array"})] = []
-    verify: bool = True
-    mode: Literal["eval", "train"] = "eval"
-    seed: int = Field(default=0, ge=0)
-    train: Train | None = None
-    data: Data | None = None
-    export: Export = Export()
+    ] = setting({}, "the example inputs by name; a timm model needs none", {"sample": [2, 4, 64, 64], "timestep": {"value": 7}})
+    passes: Annotated[list[Pass], PlainValidator(_passes), WithJsonSchema({"type": "array"})] = setting(
+        [], "the passes in their order: names, or one name with its parameters below it", [{"lora": {"at": "to_q"}}]
+    )
+    verify: bool = setting(True, "whether the result is checked", False)
+    mode: Literal["eval", "train"] = setting(
+        "eval", "whether the model is in training or in evaluation when it is traced", "train"
+    )
+    seed: int = setting(
+        0, "what random numbers begin with: weights that no file has, new blocks, example inputs, the order of data", 3, ge=0
+    )
+    train: Train | None = setting(None, "how the passes are trained, for `fxplug train`", {"task": "classify", "epochs": 2})
+    data: Data | None = setting(None, "what they are trained on", {"classes": "photos/"})
+    export: Export = setting(Export(), "what `fxplug export` does where its call does not say", {"to": "onnx"})
 
     _source: Source = PrivateAttr(default_factory=lambda: Source({}))
     _base: Path = PrivateAttr(default_factory=Path.cwd)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import PlainSerializer, model_validator
 
-from ..errors import SpecError, below
-from .yaml_source import Section, checked, located, shown
+from ..errors import SpecError
+from .yaml_source import Section, checked, located, setting, shown
 
 Stop = Literal["stop", "continue"]
 
@@ -40,28 +40,14 @@ def written(use: Use | None) -> Any:
     return use and ({use.name: use.options} if use.options else use.name)
 
 
-def _optional(value: Any) -> Use | None:
-    return None if value is None else read_use(value)
-
-
-def _uses(value: Any) -> list[Use]:
-    if not isinstance(value, list):
-        raise SpecError(f"must be a list, not {shown(value)}")
-    uses = []
-    for index, item in enumerate(value):
-        with below(index):
-            uses.append(read_use(item))
-    return uses
-
-
-def _texts(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise SpecError(f"must be a list of text, not {shown(value)}")
+def _texts(value: Any) -> str | list[str]:
+    if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        raise SpecError(f"must be text or a list of text, not {shown(value)}")
     return value
 
 
 def _patterns(value: Any) -> bool | list[str]:
-    return value if isinstance(value, bool) else _texts([value] if isinstance(value, str) else value)
+    return value if isinstance(value, bool) else [value] if isinstance(value, str) else list(_texts(value))
 
 
 def _size(value: Any) -> int | tuple[int, int] | None:
@@ -72,55 +58,44 @@ def _size(value: Any) -> int | tuple[int, int] | None:
     return (sides[0], sides[1]) if isinstance(value, (list, tuple)) else value
 
 
-_NAMED = {"type": ["string", "object"]}
-One = Annotated[Use, checked(read_use), PlainSerializer(written), WithJsonSchema(_NAMED)]
-Maybe = Annotated[
-    Use | None, checked(_optional), PlainSerializer(written), WithJsonSchema({"type": ["string", "object", "null"]})
-]
-Many = Annotated[
-    list[Use],
-    checked(_uses),
-    PlainSerializer(lambda uses: [written(use) for use in uses]),
-    WithJsonSchema({"type": "array", "items": _NAMED}),
-]
-Patterns = Annotated[
-    bool | list[str],
-    checked(_patterns),
-    WithJsonSchema({"type": ["boolean", "string", "array"], "items": {"type": "string"}}),
-]
-Texts = Annotated[list[str], checked(_texts), WithJsonSchema({"type": "array", "items": {"type": "string"}})]
+One = Annotated[Use, checked(read_use, str | dict[str, Any]), PlainSerializer(written)]
+Texts = Annotated[str | list[str], checked(_texts, str | list[str])]
+Patterns = Annotated[bool | list[str], checked(_patterns, bool | str | list[str])]
+Size = Annotated[int | tuple[int, int] | None, checked(_size, int | list[int] | None)]
 
 
 class Save(Section):
     """Checkpoints: one every so many `every` steps (0: only at the end), of which the last `keep` stay."""
 
-    every: int = Field(default=500, ge=0)
-    keep: int = Field(default=2, ge=1)
-    on_full_disk: Stop = "stop"
+    every: int = setting(500, "steps from one checkpoint to the next; 0: only at the end", 100, ge=0)
+    keep: int = setting(2, "how many checkpoints stay", 3, ge=1)
+    on_full_disk: Stop = setting("stop", "whether the run stops when a checkpoint does not fit on the disk", "continue")
 
 
 class Log(Section):
     """TensorBoard events every so many steps, and sample grids (0: only at the end). log.jsonl has every step anyway."""
 
-    every: int = Field(default=1, ge=1)
-    tensorboard: bool = True
-    samples: int = Field(default=0, ge=0)
+    every: int = setting(1, "steps from one TensorBoard event to the next; log.jsonl has every step", 10, ge=1)
+    tensorboard: bool = setting(True, "whether there are TensorBoard events", False)
+    samples: int = setting(0, "steps from one picture to the next; 0: only at the end", 500, ge=0)
 
 
 class Test(Section):
     """How many epochs apart the tests are (0: only at the end), after how many without a better result the run ends, and
     whether `module/` is what tested best."""
 
-    every: int = Field(default=0, ge=0)
-    patience: int | None = Field(default=None, ge=1)
-    best: bool = False
+    every: int = setting(0, "epochs from one test to the next; 0: only at the end", 1, ge=0)
+    patience: int | None = setting(None, "after how many tests without a better result the run ends; null: never", 3, ge=1)
+    best: bool = setting(
+        False, "whether `module/` is of the best test, by the task's metric or the lowest loss, not of the last step", True
+    )
 
 
 class Parallel(Section):
     """How many processes share each sample: along its tokens by heads (Ulysses), and around a ring."""
 
-    ulysses: int = Field(default=1, ge=1)
-    ring: int = Field(default=1, ge=1)
+    ulysses: int = setting(1, "processes that share a sample's tokens and its heads", 2, ge=1)
+    ring: int = setting(1, "processes around which keys and values go", 2, ge=1)
 
 
 class Train(Section):
@@ -129,30 +104,48 @@ class Train(Section):
     With `parallel` the processes that share samples count as one.
     """
 
-    task: One
-    steps: int | None = Field(default=None, ge=1)
-    epochs: int | None = Field(default=None, ge=1)
-    batch: int = Field(default=8, ge=1)
-    accumulate: int = Field(default=1, ge=1)
-    lr: float = Field(default=1e-4, ge=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    optimizer: One = Use("adamw", {})
-    scheduler: Maybe = None
-    clip: float | None = Field(default=None, gt=0)
-    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
-    fuse: Literal[True, False, "auto", "stock", "fused", "blas", "remerge", "remerge:blas"] = True
-    compile: Literal[True, False, "regions"] = False
-    checkpointing: Patterns = False
-    shard: Patterns = False
-    parallel: Parallel | None = None
-    mode: Literal["train", "eval"] = "train"
-    trainable: Texts = []
-    ema: float | None = Field(default=None, gt=0, lt=1)
-    plugins: Many = []
-    on_plugin_error: Stop = "stop"
-    save: Save = Save()
-    log: Log = Log()
-    test: Test = Test()
+    task: One = setting(..., "`denoise`, `classify`, or `package.module:Class` of one's own, with options below it", "classify")
+    steps: int | None = setting(None, "how many steps; or give `epochs`", 1000, ge=1)
+    epochs: int | None = setting(None, "how many times all samples; or give `steps`", 10, ge=1)
+    batch: int = setting(8, "samples of a process and micro step", 16, ge=1)
+    accumulate: int = setting(1, "micro steps of a step", 4, ge=1)
+    lr: float = setting(1e-4, "the learning rate, where a pass has none of its own", 3e-4, ge=0)
+    weight_decay: float = setting(0.0, "the weight decay, where a pass has none of its own", 0.01, ge=0)
+    optimizer: One = setting(
+        Use("adamw", {}), "a name in torch.optim or an import path, with options", {"adamw": {"betas": [0.9, 0.99]}}
+    )
+    scheduler: One | None = setting(
+        None,
+        "`constant`, `linear`, `cosine`, a name in torch.optim.lr_scheduler, or an import path; null is constant",
+        {"cosine": {"warmup": 100}},
+    )
+    clip: float | None = setting(None, "the largest norm of the gradient; null does not clip", 1.0, gt=0)
+    precision: Literal["fp32", "fp16", "bf16"] = setting(
+        "fp32", "`fp32`, `bf16`, or `fp16` with loss scaling; what trains is float32 until the run ends", "bf16"
+    )
+    fuse: Literal[True, False, "auto", "stock", "fused", "blas", "remerge", "remerge:blas"] = setting(
+        True,
+        "linear layers and their LoRA in the form measured fastest on this device, or in one for all; equal to rounding",
+        "fused",
+    )
+    compile: Literal[True, False, "regions"] = setting(
+        False, "torch.compile of the whole as one graph; regions: of repeated regions, each kind of them once", "regions"
+    )
+    checkpointing: Patterns = setting(
+        False, "repeated regions compute activations again in the backward pass; or patterns", ["blocks.*"]
+    )
+    shard: Patterns = setting(False, "FSDP2 of repeated regions, or of those of these patterns, frozen base included", True)
+    parallel: Parallel | None = setting(None, "how many processes share each sample", {"ulysses": 2})
+    mode: Literal["train", "eval"] = setting(
+        "train", "`eval`: the base computes as in evaluation, without dropout, and only what was added trains", "eval"
+    )
+    trainable: list[str] = setting([], "patterns of base parameters that train too; `**` is all of it", ["head"])
+    ema: float | None = setting(None, "the decay of averaged weights; null keeps none", 0.999, gt=0, lt=1)
+    plugins: list[One] = setting([], "classes of plugins, `package.module.Class`, with options", ["my_plugins.Watch"])
+    on_plugin_error: Stop = setting("stop", "whether the run stops when a plugin raises", "continue")
+    save: Save = setting(Save(), "when checkpoints are written", {"every": 100, "keep": 3})
+    log: Log = setting(Log(), "what is logged how often", {"every": 10})
+    test: Test = setting(Test(), "when the test data are evaluated", {"every": 1})
 
     @model_validator(mode="after")
     def _one_length(self) -> Train:
@@ -165,17 +158,19 @@ class Train(Section):
 class Buckets(Section):
     """Aspect-ratio buckets: sides are multiples of `step` between `min` and `max`, areas about that of `size`."""
 
-    step: int = Field(default=64, ge=1)
-    min: int | None = Field(default=None, ge=1)
-    max: int | None = Field(default=None, ge=1)
+    step: int = setting(64, "sides are multiples of it, pixels", 32, ge=1)
+    min: int | None = setting(None, "the shortest side, pixels; null: half of `size`", 256, ge=1)
+    max: int | None = setting(None, "the longest side, pixels; null: twice `size`", 1024, ge=1)
 
 
 class Export(Section):
     """The `export` section: what `fxplug export` does with the saved rewrite where its call does not say."""
 
-    to: Literal["pt2", "aoti", "onnx"] = "pt2"
-    free: Literal["all", "batch", "none"] = "all"
-    device: str | None = None
+    to: Literal["pt2", "aoti", "onnx"] = setting(
+        "pt2", "a program of torch.export's, compiled ahead of time, or for onnxruntime", "aoti"
+    )
+    free: Literal["all", "batch", "none"] = setting("all", "which sizes stay free", "batch")
+    device: str | None = setting(None, "where compiled code will run; null: where it is exported", "cuda")
 
 
 KINDS = ("images", "classes", "dataset", "call")
@@ -184,26 +179,32 @@ KINDS = ("images", "classes", "dataset", "call")
 class Data(Section):
     """The `data` section: one of `images`, `classes`, `dataset` and `call` says where samples come from."""
 
-    images: str | Texts | None = None
-    classes: str | None = None
-    dataset: str | None = None
-    call: Maybe = None
-    split: str | None = None
-    columns: dict[str, str] = {}
-    captions: Literal["required", "optional", "filename", "none"] = "required"
-    repeats: Literal["none", "folders"] = "none"
-    conditions: Maybe = None
-    channels: Literal[1, 3] = 3
-    size: Annotated[int | tuple[int, int] | None, checked(_size), WithJsonSchema({"type": ["integer", "array", "null"]})] = (
-        None
+    images: Texts | None = setting(
+        None, "a folder of images with captions, a list of folders, a .json list of files, a .toml of kohya's", "photos/"
     )
-    buckets: Buckets | None = None
-    crop: Literal["center", "random"] = "center"
-    flip: bool = False
-    workers: int = Field(default=0, ge=0)
-    shuffle: bool = True
-    max_corrupt: int = Field(default=10, ge=0)
-    test: Data | None = None
+    classes: str | None = setting(None, "a folder with a folder for each class", "pets/train")
+    dataset: str | None = setting(None, "a Hugging Face data set on disk", "datasets/pets")
+    call: One | None = setting(None, "a torch Dataset by import path, with options", {"my_data:Pets": {"side": 64}})
+    split: str | None = setting(None, "the part of a `dataset`", "train")
+    columns: dict[str, str] = setting({}, "what the columns of a `dataset` are called", {"image": "img", "label": "breed"})
+    captions: Literal["required", "optional", "filename", "none"] = setting(
+        "required", "whether images have captions: `required`, `optional`, `filename` (the name is it) or `none`", "optional"
+    )
+    repeats: Literal["none", "folders"] = setting(
+        "none", "`folders`: `10_dog` is a folder whose images count ten times", "folders"
+    )
+    conditions: One | None = setting(None, "the folder of condition images, or a function that makes one of an image", "edges/")
+    channels: Literal[1, 3] = setting(3, "colours of an image", 1)
+    size: Size = setting(None, "a side in pixels, or [height, width]; null takes images as they are", 224)
+    buckets: Buckets | None = setting(None, "aspect-ratio buckets; true has the defaults", {"step": 32})
+    crop: Literal["center", "random"] = setting("center", "where an image is cut to size", "random")
+    flip: bool = setting(False, "mirror every second image", True)
+    workers: int = setting(0, "processes that load images; 0: the run itself", 4, ge=0)
+    shuffle: bool = setting(True, "whether the samples of an epoch come in random order", False)
+    max_corrupt: int = setting(
+        10, "so many images that cannot be read are named, counted and replaced; one more ends the run", 0, ge=0
+    )
+    test: Data | None = setting(None, "the test data: a path, or what differs from the training data", "pets/test")
 
     @model_validator(mode="before")
     @classmethod

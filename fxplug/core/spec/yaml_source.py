@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from .. import errors, reading
@@ -93,6 +93,17 @@ class Source:
         for key in required:
             if key not in value:
                 raise self.error(f"missing key '{key}'", *path)
+
+
+@contextmanager
+def below(*path: str | int) -> Iterator[None]:
+    """Give errors about a value at `path` that way; one with a place of its own, as in another file, keeps it in its text."""
+    try:
+        yield
+    except SpecError as error:
+        if error.located:
+            raise SpecError(str(error), path=path) from None
+        raise SpecError(error.finding, path=(*path, *error.path), key=error.key) from None
 
 
 class _Beyond(yaml.MarkedYAMLError):
@@ -257,6 +268,8 @@ def shown(value: object) -> str:
 _KINDS = {
     "bool_type": "true or false",
     "string_type": "text",
+    "string_unicode": "Unicode text",
+    "invalid_key": "text",
     "int_type": "a whole number",
     "list_type": "a list",
     "tuple_type": "a list",
@@ -264,6 +277,7 @@ _KINDS = {
     "model_type": "a mapping",
     "float_type": "a number",
 }
+_EXPECTED = re.compile(r"'([^']*)'|\b(True|False|\d+)\b")  # what pydantic lists of a Literal
 _BOUNDS = {"greater_than_equal": "{} or more", "greater_than": "above {}", "less_than": "below {}"}
 
 
@@ -277,6 +291,11 @@ class Section(BaseModel):
         return cut(f"{type(self).__name__}({', '.join(given)})", LONGEST)
 
     __str__ = __repr__
+
+
+def setting(default: Any, text: str, example: Any, **bounds: Any) -> Any:
+    """A field of a section that users write: its default (`...`: none), what it is, and an example other than the default."""
+    return Field(default, description=text, examples=[example], **bounds)
 
 
 S = TypeVar("S", bound=BaseModel)
@@ -295,8 +314,8 @@ def located(error: SpecError) -> PydanticCustomError:
     return PydanticCustomError("spec", "{finding}", {"finding": error.finding, "path": list(error.path)})
 
 
-def checked(read: Callable[[Any], Any]) -> PlainValidator:
-    """A function that reads a value, or raises SpecError, as the validator of a field."""
+def checked(read: Callable[[Any], Any], written: Any = Any) -> PlainValidator:
+    """A function that reads a value, or raises SpecError, as the validator of a field; the schema has the type `written`."""
 
     def read_value(value: Any) -> Any:
         try:
@@ -304,7 +323,7 @@ def checked(read: Callable[[Any], Any]) -> PlainValidator:
         except SpecError as error:
             raise located(error) from None
 
-    return PlainValidator(read_value)
+    return PlainValidator(read_value, json_schema_input_type=written)
 
 
 def whole(least: int, *others: Any) -> PlainValidator:
@@ -340,7 +359,9 @@ def validate(section: type[S], given: Any, *path: str | int) -> S:
 
 def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Finding]:
     """What pydantic found in a section, in our words."""
-    for item in error.errors():
+    errors = error.errors()
+    unknown = [item["loc"] for item in errors if item["type"] == "extra_forbidden"]
+    for item in errors:
         path, kind, value = item["loc"], item["type"], item["input"]
         if kind == "spec":
             yield Finding(item["ctx"]["finding"], (*path, *item["ctx"]["path"]))
@@ -348,19 +369,21 @@ def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Findi
             name = str(path[-1])
             yield Finding(f"unknown key '{name}'{did_you_mean(name, fields(section, path[:-1]))}", path[:-1], name)
         elif kind == "missing":
-            what = fields(section, path[:-1])[str(path[-1])].description
+            if any(other[:-1] == path[:-1] and did_you_mean(other[-1], path[-1:]) for other in unknown):
+                continue  # it is there, and written wrong
+            known = fields(section, path[:-1])
+            what = known[str(path[-1])].description if str(path[-1]) in known else ""
             yield Finding(f"missing key '{path[-1]}'{f': {what}' if what else ''}", path[:-1])
         elif kind == "literal_error":
-            found = list(_choices(fields(section, path[:-1])[str(path[-1])].annotation))
-            choices = [str(one).lower() if isinstance(one, bool) else one for one in found]
-            text = f"must be one of {', '.join(map(str, choices))}, not {shown(value)}"
-            yield Finding(text + did_you_mean(value, [one for one in found if isinstance(one, str)]), path)
+            choices = [text or other.lower() for text, other in _EXPECTED.findall(item["ctx"]["expected"])]
+            yield Finding(f"must be one of {', '.join(choices)}, not {shown(value)}{did_you_mean(value, choices)}", path)
         elif kind in _BOUNDS:
             ((_, bound),) = item["ctx"].items()
             yield Finding(f"must be {_BOUNDS[kind].format(bound)}, not {shown(value)}", path)
         else:
-            known = fields(section, path[:-1])
-            expected = (known[str(path[-1])].description if str(path[-1]) in known else None) or _KINDS.get(kind)
+            # a field with an example says what it is for, and not what it must be
+            named = fields(section, path[:-1]).get(str(path[-1])) if path else None
+            expected = (named.description if named and not named.examples else None) or _KINDS.get(kind)
             yield Finding(f"must be {expected}, not {shown(value)}" if expected else f"{shown(value)} does not fit", path)
 
 
@@ -368,8 +391,8 @@ def fields(section: type[BaseModel], path: Sequence[str | int]) -> dict[str, Any
     """The fields of the section at `path` below another, by the names they are written with; none where no section is."""
     found = _written(section)
     for key in path:
-        parts = _choices(found[str(key)].annotation, type) if key in found else ()
-        found = next((_written(part) for part in parts if issubclass(part, BaseModel)), {})
+        if key in found:  # and a position in a list, or a key of a mapping, leads to what each member is
+            found = next((_written(part) for part in _classes(found[str(key)].annotation) if issubclass(part, BaseModel)), {})
     return found
 
 
@@ -377,10 +400,9 @@ def _written(section: type[BaseModel]) -> dict[str, Any]:
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
-def _choices(annotation: Any, kind: type = str) -> Iterator[Any]:
-    """What of a kind an annotation admits: the words of a Literal, the classes of a union."""
-    for part in get_args(annotation) or [annotation]:
-        if isinstance(part, kind) or (kind is str and isinstance(part, int)):
-            yield part
-        elif part is not annotation:
-            yield from _choices(part, kind)
+def _classes(annotation: Any) -> Iterator[type]:
+    """The classes that an annotation names."""
+    for part in get_args(annotation):
+        yield from _classes(part)
+    if isinstance(annotation, type):
+        yield annotation

@@ -1,0 +1,449 @@
+"""Modules as JSON and back: by constructor arguments, else by what each holds; and the classes that may be named."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from ...blocks.base import Block
+from .. import extensions, quantised
+from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
+from ..ir.containers import PLAIN_TYPES, RESERVED, Container, is_plain_attribute, plain_attributes
+from ..ir.traced_module import TracedModule
+from ..spec.pass_file import present
+from ..torch_internals.modules import WEIGHT_LISTS, forward_hooks, list_weights
+from .document import ModuleRecord
+from .tensor_records import check_layer
+from .value_json import (
+    Budget,
+    Unportable,
+    check_name,
+    check_path,
+    check_size,
+    decode,
+    encode,
+    find_function,
+    function_name,
+    import_class,
+    is_import_path,
+)
+
+INTERNAL = frozenset(vars(nn.Module())) | {"training"}
+STEPS = 64  # calls of torch for each tensor that a constructor is to make
+
+
+# --- classes
+
+
+@cache
+def torch_classes() -> dict[str, type[nn.Module]]:
+    """Every module class of torch.nn by name."""
+    found: dict[str, type[nn.Module]] = {}
+    for _, file in sorted(inspect.getmembers(nn.modules, inspect.ismodule)):
+        for value in vars(file).values():
+            if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == file.__name__:
+                found.setdefault(value.__name__, value)
+    found.update({k: v for k, v in vars(nn).items() if isinstance(v, type) and issubclass(v, nn.Module)})
+    # these are made of other modules' calls: hooks that change the class, threads, processes
+    odd = [name for name, kind in found.items() if issubclass(kind, LazyModuleMixin) or "parallel" in kind.__module__]
+    for name in ("Module", *odd):
+        del found[name]
+    return found
+
+
+@cache
+def block_classes() -> dict[str, type[nn.Module]]:
+    """Every block of the package that a graph may call, by import path: no file can have another module imported."""
+    found: dict[str, type[nn.Module]] = {}
+    for folder in ("fxplug.blocks", *extensions.block_packages()):
+        for file in pkgutil.iter_modules(importlib.import_module(folder).__path__):
+            module = importlib.import_module(f"{folder}.{file.name}")
+            for value in vars(module).values():
+                if isinstance(value, type) and issubclass(value, Block) and value.__module__ == module.__name__:
+                    found[f"{folder}:{value.__qualname__}"] = value
+    return found
+
+
+def block_class(name: str) -> type[nn.Module] | None:
+    """The block of that import path, importing no file but its own where its package says which; None where there is none."""
+    package, _, attribute = name.partition(":")
+    if _has_blocks(package) and attribute.isidentifier():
+        value = getattr(importlib.import_module(package), attribute, None)
+        if isinstance(value, type) and block_name(value) == name:
+            return value
+    return block_classes().get(name)
+
+
+def block_name(cls: type[nn.Module]) -> str | None:
+    """The import path of a block as a file has it, with the name of its folder; None for another class."""
+    package = cls.__module__.rpartition(".")[0]
+    return f"{package}:{cls.__qualname__}" if issubclass(cls, Block) and _has_blocks(package) else None
+
+
+def _has_blocks(package: str) -> bool:
+    return package == "fxplug.blocks" or package in extensions.block_packages()
+
+
+def written_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
+    """The parameters of a class's constructor that a file may give."""
+    return [
+        p
+        for p in _constructor_parameters(cls)  # type: ignore[arg-type]
+        if p.name not in ("device", "dtype") and p.name[0] != "_" and not (p.name == "mode" and issubclass(cls, nn.RNNBase))
+    ]
+
+
+@cache
+def _constructor_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
+    """The parameters of the first constructor in the line of bases that names them."""
+    for base in cls.__mro__:
+        if base is nn.Module:
+            break
+        if "__init__" in vars(base):
+            parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+            if not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+                return parameters
+    return []
+
+
+def construct(cls: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
+    """A module of a class, on the meta device. No random number of the caller's is drawn."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return cls(**arguments)
+
+
+# --- written
+
+
+def write_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
+    """A record of every module by its path, parents first. Raises ArtifactError for one that cannot be rebuilt."""
+    seen: dict[int, str] = {}
+    built: dict[Any, dict[str, Any] | str] = {}  # by what decides it: models have many modules that are alike
+    records: dict[str, dict[str, Any]] = {}
+
+    def write(module: nn.Module | None, path: str) -> None:
+        if path:
+            check_path(path, "module path")
+        if module is None or id(module) in seen:
+            records[path] = {"kind": "none"} if module is None else {"kind": "same", "as": seen[id(module)]}
+            return
+        seen[id(module)] = path
+        if not path or isinstance(module, (Container, TracedModule)) or type(module) is nn.Module:
+            records[path] = _container(module)
+        else:
+            record = _made_or_held(module, path, built)
+            records[path] = {**_class_record(module, path), **record}
+            if record["arguments"] is not None:
+                for name, child in module.named_modules():
+                    seen.setdefault(id(child), f"{path}.{name}" if name else path)
+                return
+        for key, child in module._modules.items():
+            write(child, f"{path}.{key}" if path else key)
+
+    write(root, "")
+    return records
+
+
+def _made_or_held(module: nn.Module, path: str, built: dict[Any, dict[str, Any] | str]) -> dict[str, Any]:
+    """The constructor arguments that give an equal module, and attributes to set afterwards; else what the module holds."""
+    if any(forward_hooks(module)):
+        raise ArtifactError(f"'{path}' has forward hooks, which an artifact cannot hold: trace with it not kept whole")
+    if quantised.is_own_layer(module):
+        arguments, attributes = quantised.rebuilding(module)
+        return {"arguments": _encode_all(arguments), "attributes": _encode_all(attributes)}
+    kind = (type(module), *_facts(module).items())
+    if kind not in built:
+        try:
+            built[kind] = _by_constructor(quantised.undressed(module))
+        except Exception as error:  # a constructor of anybody's may raise anything
+            built[kind] = str(error)
+    reason = built[kind]
+    if isinstance(reason, dict):
+        return reason
+    try:
+        return {"arguments": None, "attributes": _encode_all(_attributes(module)), **_state_names(module)}
+    except Unportable as error:
+        cls = type(module).__qualname__
+        raise ArtifactError(
+            f"'{path}' ({cls}) cannot be rebuilt from constructor arguments: {reason}; nor from what it holds: {error}. "
+            f"Trace without that leaf, or keep each constructor argument of {cls} as an attribute of the same name"
+        ) from None
+
+
+def _container(module: nn.Module) -> dict[str, Any]:
+    attributes = {k: encode(v) for k, v in plain_attributes(module).items() if k not in RESERVED}
+    classes = module.classes if isinstance(module, (Container, TracedModule)) else ("Module",)
+    return {"kind": "container", "classes": list(classes), "attributes": attributes, **_state_names(module)}
+
+
+def _state_names(module: nn.Module) -> dict[str, Any]:
+    return {
+        "parameters": {k: v is not None for k, v in module._parameters.items()},
+        "buffers": {k: v is not None for k, v in module._buffers.items()},
+    }
+
+
+def _class_record(module: nn.Module, path: str) -> dict[str, Any]:
+    cls = type(module)
+    if torch_classes().get(cls.__name__) is cls:
+        return {"kind": "module", "class": cls.__name__}
+    name = block_name(cls) or f"{cls.__module__}:{cls.__qualname__}"
+    if not is_import_path(name):
+        raise ArtifactError(
+            f"'{path}' is of the class {cls.__qualname__} of {cls.__module__}, which nobody else can import: define it at "
+            "the top of a module of its own"
+        )
+    return {"kind": "block" if getattr(cls, "is_block", False) else "leaf", "class": name}
+
+
+def _by_constructor(module: nn.Module) -> dict[str, Any]:
+    """Raises an error that says why where no arguments give an equal module."""
+    arguments = constructor_arguments(module)
+    rebuilt = construct(type(module), arguments)
+    ours, theirs = _facts(module), _facts(rebuilt)
+    changed = {name: value for name, value in _attributes(module).items() if theirs.get(name) != ours[name]}
+    record = {"arguments": _encode_all(arguments), "attributes": _encode_all(changed)}
+    vars(rebuilt).update(changed)
+    if problem := difference(module, rebuilt):
+        raise ValueError(problem)
+    return record
+
+
+def constructor_arguments(module: nn.Module) -> dict[str, Any]:
+    """What `type(module)` was called with, read from the attributes that bear the names of its parameters."""
+    found = {}
+    for parameter in written_parameters(type(module)):
+        name = parameter.name
+        value = getattr(module, name, parameter.empty)
+        if name in module._parameters:
+            value = module._parameters[name] is not None
+        if value is parameter.empty or isinstance(value, (torch.Tensor, nn.Module)) or inspect.ismethod(value):
+            if parameter.default is parameter.empty:
+                raise ValueError(f"the constructor argument '{name}' is not kept as an attribute of the same name")
+            continue
+        if type(value) is not type(parameter.default) or value != parameter.default:
+            found[name] = value
+    return found
+
+
+def _encode_all(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: _encode(value) for key, value in values.items()}
+
+
+def _encode(value: Any) -> Any:
+    name = function_name(value) if callable(value) and not isinstance(value, type) else None
+    return {"function": name} if name else encode(value)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {k: v for k, v in vars(module).items() if k not in INTERNAL and not getattr(v, "is_runtime_state", False)}
+
+
+def _facts(module: nn.Module) -> dict[str, Any]:
+    """What a module and those in it are, by name: classes, attributes, tensors without their values and dtypes, text."""
+    found: dict[str, Any] = {"its text": repr(module)}
+    tensors = []
+    for path, m in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        found[f"{prefix}__class__"] = type(m)
+        found.update({prefix + name: _comparable(value) for name, value in _attributes(m).items()})
+        for table in (m._parameters, m._buffers):
+            for key, tensor in table.items():
+                mark = (table is m._parameters, key in m._non_persistent_buffers_set)
+                tensors.append((prefix + key, None if tensor is None else (tuple(tensor.shape), *mark)))
+    return {**found, "its tensors": tuple(tensors)}
+
+
+def _comparable(value: Any) -> Any:
+    """What is equal for attributes that are alike, as they are written or else by their text: 1 is not True here."""
+    try:
+        return repr(_encode(value))
+    except Unportable:
+        pass
+    if isinstance(value, (list, tuple)):  # the flat weights of an RNN, which its constructor gathers
+        return (type(value), *map(type, value))
+    return id(value) if isinstance(value, torch.Tensor) or callable(value) else (type(value), repr(value))
+
+
+def difference(module: nn.Module, rebuilt: nn.Module) -> str | None:
+    """How a rebuilt module differs from the one it is to replace, tensors' values and dtypes aside; None if not."""
+    ours, theirs = _facts(module), _facts(rebuilt)
+    differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return f"what the constructor makes differs in {', '.join(differing[1:4] or differing)}" if differing else None
+
+
+# --- read
+
+
+def read_modules(
+    records: Mapping[str, ModuleRecord], allow: Sequence[str], tensors: Collection[str] = (), limits: Limits = DEFAULT
+) -> dict[str, nn.Module]:
+    """Every module of the records by its path, on the meta device; '' is the tree. Raises ArtifactError.
+
+    `tensors` are the names of all parameters and buffers: no constructor makes many more than they say.
+    """
+    return _Reader(allow, tensors, limits).read(records)
+
+
+class _Reader:
+    def __init__(self, allow: Sequence[str], tensors: Collection[str], limits: Limits) -> None:
+        self.allow, self.limits = allow, limits
+        self.made: dict[str, nn.Module] = {}
+        self.expected: Counter[str] = Counter()  # how many tensors lie below each path
+        for name in tensors:
+            parts = name.split(".")[: limits.depth]
+            self.expected.update(".".join(parts[:count]) for count in range(len(parts)))
+
+    def read(self, records: Mapping[str, ModuleRecord]) -> dict[str, nn.Module]:
+        if "" not in records or records[""].kind != "container":
+            raise ArtifactError("graph.json: the modules must have an entry '' that is a container")
+        for path, record in records.items():
+            if path and check_path(path, "module path").count(".") >= self.limits.depth:
+                raise ArtifactError(f"graph.json: the module {shown(path)} lies deeper than {self.limits.depth}")
+            self._attach(path, self._module(path, record))
+        return self.made
+
+    def _attach(self, path: str, module: nn.Module | None) -> None:
+        if path:
+            parent, _, key = path.rpartition(".")
+            if parent not in self.made or key in self.made[parent]._modules:
+                raise ArtifactError(f"graph.json: the module {shown(path)} has no place: its parent must come before it")
+            self.made[parent]._modules[key] = module
+        todo = [(path, module)]
+        while todo:  # by hand, as each name of a shared module counts
+            where, module = todo.pop()
+            if module is None:
+                continue
+            if len(self.made) >= self.limits.modules or where.count(".") >= self.limits.depth:
+                raise ArtifactError(f"graph.json: shared modules give more than {self.limits.modules} paths, or too deep ones")
+            self.made.setdefault(where, module)
+            todo += [(f"{where}.{key}" if where else key, child) for key, child in module._modules.items()]
+
+    def _module(self, path: str, record: ModuleRecord) -> nn.Module | None:
+        where = f"the module {shown(path)}"
+        if record.kind == "none":
+            return None
+        if record.kind == "same":
+            if record.same not in self.made or f"{path}.".startswith(f"{record.same}." if record.same else ""):
+                raise ArtifactError(f"graph.json: {where} is said to be {shown(record.same)}, which does not come before it")
+            return self.made[record.same]
+        attributes = {k: self._value(v, function=record.kind != "container") for k, v in record.attributes.items()}
+        if record.kind == "container":
+            for name, value in attributes.items():
+                check_name(name, f"attribute of {where}")
+                if not is_plain_attribute(name, value):
+                    raise ArtifactError(f"graph.json: {where} sets {shown(name)}, a part of every module, or no plain value")
+            container = Container(tuple(record.classes), attributes)
+            _empty_state(container, record)
+            return container
+        cls = self._class(record.kind, record.cls)
+        checked = getattr(cls, "by_constructor", False) is True  # which says what it may hold
+        if record.arguments is None or (checked and attributes):
+            if checked or issubclass(cls, nn.RNNBase):
+                raise ArtifactError(f"graph.json: {where}: a {cls.__name__} is made from constructor arguments only")
+            module = object.__new__(cls)
+            nn.Module.__init__(module)
+            _empty_state(module, record)
+        else:
+            module = self._constructed(cls, record.arguments, path, where)
+        for name, value in attributes.items():
+            _set_attribute(module, name, value, where)
+        return module
+
+    def _constructed(self, cls: type[nn.Module], given: dict[str, Any], path: str, where: str) -> nn.Module:
+        arguments = {check_name(k, "argument name"): self._value(v, function=True) for k, v in given.items()}
+        known = [p.name for p in written_parameters(cls)]
+        for name, value in arguments.items():
+            if name not in known:
+                near = did_you_mean(name, known)
+                raise ArtifactError(f"graph.json: {where}: a {cls.__name__} is not made with {shown(name)}{near}")
+            check_size(value, self.limits.size, f"{shown(name)} of {where}")
+        try:
+            with Budget(STEPS * (self.expected[path] + 16)):
+                return construct(cls, arguments)
+        except Exception as error:  # the constructor's, of torch or of a block that is allowed
+            raise ArtifactError(f"{where}: {cls.__qualname__} cannot be built again: {shown(str(error), 300)}") from error
+
+    def _class(self, kind: str, name: str) -> type[nn.Module]:
+        name = present(name)
+        if kind == "module":
+            if name in (known := torch_classes()):
+                return known[name]
+            raise ArtifactError(f"graph.json: torch.nn has no module class {shown(name)}{did_you_mean(name, known)}")
+        if kind == "block" and (block := block_class(name)) is not None:
+            return block
+        if kind == "block" and is_import_path(name) and name.partition(".")[0].partition(":")[0] == "fxplug":
+            hint = did_you_mean(name, block_classes()) + extensions.unusable_note()
+            raise ArtifactError(f"graph.json: fxplug has no block {shown(name)}{hint}")
+        cls = import_class(name, self.allow)
+        if not issubclass(cls, nn.Module) or (kind == "block" and getattr(cls, "is_block", False) is not True):
+            needed = "an nn.Module" + " with is_block" * (kind == "block")
+            raise ArtifactError(f"graph.json: {shown(name)} is no {kind}: it is not {needed}")
+        return cls
+
+    def _value(self, data: Any, function: bool) -> Any:
+        if function and type(data) is dict and list(data) == ["function"]:
+            return find_function(data["function"])
+        return decode(data, None, self.limits)
+
+
+def _set_attribute(module: nn.Module, name: str, value: Any, where: str) -> None:
+    """Set what `save` may have found: no attribute that a class or another part of the module answers for.
+
+    A plain value of the class may be overridden by one, as by an instance that differs from others of its kind.
+    """
+    check_name(name, f"attribute of {where}")
+    inherited = inspect.getattr_static(type(module), name, None)
+    if (
+        name in INTERNAL
+        or name.startswith("__")
+        or hasattr(nn.Module, name)
+        or any(name in table for table in (module._parameters, module._buffers, module._modules))
+        or isinstance(module, nn.RNNBase)
+        and name in WEIGHT_LISTS
+        or not (inherited is None or isinstance(inherited, PLAIN_TYPES) and isinstance(value, (*PLAIN_TYPES, list, tuple)))
+    ):
+        raise ArtifactError(f"graph.json: {where} sets {shown(name)}, which is part of every module of its class")
+    vars(module)[name] = value
+
+
+def _empty_state(module: nn.Module, record: ModuleRecord) -> None:
+    """Places for the parameters and buffers that `fill` will bring."""
+    tables: list[tuple[dict[str, bool], dict[str, Any]]] = [
+        (record.parameters, module._parameters), (record.buffers, module._buffers)
+    ]  # fmt: skip
+    for names, table in tables:
+        for key, there in names.items():
+            if "." in check_path(key, "tensor name"):
+                raise ArtifactError(f"graph.json: {shown(key)} is no tensor name: it has a dot")
+            table[key] = torch.empty(0, device="meta") if there else None
+
+
+def fill(root: nn.Module, values: Callable[[str], torch.Tensor], persistent: Callable[[str], bool]) -> None:
+    """Put the tensors of an artifact, asked for by name, in their places."""
+    for path, module in root.named_modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    name = f"{path}.{key}" if path else key
+                    table[key] = values(name)
+                    if isinstance(table[key], nn.Parameter) is not (table is module._parameters):
+                        raise ArtifactError(f"graph.json: {shown(name)} is a parameter in one place and a buffer in another")
+                    if table is module._buffers and not persistent(name):
+                        module._non_persistent_buffers_set.add(key)
+        if quantised.is_own_layer(module):
+            check_layer(path, module)
+            quantised.settle(module)
+        if isinstance(module, nn.RNNBase):
+            list_weights(module)  # it keeps its weights in a list as well
