@@ -48,12 +48,12 @@ class SpecError(FxplugError):
 
 @contextmanager
 def below(*path: str | int) -> Iterator[None]:
-    """Give SpecErrors that have no place yet the way `path` before their own."""
+    """Give SpecErrors the way `path` before their own; one with a place in another file keeps that in its text."""
     try:
         yield
     except SpecError as error:
         if error.located:
-            raise
+            raise SpecError(str(error), path=path) from error.__cause__
         raise SpecError(error.finding, path=(*path, *error.path), key=error.key) from error.__cause__
 
 

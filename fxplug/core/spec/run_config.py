@@ -18,13 +18,13 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from ..errors import DEFAULT, Limits, SpecError, did_you_mean, dotted
+from ..errors import DEFAULT, Limits, SpecError, below, did_you_mean, dotted
 from ..reading import reported
 from .model_section import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs
 from .pass_file import find_file, open_pass
 from .rules import COMMON, Pass, check_common
 from .train_section import Data, Export, Train
-from .yaml_source import QUOTES, Section, Source, Where, below, fields, findings, parse_yaml, read_yaml, setting, shown
+from .yaml_source import QUOTES, Section, Source, Where, fields, findings, parse_yaml, read_yaml, setting, shown
 
 FREE = ("inputs", "train", "data", "export")  # sections that --set makes where none is
 

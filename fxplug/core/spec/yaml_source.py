@@ -95,17 +95,6 @@ class Source:
                 raise self.error(f"missing key '{key}'", *path)
 
 
-@contextmanager
-def below(*path: str | int) -> Iterator[None]:
-    """Give errors about a value at `path` that way; one with a place of its own, as in another file, keeps it in its text."""
-    try:
-        yield
-    except SpecError as error:
-        if error.located:
-            raise SpecError(str(error), path=path) from None
-        raise SpecError(error.finding, path=(*path, *error.path), key=error.key) from None
-
-
 class _Beyond(yaml.MarkedYAMLError):
     """YAML that may be valid, and is not read to its end."""
 
