@@ -536,19 +536,36 @@ def table(n: int) -> torch.Tensor:
     return torch.ones(n)
 
 
+def kept_outside_of_exports(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `lru_cache_unless_export` of diffusers."""
+    cached = functools.lru_cache(function)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return function(*args) if torch.compiler.is_exporting() else cached(*args)
+
+    wrapper.cached = cached  # type: ignore[attr-defined]
+    return wrapper
+
+
 class Tables:
     @functools.lru_cache  # noqa: B019
     def table(self, n: int) -> torch.Tensor:
+        return torch.ones(n)
+
+    @kept_outside_of_exports
+    def wrapped(self, n: int) -> torch.Tensor:
         return torch.ones(n)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_functions_that_keep_their_results_keep_none_of_a_trace(device: str) -> None:
     with torch.device(device):
-        model, x = Holding(lambda m, x: x + table(4) + m.tables.table(4)), X().to(device)
+        model, x = Holding(lambda m, x: x + table(4) + m.tables.table(4) + m.tables.wrapped(4)), X().to(device)
     model.tables = Tables()
     gm = fxplug.trace(model, x)
-    assert table.cache_info().currsize == Tables.table.cache_info().currsize == 0
+    for function in (table, Tables.table, Tables.wrapped.cached):
+        assert function.cache_info().currsize == 0
     if device == "cpu":
         assert torch.equal(gm(x), model(x))
 

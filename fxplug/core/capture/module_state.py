@@ -429,11 +429,16 @@ def _is_plain(cls: type) -> bool:
 
 
 def _caches(kinds: set[type]) -> list[Any]:
-    """The functions that keep their results, of classes and of their files: a run on fake tensors would leave some of these."""
+    """The functions that keep their results, of classes and of their files: a run on fake tensors would leave some of these.
+
+    A decorator may hold such a function in its closure, as diffusers' `lru_cache_unless_export` does.
+    """
     classes = {base for kind in kinds for base in kind.__mro__ if not is_foreign(base)}
     spaces = [vars(sys.modules[name]) for name in {c.__module__ for c in classes} if name in sys.modules]
     values = [value for space in (*map(vars, classes), *spaces) for value in list(space.values())]
     found = [value.__func__ if isinstance(value, (staticmethod, classmethod)) else value for value in values]
+    cells = [cell for value in found if isinstance(value, types.FunctionType) for cell in value.__closure__ or ()]
+    found += [cell.cell_contents for cell in cells if cell != types.CellType()]
     return [value for value in found if isinstance(value, CACHE)]
 
 
