@@ -8,7 +8,7 @@ TORCH := oldest
 TESTS := -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help install constraints demo test test-slow test-gpu versions lint fuzz pages zoo parallel-table seeds formats bench clean
+.PHONY: help install constraints demo test suite test-slow test-gpu versions lint fuzz pages zoo parallel-table seeds formats bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -35,9 +35,12 @@ lint: install  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy fxplug
 
-test: export HF_HUB_OFFLINE = 1
-test: export PYTHONDONTWRITEBYTECODE =
-test: lint  ## lint, then all tests but the slow and the GPU ones
+test: install  ## lint, and beside it all tests but the slow and the GPU ones
+	@$(MAKE) --no-print-directory --jobs=2 lint suite
+
+suite: export HF_HUB_OFFLINE = 1
+suite: export PYTHONDONTWRITEBYTECODE =
+suite: install
 	@command -v chromedriver > /dev/null || echo "tests in a browser are skipped: apt-get install chromium chromium-driver"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu" --durations=25
 

@@ -15,6 +15,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -86,7 +87,7 @@ WAYS = {
     "nf4 of torchao": lambda m: replaced(m, nf4),
 }
 BNB = [way for way in WAYS if way.endswith("bitsandbytes")]
-each = pytest.mark.parametrize("way", WAYS)
+each = sweep("way", WAYS, "nf4 of bitsandbytes", "int8 of bitsandbytes", "int8 of torchao", "nf4 of torchao")
 
 
 @cache

@@ -109,7 +109,7 @@ class Wrong(torch.nn.Module):
 @pytest.mark.parametrize(
     ("fault", "kind", "what"),
     [
-        ("second call", "silent", "as traced: output"),
+        ("second call", "silent", "as traced, twice: output"),
         ("gradient", "silent", "gradient of"),
         ("input", "silent", "inputs afterwards"),
         ("random", "silent", "random state"),
@@ -135,5 +135,6 @@ def test_the_judge_sees_each_kind_of_fault(monkeypatch, fault, kind, what):
     monkeypatch.setattr(fxplug, "trace", faulty)
     program = random_models.program(0, False, only="conv")
     program.result = "tensor"
-    found = fuzz_models.judge(program, [w for w in fuzz_models.WAYS if w.name in ("as traced", "backward", "flag")])
+    names = ("as traced", "as traced, twice", "backward", "flag")
+    found = fuzz_models.judge(program, [w for w in fuzz_models.WAYS if w.name in names])
     assert (found.kind, what in found.what) == (kind, True), found
