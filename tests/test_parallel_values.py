@@ -57,6 +57,22 @@ def same_gradients(gm, new, plan):
         torch.testing.assert_close(sum(g[index] for g in found) / 2, gradient, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_bias_in_half_precision_is_added_by_one_process(device):
+    """The rounding of a sum of 64 products in bfloat16 would hide a bias that is there twice."""
+
+    def make():
+        return Tokens(width=64).bfloat16()
+
+    example = x(width=64).bfloat16()
+    gm, planned = traced(make, example), traced(lambda: make().to(device), example.to(device))
+    plan = fxplug.parallel_plan(planned, example.to(device), tensor=2, check=False)
+    new = fxplug.parallelize(gm, plan)
+    with torch.no_grad():
+        for found in pretended(plan.ways, lambda rank: new(example)):
+            torch.testing.assert_close(found, gm(example), rtol=2e-2, atol=2e-2)
+
+
 # --- how results are compared
 
 

@@ -23,6 +23,7 @@ HELD = 1 << 27  # bytes of weights, in the stead of those that have no values, t
 EMPTY = ("empty", "empty_like", "new_empty")
 RANGE = 2  # random whole numbers are below
 LARGE = 2.0**40
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class Tries:
@@ -42,7 +43,11 @@ class Tries:
     # --- values
 
     def random(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Values of their own: floating-point ones lie between 0.1 and 1.1, so that logarithms and roots have values too."""
+        """Values of their own: floating-point ones lie between 0.1 and 1.1, so that logarithms and roots have values too.
+
+        Half precision is tried in float32, as its rounding would hide what is added once too often.
+        """
+        dtype = torch.float32 if dtype in HALVES else dtype
         if dtype.is_complex:
             return torch.complex(*(self.random(shape, torch.float32) for _ in range(2))).to(dtype)
         found = torch.empty(tuple(shape), dtype=dtype if dtype.is_floating_point else torch.float32)
@@ -76,7 +81,7 @@ class Tries:
         # what is the mean of many may not look like that of their parts
         ramp = torch.linspace(0.5, 2, size).view([-1 if d == place.dim else 1 for d in range(len(shape))])
         found = self.random(shape, tensor.dtype)
-        return (found * ramp).to(tensor.dtype) if tensor.dtype.is_floating_point else found
+        return (found * ramp).to(found.dtype) if found.is_floating_point() else found
 
     def part(self, whole: Tensor, place: Place | None, rank: int, written: bool = True) -> Tensor:
         """What a process has of a tensor: the tensor itself where it is whole, and not `written`."""
@@ -107,10 +112,10 @@ class Tries:
                 raise Refused(f"'{node.name}': {type(error).__name__}: {error}") from error
 
     def module(self, path: str) -> nn.Module:
-        """A module of the model; one without values with random ones, as others like it."""
+        """A module of the model; one without values, or in half precision, with random ones, as others like it."""
         found = self.gm.get_submodule(path)
         tensors = list(itertools.chain(found.parameters(), found.buffers()))
-        if not any(t.is_meta for t in tensors):
+        if not any(t.is_meta or is_half(t) for t in tensors):
             return found
         key = (type(found), repr(found), *((tuple(t.shape), t.dtype) for t in tensors))
         if key not in self.modules:
@@ -123,6 +128,8 @@ class Tries:
     def filled(self, module: nn.Module) -> nn.Module:
         """A copy of a module on the CPU with random values."""
         new = copy.deepcopy(module).to_empty(device="cpu")
+        if any(map(is_half, itertools.chain(new.parameters(), new.buffers()))):
+            new.float()
         with torch.no_grad():
             for tensor in itertools.chain(new.parameters(), new.buffers()):
                 if tensor.is_floating_point() and tensor.is_contiguous():
@@ -316,6 +323,11 @@ class Tries:
             if all(alike(whole.index_select(dim, r), g) for r, g in zip(rows, got, strict=True)):
                 return place
         return None
+
+
+def is_half(tensor: Tensor) -> bool:
+    """Whether a tensor is a plain one in half precision."""
+    return tensor.dtype in HALVES and type(tensor) in (Tensor, nn.Parameter)
 
 
 def numbered(value: Any, function: Callable[[int, Any], Any]) -> Any:
