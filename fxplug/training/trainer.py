@@ -237,8 +237,7 @@ class Trainer:
             if resume is not None:
                 restore(self, newest(Path(resume)))
             self.history = self.watch.rewind(self.progress.step)
-            trains = sum(p.numel() for p in self.trained.values())
-            self.watch.start(self.module, (trains, sum(p.numel() for p in self.module.parameters())))
+            self.watch.start(self.module, self.counts())
             for line in (*self.data.notes(self.task), *self.progress.notes()):
                 self.watch.note(line)
             begun = time.perf_counter()
@@ -272,6 +271,10 @@ class Trainer:
         finally:
             self._close()
         self.plugins.call("on_training_end", global_step=self.progress.seen)
+
+    def counts(self) -> tuple[int, int]:
+        """Parameters that train, and all."""
+        return sum(p.numel() for p in self.trained.values()), sum(p.numel() for p in self.module.parameters())
 
     def _epoch(self) -> None:
         progress = self.progress
