@@ -1,0 +1,76 @@
+"""Every command and block of code in the documentation is run, or says why not; every name in its text exists."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import doc_blocks
+import pytest
+import typer
+from doc_blocks import PAGES, ROOT, blocks
+
+import fxplug
+from fxplug.__main__ import app
+
+VERBS = typer.main.get_command(app)
+NAMES = {str(page.relative_to(ROOT)): page for page in PAGES}
+WITH_CODE = [name for name, page in NAMES.items() if any(b.language in doc_blocks.RUN for b in blocks(page.read_text("utf-8")))]
+QUICK = {"README.md", "docs/guides/zhijian.md"}
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in WITH_CODE])
+def test_the_code_of_a_page_runs_and_prints_what_is_shown(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "120")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of diffusers, PEFT and torch, which are not ours to mend
+        doc_blocks.run(NAMES[name])
+
+
+def test_what_is_not_run_is_listed_with_its_reason(golden):
+    left = [f"{name}: {b.not_run}: {b.code.strip().splitlines()[0]}" for name, page in NAMES.items()
+            for b in blocks(page.read_text("utf-8")) if b.not_run]  # fmt: skip
+    golden("docs_not_run", "\n".join(left) + "\n")
+
+
+@pytest.mark.parametrize("text", [
+    "```python\nprint(1)\n```\n```text\n2\n```\n",
+    "```python\nunknown\n```\n",
+    "```console\n$ fxplug rewrit x\n```\n",
+    "```console\n$ rm x\n```\n",
+    "```console\n$ fxplug passes lora\nloha\n```\n",
+    "```yaml\npasses: [{lora: {rnk: 3}}]\n```\n",
+    "```rust\nfn\n```\n",
+])  # fmt: skip
+def test_a_page_that_is_wrong_fails(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    monkeypatch.setattr(doc_blocks, "ROOT", tmp_path)
+    with pytest.raises(AssertionError, match="page.md:1"):
+        doc_blocks.run(page)
+
+
+def inline(name):
+    """The pieces of code within the text of a page."""
+    text = re.sub(r"^( *)```.*?^\1```$|<!--.*?-->", "", NAMES[name].read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_and_names_in_the_text_exist(name):
+    for code in inline(name):
+        for path in re.findall(r"\bfxplug\.(\w+)", code):
+            assert path in {*fxplug.__all__, "yaml"} or path in LAYERS or path.endswith("_halve"), f"{name}: `{code}`"
+        if verb := re.match(r"(?:\$ )?fxplug (\w+)(.*)", code.replace("\\|", "|")):
+            command = VERBS.get_command(None, verb[1])
+            assert command, f"{name}: `{code}`: no such verb"
+            if hasattr(command, "commands"):
+                continue
+            known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+            assert set(re.findall(r"(?<!\S)\[?(-{1,2}[a-z][\w-]*)", verb[2])) <= known, f"{name}: `{code}`"
+
+
+LAYERS = {path.stem for path in (ROOT / "fxplug").iterdir()}
