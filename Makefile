@@ -68,7 +68,7 @@ pages: install  ## write what the code says of itself below docs/reference: pass
 docs: $(STAMP)  ## build the documentation into out/docs: open out/docs/index.html
 	$(BIN)/python -c 'import mkdocs, mkdocs_jupyter, mkdocstrings, material' 2> /dev/null \
 		|| $(BIN)/python -m pip install -e '.[docs]' -c constraints.txt
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file .ci/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .ci/mkdocs.yml
 
 zoo: install  ## trace the model zoo and print what is exact
 	$(BIN)/python benchmarks/exactness.py

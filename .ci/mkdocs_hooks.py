@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import re
 from pathlib import Path
@@ -41,7 +42,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if picture or "://" in link or not target.startswith("../"):
             return match[0]
         name = target.removeprefix("../")
-        assert (DOCS.parent / name).exists(), f"{page.file.src_uri}: {link} leads nowhere"
+        if not (DOCS.parent / name).exists():
+            logging.getLogger("mkdocs.hooks").warning("%s: %s leads nowhere", page.file.src_uri, link)
         plain = text.replace("\\_", "_").strip("`")
         return f"`{name}`" if plain in name else f"{text} (`{name}`)"
 

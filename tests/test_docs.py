@@ -15,11 +15,15 @@ from fxplug.__main__ import app
 
 VERBS = typer.main.get_command(app)
 NAMES = {str(page.relative_to(ROOT)): page for page in PAGES}
-WITH_CODE = [name for name, page in NAMES.items() if any(b.language in doc_blocks.RUN for b in blocks(page.read_text("utf-8")))]
-QUICK = {"README.md", "docs/guides/zhijian.md"}
+LANGUAGES = {name: {block.language for block in blocks(page.read_text("utf-8"))} for name, page in NAMES.items()}
+WITH_CODE = [  # those that only have YAML are read in no time
+    pytest.param(name, marks=[pytest.mark.slow] * bool(languages - {"yaml"}))
+    for name, languages in LANGUAGES.items() if languages & {*doc_blocks.RUN}
+]  # fmt: skip
+FOUND_IN = {"TracedModule", "Site", "OnnxModel", "Package", "Page", "Run", "Result"}  # what another function gives
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in WITH_CODE])
+@pytest.mark.parametrize("name", WITH_CODE)
 def test_the_code_of_a_page_runs_and_prints_what_is_shown(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -27,6 +31,17 @@ def test_the_code_of_a_page_runs_and_prints_what_is_shown(name, tmp_path, monkey
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of diffusers, PEFT and torch, which are not ours to mend
         doc_blocks.run(NAMES[name])
+
+
+def test_every_public_name_has_its_entry_and_an_example_below_it():
+    api = [page.read_text("utf-8") for page in PAGES if page.parent.name == "api" or page.name == "errors.md"]
+    entries = re.findall(r"^::: (\S+)$", "\n".join(api), re.MULTILINE)
+    assert sorted(name.removeprefix("fxplug.") for name in entries if name.count(".") == 1) == sorted(fxplug.__all__)
+    for text in api:
+        for group in re.findall(r"(?:^::: \S+\n+)+(?:(?!^:::)[\s\S])*", text, re.MULTILINE):
+            names = [name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", group, re.MULTILINE)]
+            code = "\n".join(block.code for block in blocks(group))
+            assert code and any(name in code or name in FOUND_IN for name in names), names
 
 
 def test_what_is_not_run_is_listed_with_its_reason(golden):
