@@ -20,7 +20,7 @@ WITH_CODE = [  # those that only have YAML are read in no time
     pytest.param(name, marks=[pytest.mark.slow] * bool(languages - {"yaml"}))
     for name, languages in LANGUAGES.items() if languages & {*doc_blocks.RUN}
 ]  # fmt: skip
-FOUND_IN = {"TracedModule", "Site", "OnnxModel", "Package", "Page", "Run", "Result"}  # what another function gives
+FOUND_IN = {"Adapters", "TracedModule", "Site", "OnnxModel", "Package", "Page", "Run", "Result"}  # what another function gives
 
 
 @pytest.mark.parametrize("name", WITH_CODE)
@@ -68,6 +68,9 @@ def test_a_page_that_is_wrong_fails(text, tmp_path, monkeypatch):
         doc_blocks.run(page)
 
 
+LAYERS = {path.stem for path in (ROOT / "fxplug").iterdir()}
+
+
 def inline(name):
     """The pieces of code within the text of a page."""
     text = re.sub(r"^( *)```.*?^\1```$|<!--.*?-->", "", NAMES[name].read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
@@ -78,8 +81,9 @@ def inline(name):
 def test_commands_and_names_in_the_text_exist(name):
     for code in inline(name):
         for path in re.findall(r"\bfxplug\.(\w+)", code):
-            assert path in {*fxplug.__all__, "yaml"} or path in LAYERS or path.endswith("_halve"), f"{name}: `{code}`"
-        if verb := re.match(r"(?:\$ )?fxplug (\w+)(.*)", code.replace("\\|", "|")):
+            assert path in {*fxplug.__all__, *LAYERS, "config"}, f"{name}: `{code}`"  # fxplug.config is a key of metadata
+        verb = re.match(r"fxplug (\w+)(.*)", code)
+        if verb and verb[1] not in ("VERB", "halve"):  # any; one of the package in guides/extending.md
             command = VERBS.get_command(None, verb[1])
             assert command, f"{name}: `{code}`: no such verb"
             if hasattr(command, "commands"):
@@ -88,4 +92,5 @@ def test_commands_and_names_in_the_text_exist(name):
             assert set(re.findall(r"(?<!\S)\[?(-{1,2}[a-z][\w-]*)", verb[2])) <= known, f"{name}: `{code}`"
 
 
-LAYERS = {path.stem for path in (ROOT / "fxplug").iterdir()}
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {fxplug.__version__}\n" in (ROOT / "CITATION.cff").read_text()
