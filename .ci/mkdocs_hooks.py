@@ -9,28 +9,40 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs"
-SECTIONS = {
+API = ("core", "adapters", "lowering", "exports", "training", "pipelines", "step_caches", "parallel", "more")
+GUIDES = """
+    configurations passes training pipelines adapters exports step_caches parallel report tracing
+    coming-from hcp zhijian extending
+""".split()  # noqa: SIM905
+SECTIONS: dict[str, list[Any]] = {
     "Tutorials": ["tutorials/*.ipynb"],
-    "Guides": [f"guides/{name}.md" for name in (
-        "configurations", "passes", "training", "pipelines", "adapters", "exports", "step_caches", "parallel", "report",
-        "tracing", "coming-from", "hcp", "zhijian", "extending",
-    )],
-    "Reference": ["reference/verbs.md", "reference/keys.md", "reference/passes.md", "reference/passes/**/*.md",
-                  "reference/api/*.md", "reference/errors.md", "reference/adapter_files.md"],
+    "Guides": [f"guides/{name}.md" for name in GUIDES],
+    "Reference": [
+        "reference/verbs.md", "reference/keys.md", {"Passes": ["reference/passes.md", "reference/passes/**/*.md"]},
+        {"Python": [f"reference/api/{name}.md" for name in API]}, "reference/errors.md", "reference/adapter_files.md",
+    ],
 }  # fmt: skip
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: Any) -> Any:
     """Fill the empty sections of `nav` with the files that are there; one without files goes."""
-    for section in list(config.nav):
-        ((title, pages),) = section.items() if isinstance(section, dict) else ((section, None),)
-        if title in SECTIONS:
-            found = [path for pattern in SECTIONS[title] for path in sorted(DOCS.glob(pattern))]
-            pages += [path.relative_to(DOCS).as_posix() for path in found]
-            if not pages:
-                config.nav.remove(section)
+    for section in [each for each in config.nav if isinstance(each, dict)]:
+        ((title, pages),) = section.items()
+        pages += _files(SECTIONS[title])
+        if not pages:
+            config.nav.remove(section)
     return config
+
+
+def _files(patterns: list[Any]) -> list[Any]:
+    found: list[Any] = []
+    for pattern in patterns:
+        if isinstance(pattern, dict):
+            found += [{title: _files(inner)} for title, inner in pattern.items()]
+        else:
+            found += [path.relative_to(DOCS).as_posix() for path in sorted(DOCS.glob(pattern))]
+    return found
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
