@@ -8,7 +8,7 @@ TORCH := oldest
 TESTS := -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help install constraints demo test suite test-slow test-gpu versions lint fuzz pages zoo parallel-table seeds formats bench clean
+.PHONY: help install constraints demo test suite test-slow test-gpu versions lint fuzz pages docs zoo parallel-table seeds formats bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -61,8 +61,14 @@ fuzz: install  ## attack readers, tracer and switches with CASES=10000 random ca
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)
 
 pages: export HF_HUB_OFFLINE = 1
-pages: install  ## write examples/passes: a page about each pass
-	$(BIN)/fxplug passes --pages examples/passes
+pages: install  ## write what the code says of itself below docs/reference: passes, verbs, keys
+	$(BIN)/fxplug passes --pages docs/reference/passes
+	$(BIN)/python .ci/reference.py docs/reference
+
+docs: $(STAMP)  ## build the documentation into out/docs: open out/docs/index.html
+	$(BIN)/python -c 'import mkdocs, mkdocs_jupyter, mkdocstrings, material' 2> /dev/null \
+		|| $(BIN)/python -m pip install -e '.[docs]' -c constraints.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .ci/mkdocs.yml
 
 zoo: install  ## trace the model zoo and print what is exact
 	$(BIN)/python benchmarks/exactness.py
@@ -75,7 +81,7 @@ seeds: install  ## hold the files and plugins of HCP-Diffusion, EveryDream2train
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/seeds.py $(SEEDS)
 
 formats: export HF_HUB_OFFLINE = 1
-formats: install  ## print which adapter files are read and how exactly, beside PEFT and LyCORIS, and write docs/formats.md
+formats: install  ## print which adapter files are read and how exactly, beside PEFT and LyCORIS, and write docs/reference/adapter_files.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/formats.py --write
 
 bench: install  ## measure tracing, ControlNet in one graph, training steps, and adapters at run time

@@ -1,4 +1,4 @@
-"""Which adapter files are read, and how exactly: `make formats`, which prints the tables of docs/formats.md.
+"""Which adapter files are read, and how exactly: `make formats`, which prints the tables of docs/reference/adapter_files.md.
 
 By trainer: the names of tests/data/trainer_keys.yaml, from trainers' sources, and how many find the layers that they mean.
 By family: of each model of diffusers in the zoo that has names of its first code base, a LoRA of all layers that these name,
@@ -275,7 +275,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/formats.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/reference/adapter_files.md")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -288,7 +288,7 @@ def main() -> int:
     family_table = table(["model", "family", "layers with such names", *PREFIXES], list(families()))
     print(family_table)
     if options.write:
-        page = ROOT / "docs/formats.md"
+        page = ROOT / "docs/reference/adapter_files.md"
         text = page.read_text()
         for name, made in (("kinds", kind_table), ("trainers", trainer_table), ("families", family_table)):
             start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from .parallel.plan import Plan, parallel_plan, parallelize
     from .pipelines.control import controlnet_of
     from .pipelines.diffusers_types import pipeline_part
+    from .pipelines.rewriting import rewrite_pipeline
     from .pipelines.tracing import load_pipeline, save_pipeline, trace_pipeline
     from .reporting.contents import Page
     from .reporting.reports import report

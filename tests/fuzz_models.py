@@ -4,7 +4,7 @@ A verdict is one of
   equal    traced, and no difference at any call that its guards admit
   guarded  the same, and at least one call was turned away by a GuardError
   warned   the same but for gradients, and trace warned of a backward that it cannot keep
-  said     a difference that docs/python.md names: gradients of values kept of weights, writes through `x.data`, the
+  said     a difference that docs/guides/tracing.md names: gradients of values kept of weights, writes through `x.data`, the
            rounding of a kernel that `sdpa_kernel` chooses
   looser   the same, but for calls that the model itself fails on
   refused  trace raised a TraceError
@@ -38,7 +38,7 @@ import fxplug
 
 MISSES = ("silent", "raw", "useless", "dirty", "hang")
 SECONDS = 60  # one model
-# what docs/python.md says of these steps: part of a name, and of what is found then
+# what docs/guides/tracing.md says of these steps: part of a name, and of what is found then
 SAID = {
     "first_call_of": ": one instead of none", "input_data": "has been modified by an inplace operation",
     "sdpa_kernel": " differs by ",

@@ -229,7 +229,7 @@ def test_gradients_of_what_inductor_compiles(trained):
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="torch 2.15 gives the memory of what a nested region keeps for the backward pass away")
 def test_torch_itself_computes_gradients_through_nested_regions():
-    """docs/inside.md tells why they are wrong. When this passes, `Nested` may be nested with gradients too."""
+    """docs/contributing.md tells why they are wrong. When this passes, `Nested` may be nested with gradients too."""
 
     def region(x, w):
         return x + x @ w

@@ -203,10 +203,10 @@ def test_imports_between_extensions_are_bases():
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The package of docs/extending.md, installed in a folder of its own."""
+    """The package of docs/guides/extending.md, installed in a folder of its own."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
-    page = (PATHS["core.errors"].parents[2] / "docs/extending.md").read_text()
-    for name, text in re.findall(r"<!-- (\S+) -->\n```\w+\n(.*?)```", page, re.DOTALL):
+    page = (PATHS["core.errors"].parents[2] / "docs/guides/extending.md").read_text()
+    for name, text in re.findall(r'```\w+ title="(\S+)"\n(.*?)```', page, re.DOTALL):
         (source / name).write_text(text)
     assert sorted(path.name for path in source.iterdir()) == ["halve.py", "halve.yaml", "setup.cfg"]
     (source / "setup.py").write_text("import setuptools; setuptools.setup()")

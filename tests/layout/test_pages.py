@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
 from sweeps import sweep
 
 from fxplug.core.cli.pages import page
-from fxplug.core.spec import schema as json_schema
 from fxplug.core.spec.pass_file import open_pass, shipped
 from fxplug.core.spec.schema import PARAMETERS
 
-PAGES = Path(__file__).parents[2] / "examples" / "passes"
+PAGES = Path(__file__).parents[2] / "docs/reference/passes"
 
 
 @sweep("name", shipped("passes"), "lora", "skip", "vpt")
@@ -30,5 +30,6 @@ def test_there_is_a_page_for_every_pass_and_no_other():
     assert sorted(p.relative_to(PAGES).with_suffix("").as_posix() for p in PAGES.rglob("*.md")) == sorted(shipped("passes"))
 
 
-def test_the_page_of_keys_is_the_one_that_is_made():
-    assert (PAGES.parents[1] / "docs" / "keys.md").read_text() == json_schema.page()
+def test_the_pages_about_keys_verbs_and_passes_are_those_that_are_made():
+    made = runpy.run_path(str(PAGES.parents[2] / ".ci/reference.py"))["pages"]()
+    assert {name: (PAGES.parent / name).read_text() for name in made} == made

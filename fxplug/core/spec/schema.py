@@ -139,14 +139,14 @@ def _kind(default: Any) -> dict[str, Any]:
 
 
 def page() -> str:
-    """Every key of a configuration as Markdown: what `docs/keys.md` holds."""
+    """Every key of a configuration as Markdown: what `docs/reference/keys.md` holds."""
     made = schema()
     parts = {"Config": made, **made["$defs"]}
     lines = [
         "# Keys of a configuration",
         "",
-        "Written by `fxplug schema --page`; `fxplug schema` gives the same to an editor. What a pass takes stands on",
-        "[its own page](../examples/passes), and in `fxplug passes NAME`.",
+        "Written by `fxplug schema --page`; `fxplug schema` gives the same to an editor. What a pass takes is on",
+        "[its own page](passes.md), and in `fxplug passes NAME`.",
     ]
     for section, title in SECTIONS.items():
         lines += ["", f"## {title}", "", "| key | default | example | |", "|---|---|---|---|"]

@@ -56,7 +56,7 @@ class Nested(nn.Module):
             return as_listened(self.code, self.body, *(map(_in_order, args) if is_set_aside() else args))
         if torch.compiler.is_exporting():  # an exported program is flat
             return self.body(*args)
-        if torch.is_grad_enabled():  # torch 2.15 computes wrong gradients through nested compile regions: docs/inside.md
+        if torch.is_grad_enabled():  # torch 2.15 computes wrong gradients through nested compile regions: docs/contributing.md
             return self.body(*args)
         with self.constant_floats:
             return self.compiled_once(self.body, *args)

@@ -1,0 +1,79 @@
+"""Write the pages of docs/reference that the code itself says: `python .ci/reference.py FOLDER` (part of `make pages`)."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from fxplug.__main__ import app
+from fxplug.core.spec.pass_file import open_pass, shipped
+from fxplug.core.spec.schema import page as keys
+
+VERBS = """# Verbs of the command line
+
+Written by `make pages` from what `fxplug VERB --help` says.
+
+`CONFIG` is a file or the name of a shipped configuration: `quickstart`, `vit_lora`, `sd15_meta`. `DIR` is the folder of a
+saved rewrite. Results go to stdout, progress and errors to stderr. A mistake in a configuration is one message and exit code 1,
+a wrong call exit code 2; `--debug` shows the traceback. `fxplug --install-completion` lets the shell complete verbs, options,
+configurations and passes.
+"""
+PASSES = """# Passes
+
+Written by `make pages`. Each pass has a page with its parameters and the diff that it makes on a small model;
+`fxplug passes NAME --page` prints it. How to write a pass: [guide](../guides/passes.md).
+
+| pass | |
+|---|---|
+"""
+
+
+def pages() -> dict[str, str]:
+    """The text of each page by its name."""
+    command: Any = typer.main.get_command(app)
+    verbs = "\n".join(line for name in command.list_commands(None) for line in verb(name, command.get_command(None, name)))
+    rows = [f"| [{name}](passes/{name}.md) | {cell(open_pass(name).source.data['about'])} |" for name in shipped("passes")]
+    return {"verbs.md": f"{VERBS}\n{verbs}", "passes.md": PASSES + "\n".join(rows) + "\n", "keys.md": keys()}
+
+
+def verb(path: str, command: Any, level: int = 2) -> Iterator[str]:
+    """The section of a verb, and of the verbs below it."""
+    usage = [name(p) if p.required else f"[{name(p)}]" for p in command.params if p.param_type_name == "argument"]
+    help = inspect.cleandoc(command.help or "").replace("\f", "")
+    yield f"{'#' * level} {path}\n\n{help}\n"
+    if inner := getattr(command, "commands", None):
+        for each in inner:
+            yield from verb(f"{path} {each}", inner[each], level + 1)
+        return
+    yield f"    fxplug {' '.join([path, *usage])} [OPTIONS]\n"
+    shown = [p for p in command.params if not p.hidden and "--debug" not in p.opts]
+    rows = [f"| {written(p)} | {cell(p.help or '')} |" for p in shown]
+    if rows:
+        yield "\n".join(["| | |", "|---|---|", *rows]) + "\n"
+
+
+def name(parameter: Any) -> str:
+    """An argument as it is typed."""
+    return (parameter.metavar or parameter.name).strip("[]").upper() + ("..." if parameter.nargs == -1 else "")
+
+
+def written(parameter: Any) -> str:
+    """How a parameter is typed."""
+    if parameter.param_type_name == "argument":
+        return f"`{name(parameter)}`"
+    return ", ".join(f"`{option}`" for option in [*parameter.opts, *parameter.secondary_opts])
+
+
+def cell(text: str) -> str:
+    """A text within a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    for file, text in pages().items():
+        Path(sys.argv[1], file).write_text(text, "utf-8")
