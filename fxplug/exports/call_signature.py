@@ -225,7 +225,9 @@ class Signature:
         if len(self._seen) < SEEN:
             self._seen.add(key)
 
-    def _check_tensor(self, tensor: torch.Tensor, expected: _TensorArgument, where: str, sizes: dict[str, tuple[int, str]]) -> None:
+    def _check_tensor(
+        self, tensor: torch.Tensor, expected: _TensorArgument, where: str, sizes: dict[str, tuple[int, str]]
+    ) -> None:
         if tensor.dtype != expected.dtype:
             raise FxplugError(f"{where} is {tensor.dtype}; this {self.made} for {expected.dtype}")
         if tensor.device != self.device:
