@@ -46,7 +46,7 @@ def test_a_parallel_artifact_of_format_1(name, kind):
 
 @pytest.mark.parametrize("path", BLOCKS)
 def test_a_block_has_its_old_import_path_for_ever(path):
-    assert block_classes()[present(path)].__qualname__ == path.partition(":")[2]
+    assert block_classes()[present(path)].__qualname__ == present(path).partition(":")[2]
     assert present(present(path)) == present(path)
 
 
