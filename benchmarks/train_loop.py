@@ -30,8 +30,8 @@ import fxplug
 from fxplug.core.spec.train_section import Data
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
+from fxplug.training.optimizer_step import Stepper
 from fxplug.training.plugins import Plugins
-from fxplug.training.stepping import Stepper
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH = 64 if DEVICE == "cuda" else 8

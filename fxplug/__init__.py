@@ -15,10 +15,10 @@ from .core import extensions
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .adapters.extracting import extract
+    from .adapters.extraction import extract
     from .adapters.file_passes import pass_for
     from .adapters.file_tools import convert_adapter, merge_adapters, resize_adapter
-    from .adapters.inspecting import inspect_adapter
+    from .adapters.inspection import inspect_adapter
     from .adapters.loading import load_adapter
     from .adapters.slots import Adapters
     from .adapters.writing import save_adapter
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
     from .exports.onnx_model import OnnxModel, load_onnx
     from .exports.package import Package, load_package
     from .lowerings.linear.fused import fuse
-    from .lowerings.linear.measuring import tune
+    from .lowerings.linear.measurement import tune
     from .lowerings.merging.fold import merge, unmerge
     from .lowerings.pipeline import lower
     from .lowerings.pruning import prune
-    from .parallel.localizing import localize, whole_state
+    from .parallel.local_weights import localize, whole_state
     from .parallel.pipelines.entry import in_steps, pipefusion, stale_sequence
     from .parallel.pipelines.pipeline import PipeFusion
     from .parallel.plan import Plan, parallel_plan, parallelize

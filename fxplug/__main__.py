@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .core.cli.doctor import doctor
-from .core.cli.launched import started, together
 from .core.cli.terminal import diff_texts, print_diff, print_rows
+from .core.cli.torchrun import started, together
 from .core.cli.verbs import (
     HELP,
     Allow,

@@ -42,7 +42,7 @@ def measurements(tmp_path_factory):
         # PEFT tries to build a kernel there, and waits for ever behind the lock of a process that was killed at it
         patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
         if "lowerings" in extensions():  # which a test takes away
-            patch.setattr("fxplug.lowerings.linear.measuring._brief", brief)
+            patch.setattr("fxplug.lowerings.linear.measurement._brief", brief)
         yield
 
 

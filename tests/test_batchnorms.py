@@ -9,7 +9,7 @@ import torchvision
 from torch import nn
 
 import fxplug
-from fxplug.lowerings.frozen_norms import hold_norms
+from fxplug.lowerings.frozen_norms import freeze_norms
 from fxplug.lowerings.regions.submodules import outline
 
 
@@ -26,7 +26,7 @@ def same(before, module):
 def test_three_steps_leave_every_base_tensor(how):
     base = small.lite()
     gm = small.seeded(lambda: fxplug.apply(base.gm, fxplug.load_pass("lora", rank=4)))
-    module = hold_norms(gm, lambda name: not name.startswith("lora."))
+    module = freeze_norms(gm, lambda name: not name.startswith("lora."))
     if how != "held":
         module = outline(module, checkpoint=how == "checkpointed")
     before = bits(base.gm)
@@ -43,7 +43,7 @@ def test_three_steps_leave_every_base_tensor(how):
         optimizer.step()
     assert same(before, base.gm) == []
     assert all(p.grad is not None for p in own.values())
-    names = [str(n.target) for n in hold_norms(gm, lambda name: True).graphs[True].nodes]
+    names = [str(n.target) for n in freeze_norms(gm, lambda name: True).graphs[True].nodes]
     assert not any(name.endswith("num_batches_tracked") for name in names)
     assert any(str(n.target).endswith("num_batches_tracked") for n in gm.graphs[True].nodes)  # the given one is as it was
 
@@ -52,13 +52,13 @@ def test_norms_that_are_kept_whole_and_only_those_that_are_frozen():
     model = small.seeded(lambda: torchvision.models.resnet18(num_classes=5)).eval()
     base = small.traced(model, torch.randn(2, 3, 32, 32))
     frozen = {key for key, _ in model.named_parameters() if not key.startswith("layer4.1.bn2")}
-    module, before = hold_norms(base.gm, frozen), bits(model)
+    module, before = freeze_norms(base.gm, frozen), bits(model)
     with torch.no_grad():
         assert torch.equal(module.eval()(*base.args), model(*base.args)) and not same(before, model)
         module.train()(*base.args)
     assert {key.rpartition(".")[0] for key in same(before, model)} == {"layer4.1.bn2"}
     model.load_state_dict(before)
-    free, plain = hold_norms(base.gm, ()), base.gm
+    free, plain = freeze_norms(base.gm, ()), base.gm
     with torch.no_grad():
         ours = free.train()(*base.args)
         model.load_state_dict(before)
@@ -84,7 +84,7 @@ def test_norms_without_parameters_go_by_what_is_around_them():
 
     def moved(frozen, gm=base.gm):
         with torch.no_grad():
-            hold_norms(gm, frozen).train()(*base.args)
+            freeze_norms(gm, frozen).train()(*base.args)
         found = {key.rpartition(".")[0] for key in same(before, base.model)}
         base.model.load_state_dict(before)
         return found
@@ -98,6 +98,6 @@ def test_norms_without_parameters_go_by_what_is_around_them():
 
 def test_names_that_are_none():
     with pytest.raises(fxplug.SpecError, match="no parameter is called 'bn1.wieght' \\(did you mean 'bn1.weight'"):
-        hold_norms(small.lite().gm, ["bn1.wieght"])
+        freeze_norms(small.lite().gm, ["bn1.wieght"])
     with pytest.raises(fxplug.SpecError, match="takes a traced module, not Linear"):
-        hold_norms(nn.Linear(2, 2), ())
+        freeze_norms(nn.Linear(2, 2), ())

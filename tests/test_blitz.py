@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.compat.zhijian import Addin, AddinBase, Seen, dict2args
+from fxplug.compat.zhijian import Addin, AddinBase, ModuleView, dict2args
 from fxplug.compat.zhijian.line import parse
 from fxplug.core.errors import SpecError
 
@@ -396,7 +396,7 @@ class Wrong(AddinBase):
 )
 def test_what_a_graph_cannot_say_is_refused(method, finding):
     with pytest.raises(SpecError) as error:
-        Addin(Wrong(), method, "out", host=(Seen(nn.Linear(4, 4), "fc"),))((X,), Y)
+        Addin(Wrong(), method, "out", host=(ModuleView(nn.Linear(4, 4), "fc"),))((X,), Y)
     assert finding in str(error.value)
     if " of the add-in" in finding:
         assert "buffer that is changed in place" in str(error.value) and "inputs_cache" in str(error.value)
@@ -408,7 +408,7 @@ def test_a_list_of_arguments_must_have_their_number():
 
 
 def test_a_method_may_look_at_the_module():
-    look = Addin(Wrong(), "adapt_look", "out", host=(Seen(nn.Linear(4, 7), "fc"),))
+    look = Addin(Wrong(), "adapt_look", "out", host=(ModuleView(nn.Linear(4, 7), "fc"),))
     assert torch.equal(ran(look, (X,), Y), Y * 7)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import fxplug
 from fxplug.core.errors import SpecError
 from fxplug.core.spec.train_section import Use
-from fxplug.training.random_draws import Draws, random_state_kept
+from fxplug.training.random_draws import Draws, preserve_random_state
 from fxplug.training.tasks.classify import Classify
 from fxplug.training.tasks.task import Task, TaskInfo, make_task, means
 
@@ -70,7 +70,7 @@ def test_neighbours_are_mixed_by_timm(alphas, monkeypatch):
     b = {**batch(2), "label": torch.tensor([1, 4])}
     model = small.vit().gm.eval()
     loss = ready(mixup=alphas[0], cutmix=alphas[1]).loss(lambda x, **more: (seen.append(x), model(x))[1], b, Draws(0, 1))
-    with random_state_kept():
+    with preserve_random_state():
         real(seed[0])
         images, labels = timm.data.Mixup(*alphas, label_smoothing=0.0, num_classes=10)(b["image"].clone(), b["label"])
     assert torch.equal(seen[0], images) and not torch.equal(images, b["image"])

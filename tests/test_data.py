@@ -20,10 +20,10 @@ from torch.utils.data.distributed import DistributedSampler
 from fxplug.core.errors import SpecError, TrainError
 from fxplug.core.spec.train_section import Buckets, Data
 from fxplug.training.data.batch_order import Order, assign, bucket_sizes
-from fxplug.training.data.given import loader_of
-from fxplug.training.data.image_files import Place, placed
+from fxplug.training.data.image_files import Crop, placed
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import OwnItems, open_items, with_classes
+from fxplug.training.data.wrapped_loader import loader_of
 
 
 def picture(seed=0, size=(20, 24), mode="RGB"):
@@ -463,12 +463,12 @@ def test_condition_images_that_do_not_fit(tmp_path):
 
 def test_crops_keep_the_shape_of_things():
     image = picture(0, (40, 100))
-    half = placed(image, (20, 20), Place())
+    half = placed(image, (20, 20), Crop())
     assert half.size == (20, 20)
     assert np.array_equal(half, image.resize((50, 20), Image.Resampling.LANCZOS).crop((15, 0, 35, 20)))
-    left = placed(image, (40, 40), Place(x=0, y=0, flip=True))
+    left = placed(image, (40, 40), Crop(x=0, y=0, flip=True))
     assert np.array_equal(left, image.crop((0, 0, 40, 40)).transpose(Image.Transpose.FLIP_LEFT_RIGHT))
-    assert placed(image, (40, 100), Place()) is image
+    assert placed(image, (40, 100), Crop()) is image
 
 
 def test_bucket_sizes_are_those_of_kohya():
@@ -730,7 +730,7 @@ def test_a_data_loader_that_ends_early_is_said():
 
 
 def test_samples_that_do_not_go_together():
-    from fxplug.training.data.collating import collate
+    from fxplug.training.data.collation import collate
 
     with pytest.raises(TrainError, match="b has 'x' and a has not"):
         collate([{"name": "a"}, {"name": "b", "x": 1}])

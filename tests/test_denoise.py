@@ -18,8 +18,8 @@ from torch import nn
 import fxplug
 from fxplug.core.errors import SpecError
 from fxplug.training.random_draws import Draws
-from fxplug.training.tasks.calling import inputs_of
 from fxplug.training.tasks.denoise import Denoise
+from fxplug.training.tasks.model_call import inputs_of
 from fxplug.training.tasks.task import TaskInfo, make_task, means
 
 SIDE = 16

@@ -7,7 +7,7 @@ import torch
 
 from fxplug.parallel.runtime.attention import Attention
 from fxplug.parallel.runtime.collectives import Gather, Split
-from fxplug.parallel.runtime.mesh import ways_of
+from fxplug.parallel.runtime.mesh import all_degrees
 from fxplug.parallel.runtime.pretended import pretended
 
 
@@ -16,7 +16,7 @@ from fxplug.parallel.runtime.pretended import pretended
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_ring_gives_what_the_whole_gives(dtype):
     """On pretended processes: the flash kernels' parts and gradients, merged by their denominators."""
-    ways = ways_of({"ring": 3})
+    ways = all_degrees({"ring": 3})
     split, gather = (kind(ways, "sequence", 2) for kind in (Split, Gather))
     given = [torch.randn(2, 4, 77, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
     weights = torch.randn_like(given[0])

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxplug
 from fxplug.compat.hcp import PatchPluginBlock, PatchPluginContainer, SinglePluginBlock, WrapPluginBlock
-from fxplug.compat.hcp.asked_inputs import asked_for
+from fxplug.compat.hcp.plugin_inputs import list_read_inputs
 from fxplug.core.errors import MatchError, SpecError, TraceError
 
 __all__ = ["net", "unet"]  # fixtures
@@ -203,7 +203,7 @@ class AllAtOnce(SinglePluginBlock):
     ],
 )
 def test_what_a_plugin_asks_for(kind, names):
-    assert sorted(asked_for(kind, ("a", "b"))) == names
+    assert sorted(list_read_inputs(kind, ("a", "b"))) == names
 
 
 class Times(SinglePluginBlock):

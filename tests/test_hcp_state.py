@@ -9,7 +9,7 @@ from torch import nn
 
 import fxplug
 from fxplug.compat.hcp import MultiPluginBlock, PatchPluginContainer, SinglePluginBlock, drivers
-from fxplug.compat.hcp.outcome import described
+from fxplug.compat.hcp.hook_results import described
 from fxplug.core.errors import SpecError, TraceError
 
 

@@ -19,13 +19,13 @@ from torch import nn
 
 import fxplug
 from fxplug.core.ir.containers import distance
-from fxplug.parallel.planning.streams import Refused
-from fxplug.parallel.planning.trials import Tries
+from fxplug.parallel.planning.streams import OperationRefused
+from fxplug.parallel.planning.trials import ShardTrials
 from fxplug.parallel.runtime import layouts
 from fxplug.parallel.runtime.attention import Attention
-from fxplug.parallel.runtime.collectives import Gather, Split, Sum, Whole, traffic
+from fxplug.parallel.runtime.collectives import AllReduce, Gather, GlobalSize, Split, traffic
 from fxplug.parallel.runtime.halos import Cut, Extent, Fetch
-from fxplug.parallel.runtime.mesh import ways_of
+from fxplug.parallel.runtime.mesh import all_degrees
 from fxplug.parallel.runtime.norm_statistics import Norm
 from fxplug.parallel.runtime.pretended import pretended
 
@@ -49,9 +49,9 @@ def test_parts_are_even_within_one_and_cover_the_whole(world):
 @pytest.mark.parametrize("sizes", [[8], [7], [4, 9], [5, 4, 6]])
 @pytest.mark.parametrize("outer", [1, 2])
 def test_what_is_split_and_gathered_is_what_it_was(sizes, inner, outer):
-    ways = ways_of({"ulysses": 4})
+    ways = all_degrees({"ulysses": 4})
     x = torch.randn(3, outer * sum(sizes) * inner, 2, requires_grad=True)
-    split, gather, whole = (kind(ways, "sequence", 1) for kind in (Split, Gather, Whole))
+    split, gather, whole = (kind(ways, "sequence", 1) for kind in (Split, Gather, GlobalSize))
     split.inner = gather.inner = inner
     weights = torch.randn_like(x)
 
@@ -80,7 +80,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @sweep("ways", WAYS, 0, 2, ids=str)
 def test_attention_of_parts_and_its_gradients(ways, mask):
-    ways = ways_of(ways)
+    ways = all_degrees(ways)
     torch.manual_seed(0)
     for sizes, (heads, held) in itertools.product(([12], [5, 8]), ((4, 4), (4, 2), (5, 5), (1, 1))):
         n = sum(sizes)
@@ -127,15 +127,15 @@ def test_a_ring_of_three(name):
     one = F.scaled_dot_product_attention(*high, attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.double())
     weights = torch.randn_like(one)
     want = torch.autograd.grad((one * weights).sum(), [*high, *leaves[3:]])
-    split, gather = (kind(ways_of({"ring": 3}), "sequence", 2) for kind in (Split, Gather))
-    attention = Attention(ways_of({"ring": 3}))
+    split, gather = (kind(all_degrees({"ring": 3}), "sequence", 2) for kind in (Split, Gather))
+    attention = Attention(all_degrees({"ring": 3}))
 
     def run(rank):
         out = gather(attention(*(split(t, n) for t in given), mask, None, n, n), n)
         return out, torch.autograd.grad((out * weights).sum(), leaves)
 
     close = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}[dtype]
-    found = pretended(ways_of({"ring": 3}), run)
+    found = pretended(all_degrees({"ring": 3}), run)
     for out, _ in found:
         assert out.dtype == dtype and torch.allclose(out.double(), one.nan_to_num(), rtol=close, atol=close)
     for index, gradient in enumerate(want):
@@ -144,9 +144,9 @@ def test_a_ring_of_three(name):
 
 
 def test_sums_and_their_gradients():
-    ways = ways_of({"ulysses": 2})
+    ways = all_degrees({"ulysses": 2})
     x = torch.randn(4, 3, requires_grad=True)
-    total = Sum(ways, "sequence")
+    total = AllReduce(ways, "sequence")
     for out, (gradient,) in pretended(ways, lambda rank: ((y := total(x * (rank + 1))), torch.autograd.grad(y.sum(), x))):
         torch.testing.assert_close(out, 3 * x)
         assert gradient.shape == x.shape
@@ -290,7 +290,7 @@ def test_a_mistake_of_our_own_is_no_operation_that_refuses(monkeypatch):
     def mistaken(self, module):
         raise KeyError("ours")
 
-    monkeypatch.setattr(Tries, "module", mistaken)
+    monkeypatch.setattr(ShardTrials, "module", mistaken)
     with pytest.raises(KeyError, match="ours"):
         fxplug.parallel_plan(own("sdpa"), own_inputs(), ulysses=2, check=False)
 
@@ -429,7 +429,7 @@ def test_random_numbers_are_the_first_process_s(training, attend, ways):
     plan = fxplug.parallel_plan(gm, inputs, **ways)
     assert plan.away < CLOSE and len(plan.written.graphs) == 2
     written = plan.written.train()
-    drawn = [n for n in written.graph.nodes if (m := n.meta.get("pass")) and m["block"] == "Same"]
+    drawn = [n for n in written.graph.nodes if (m := n.meta.get("pass")) and m["block"] == "Broadcast"]
     assert len(drawn) == 2 + (attend == "hidden") and "it draws random numbers" in str(plan.stages[0].modes[True].why)
     outs = pretended(plan.ways, lambda rank: written(*inputs))
     assert torch.equal(outs[0], outs[1])
@@ -447,7 +447,7 @@ def test_a_plan_changes_nothing():
 
 def test_a_mode_that_cannot_be_split_is_told(monkeypatch):
     gm, inputs = drawing()
-    found = fxplug.parallel.plan.found_along
+    found = fxplug.parallel.plan.plan_axis
 
     def only_evaluation(gm, mode, *rest):
         if mode:
@@ -477,7 +477,7 @@ HOSTILE = [
     (Split, ({}, "sequence", 1, 0), "inner must be a whole number, 1 or more"),
     (Gather, ({}, "sequence", 1, -3), "inner must be a whole number, 1 or more"),
     (Gather, ({}, "sequence", -1), "dim must be a whole number, 0 or more"),
-    (Whole, ({}, "sequence", 1.5), "dim must be a whole number"),
+    (GlobalSize, ({}, "sequence", 1.5), "dim must be a whole number"),
     (Attention, ({}, 0), "queries must be a whole number, 1 or more"),
     (Attention, ({}, True), "queries must be a whole number"),
     (Fetch, ({}, "rows", 1, 1, 1, (1, 1)), "a reach is a row of whole numbers"),
@@ -569,11 +569,11 @@ def test_an_adapter_under_it_switches_as_ever():
 def test_attention_is_tried_on_as_many_values_as_keys():
     """A fused kernel takes fewer values, reads what lies behind them, and may find there what was split off."""
     gm = fxplug.trace(Attends(), [torch.randn(1, 2, 8, 32)] * 3)
-    tries = Tries(gm, 0)
+    tries = ShardTrials(gm, 0)
     node = next(n for n in gm.graph.nodes if n.target is F.scaled_dot_product_attention)
     values = torch.randn(1, 2, 40, 32)
     assert tries.call(node, (values, values, values), {}).shape == values.shape
-    with pytest.raises(Refused, match="size"):
+    with pytest.raises(OperationRefused, match="size"):
         tries.call(node, (values, values, values[:, :, :24].clone()), {})
 
 

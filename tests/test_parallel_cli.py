@@ -23,9 +23,9 @@ import fxplug
 from fxplug.__main__ import app
 from fxplug.core.cli.pages import SMALL
 from fxplug.core.spec.pass_file import open_pass, shipped
-from fxplug.core.spec.rules import STEP_KEYS, WAYS, Plan
+from fxplug.core.spec.rules import STEP_KEYS, WAYS, PlanOptions
 from fxplug.parallel import processes as cli_processes
-from fxplug.parallel.checking import check_pretended, pretending, ways_in
+from fxplug.parallel.comparison import check_pretended, degrees_of, pretending
 from fxplug.parallel.runtime.attention import Attention
 from fxplug.parallel.stage import alone
 
@@ -74,7 +74,7 @@ def test_parallel_passes_are_one_plan_after_all_others():
     assert all(checks[n].status == "ok" for n in ("lint", "base", "shapes", "saved", "one graph", "parallel")), done.report
     assert re.search(r"4 pretended .* by \S+e-\d+, and one from the module before by 0.0e\+00", checks["parallel"].detail)
     again = fxplug.load("out")
-    assert ways_in(again) == ways_in(done.module) and check_pretended(again, *done.inputs) < CLOSE
+    assert degrees_of(again) == degrees_of(done.module) and check_pretended(again, *done.inputs) < CLOSE
     with pretending(alone()):
         assert torch.equal(again(*done.inputs[0], **done.inputs[1]), done.base(*done.inputs[0], **done.inputs[1]))
     text = run("sites", "c.yaml")
@@ -106,7 +106,8 @@ def test_the_keys_of_a_plan_are_the_arguments_of_parallel_plan():
     import inspect
 
     known = inspect.signature(fxplug.parallel_plan).parameters
-    assert {*Plan.model_fields} - {"at", *STEP_KEYS} <= {*known} and {*WAYS} <= {k for k, p in known.items() if p.default == 1}
+    assert {*PlanOptions.model_fields} - {"at", *STEP_KEYS} <= {*known}
+    assert {*WAYS} <= {k for k, p in known.items() if p.default == 1}
     assert {*STEP_KEYS} - {"stale"} <= {*inspect.signature(fxplug.pipefusion).parameters}
 
 

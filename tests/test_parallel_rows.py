@@ -20,7 +20,7 @@ from fxplug.core.ir.containers import distance, leaves
 from fxplug.parallel.runtime import layouts
 from fxplug.parallel.runtime.collectives import Split, traffic
 from fxplug.parallel.runtime.halos import Fetch, Reach
-from fxplug.parallel.runtime.mesh import ways_of
+from fxplug.parallel.runtime.mesh import all_degrees
 from fxplug.parallel.runtime.norm_statistics import Norm
 from fxplug.parallel.runtime.pretended import pretended
 
@@ -174,7 +174,7 @@ def test_the_mean_of_parts_that_differ_is_that_of_all():
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_rows_that_are_fetched_from_wherever_they_are(world):
-    ways = ways_of({"rows": world})
+    ways = all_degrees({"rows": world})
     pick = random.Random(world)
     for _ in range(25):
         reach = Reach(pick.randint(1, 3), pick.randint(1, 2), pick.randint(0, 6), pick.randint(-1, 6), pick.randint(1, 8))
@@ -205,7 +205,7 @@ def test_rows_that_are_fetched_from_wherever_they_are(world):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_statistics_of_parts_far_from_zero(dtype):
     torch.manual_seed(0)
-    ways = ways_of({"rows": 3})
+    ways = all_degrees({"rows": 3})
     x = (torch.randn(2, 6, 7, 5) * 2 + torch.linspace(900, 1100, 7)[:, None]).to(dtype)
     weight, bias = torch.randn(6), torch.randn(6)
     exact = F.group_norm(x.double(), 3, weight.double(), bias.double())

@@ -16,10 +16,10 @@ from torch import nn
 
 import fxplug
 from fxplug.core.ir.containers import distance, leaves
-from fxplug.parallel.planning.trials import Tries
-from fxplug.parallel.runtime.mesh import ways_of
+from fxplug.parallel.planning.trials import ShardTrials
+from fxplug.parallel.runtime.mesh import all_degrees
 from fxplug.parallel.runtime.pretended import pretended
-from fxplug.parallel.runtime.shares import Count, Mean, Once, Part
+from fxplug.parallel.runtime.shares import AllReduceMean, Count, Once, Part
 
 CLOSE = 1e-6
 CASES = {case.name: case for case in zoo.cases("")}
@@ -30,7 +30,7 @@ WIDTH, HEADS = 24, 4
 
 
 def test_parts_of_weights_are_the_same_kept_or_taken():
-    ways = ways_of({"tensor": 3})
+    ways = all_degrees({"tensor": 3})
     weight = torch.randn(2 * (5 + 4) * 3, 6, requires_grad=True)
     part = Part(ways, "tensor", 0, 3, 2)
     given = torch.randn(weight.shape)
@@ -51,13 +51,14 @@ def test_parts_of_weights_are_the_same_kept_or_taken():
 
 
 def test_what_one_adds_means_and_numbers():
-    ways = ways_of({"tensor": 3})
+    ways = all_degrees({"tensor": 3})
     x = torch.randn(4, 7)
 
     def run(rank):
         first = 7 * rank // 3
         part = x[:, first : 7 * (rank + 1) // 3]
-        return Once(ways, "tensor")(x), Mean(ways, "tensor")(part.mean(1), 7), Count(ways, "tensor")(21, 7), part.shape[1]
+        mean = AllReduceMean(ways, "tensor")(part.mean(1), 7)
+        return Once(ways, "tensor")(x), mean, Count(ways, "tensor")(21, 7), part.shape[1]
 
     found = pretended(ways, run)
     torch.testing.assert_close(sum(once for once, *_ in found), x)
@@ -354,8 +355,9 @@ def test_two_processes_keep_half_and_learn_what_one_does(tmp_path):
 def test_a_plan_is_found_on_fewer_tokens(way, monkeypatch):
     """It is the plan of all of them, and its share is that of the call it was made for."""
     gm, (x,), tried = own("fused"), inputs(2, 803), []
-    real = Tries.random
-    monkeypatch.setattr(Tries, "random", lambda self, shape, kind: tried.append(math.prod(shape)) or real(self, shape, kind))
+    real = ShardTrials.random
+    random = lambda self, shape, kind: tried.append(math.prod(shape)) or real(self, shape, kind)  # noqa: E731
+    monkeypatch.setattr(ShardTrials, "random", random)
     few = fxplug.parallel_plan(gm, (x[:, :40],), **{way: 2})
     count = len(tried)
     many = fxplug.parallel_plan(gm, (x,), **{way: 2})

@@ -12,7 +12,7 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.parallel.checking import check_pretended
+from fxplug.parallel.comparison import check_pretended
 from fxplug.parallel.runtime.attention import Attention
 from fxplug.parallel.runtime.pretended import pretended
 
@@ -252,11 +252,11 @@ def lonely():
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.int16, torch.bool, torch.float8_e4m3fn], ids=str)
 def test_tensors_travel_whatever_their_dtype(lonely, dtype):
-    from fxplug.parallel.runtime.collectives import _all_to_all, _Gather
+    from fxplug.parallel.runtime.collectives import _all_to_all, _GatherFunction
 
     given = x().to(dtype)[0]
     given = given.conj() if dtype.is_complex else given
-    for found in (_all_to_all(given, [12], [12], lonely), _Gather.apply(given, 1, lonely)):
+    for found in (_all_to_all(given, [12], [12], lonely), _GatherFunction.apply(given, 1, lonely)):
         assert found.dtype == dtype and torch.equal(found.to(torch.complex64), given.to(torch.complex64))
 
 

@@ -18,7 +18,7 @@ from fxplug.core.ir.containers import distance, leaves
 from fxplug.parallel.pipelines.deferred import Later
 from fxplug.parallel.pipelines.entry import distances
 from fxplug.parallel.pipelines.links import LocalLinks, links_of
-from fxplug.parallel.runtime.mesh import ways_of
+from fxplug.parallel.runtime.mesh import all_degrees
 from fxplug.parallel.runtime.pretended import PRETENDED, pretended
 
 CLOSE = 1e-6
@@ -83,7 +83,7 @@ def planned(stages):
 
 
 def made(stages, patches, warmup=1, **more):
-    return planned(stages).again(patches, warmup, **more)
+    return planned(stages).with_options(patches, warmup, **more)
 
 
 def image(model, steps=6, **given):
@@ -281,10 +281,10 @@ def test_pretended_processes_give_what_one_gives(stages):
     want = image(one), image(one, height=12)
 
     def run(rank):
-        mine = one.again(links=links())
+        mine = one.with_options(links=links())
         return image(mine), image(mine, height=12)
 
-    for got in pretended({"stages": stages, **ways_of({})}, run):
+    for got in pretended({"stages": stages, **all_degrees({})}, run):
         for (a, x), (b, y) in zip(want, got, strict=True):
             assert equal(a, b) and torch.equal(x, y)
 
@@ -293,7 +293,7 @@ def test_steps_do_not_wait_for_the_last_patch():
     one = made(2, 3)
 
     def run(rank):
-        mine = one.again(links=links())
+        mine = one.with_options(links=links())
         x, time = inputs()
         for i, t in enumerate((900.0, 700.0, 500.0, 300.0)):
             out = mine(x, torch.full_like(time, t))
@@ -307,7 +307,7 @@ def test_steps_do_not_wait_for_the_last_patch():
             mine(x, torch.full_like(time, 100.0))
         return first, again, whole(x)
 
-    (first, again, x), (_, _, y) = pretended({"stages": 2, **ways_of({})}, run)
+    (first, again, x), (_, _, y) = pretended({"stages": 2, **all_degrees({})}, run)
     assert first == "" and again.startswith("'std'") and torch.equal(x, y)
 
 
@@ -378,12 +378,12 @@ def test_an_unchanged_pipeline_steps_patch_by_patch(name):
 
     def run(rank):
         mine = copy.copy(pipe)
-        mine.scheduler, mine.transformer = copy.deepcopy(pipe.scheduler), one.again(links=links())
+        mine.scheduler, mine.transformer = copy.deepcopy(pipe.scheduler), one.with_options(links=links())
         found = paint(mine), paint(mine)
         assert "convolution" in mine.transformer.waited  # the decoder, and nothing before it
         return found
 
-    for got in pretended({"stages": 2, **ways_of({})}, run):
+    for got in pretended({"stages": 2, **all_degrees({})}, run):
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[0])
 
 
@@ -398,14 +398,14 @@ def test_a_scheduler_that_looks_at_all_of_a_step_is_refused():
 
         def run(rank, pipe=pipe, one=one):
             mine = copy.copy(pipe)
-            mine.scheduler, mine.transformer = copy.deepcopy(pipe.scheduler), one.again(links=links())
+            mine.scheduler, mine.transformer = copy.deepcopy(pipe.scheduler), one.with_options(links=links())
             return paint(mine)
 
         if overlap:
             with pytest.raises(fxplug.SpecError, match=r"patch by patch: '.*' \(.*scheduling_ddim.py:\d+\) needs all"):
-                pretended({"stages": 2, **ways_of({})}, run)
+                pretended({"stages": 2, **all_degrees({})}, run)
         else:
-            assert all(torch.equal(got, want) for got in pretended({"stages": 2, **ways_of({})}, run))
+            assert all(torch.equal(got, want) for got in pretended({"stages": 2, **all_degrees({})}, run))
 
 
 # --- a step late, without stages
@@ -431,10 +431,10 @@ def test_pretended_processes_a_step_late():
     want = image(stale(3)), image(stale(3), height=12)
 
     def run(rank):
-        mine = stale(3).again(links=links())
+        mine = stale(3).with_options(links=links())
         return image(mine), image(mine, height=12)
 
-    for got in pretended({"stages": 3, **ways_of({})}, run):
+    for got in pretended({"stages": 3, **all_degrees({})}, run):
         for (a, x), (b, y) in zip(want, got, strict=True):
             assert equal(a, b) and torch.equal(x, y)
 
@@ -445,9 +445,9 @@ def test_guidance_over_processes_and_stages():
     want, last = image(made(2, 3))
 
     def run(rank):
-        return image(one.again(links=links()))
+        return image(one.with_options(links=links()))
 
-    for got, x in pretended({**ways_of({"batch": 2}), "stages": 2}, run):
+    for got, x in pretended({**all_degrees({"batch": 2}), "stages": 2}, run):
         assert all(distance(a, b) < CLOSE for a, b in zip(want, got, strict=True)) and distance(last, x) < 10 * CLOSE
 
 
@@ -457,9 +457,9 @@ def test_guidance_over_processes_a_step_late():
     want, last = image(stale(2))
 
     def run(rank):
-        return image(one.again(links=links()))
+        return image(one.with_options(links=links()))
 
-    for got, x in pretended({**ways_of({"batch": 2}), "stages": 2}, run):
+    for got, x in pretended({**all_degrees({"batch": 2}), "stages": 2}, run):
         assert all(distance(a, b) < CLOSE for a, b in zip(want, got, strict=True)) and distance(last, x) < 10 * CLOSE
 
 

@@ -9,7 +9,7 @@ import pytest
 from runs import launched, run, trained
 
 import fxplug
-from fxplug.training.checkpoint import found
+from fxplug.training.checkpoint import list_checkpoints
 
 
 def pairs(done):
@@ -63,7 +63,7 @@ def test_an_interrupt_of_one_process_stops_both(answers):
     """Both stop after the same step, and a checkpoint is there."""
     folder, found_losses = answers
     assert [each["stops"] for each in found_losses] == ["KeyboardInterrupt: stopped after step 4"] * 2
-    assert [path.name for path in found(folder / "stops" / "checkpoints")] == ["step-00000003", "step-00000004"]
+    assert [path.name for path in list_checkpoints(folder / "stops" / "checkpoints")] == ["step-00000003", "step-00000004"]
 
 
 def test_processes_with_different_configurations_say_what_differs(answers):

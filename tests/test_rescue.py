@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
-from fxplug.training.checkpoint import found
+from fxplug.training.checkpoint import list_checkpoints
 
 SAVE = {"train__save": {"every": 100, "keep": 9}}
 AT: dict[str, int] = {}  # the hook that raises, and the step at which it does
@@ -95,7 +95,7 @@ def test_what_was_learnt_is_kept_and_the_run_goes_on_to_the_bit(tmp_path, whole,
     text = f"the run ended after step {step}: what it learnt is in '{last}' (--resume goes on from there)"
     notes = [note for note in getattr(caught.value, "__notes__", []) if "ended after" in note]
     assert hook == "on_training_end" or [note.startswith(text) for note in notes] == [True]
-    assert [path.name for path in found(tmp_path / "checkpoints")] == [f"step-{step:08}"]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [f"step-{step:08}"]
     module = fxplug.load(tmp_path / "module")
     kept = {name: p for name, p in module.named_parameters() if name.startswith(("lora.", "head."))}
     shutil.rmtree(tmp_path / "module")
@@ -119,7 +119,7 @@ def test_weights_that_are_not_finite_are_not_kept(tmp_path):
     with pytest.raises(fxplug.TrainError, match="the loss is nan") as caught:
         run(tmp_path, **changed(train__save={"every": 1, "keep": 2}))
     (note,) = caught.value.__notes__
-    last = found(tmp_path / "checkpoints")[-1]
+    last = list_checkpoints(tmp_path / "checkpoints")[-1]
     assert last.name == "step-00000003" and note.endswith(f"the newest checkpoint is '{last}'")
     assert "of which nothing is kept as its weights are not finite" in note
     assert not (tmp_path / "module").exists()
@@ -162,19 +162,19 @@ def test_a_scheduler_that_ends_before_the_run_costs_no_step(tmp_path):
     with pytest.raises(fxplug.TrainError, match="scheduler OneCycleLR raised after step 5: ValueError: ") as caught:
         run(tmp_path, **changed(train__scheduler=short))
     assert "the run ended after step 5: what it learnt is in" in caught.value.__notes__[-1]
-    assert [path.name for path in found(tmp_path / "checkpoints")] == ["step-00000005"]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000005"]
     assert fxplug.load(tmp_path / "module").get_parameter("head.weight").isfinite().all()
 
 
 @pytest.mark.slow
 @sweep("moment, at", [("Ema.update", 5), ("Ema.applied", 1), ("Stepper.skipped", 9), ("Stepper.skipped", 10)], 2)
 def test_a_checkpoint_has_the_weights_of_its_own_step_whenever_a_run_ends(tmp_path, monkeypatch, moment, at):
-    from fxplug.training import param_groups, stepping
+    from fxplug.training import optimizer_step, param_groups
 
     averaged = {"train__ema": 0.9, "train__save": {"every": 3, "keep": 9}}
     goal = run(tmp_path / "whole", **changed(**averaged))
     name, _, method = moment.partition(".")
-    kind = getattr(param_groups if name == "Ema" else stepping, name)
+    kind = getattr(param_groups if name == "Ema" else optimizer_step, name)
     real, calls = vars(kind)[method], []
 
     def interrupted(self, *args):

@@ -183,7 +183,7 @@ def test_a_file_that_is_left_is_not_compiled(tmp_path, monkeypatch):
 
 
 def test_what_is_apart_is_compiled_neither_itself_nor_what_it_calls():
-    @modules.apart
+    @modules.without_compiler
     def alone(x):
         said.append(modules.is_listening())
         return inner(torch.neg(x))
@@ -271,11 +271,11 @@ def test_a_frame_knows_whether_frames_are_compiled():
 
 def test_what_stands_as_it_is_is_compiled_where_it_listens_alone():
     def around(x):
-        said.append((modules.is_listening(), modules.is_set_aside()))
+        said.append((modules.is_listening(), modules.is_compiling()))
         return modules.as_listened(inner, torch.neg(x))
 
     def frame(x):
-        return modules.as_it_stands(3, around, x)
+        return modules.call_uncompiled(3, around, x)
 
     said = []
     modules.leave_frame(frame.__code__)
@@ -286,11 +286,11 @@ def test_what_stands_as_it_is_is_compiled_where_it_listens_alone():
     assert said == [(False, True)] and graphs_of.seen == [[torch.relu]], (
         "what is around outlined regions would be compiled with them, or the regions would not be compiled at all"
     )
-    assert not modules.is_set_aside() and torch._dynamo.config.recompile_limit == limit
+    assert not modules.is_compiling() and torch._dynamo.config.recompile_limit == limit
     assert torch.equal(frame(torch.ones(2)), found) and said[1] == (False, False), "outside a compiler all is as it stands"
     with pytest.raises(ZeroDivisionError):
-        modules.as_it_stands(3, lambda x: x / 0, 1)
-    assert not modules.is_set_aside()
+        modules.call_uncompiled(3, lambda x: x / 0, 1)
+    assert not modules.is_compiling()
 
 
 def test_floats_of_layers_can_be_constants_of_a_compiled_program():

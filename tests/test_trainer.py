@@ -22,7 +22,7 @@ from torch import nn
 
 import fxplug
 from fxplug.core.errors import SpecError
-from fxplug.training.checkpoint import found, read
+from fxplug.training.checkpoint import list_checkpoints, read
 
 
 def losses(history):
@@ -133,7 +133,7 @@ def test_accumulated_steps_are_those_of_the_large_batch(tmp_path):
 def test_bf16_trains_float32_weights(tmp_path):
     done = run(tmp_path, train__precision="bf16", dtype="bfloat16", train__trainable=[], train__steps=6)
     assert losses(done.history)[-1] < losses(done.history)[0]
-    kept = read(found(tmp_path / "checkpoints")[-1]).weights
+    kept = read(list_checkpoints(tmp_path / "checkpoints")[-1]).weights
     assert {p.dtype for p in kept.values()} == {torch.float32}
     assert {p.dtype for p in done.module.parameters()} == {torch.bfloat16}  # and can be called, here and loaded
     image = torch.randn(2, 3, 16, 16, dtype=torch.bfloat16)
@@ -212,7 +212,7 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path):
     common = {"train__ema": 0.9, "train__scheduler": "cosine", "train__task": {"classify": {"augment": "none", "mixup": 0.5}}}
     whole = run(tmp_path / "a", **common)
     first = run(tmp_path / "b", **common)  # the same, of which everything after step 3 is lost
-    for path in found(tmp_path / "b" / "checkpoints")[1:]:
+    for path in list_checkpoints(tmp_path / "b" / "checkpoints")[1:]:
         for file in path.iterdir():
             file.unlink()
         path.rmdir()
@@ -240,9 +240,9 @@ def test_trained_batch_norms_are_resumed_with_their_statistics(tmp_path):
 
 def test_a_resume_gives_up_what_came_after(tmp_path):
     run(tmp_path, train__save={"every": 1, "keep": 9}, train__steps=5)
-    first = found(tmp_path / "checkpoints")[1]
+    first = list_checkpoints(tmp_path / "checkpoints")[1]
     run(tmp_path, resume=first, train__save={"every": 9, "keep": 1}, train__steps=4)
-    assert [path.name for path in found(tmp_path / "checkpoints")] == ["step-00000004"]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
 
 
 @pytest.mark.slow
@@ -283,7 +283,7 @@ def killed(tmp_path, hook, at, how=signal.SIGKILL):
 def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path, hook, step, kept):
     done = killed(tmp_path, hook, step)
     assert done.codes == [-signal.SIGKILL]
-    assert [int(path.name.removeprefix("step-")) for path in found(tmp_path / "run" / "checkpoints")] == kept
+    assert [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == kept
     again = run(tmp_path / "run", resume=True)
     whole = run(tmp_path / "whole")
     assert losses(again.history) == losses(whole.history) and same(trained(again.module), trained(whole.module))
@@ -293,7 +293,7 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path, hook
 def test_an_interrupt_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, number):
     done = killed(tmp_path, "on_step_end", 4, number)
     assert done.codes == [1] and "KeyboardInterrupt" in done.stderr
-    assert [path.name for path in found(tmp_path / "run" / "checkpoints")] == ["step-00000003", "step-00000005"]
+    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000003", "step-00000005"]
 
 
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, monkeypatch):
@@ -307,13 +307,13 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, mo
     with pytest.raises(SystemExit):
         run(tmp_path, resume=True, train__steps=6)
     monkeypatch.undo()
-    assert [path.name for path in found(tmp_path / "checkpoints")] == ["step-00000003"]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000003"]
     assert len(run(tmp_path, resume=True, train__steps=6).history) == 6
 
 
 def test_checkpoints_rotate(tmp_path):
     run(tmp_path, train__save={"every": 1, "keep": 2})
-    assert [path.name for path in found(tmp_path / "checkpoints")] == ["step-00000007", "step-00000008"]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000007", "step-00000008"]
 
 
 def fills(out):
@@ -339,7 +339,7 @@ def fills(out):
 def test_a_full_disk(tmp_path):
     """The file system refuses what is larger than a limit, as it does when there is no room."""
     done = processes.ended(fills, tmp_path, folder=tmp_path)
-    steps = [[path.name for path in found(tmp_path / told / "checkpoints")] for told in ("continue", "stop")]
+    steps = [[path.name for path in list_checkpoints(tmp_path / told / "checkpoints")] for told in ("continue", "stop")]
     assert steps == [["step-00000003", "step-00000008"], ["step-00000003"]], done.stderr[-2000:]
     assert done.stdout.split() == ["8"] and done.codes == [1]
     assert done.stderr.count("checkpoint of step 6 could not be written, the disk is full") >= 2
@@ -773,7 +773,7 @@ def test_a_run_ends_where_tests_are_no_better_and_leaves_the_best(folder, tmp_pa
     if folder:
         module = dict(fxplug.load(out / "module").named_parameters())
         assert same({name: module[name] for name in seen[1]}, seen[1])
-        assert read(out / "best").progress["step"] == 2 and found(out / "checkpoints")[-1].name.endswith("4")
+        assert read(out / "best").progress["step"] == 2 and list_checkpoints(out / "checkpoints")[-1].name.endswith("4")
 
 
 def test_a_run_goes_on_from_its_best_test_to_the_bit(tmp_path):
@@ -782,7 +782,7 @@ def test_a_run_goes_on_from_its_best_test_to_the_bit(tmp_path):
     common = {**tests, "train__epochs": 4, "train__batch": 48, "train__scheduler": "cosine"}
     whole = run(tmp_path / "a", **scores, **common)
     assert whole.metrics == {"loss": 1.0} and read(tmp_path / "a" / "best").progress["step"] == 4
-    last = read(found(tmp_path / "a" / "checkpoints")[-1])
+    last = read(list_checkpoints(tmp_path / "a" / "checkpoints")[-1])
     (tmp_path / "a").rename(tmp_path / "b")
     with sharing():  # without a folder of its own it is that of the run
         again = fxplug.train(config(**scores, **common), resume=tmp_path / "b" / "best", quiet=True)
@@ -790,7 +790,7 @@ def test_a_run_goes_on_from_its_best_test_to_the_bit(tmp_path):
         "ema.safetensors", "progress.json", "state.pt", "weights.safetensors",
     ]  # fmt: skip
     assert losses(again.history) == losses(whole.history)
-    assert same(read(found(again.out / "checkpoints")[-1]).weights, last.weights) and again.metrics == whole.metrics
+    assert same(read(list_checkpoints(again.out / "checkpoints")[-1]).weights, last.weights) and again.metrics == whole.metrics
 
 
 def test_what_would_be_compared_is_needed():

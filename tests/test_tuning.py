@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.lowerings.linear import forms, measuring, operators
+from fxplug.lowerings.linear import forms, measurement, operators
 from fxplug.lowerings.linear.forms import Case
 from fxplug.lowerings.pipeline import form_table
 
 CPU = torch.device("cpu")
-BRIEF = measuring._brief  # as it is: tests/conftest.py has another for all tests
+BRIEF = measurement._brief  # as it is: tests/conftest.py has another for all tests
 MODES = [(grad, compiled) for grad in (0, 1) for compiled in (0, 1)]
 
 
@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("FXPLUG_CACHE", str(tmp_path / "cache"))
     forms.say.cache_clear()
     forms.read.cache_clear()
-    measuring.MEASURED.clear()
+    measurement.MEASURED.clear()
     return tmp_path / "cache"
 
 
@@ -67,10 +67,10 @@ def clockwork(monkeypatch):
         found = seconds.get(call[0], 1.0)
         return found(call[1]) if callable(found) else found
 
-    monkeypatch.setattr(measuring, "_brief", BRIEF)
-    monkeypatch.setattr(measuring, "calls_of", calls)
-    monkeypatch.setattr(measuring, "_emitted", lambda device, case: ("products", case))
-    monkeypatch.setattr(measuring, "_time", spent)
+    monkeypatch.setattr(measurement, "_brief", BRIEF)
+    monkeypatch.setattr(measurement, "calls_of", calls)
+    monkeypatch.setattr(measurement, "_emitted", lambda device, case: ("products", case))
+    monkeypatch.setattr(measurement, "_time", spent)
 
     def told(**given):
         seconds.clear()
@@ -90,27 +90,27 @@ def functions(module):
 
 
 def test_each_shape_is_measured_once_and_kept(new, folder):
-    found = measuring.tune(new, turns=3)
+    found = measurement.tune(new, turns=3)
     assert [(t.case, t.layers) for t in found.timings] == [
         (Case("float32", 15, 8, 16, 2, 0), ["first"]), (Case("float32", 15, 16, 8, 2, 0), ["second"])
     ]  # fmt: skip
     for timing in found.timings:
         assert set(timing.milliseconds) == {"stock", "fused", "blas"}
         assert timing.ratios["stock"] == (1, 1)
-        assert timing.form == "stock" or timing.ratios[timing.form][0] < measuring.FASTER
+        assert timing.form == "stock" or timing.ratios[timing.form][0] < measurement.FASTER
     assert found.file.parent == folder and "15 rows, 8 -> 16, rank 2, float32: 1 layers" in str(found)
     assert {case: entry["form"] for case, entry in forms.measured(CPU).items()} == {t.case: t.form for t in found.timings}
-    measuring.tune(new, (torch.randn(1, 7, 8),), turns=1)
+    measurement.tune(new, (torch.randn(1, 7, 8),), turns=1)
     assert sorted({case.rows for case in forms.measured(CPU)}) == [7, 15]
 
 
 def test_a_form_is_taken_only_where_most_turns_were_faster(monkeypatch):
     def measured(**seconds):
         spent = {form: iter(values) for form, values in seconds.items()}
-        monkeypatch.setattr(measuring, "calls_of", lambda *_: {form: form for form in seconds})
-        monkeypatch.setattr(measuring, "_ready", lambda call, compiled: call)
-        monkeypatch.setattr(measuring, "_time", lambda device, call, repeats: next(spent[call]))
-        return measuring.measure(CPU, Case("float32", 1, 1, 1, 1, 0), [], 4).form
+        monkeypatch.setattr(measurement, "calls_of", lambda *_: {form: form for form in seconds})
+        monkeypatch.setattr(measurement, "_ready", lambda call, compiled: call)
+        monkeypatch.setattr(measurement, "_time", lambda device, call, repeats: next(spent[call]))
+        return measurement.measure(CPU, Case("float32", 1, 1, 1, 1, 0), [], 4).form
 
     assert measured(stock=[1.0] * 5, fused=[0.9] * 5, blas=[0.8] * 5) == "blas"
     assert measured(stock=[1.0] * 5, fused=[0.98] * 5) == "stock"  # too little
@@ -167,7 +167,7 @@ def test_what_was_measured_is_not_measured_again(new, clockwork, folder):
     assert first_form(new) == "fused" and timed
     timed.clear()
     assert first_form(new) == "fused" and not timed
-    measuring.MEASURED.clear()  # as another process
+    measurement.MEASURED.clear()  # as another process
     assert first_form(new) == "fused" and not timed
     assert len(list(folder.iterdir())) == 1
     next(folder.iterdir()).write_text("{")
@@ -192,8 +192,8 @@ def test_forms_are_chosen_where_nothing_can_be_kept(new, clockwork, folder):
 
 
 def test_measuring_ends_and_leaves_the_process_as_it_was(new, monkeypatch):
-    monkeypatch.setattr(measuring, "_brief", BRIEF)
-    monkeypatch.setattr(measuring, "BUDGET", 0.05)
+    monkeypatch.setattr(measurement, "_brief", BRIEF)
+    monkeypatch.setattr(measurement, "BUDGET", 0.05)
     before, torch_state = torch.get_rng_state(), (torch.is_grad_enabled(), torch.get_default_dtype())
     with torch.inference_mode():
         made = fxplug.lower(new)
@@ -239,7 +239,7 @@ def test_a_file_that_cannot_be_used_is_ignored_and_that_is_said_once(new, change
 
 def test_a_module_without_updates_has_nothing_to_tune():
     with pytest.raises(fxplug.SpecError, match="nothing to tune"):
-        measuring.tune(fxplug.trace(Two(), torch.randn(3, 8)))
+        measurement.tune(fxplug.trace(Two(), torch.randn(3, 8)))
 
 
 @pytest.mark.parametrize("case", [
@@ -248,9 +248,9 @@ def test_a_module_without_updates_has_nothing_to_tune():
     Case("float16", 2, 3, 1, 9, 0), Case("float32", 1, 4, 3, 0, 0),
 ], ids=str)  # fmt: skip
 def test_any_shape_and_dtype_gets_a_form(case, monkeypatch):
-    monkeypatch.setattr(measuring, "_brief", BRIEF)
-    monkeypatch.setattr(measuring, "BUDGET", 0)
-    form, text = measuring.chosen(measuring.settle({(CPU, case)})[CPU], case)
+    monkeypatch.setattr(measurement, "_brief", BRIEF)
+    monkeypatch.setattr(measurement, "BUDGET", 0)
+    form, text = measurement.chosen(measurement.settle({(CPU, case)})[CPU], case)
     assert set(re.sub(r" \([^()]*\)", "", text).split(", ")) == set(form.split(",")) <= set(forms.FORMS)
 
 
@@ -261,9 +261,9 @@ def test_many_and_large_shapes_are_measured_with_fewer_rows(monkeypatch, folder)
         asked.append((case, fewer))
         return {each: {"form": "stock", "ratios": {}} for each in (case, case._replace(compiled=1))}
 
-    monkeypatch.setattr(measuring, "_brief", brief)
-    measuring.settle({(CPU, Case("float32", 10**7, 64 * n, 4096, 16, 0)) for n in range(1, 41)})
+    monkeypatch.setattr(measurement, "_brief", brief)
+    measurement.settle({(CPU, Case("float32", 10**7, 64 * n, 4096, 16, 0)) for n in range(1, 41)})
     assert len(asked) == 80 and all(case._replace(rows=fewer.rows) == fewer for case, fewer in asked)
-    assert sum(fewer.rows * fewer.inner * fewer.outer for _, fewer in asked) < 10 * measuring.PRODUCTS
+    assert sum(fewer.rows * fewer.inner * fewer.outer for _, fewer in asked) < 10 * measurement.PRODUCTS
     assert all(32 <= fewer.rows < case.rows for case, fewer in asked)
     assert len(forms.measured(CPU)) == 160

@@ -16,7 +16,7 @@ from torch import nn
 from fxplug.core.spec.train_section import Train
 from fxplug.training import epoch_table as table
 from fxplug.training.log_files import Lines
-from fxplug.training.monitor import Watch
+from fxplug.training.monitor import RunMonitor
 from fxplug.training.pictures import grid, save_curves
 
 MODULE = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 5, bias=False))
@@ -27,7 +27,7 @@ def watch(out, *, steps=8, epochs=2, terminal=False, quiet=False, by_steps=False
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
     length = {"steps": steps} if by_steps else {"epochs": epochs}
     settings = Train(task="classify", batch=4, log=log, **length)
-    return Watch(out, settings, steps=steps, epochs=epochs, console=console, quiet=quiet)
+    return RunMonitor(out, settings, steps=steps, epochs=epochs, console=console, quiet=quiet)
 
 
 def record(step, **more):

@@ -5,12 +5,12 @@ from ..core.extensions import Extension
 EXTENSION = Extension(
     name="adapters",
     names={
-        "extract": "fxplug.adapters.extracting:extract",
+        "extract": "fxplug.adapters.extraction:extract",
         "pass_for": "fxplug.adapters.file_passes:pass_for",
         "convert_adapter": "fxplug.adapters.file_tools:convert_adapter",
         "merge_adapters": "fxplug.adapters.file_tools:merge_adapters",
         "resize_adapter": "fxplug.adapters.file_tools:resize_adapter",
-        "inspect_adapter": "fxplug.adapters.inspecting:inspect_adapter",
+        "inspect_adapter": "fxplug.adapters.inspection:inspect_adapter",
         "load_adapter": "fxplug.adapters.loading:load_adapter",
         "Adapters": "fxplug.adapters.slots:Adapters",
         "save_adapter": "fxplug.adapters.writing:save_adapter",

@@ -192,7 +192,7 @@ def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict
         rank = max((tensors[key].shape[dim] for key in tensors for dim in rank_dims(key, tensors)), default=0)
         for whole in ("lokr_w1", "lokr_w2"):
             split = whole in bank.names and f"{whole}_a" in tensors and "lokr_t2" not in tensors
-            if split and (shape := _whole(bank, entry, whole)):
+            if split and (shape := _shape_without_factors(bank, entry, whole)):
                 tensors[whole] = (tensors.pop(f"{whole}_a").float() @ tensors.pop(f"{whole}_b").float()).reshape(shape)
         if tensors.keys() != bank.names.keys():
             raise SpecError(
@@ -383,7 +383,7 @@ def _first_fitting(
     return high
 
 
-def _whole(bank: Bank, entry: Entry, name: str) -> list[int]:
+def _shape_without_factors(bank: Bank, entry: Entry, name: str) -> list[int]:
     """The shape of a factor that the file has decomposed and the bank has whole: only the second has the kernel.
 
     Empty where it cannot have one."""

@@ -15,7 +15,7 @@ from ..core.quantised import is_transposed, weight_shape
 from .banks import Bank, rank_dims
 from .find_tensors import unreadable
 from .loading import bank_of
-from .saved_heads import held_heads
+from .saved_heads import merged_heads
 from .slot_memory import read_meta, scaled, unscaled
 from .updates import Entry, rank_of
 
@@ -26,7 +26,7 @@ BLOCKS = ("Lora", "LoraWeight", "Dora", "Loha", "Lokr", "Delta", "Vera")  # whos
 
 
 @dataclass(frozen=True)
-class Layer:
+class ModelLayer:
     """A layer of a model: its class, the shape of its weight as its product has it, and its groups.
 
     That of one that is `transposed` holds it the other way round.
@@ -54,7 +54,7 @@ class AdapterContents:
     __repr__ = brief_fields
 
 
-def layers_of(module: nn.Module, dims: int = 2) -> dict[str, Layer]:
+def layers_of(module: nn.Module, dims: int = 2) -> dict[str, ModelLayer]:
     """The layers of a module that have a weight of `dims` or more dimensions, by path; not those that passes put in."""
     found = {}
     added = {entry["name"] for entry in getattr(module, "meta", {}).get("passes", [])}
@@ -64,7 +64,7 @@ def layers_of(module: nn.Module, dims: int = 2) -> dict[str, Layer]:
             kind = next((c.__name__ for c in type(layer).__mro__ if c.__module__.startswith("torch.nn.")), "")
             turned = is_transposed(layer)
             groups = int(getattr(layer, "groups", 1))
-            found[path] = Layer("Linear" if turned else kind, weight_shape(layer, weight), groups, turned)
+            found[path] = ModelLayer("Linear" if turned else kind, weight_shape(layer, weight), groups, turned)
     return found
 
 
@@ -205,7 +205,7 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> AdapterContents
         raise SpecError(f"no pass without slots is applied here, so nothing was learned{other}")
     if not entries:
         raise SpecError(f"{' and '.join(wanted)}: no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}")
-    return AdapterContents(tuple(entries.values()), left, rslora == {True}, held_heads(module, wanted))
+    return AdapterContents(tuple(entries.values()), left, rslora == {True}, merged_heads(module, wanted))
 
 
 def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) -> Entry:

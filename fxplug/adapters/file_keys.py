@@ -48,7 +48,7 @@ _HALVES = {"A": "down", "down": "down", "B": "up", "up": "up", "mid": "mid"}
 
 
 @dataclass
-class Layer:
+class LayerKeys:
     """The keys of one layer while a file is read: canonical name -> key, and the numbers beside them."""
 
     name: str
@@ -58,7 +58,7 @@ class Layer:
     group: str = ""  # of a block of ours, the pass
 
 
-def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set[str]) -> Layer | None:
+def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set[str]) -> LayerKeys | None:
     """The layer of a key of a file and what it is there; an empty one for a key of another adapter; None for any other key.
 
     `state` is the whole file, and `adapter` the one that is wanted. The names of adapters that are met go into `adapters`.
@@ -68,15 +68,15 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
         group, _, name = own["layer"].partition(".")
         last = "" if own["block"] == own["cls"] else f".{own['block']}"
         role = "bias" if own["name"] == "up.bias" else own["name"].removesuffix(".weight")
-        return Layer(f"{group}.{name}{last}" if name else group, {role: key}, own=own["cls"], group=group)
+        return LayerKeys(f"{group}.{name}{last}" if name else group, {role: key}, own=own["cls"], group=group)
     if numbered := _NUMBERED.match(key):
-        return Layer(f"{numbered['part']}:{numbered['number']}", {numbered["half"]: key})
+        return LayerKeys(f"{numbered['part']}:{numbered['number']}", {numbered["half"]: key})
     if key.endswith(".alpha") and f"{key.removesuffix('.alpha')}.oft_blocks.0" in state:
-        return Layer("")  # each of its parts has it
+        return LayerKeys("")  # each of its parts has it
     if part := _OFT_PART.match(key):
         several, alpha = f"{part['layer']}.oft_blocks.1" in state, f"{part['layer']}.alpha"
         keys = {"oft_blocks": key, **({"alpha": alpha} if alpha in state else {})}
-        return Layer(f"{part['layer']}_{part['number']}" if several else part["layer"], keys)
+        return LayerKeys(f"{part['layer']}_{part['number']}" if several else part["layer"], keys)
     for form, role in _FORMS:
         found = form.search(key)
         if found is None:
@@ -85,31 +85,31 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
         if parts.get("adapter"):
             adapters.add(parts["adapter"])
             if adapter is not None and parts["adapter"] != adapter:
-                return Layer("")
+                return LayerKeys("")
         layer = key[: found.start()]
         # diffusers' network_alphas are of a tensor, not of a layer
         if role == "alpha" and layer in state and not layer.endswith(".alpha"):
             of = place(layer, state, adapter, adapters)
-            return of and Layer(of.name, {"alpha": key} if of.keys else {})
+            return of and LayerKeys(of.name, {"alpha": key} if of.keys else {})
         layer = layer.replace(".base_layer", "")  # PEFT's own wrapper around a layer within another
         if parts.get("old"):
             layer = new_name(layer)
         if parts.get("half"):
             half = _HALVES[parts["half"]]
             if parts.get("what") == "bias":
-                return Layer(layer, {"bias": key}) if half == "up" else None
-            return Layer(layer, {half: key}, embedding=role == "embedding")
-        return Layer(layer, {parts.get("name") or role: key})
+                return LayerKeys(layer, {"bias": key}) if half == "up" else None
+            return LayerKeys(layer, {half: key}, embedding=role == "embedding")
+        return LayerKeys(layer, {parts.get("name") or role: key})
     owner, _, last = key.rpartition(".")
     path, _, name = owner.rpartition(".")
     if last == "weight" and f"{owner}.on_input" in state:  # LyCORIS' (IA)3
-        return Layer(owner, {last: key})
+        return LayerKeys(owner, {last: key})
     if last == "weight" and name in _GLORA and {f"{path}.{one}.weight" for one in _GLORA[:4]} <= state.keys():
-        return Layer(path, {name: key})
+        return LayerKeys(path, {name: key})
     return None
 
 
-def find_saved_module(key: str, config: Mapping[str, Any], state: Mapping[str, Any]) -> Layer | None:
+def find_saved_module(key: str, config: Mapping[str, Any], state: Mapping[str, Any]) -> LayerKeys | None:
     """The layer of a parameter that PEFT saved whole, as its configuration says; None for another key, an empty one for a copy.
 
     Those are what `modules_to_save` names, biases with `bias`, normalisations of LN tuning, and the base's own embedding. With
@@ -117,7 +117,7 @@ def find_saved_module(key: str, config: Mapping[str, Any], state: Mapping[str, A
     """
     plain = WRAPPED.sub("", key)
     if ".original_module." in key or (plain != key and plain in state):
-        return Layer("")
+        return LayerKeys("")
     path, _, param = plain.removeprefix("base_model.model.").rpartition(".")
     if param not in ("weight", "bias"):
         return None
@@ -133,4 +133,4 @@ def find_saved_module(key: str, config: Mapping[str, Any], state: Mapping[str, A
     if not found:
         return None
     inner = ".".join(owners[:-1] if owners[-1] in ("ln_tuning_layers", "base_layer") else owners)
-    return Layer(f"base_model.model.{inner}", {f"whole_{param}": key})
+    return LayerKeys(f"base_model.model.{inner}", {f"whole_{param}": key})

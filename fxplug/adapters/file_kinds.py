@@ -69,7 +69,7 @@ Make = Callable[[Tensors, LayerFacts], list[Entry]]
 
 
 @dataclass(frozen=True)
-class Kind:
+class UpdateKind:
     """The tensors that a kind of update needs, and those that it may have, by role, each with its sizes.
 
     A letter is the same number in all of a layer's tensors, `k*i` the product of two that are known, a digit itself, `...` any
@@ -118,10 +118,10 @@ def _conflict(role: str, names: list[str], tensor: Tensor, known: dict[str, tupl
     return ""
 
 
-def nearest_kind(tensors: Tensors) -> Kind:
+def nearest_kind(tensors: Tensors) -> UpdateKind:
     """The kind of update that tensors by role are, or the one that they are nearest to."""
 
-    def distance(kind: Kind) -> tuple[int, int]:
+    def distance(kind: UpdateKind) -> tuple[int, int]:
         return len(kind.needed.keys() - tensors.keys()), len(tensors.keys() - kind.needed.keys() - kind.more.keys())
 
     return min([kind for kind in KINDS if not tensors.keys().isdisjoint(kind.needed)] or [KINDS[0]], key=distance)
@@ -368,33 +368,35 @@ _LOKR_2 = (
     {"lokr_w2_a": "q b", "lokr_t2": "q p ...", "lokr_w2_b": "p d"},
 )
 KINDS = (
-    Kind({"down": "l i ...", "up": "o r ..."}, {"mid": "r l ...", **_BESIDE}),
-    Kind({"hada_w1_a": "o r", "hada_w1_b": "r i", "hada_w2_a": "o s", "hada_w2_b": "s i"}, _BESIDE),
-    Kind({"hada_w1_a": "r o", "hada_t1": "r u ...k", "hada_w1_b": "u i", "hada_w2_a": "s o", "hada_t2": "s v ...k",
+    UpdateKind({"down": "l i ...", "up": "o r ..."}, {"mid": "r l ...", **_BESIDE}),
+    UpdateKind({"hada_w1_a": "o r", "hada_w1_b": "r i", "hada_w2_a": "o s", "hada_w2_b": "s i"}, _BESIDE),
+    UpdateKind({"hada_w1_a": "r o", "hada_t1": "r u ...k", "hada_w1_b": "u i", "hada_w2_a": "s o", "hada_t2": "s v ...k",
           "hada_w2_b": "v i"}, _BESIDE),
-    *(Kind({**first, **second}, _BESIDE) for first, second in product(_LOKR_1, _LOKR_2)),
-    Kind({"oft_blocks": "..."}, {"rescale": "..."}, _lycoris_oft),
-    Kind({"a1": "i r ...", "a2": "r j ...", "b1": "o r ...", "b2": "r c ..."}, {"bm": "r r ..."}, _glora),
-    Kind({"on_input": "...", "weight": "..."}, {}, _lycoris_ia3),
-    Kind({"down": "r i", "up": "o r", "lora_E": "r 1"}, {"ranknum": "..."}, _adalora),
-    Kind({"vera_lambda_b": "o", "vera_lambda_d": "r"}, {}, _vera),
-    Kind({"vblora_logits_A": "a m k", "vblora_logits_B": "b n k"}, {}, _vblora),
-    Kind({f"vblora_logits_{half}_topk_{end}": "..." for half in "AB" for end in ("indices", "weights")}, {}, _vblora),
-    Kind({"miss_block": "..."}, {}, _miss),
-    Kind({"bone_block": "..."}, {}, _miss),
-    Kind({"oft_R": "n v"}, {"scaled_oft": "..."}, _oft),
-    Kind({"boft_R": "l n s s", "boft_s": "..."}, {}, _boft),
-    Kind({"ia3_l": "a b ..."}, {}, _ia3),
-    Kind({"hra_u": "i r"}, {}, _hra),
-    Kind({"c3a_kernel": "a b s"}, {}, _plain("c3a", "c3a_")),
-    Kind({"fourierft_spectrum": "n"}, {}, _fourier),
-    Kind({"shira_weight": "...", "shira_indices": "2 n"}, {}, _shira),
-    Kind({"randlora_lambda": "r n", "randlora_gamma": "n m"}, {"randlora_A": "...", "randlora_B": "..."}, _randlora),
-    Kind({"hira_A": "r i ...", "hira_B": "o r ..."}, {}, _hira),
-    Kind({"hira_embedding_A": "r n", "hira_embedding_B": "d r"}, {}, _hira),
-    Kind({"road_theta": "n", "road_alpha": "n"}, {}, _road),
-    Kind({"delora_A": "r i", "delora_B": "o r", "delora_lambda": "1", "delora_w_norm": "i"}, {},
+    *(UpdateKind({**first, **second}, _BESIDE) for first, second in product(_LOKR_1, _LOKR_2)),
+    UpdateKind({"oft_blocks": "..."}, {"rescale": "..."}, _lycoris_oft),
+    UpdateKind({"a1": "i r ...", "a2": "r j ...", "b1": "o r ...", "b2": "r c ..."}, {"bm": "r r ..."}, _glora),
+    UpdateKind({"on_input": "...", "weight": "..."}, {}, _lycoris_ia3),
+    UpdateKind({"down": "r i", "up": "o r", "lora_E": "r 1"}, {"ranknum": "..."}, _adalora),
+    UpdateKind({"vera_lambda_b": "o", "vera_lambda_d": "r"}, {}, _vera),
+    UpdateKind({"vblora_logits_A": "a m k", "vblora_logits_B": "b n k"}, {}, _vblora),
+    UpdateKind({f"vblora_logits_{half}_topk_{end}": "..." for half in "AB" for end in ("indices", "weights")}, {}, _vblora),
+    UpdateKind({"miss_block": "..."}, {}, _miss),
+    UpdateKind({"bone_block": "..."}, {}, _miss),
+    UpdateKind({"oft_R": "n v"}, {"scaled_oft": "..."}, _oft),
+    UpdateKind({"boft_R": "l n s s", "boft_s": "..."}, {}, _boft),
+    UpdateKind({"ia3_l": "a b ..."}, {}, _ia3),
+    UpdateKind({"hra_u": "i r"}, {}, _hra),
+    UpdateKind({"c3a_kernel": "a b s"}, {}, _plain("c3a", "c3a_")),
+    UpdateKind({"fourierft_spectrum": "n"}, {}, _fourier),
+    UpdateKind({"shira_weight": "...", "shira_indices": "2 n"}, {}, _shira),
+    UpdateKind({"randlora_lambda": "r n", "randlora_gamma": "n m"}, {"randlora_A": "...", "randlora_B": "..."}, _randlora),
+    UpdateKind({"hira_A": "r i ...", "hira_B": "o r ..."}, {}, _hira),
+    UpdateKind({"hira_embedding_A": "r n", "hira_embedding_B": "d r"}, {}, _hira),
+    UpdateKind({"road_theta": "n", "road_alpha": "n"}, {}, _road),
+    UpdateKind({"delora_A": "r i", "delora_B": "o r", "delora_lambda": "1", "delora_w_norm": "i"}, {},
          _plain("delora", "delora_", lambda t: len(t["A"]))),
-    Kind({"gralora_A": "k i r", "gralora_B": "k r o"}, {"gralora_A_general": "h k*i", "gralora_B_general": "k*o h"}, _gralora),
-    Kind({"trainable_tokens_delta": "n d"}, {}, _tokens),
+    UpdateKind(
+        {"gralora_A": "k i r", "gralora_B": "k r o"}, {"gralora_A_general": "h k*i", "gralora_B_general": "k*o h"}, _gralora
+    ),
+    UpdateKind({"trainable_tokens_delta": "n d"}, {}, _tokens),
 )  # fmt: skip

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean
-from .contents import AdapterContents, Layer
+from .contents import AdapterContents, ModelLayer
 from .files import AdapterFile, Entry, fit
+from .format_names import format_of, part_of
 from .key_layouts import CONFIGURED, alpha_of, tensors_of
-from .named import format_of, part_of
 from .saved_heads import split_saved_modules
 from .tables import FORMATS, PARTS, table
 from .writing import About, Content, Saved, _digest, _in_dtype, about_of, content, write
@@ -119,16 +119,16 @@ def _by_model(file: AdapterFile, own: str) -> dict[str, tuple[Entry, ...]]:
     return {own: rest, SECOND: second}
 
 
-def _layer(entry: Entry) -> Layer:
+def _layer(entry: Entry) -> ModelLayer:
     """A layer as far as its update tells."""
     if entry.method == "diff":
         shape = tuple(entry.tensors["delta"].shape)
-        return Layer("Linear" if len(shape) == 2 else "", shape)
+        return ModelLayer("Linear" if len(shape) == 2 else "", shape)
     out, rest = entry.sizes()
     kind = "Embedding" if entry.embedding else "Linear" if len(rest) < 2 else f"Conv{len(rest) - 1}d"
     shape = (*rest, out) if entry.embedding else (out, *rest)
     groups = len(entry.tensors["down"]) // entry.tensors["up"].shape[1] if "down" in entry.tensors else 1
-    return Layer(kind, shape, groups)
+    return ModelLayer(kind, shape, groups)
 
 
 def write_parts(

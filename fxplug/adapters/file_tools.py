@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..blocks import low_rank
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, shown
-from .combining import Combination
+from .combination import Combination
 from .file_layouts import EditedFile, family_of, layout_of, model_of, on_paths, write_own, write_parts
 from .files import AdapterFile, Entry, Source, read
 from .key_layouts import CONFIGURED

@@ -21,8 +21,8 @@ from ..core import reading
 from ..core.errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
 from ..core.spec.addresses import by_ending
 from . import peft_config
-from .file_keys import SHARED, Layer, find_saved_module, place
-from .file_kinds import INTEGERS, Kind, LayerFacts, changes_of, nearest_kind
+from .file_keys import SHARED, LayerKeys, find_saved_module, place
+from .file_kinds import INTEGERS, LayerFacts, UpdateKind, changes_of, nearest_kind
 from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable
 from .layer_matching import Fit, fit, split_part
 from .tables import PARTS
@@ -67,11 +67,11 @@ def read(
         beside = file.parent / "adapter_config.json"
         if config is None and "lora_adapter_metadata" not in about and kind_of(beside) == "file":
             config = object_of(reading.read_json(beside, limits=limits), str(beside))
-    reader = _Reader(where, folder, config, about, limits)
+    reader = _AdapterFileReader(where, folder, config, about, limits)
     return reader.read(state, adapter)
 
 
-class _Reader:
+class _AdapterFileReader:
     def __init__(
         self, where: str, folder: Path | None, config: Mapping[str, Any] | None, about: Mapping[str, Any], limits: Limits
     ) -> None:
@@ -101,7 +101,7 @@ class _Reader:
             placed |= {key: find_saved_module(key, config, self.state) for key, found in placed.items() if found is None}
         if adapter is None and len(adapters) > 1:
             raise ArtifactError(f"{self.where} has several adapters: give adapter= one of {', '.join(sorted(adapters))}")
-        layers: dict[str, Layer] = {}
+        layers: dict[str, LayerKeys] = {}
         for found in placed.values():
             if found is None or not found.keys:
                 continue  # no layer's, or another adapter's
@@ -124,7 +124,7 @@ class _Reader:
         ours = {"software": "fxplug"} if all(layer.own for layer in layers.values()) else {}
         return AdapterFile(self.where, tuple(entries), rest, {**ours, **self.about, **self.configs.get("", {})})
 
-    def read_patterns(self, layers: Iterable[Layer]) -> None:
+    def read_patterns(self, layers: Iterable[LayerKeys]) -> None:
         """Look up what PEFT's configurations say of single layers, all at once."""
         names = list(dict.fromkeys(name for layer in layers for name in _peft_names(layer.name)))
         tables: dict[tuple[str, str], Mapping[str, Any]] = {}
@@ -159,7 +159,7 @@ class _Reader:
                 raise ArtifactError(f"{self.where}: the pass '{owner}' {what}{did_you_mean(wanted, known) if wanted else ''}")
             self.slots[owner] = (names.index(wanted), len(names))
 
-    def entries(self, layer: Layer) -> list[Entry]:
+    def entries(self, layer: LayerKeys) -> list[Entry]:
         """What a layer gets, a parameter each."""
         keys = {role: key for role, key in layer.keys.items() if role not in ("alpha", "scale")}
         tensors = {role: self.tensor(key) for role, key in keys.items()}
@@ -193,7 +193,7 @@ class _Reader:
             raise ArtifactError(f"{self.where}: {text}")
         return made
 
-    def low_rank(self, layer: Layer, kind: Kind, tensors: dict[str, Tensor], facts: LayerFacts) -> list[Entry]:
+    def low_rank(self, layer: LayerKeys, kind: UpdateKind, tensors: dict[str, Tensor], facts: LayerFacts) -> list[Entry]:
         """A low-rank update; none for what a slot has nothing for."""
         keys, base = layer.keys, base_of(tensors)
         if base == "loha" and not layer.own and "hada_t1" not in tensors:  # OneTrainer keeps the kernel dimensions
@@ -237,7 +237,7 @@ class _Reader:
         flat = "." not in layer.name and not layer.own
         return [Entry(layer.name, part_path[1], part_path[0], word, tensors, scale, rank, embedding, flat, assumed)]
 
-    def embedding(self, layer: Layer, tensors: Mapping[str, Tensor]) -> bool | None:
+    def embedding(self, layer: LayerKeys, tensors: Mapping[str, Tensor]) -> bool | None:
         """Whether it is an Embedding's, in whose `blocks.Lora` the rank is the last dimension of `down`; None: may be."""
         if layer.own != "Lora" or not tensors["down"].dim() == tensors["up"].dim() == 2:
             return layer.embedding
@@ -272,7 +272,7 @@ class _Reader:
             raise ArtifactError(f"{self.where}: '{key}' has numbers that are not finite (NaN or infinity)")
         return value
 
-    def in_slot(self, layer: Layer, tensors: Mapping[str, Tensor], slot: int, slots: int) -> dict[str, Tensor]:
+    def in_slot(self, layer: LayerKeys, tensors: Mapping[str, Tensor], slot: int, slots: int) -> dict[str, Tensor]:
         """One slot of a block's. In `blocks.Lora` the slots follow each other in the inner channels, within each group; else
         they are the first dimension."""
         for role, tensor in tensors.items():
@@ -287,7 +287,9 @@ class _Reader:
         own = low_rank.in_slot(down, slot, slots, down.shape[0] // up.shape[1])
         return {"down": own.flatten(0, 1), "up": low_rank.in_slot(up, slot, slots)}  # (groups * rank, in, *kernel)
 
-    def check(self, layer: Layer, kind: Kind, tensors: Mapping[str, Tensor], facts: LayerFacts, embedding: bool | None) -> None:
+    def check(
+        self, layer: LayerKeys, kind: UpdateKind, tensors: Mapping[str, Tensor], facts: LayerFacts, embedding: bool | None
+    ) -> None:
         """Raise ArtifactError unless the parts of a product go together."""
         kind.check_sizes(tensors, facts)
         if "down" not in tensors:
@@ -303,7 +305,7 @@ class _Reader:
             if mid[:, 0].numel() * down[0].numel() > most:
                 raise self.odd(layer, "mid", "down", tensors)
 
-    def odd(self, layer: Layer, a: str, b: str, tensors: Mapping[str, Tensor]) -> ArtifactError:
+    def odd(self, layer: LayerKeys, a: str, b: str, tensors: Mapping[str, Tensor]) -> ArtifactError:
         shapes = f"{list(tensors[a].shape)} and {list(tensors[b].shape)}"
         both = f"'{layer.keys[a]}' and '{layer.keys[b]}'"
         return ArtifactError(f"{self.where}: {both} do not go together: their shapes are {shapes}")
@@ -314,7 +316,7 @@ class _Reader:
             value = value.item()
         return _number(value, f"{self.where}: '{key}'")
 
-    def scale(self, layer: Layer, tensors: Mapping[str, Tensor], rank: int, part: str, slots: bool) -> float | None:
+    def scale(self, layer: LayerKeys, tensors: Mapping[str, Tensor], rank: int, part: str, slots: bool) -> float | None:
         """What the product is multiplied by: the file's own word, alpha / rank, or PEFT's configuration; None if none says."""
         if slots:
             return 1.0  # what lies in a slot is scaled already
@@ -348,7 +350,7 @@ class _Reader:
         alpha = _number(alpha, f"{about}the alpha of '{layer.name}'")
         return low_rank.scaling(rank, alpha, config.get("use_rslora") is True)
 
-    def pattern_value(self, part: str, key: str, layer: Layer, default: Any) -> Any:
+    def pattern_value(self, part: str, key: str, layer: LayerKeys, default: Any) -> Any:
         """The value of the first of PEFT's patterns that a layer's name matches."""
         found = self.chosen[part, key]
         return next((found[name] for name in _peft_names(layer.name) if name in found), default)

@@ -11,7 +11,7 @@ from ..blocks.low_rank import lokr_shapes
 from ..core.errors import ArtifactError, SpecError
 from ..core.spec.pass_file import load_pass
 from ..core.spec.rules import Pass, Rule
-from .contents import Layer, layers_of
+from .contents import ModelLayer, layers_of
 from .files import AdapterFile, Fit, fit
 from .loading import tied
 from .saved_heads import without_heads
@@ -30,7 +30,7 @@ class Form:
     rest: tuple[tuple[str, Any], ...] = ()
 
 
-def forms_of(entry: Entry, layer: Layer | None, called: bool, slots: bool) -> list[Form] | str:
+def forms_of(entry: Entry, layer: ModelLayer | None, called: bool, slots: bool) -> list[Form] | str:
     """The passes that hold an update as it is, or why there are none; `called` says that its layer is.
 
     What is no low-rank product of a layer's weight is a change of the whole parameter, as the bias beside a LoRA is in slots.
@@ -55,7 +55,7 @@ def forms_of(entry: Entry, layer: Layer | None, called: bool, slots: bool) -> li
     return [Form("delta", 0, (("param", entry.param),))]
 
 
-def _lokr(entry: Entry, layer: Layer) -> Form | None:
+def _lokr(entry: Entry, layer: ModelLayer) -> Form | None:
     """LoKr with the factors of a file, by the `factor` that splits widths so, or the first one's sizes; None where none is."""
     there = {name: tuple(t.shape) for name, t in entry.tensors.items()}
     both, tucker, full = "lokr_w1_a" in there, "lokr_t2" in there, {"lokr_w1", "lokr_w2"} <= there.keys()
@@ -73,7 +73,7 @@ def _lokr(entry: Entry, layer: Layer) -> Form | None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FormPlan:
     """Which layers of a module get which forms for some adapters; `unheld` says by layer why it gets none.
 
     Those `apart` are tied to another layer that gets an update of its own, and need a rule of their own, for a block.
@@ -121,7 +121,7 @@ def plan_for(
     module: Any,
     called: Container[str] | None = None,
     slots: bool = True,
-) -> Plan:
+) -> FormPlan:
     """Where the adapters of some files go in a module, and as what; beside each file its `part`, `partial` and `guess`.
 
     `called` are the layers that are called, rather than read by another; None is all. `slots` says that the passes will have
@@ -164,4 +164,4 @@ def plan_for(
     forms: dict[Form, list[str]] = {}
     for (name, path, rest), rank in ranks.items():
         forms.setdefault(Form(name, rank, rest), []).append(path)
-    return Plan(dict(sorted(forms.items(), key=lambda item: (item[0].name, -item[0].rank))), fits, unheld, apart)
+    return FormPlan(dict(sorted(forms.items(), key=lambda item: (item[0].name, -item[0].rank))), fits, unheld, apart)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.low_rank import lokr_shapes
-from .contents import Layer
+from .contents import ModelLayer
 from .tables import FORMATS
 from .updates import Entry, has_lokr_of_3_dims
 
@@ -25,7 +25,7 @@ CONFIGURED = ("peft", "diffusers")  # what says ranks and alphas in a configurat
 OWN = {"lora": "Lora", "loha": "Loha", "lokr": "Lokr", "dora": "Dora"}
 
 
-def refused(entry: Entry, as_: str, layer: Layer | None) -> str:
+def refused(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
     """Why a format cannot hold an update; an empty text where it can."""
     if entry.method == "diff":
         known = entry.kind in FORMATS[as_]["kinds"]
@@ -113,7 +113,7 @@ def split_biases(entries: Sequence[Entry]) -> list[Entry]:
     return made
 
 
-def tensors_of(as_: str, key: str, entry: Entry, layer: Layer, biased: bool = False) -> dict[str, Tensor]:
+def tensors_of(as_: str, key: str, entry: Entry, layer: ModelLayer, biased: bool = False) -> dict[str, Tensor]:
     """An update under the keys of a format, below `key`; `biased` says that each layer of the file has a bias."""
     t = dict(entry.tensors)
     if entry.method == "diff":
@@ -137,7 +137,7 @@ def tensors_of(as_: str, key: str, entry: Entry, layer: Layer, biased: bool = Fa
             t["magnitude"] = t["magnitude"].reshape(1, -1, *around)
         scale = {f"{key}.scale": torch.tensor(entry.scale, dtype=torch.float32)} if as_ == "fxplug" else {}
     else:
-        if _is_whole(entry) and entry.scale != 1:  # no alpha scales two full matrices: these tools pass over it
+        if _is_full_lokr(entry) and entry.scale != 1:  # no alpha scales two full matrices: these tools pass over it
             t["lokr_w1"] = (t["lokr_w1"].double() * entry.scale).to(t["lokr_w1"].dtype)
         if "magnitude" in t:
             t["magnitude"] = t["magnitude"].reshape(*((1, -1) if entry.kind.endswith("by input") else (-1, 1)), *around)
@@ -145,15 +145,15 @@ def tensors_of(as_: str, key: str, entry: Entry, layer: Layer, biased: bool = Fa
     return {**{f"{key}.{keys.get(name, name)}": value for name, value in t.items()}, **scale}
 
 
-def _is_whole(entry: Entry) -> bool:
+def _is_full_lokr(entry: Entry) -> bool:
     """Whether an update is a LoKr of two full matrices, which have no rank of their own."""
     return {"lokr_w1", "lokr_w2"} <= entry.tensors.keys()
 
 
 def _alpha(entry: Entry) -> Tensor:
     """In the dtype of the file where that holds it."""
-    whole = _is_whole(entry)
-    alpha = float(whole_rank(entry)) if whole else alpha_of(entry)
+    whole = _is_full_lokr(entry)
+    alpha = float(full_lokr_rank(entry)) if whole else alpha_of(entry)
     made = torch.tensor(entry.scale * entry.rank, dtype=next(iter(entry.tensors.values())).dtype)
     if not whole and made.double().item() / entry.rank == entry.scale:
         return made
@@ -164,13 +164,13 @@ def _alpha(entry: Entry) -> Tensor:
 # --- PEFT's configuration
 
 
-def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, Layer], rslora: bool) -> dict[str, Any]:
+def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer], rslora: bool) -> dict[str, Any]:
     """What `adapter_config.json` says of the updates by path, all of one kind."""
     base = next(iter(rows))[1].kind.partition("+")[0].replace("dora", "lora")
     ranks, alphas = {}, {}
     for path, entry in rows:
         whole = "lokr_w2" in entry.tensors
-        ranks[path] = whole_rank(entry) if whole else entry.rank
+        ranks[path] = full_lokr_rank(entry) if whole else entry.rank
         alphas[path] = entry.scale * ranks[path] if whole else alpha_of(entry)
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     rslora = rslora and base == "lora" and len({*ranks.values()}) == len({*alphas.values()}) == 1  # PEFT takes no patterns then
@@ -202,7 +202,7 @@ def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, Layer], rslor
     return made
 
 
-def unlike(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, Layer]) -> dict[str, str]:
+def unlike(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) -> dict[str, str]:
     """What of these updates one configuration of PEFT's cannot say with the others, by path, with the reason."""
     if not rows:
         return {}
@@ -225,18 +225,18 @@ def unlike(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, Layer]) -> di
     return left
 
 
-def whole_rank(entry: Entry) -> int:
+def full_lokr_rank(entry: Entry) -> int:
     """A rank at which PEFT and LyCORIS decompose no factor of a LoKr."""
     return max(n for name, tensor in entry.tensors.items() if name.startswith("lokr_w") for n in tensor.shape)
 
 
-def _lokr_options(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, Layer]) -> tuple[dict[str, Any], list[str]]:
+def _lokr_options(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) -> tuple[dict[str, Any], list[str]]:
     """The options with which PEFT makes the factors of most of these LoKrs (peft.tuners.lokr), and the paths of the others."""
     made = {path: {name: tuple(tensor.shape) for name, tensor in entry.tensors.items()} for path, entry in rows}
     both, cores = (any(name in shapes for shapes in made.values()) for name in ("lokr_w1_a", "lokr_t2"))
 
     def others(factor: int) -> list[str]:
-        ranks = {path: whole_rank(entry) if "lokr_w2" in made[path] else entry.rank for path, entry in rows}
+        ranks = {path: full_lokr_rank(entry) if "lokr_w2" in made[path] else entry.rank for path, entry in rows}
         return [p for p in made if lokr_shapes(layers[p].shape, ranks[p], factor, both, cores) != made[p]]
 
     sides = {(shapes.get("lokr_w1") or shapes["lokr_w1_a"])[0] for shapes in made.values()}
@@ -249,7 +249,7 @@ def _exactly(path: str) -> str:
     return f"^{re.escape(path)}"
 
 
-def _targets(paths: Sequence[str], layers: Mapping[str, Layer]) -> list[str] | str:
+def _targets(paths: Sequence[str], layers: Mapping[str, ModelLayer]) -> list[str] | str:
     """The layers' paths; as one expression where a path is the end of another layer's, which PEFT would take as well."""
     others = set(layers) - set(paths)
     endings = {".".join(parts[at:]) for path in others for parts in [path.split(".")] for at in range(1, len(parts))}

@@ -86,13 +86,13 @@ class Fit:
                 text += f" (guess=True takes them by shape and order: {_listed(some, len(self.guessed))})"
             found.append(text)
         if self.outside:
-            kinds = list(dict.fromkeys(_alike(path) for path in self.outside))
+            kinds = list(dict.fromkeys(_star_numbers(path) for path in self.outside))
             at = f"at: {_listed([repr(kind) for kind in kinds[:3]], len(kinds))}"
             some = [f"'{path}'" for path in list(self.outside)[:3]]
             named = _listed(some, len(self.outside))
             found.append(f"{len(self.outside)} layers have no slots here: {named} (give the pass {at} too)")
         if self.homeless:
-            layers = list(dict.fromkeys(_alike(key.rpartition(".")[0]) for key in self.homeless))
+            layers = list(dict.fromkeys(_star_numbers(key.rpartition(".")[0]) for key in self.homeless))
             params = sorted({key.rpartition(".")[2] for key in self.homeless})
             named = _listed([f"'{key}'" for key in list(self.homeless)[:3]], len(self.homeless))
             at = _listed([repr(kind) for kind in layers[:3]], len(layers))
@@ -110,7 +110,7 @@ class Fit:
         return (path.replace(".", "_") for path in self.layers) if entry.flat else self.layers
 
 
-def _alike(path: str) -> str:
+def _star_numbers(path: str) -> str:
     """A path with a star for each number."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
@@ -148,12 +148,12 @@ def fit(
     for entry in file.entries:
         groups.setdefault(entry.part, []).append(entry)
     wanted = [p for p in groups if part in (None, p)]
-    finder = _Finder(file, shapes)
-    found = {p: finder.known(groups[p]) for p in wanted}
-    if not all(hits.all for hits in found.values()):
+    finder = _LayerFinder(file, shapes)
+    found = {p: finder.match_by_name(groups[p]) for p in wanted}
+    if not all(hits.is_complete for hits in found.values()):
         whole = {path: tuple(int(n) for n in shape) for path, shape in (model() if model else {}).items()}
-        finder = _Finder(file, whole | shapes, old=True)
-        found = {p: max(found[p], finder.known(groups[p]), key=_Hits.rank) for p in wanted}
+        finder = _LayerFinder(file, whole | shapes, old=True)
+        found = {p: max(found[p], finder.match_by_name(groups[p]), key=_Hits.rank) for p in wanted}
     if not any(hits.good for hits in found.values()):
         found = {p: max(found[p], finder.deep(groups[p], shapes), key=_Hits.rank) for p in wanted}
     some = any(hits.good for hits in found.values())
@@ -181,7 +181,7 @@ def fit(
             found |= {p: hits} if guess else {}
             guessed |= {e.name: home[0] for e, home in zip(groups[p], hits.homes, strict=True) if home}
     for p in taken:
-        groups[p] = with_projections(groups[p], [finder.whole(home) if home else None for home in found[p].homes])
+        groups[p] = with_projections(groups[p], [finder.joint_shape(home) if home else None for home in found[p].homes])
     placed: dict[str, Entry] = {}
     missing: list[Entry] = []
     mismatched: dict[str, str] = {}
@@ -196,7 +196,7 @@ def fit(
             elif entry.param != "weight":
                 for path, piece in finder.pieces(entry, home):
                     more[piece.key(path)] = piece
-            elif not entry.fits(shape := finder.whole(home)):
+            elif not entry.fits(shape := finder.joint_shape(home)):
                 path = home[0].removesuffix(SWAPPED)
                 mismatched[path] = f"is {list(shape)}, and '{entry.name}' is for {_for(entry)}{_new_head(entry, shape)}"
             else:
@@ -280,7 +280,7 @@ class _Hits:
     good: int
 
     @property
-    def all(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every entry has a layer that it fits."""
         return self.good == len(self.homes)
 
@@ -293,7 +293,7 @@ class _Hits:
 
 
 @dataclass(frozen=True)
-class _Finder:
+class _LayerFinder:
     """Looks layers up among `shapes`, under the graph's own names and, with `old`, under those of its family's code."""
 
     file: AdapterFile
@@ -312,7 +312,7 @@ class _Finder:
         found = first_names(self.shapes, also=True) if self.old else {}
         return found | {name.replace(".", "_"): home for name, home in found.items()}
 
-    def whole(self, home: Home) -> tuple[int, ...]:
+    def joint_shape(self, home: Home) -> tuple[int, ...]:
         """The shape of the weight that the layers of an entry have together."""
         of = [self.shapes[path.removesuffix(SWAPPED)] for path in home]
         return (sum(shape[0] for shape in of), *of[0][1:])
@@ -327,11 +327,11 @@ class _Finder:
             yield bare, piece.swapped() if path.endswith(SWAPPED) else piece
             start += width
 
-    def known(self, entries: Sequence[Entry]) -> _Hits:
+    def match_by_name(self, entries: Sequence[Entry]) -> _Hits:
         """The best of the readings that need no guess."""
         names = [e.name for e in entries]
         readings = names, [name.removeprefix("base_model.model.") for name in names], [e.path for e in entries]
-        return max((self.tried(entries, reading) for reading in readings), key=_Hits.rank)
+        return max((self.match_names(entries, reading) for reading in readings), key=_Hits.rank)
 
     def deep(self, entries: Sequence[Entry], inside: Mapping[str, Any]) -> _Hits:
         """The first reading under which every entry has a layer that it fits: fewest components taken away, or some added."""
@@ -339,13 +339,13 @@ class _Finder:
             return hits
         first = entries[0].path
         starts = sorted({path.removesuffix(first) for path in inside if path.endswith(f".{first}")})
-        readings = (self.tried(entries, [start + e.path for e in entries]) for start in starts)
-        found = [hits for hits in readings if hits.all]
+        readings = (self.match_names(entries, [start + e.path for e in entries]) for start in starts)
+        found = [hits for hits in readings if hits.is_complete]
         if len(found) > 1:
             where = " or ".join(f"'{hits.homes[0][0]}'" for hits in found[:3])
             raise ArtifactError(f"{self.file.source}: '{entries[0].name}' may be {where}: name the layers as the graph does")
         flat = [entry.path.replace(".", "_") for entry in entries]
-        return found[0] if found else self.shortened(entries, "_") or self.tried(entries, flat)
+        return found[0] if found else self.shortened(entries, "_") or self.match_names(entries, flat)
 
     def shortened(self, entries: Sequence[Entry], dot: str) -> _Hits | None:
         """The layers of all entries without the first components that their paths share, between dots or underscores."""
@@ -353,11 +353,11 @@ class _Finder:
         for n in range(1, len(parts[0])):
             if len({tuple(own[:n]) for own in parts}) > 1:
                 return None  # what begins otherwise may be of another model
-            if (hits := self.tried(entries, [dot.join(own[n:]) for own in parts])).all:
+            if (hits := self.match_names(entries, [dot.join(own[n:]) for own in parts])).is_complete:
                 return hits
         return None
 
-    def tried(self, entries: Sequence[Entry], names: Sequence[str]) -> _Hits:
+    def match_names(self, entries: Sequence[Entry], names: Sequence[str]) -> _Hits:
         """The layers of entries by such names."""
         homes = [self.home(entry, name) for entry, name in zip(entries, names, strict=True)]
         good = sum(bool(home) and self.takes(home, e) for e, home in zip(entries, homes, strict=True))
@@ -365,7 +365,7 @@ class _Finder:
 
     def takes(self, home: Home, entry: Entry) -> bool:
         """Whether an entry has the shape of its home's weight, or as many numbers as that has outputs."""
-        shape = self.whole(home)
+        shape = self.joint_shape(home)
         return entry.fits(shape if entry.param == "weight" else shape[:1])
 
     def home(self, entry: Entry, name: str) -> Home:

@@ -36,7 +36,7 @@ def saved_head(path: str | os.PathLike[str], layer: str, name: str, limits: Limi
     return value
 
 
-def held_heads(module: nn.Module, passes: list[str]) -> dict[str, Tensor]:
+def merged_heads(module: nn.Module, passes: list[str]) -> dict[str, Tensor]:
     """The parameters of layers that passes gave another size, by the key that they have once merged, on the CPU."""
     found: dict[str, Tensor] = {}
     for key, value in _resized(module, passes):

@@ -25,7 +25,7 @@ from .writing import About, Saved, about_of, content, write
 Weights = Mapping[str, float]
 
 
-class Choice:
+class AdapterChoice:
     """Which adapters the calls of a block take: `rows` as `Adapters.use` takes them, one for all samples if `single`."""
 
     def __init__(self, adapters: Adapters, rows: list[dict[str, float]], single: bool) -> None:
@@ -34,7 +34,7 @@ class Choice:
         self.changes = [lock.changes for lock in adapters.locks]
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, Choice) and (self.adapters, self.single) == (other.adapters, other.single)
+        same = isinstance(other, AdapterChoice) and (self.adapters, self.single) == (other.adapters, other.single)
         return same and self.rows == other.rows  # type: ignore[attr-defined]
 
     __hash__ = None  # type: ignore[assignment]
@@ -428,7 +428,7 @@ class Adapters:
                 "calls, or lower without merge='live'"
             )
         with read_lock(self.locks):
-            choice = Choice(self, *self._rows(what))
+            choice = AdapterChoice(self, *self._rows(what))
         with use_choices(dict.fromkeys(self.locks, choice)):
             yield
 

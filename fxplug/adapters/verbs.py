@@ -108,7 +108,7 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Say what an adapter file is, what of it fits a model, and which pass would hold it; its weights are not read."""
-    from .inspecting import inspect_adapter
+    from .inspection import inspect_adapter
 
     with _quiet_imports():
         found = inspect_adapter(file, _model(model, set, allow), adapter=adapter, part=part, guess=guess)
@@ -143,7 +143,7 @@ def extract_adapter(
     debug: Debug = False,
 ) -> None:
     """Make an adapter of what a tuned checkpoint has and its base has not."""
-    from .extracting import extract
+    from .extraction import extract
 
     with progress("extract"):
         found = extract(base, tuned, rank=_rank(rank), at=at)

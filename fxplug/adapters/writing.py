@@ -20,10 +20,10 @@ from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean, 
 from ..core.reading import reported
 from ..core.weight_files import save_file
 from ..core.writing import new_file, new_folder
-from .contents import AdapterContents, Layer, layers_of, trained
+from .contents import AdapterContents, ModelLayer, layers_of, trained
+from .format_names import named, part_of
 from .key_layouts import CONFIGURED, alpha_of, biases_alone, config, joined_biases, refused, split_biases, tensors_of, unlike
 from .loading import tensor_of
-from .named import named, part_of
 from .saved_heads import BEFORE, BIAS, changed_layers
 from .tables import FORMATS, PARTS, table
 from .updates import Entry
@@ -37,10 +37,10 @@ class About:
     `named` are all that have a weight, norms too, where more than the layers are known.
     """
 
-    layers: Mapping[str, Layer]
+    layers: Mapping[str, ModelLayer]
     classes: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
-    named: Mapping[str, Layer] = field(default_factory=dict)
+    named: Mapping[str, ModelLayer] = field(default_factory=dict)
 
     __repr__ = brief_fields
 
@@ -55,7 +55,7 @@ class Saved:
     left_out: Mapping[str, str]
 
     def __repr__(self) -> str:
-        left = f"; left out: {list_left_out(self.left_out)}" if self.left_out else ""
+        left = f"; left out: {list_skipped(self.left_out)}" if self.left_out else ""
         return f"Saved({str(self.path)!r}, {self.as_}, {len(self.layers)} layers{left})"
 
 
@@ -119,7 +119,7 @@ def save_adapter(
     return write(made, path, as_)
 
 
-def list_left_out(left: Mapping[str, str], number: int = SHOWN) -> str:
+def list_skipped(left: Mapping[str, str], number: int = SHOWN) -> str:
     """What was left out, the first of it by name."""
     some = [f"'{path}' {why}" for path, why in list(left.items())[:number]]
     return "; ".join([*some, *([f"and {len(left) - number} more"] if len(left) > number else [])])
@@ -175,17 +175,17 @@ def content(
         rows, more = named(sorted(entries, key=lambda e: e.method), as_, {**model.named, **model.layers}, part)
         left |= more
     if not rows:
-        why = list_left_out(left or dict.fromkeys(heads, "is whole, and PEFT needs a layer with an update beside it"))
+        why = list_skipped(left or dict.fromkeys(heads, "is whole, and PEFT needs a layer with an update beside it"))
         raise ArtifactError(f"nothing of this adapter can be written as {as_}: {why or 'it has no layers'}")
     if left and not partial:
         of = len({*left, *(entry.key(entry.path) for entry in given)})
         way = "partial=True (--partial) leaves them out"
-        raise ArtifactError(f"{as_} cannot hold {len(left)} of {of} layers: {list_left_out(left)}; {way}")
+        raise ArtifactError(f"{as_} cannot hold {len(left)} of {of} layers: {list_skipped(left)}; {way}")
     kept = tuple(entry.key(entry.path) for entry in (*entries, *changes) if entry.key(entry.path) not in left)
     tensors: dict[str, Tensor] = {}
     biased = any("bias" in entry.kind for _, entry in rows)
     for key, entry in rows:
-        layer = model.layers.get(entry.path) or Layer("", (1,) if entry.method else tuple(entry.sizes()[1]))
+        layer = model.layers.get(entry.path) or ModelLayer("", (1,) if entry.method else tuple(entry.sizes()[1]))
         tensors |= tensors_of(as_, key, entry, layer, biased)
     if as_ == "peft":
         tensors |= {f"{BEFORE}{key}": value if dtype is None else value.to(dtype) for key, value in heads.items()}

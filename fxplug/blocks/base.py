@@ -135,7 +135,7 @@ def width(site: Site, value: Value, dim: int | None) -> tuple[int, int]:
     return value.shape[dim], dim
 
 
-def along(weight: Tensor, y: Tensor, dim: int) -> Tensor:
+def align_to_dim(weight: Tensor, y: Tensor, dim: int) -> Tensor:
     """A vector shaped so that it multiplies dimension `dim` of y."""
     return weight if dim in (-1, y.dim() - 1) else weight.view(-1, *[1] * (y.dim() - 1 - dim % y.dim()))
 
@@ -144,7 +144,7 @@ ROWS = 1024  # the most samples of a batch that can have entries of their own
 NAME = 128  # the most bytes of an adapter's name
 
 
-def taken(gates: Tensor, slots: int) -> Sequence[int]:
+def used_slots(gates: Tensor, slots: int) -> Sequence[int]:
     """The slots that some sample takes, of gates (..., slots * n) for so many slots, n numbers for each.
 
     These are all of them where values are not looked at: where a compiler looks on, and on a GPU, which would be waited for.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError, shown
 from ..core.torch_internals.modules import conv_forward, is_hooked
-from .base import CONVOLUTIONS, LowRank, check_slots, taken
+from .base import CONVOLUTIONS, LowRank, check_slots, used_slots
 from .low_rank import gated
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class Lora(LowRank):
     def banked(self, x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
         """y with the updates of a bank. In eager code on a CPU only slots that are taken cost time."""
         whole = self.kind == "Embedding" or self.geometry.get("groups", 1) > 1
-        slots = range(self.slots) if whole else taken(rows, self.slots)
+        slots = range(self.slots) if whole else used_slots(rows, self.slots)
         if len(slots) == self.slots or is_hooked(self.down) or is_hooked(self.up):
             return torch.add(y, self.up(self.gated(self.down(x), rows)))
         if not slots:

@@ -59,7 +59,7 @@ class Oft(Block):
     @classmethod
     def at(cls, site: Site, block_size: int = 32, blocks: int | None = None, share: bool = False, terms: int = 5) -> Oft:
         """A rotation for any weight of two or more dimensions whose inputs the blocks divide; not for an Embedding."""
-        return cls(weight_to_turn(site), block_size, blocks, share, terms)
+        return cls(rotatable_shape(site), block_size, blocks, share, terms)
 
     def forward(self, value: Tensor) -> Tensor:
         matrices = skew(self.rotation, self.size)
@@ -100,7 +100,7 @@ class Boft(Block):
     @classmethod
     def at(cls, site: Site, block_size: int = 4, blocks: int | None = None, levels: int = 1) -> Boft:
         """A rotation for any weight of two or more dimensions whose inputs the blocks divide; not for an Embedding."""
-        return cls(weight_to_turn(site), block_size, blocks, levels)
+        return cls(rotatable_shape(site), block_size, blocks, levels)
 
     def forward(self, value: Tensor) -> Tensor:
         halves = (self.rotation - self.rotation.mT).flatten(0, 1) * 0.5
@@ -122,7 +122,7 @@ def _levels(size: int, count: int) -> int:
     return levels
 
 
-def weight_to_turn(site: Site) -> torch.Size:
+def rotatable_shape(site: Site) -> torch.Size:
     """The shape of a weight whose second and later dimensions are what a layer reads. Raises SpecError."""
     value = weight_at(site, "a rotation of the inputs")
     if "Embedding" in site.classes or "_ConvTransposeNd" in site.classes:

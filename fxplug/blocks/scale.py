@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .base import Block, along, width
+from .base import Block, align_to_dim, width
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -32,4 +32,4 @@ class Scale(Block):
         return cls(*width(site, site.args[0], dim))
 
     def forward(self, y: Tensor) -> Tensor:
-        return y * along(self.weight, y, self.dim)
+        return y * align_to_dim(self.weight, y, self.dim)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.errors import GuardError, SpecError
-from .base import Block, along, width
+from .base import Block, align_to_dim, width
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -50,6 +50,6 @@ class Skip(Block):
                 f"{tuple(value.shape)}: that dimension follows the size of the input; skip where it does not"
             )
         if self.weight.dim() == 1:
-            return value + source * along(self.weight, source, self.dim)
+            return value + source * align_to_dim(self.weight, source, self.dim)
         moved = F.linear(source.movedim(self.dim, -1), self.weight).movedim(-1, self.dim)
         return value + moved

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .base import Block, along, width
+from .base import Block, align_to_dim, width
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -33,4 +33,4 @@ class Ssf(Block):
         return cls(*width(site, site.args[0], dim))
 
     def forward(self, y: Tensor) -> Tensor:
-        return y * along(self.scale, y, self.dim) + along(self.shift, y, self.dim)
+        return y * align_to_dim(self.scale, y, self.dim) + align_to_dim(self.shift, y, self.dim)

@@ -56,7 +56,7 @@ class Keep(Mark):
         return cls()
 
     def forward(self, value: Tensor, base: Tensor | None = None) -> Tensor:
-        return value if base is None else _alike(value, base)
+        return value if base is None else _check_and_take(value, base)
 
 
 class Gauge(Mark):
@@ -72,10 +72,10 @@ class Gauge(Mark):
         return cls()
 
     def forward(self, y: Tensor, x: Tensor | None = None) -> Tensor:
-        return y if x is None else _alike(y, x)
+        return y if x is None else _check_and_take(y, x)
 
 
-def _alike(value: Tensor, other: Tensor) -> Tensor:
+def _check_and_take(value: Tensor, other: Tensor) -> Tensor:
     """The first; where only one of them is split over processes it is found out here that the other has to be."""
     if value.shape != other.shape:
         raise GuardError(f"a mark stands on two values of one shape, here {tuple(value.shape)} and {tuple(other.shape)}")

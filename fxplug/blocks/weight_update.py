@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import SpecError
-from .base import LowRank, taken
+from .base import LowRank, used_slots
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -105,7 +105,7 @@ class Update(LowRank):
         if uniform is None:
             return value + self.scale * self.update(dict(self.named_parameters()))
         total = value
-        for slot in taken(uniform, self.slots):
+        for slot in used_slots(uniform, self.slots):
             total = total + uniform[slot] * self.change(value, {name: bank[slot] for name, bank in self.named_parameters()})
         return total
 

@@ -42,7 +42,7 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
-class Call:
+class MethodCall:
     """One call of a method, as a `with`: the module begins with what is `left` of the calls before, and is then as it was.
 
     Then `set` has the attributes that the call changed, `anew` the names of parameters, buffers and modules that it set, and
@@ -55,11 +55,11 @@ class Call:
         self.anew: list[str] = []
         self.read: dict[str, str] = {}
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> MethodCall:
         self.tables, self.before = tables(self.module), attributes(self.module)
         self.modules = dict(self.module.named_modules())
         self.members = {(path, table): dict(vars(m)[table]) for path, m in self.modules.items() for table in TABLES}
-        self.log = _Log(self.given)
+        self.log = _AccessLog(self.given)
         noting: dict[int, Any] = {}
         for name, value in self.before.items():
             self._put(name, noting.setdefault(id(value), self.log.noting(_copied(value))))
@@ -79,7 +79,7 @@ class Call:
         for name in {**self.begun, **now}:
             begun, marks = self.begun.get(name, (MISSING, None))
             value = now.get(name, MISSING)
-            if not same(begun, value) or _fingerprint(value) != marks:
+            if not equal_values(begun, value) or _fingerprint(value) != marks:
                 self.set[name] = value
         self.read = {name: label for name in self.log.read_first() if (label := self._label(name, now))}
         self.anew = sorted(
@@ -109,7 +109,8 @@ class Call:
         if isinstance(value, list) and len(before) != len(after):
             return name
         for key in {**before, **after}:
-            if not same(before.get(key, MISSING), after.get(key, MISSING)) and self.log.first.get((id(value), key)) != "write":
+            equal = equal_values(before.get(key, MISSING), after.get(key, MISSING))
+            if not equal and self.log.first.get((id(value), key)) != "write":
                 return f"{name}[{key!r}]"
         return ""
 
@@ -129,7 +130,8 @@ class ReadNames:
     def stale(self, module: nn.Module, left: Mapping[str, Any]) -> list[str]:
         """Those that were read as they were before the forward, and that it `left` as something else."""
         before, found = attributes(module), self.names.intersection(left)
-        return [name for name in sorted(found) if name not in before or not same(_packed(before[name], name), left[name])]
+        names = sorted(found)
+        return [n for n in names if n not in before or not equal_values(_packed(before[n], n), left[n])]
 
 
 def watched_kind(module: nn.Module) -> type[nn.Module]:
@@ -137,7 +139,7 @@ def watched_kind(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_watched", type(module))
 
 
-class _Log:
+class _AccessLog:
     """Whether attributes and members were first read or first written; what is `given` counts as written."""
 
     def __init__(self, given: Iterable[str]) -> None:
@@ -200,7 +202,7 @@ def plain(value: Any) -> Any:
     return list.copy(value) if type(value) is _List else dict.copy(value) if type(value) is _Dict else value
 
 
-def _watched_class(kind: Any, path: str, log: _Log) -> Any:
+def _watched_class(kind: Any, path: str, log: _AccessLog) -> Any:
     """A subclass that notes which attributes are read and written, and looks like the class itself."""
 
     def __getattribute__(self: Any, key: str) -> Any:  # noqa: N807
@@ -216,15 +218,15 @@ def _watched_class(kind: Any, path: str, log: _Log) -> Any:
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
-def same(a: Any, b: Any) -> bool:
+def equal_values(a: Any, b: Any) -> bool:
     """Whether two values are one object, or equal numbers or text, or lists, dicts and sets of such."""
     if a is b:
         return True
     a, b = plain(a), plain(b)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(equal_values(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+        return a.keys() == b.keys() and all(equal_values(a[k], b[k]) for k in a)
     simple = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, set, frozenset)
     return type(a) in simple and type(a) is type(b) and bool(a == b)
 

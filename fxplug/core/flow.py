@@ -224,7 +224,7 @@ def _applied(config: Config, base: TracedModule, inputs: Any, step: Step, device
     result = Result(base, base, config, inputs)
     for index, p in enumerate(config.passes):
         if not p.parallel:
-            with step(f"apply {p.name}"), given_at(config, index):
+            with step(f"apply {p.name}"), with_config_lines(config, index):
                 found = result.sites[p.name] = find(result.module, p)
                 result.module = apply(result.module, found)
     if result.module is not base:
@@ -236,7 +236,7 @@ def _applied(config: Config, base: TracedModule, inputs: Any, step: Step, device
 
 
 @contextmanager
-def given_at(config: Config, *indices: int) -> Iterator[None]:
+def with_config_lines(config: Config, *indices: int) -> Iterator[None]:
     """Add to an error inside passes the lines of the configuration that asked for them."""
     try:
         yield

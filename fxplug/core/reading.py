@@ -134,7 +134,7 @@ def size_of(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def whole(path: str | os.PathLike[str], limit: int, raises: Raises | None = None) -> bytes:
+def read_bytes(path: str | os.PathLike[str], limit: int, raises: Raises | None = None) -> bytes:
     """The bytes of a file, as `opened` opens it."""
     with opened(path, limit, raises) as file:
         data = file.read(limit + 1)
@@ -146,7 +146,7 @@ def whole(path: str | os.PathLike[str], limit: int, raises: Raises | None = None
 def text(path: str | os.PathLike[str], limit: int, raises: Raises | None = None) -> str:
     """The UTF-8 text of a file, without a mark of byte order at its beginning."""
     raises = raises or about(path)
-    data = whole(path, limit, raises)
+    data = read_bytes(path, limit, raises)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -249,7 +249,7 @@ def parse_json(data: bytes | str, raises: Raises, limits: Limits = DEFAULT) -> A
 def read_json(path: str | os.PathLike[str], raises: Raises | None = None, limits: Limits = DEFAULT) -> Any:
     """The value of a JSON file, within `limits`."""
     raises = raises or about(path)
-    return parse_json(whole(path, limits.json, raises), raises, limits)
+    return parse_json(read_bytes(path, limits.json, raises), raises, limits)
 
 
 def check_format(manifest: Any, newest: int, raises: Raises) -> None:

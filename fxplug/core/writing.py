@@ -327,7 +327,7 @@ class Sink(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def written(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+def open_new(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A new file as torch can write it. Raises OSError at the end where that failed."""
     with Path(path).open("wb") as file:
         sink = Sink(file)

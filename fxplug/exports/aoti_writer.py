@@ -22,7 +22,7 @@ from ..core.errors import FxplugError
 from ..core.reading import open_archive, opened
 from ..core.torch_internals.exporting import compile_package, find_compiler, processor
 from ..core.torch_internals.tensors import OpOverload, name_of
-from ..core.writing import folder, written
+from ..core.writing import folder, open_new
 from .call_signature import Json, describe
 from .machines import capabilities, needed
 from .package import TEMPORARY, _loader
@@ -43,7 +43,7 @@ class Unfit(FxplugError):
     """A module whose package would not follow its adapters, however many sizes are free."""
 
 
-class Refused(Exception):
+class CompileRefused(Exception):
     """What torch does not take, with as many free sizes as were asked for; its own error is the cause."""
 
 
@@ -55,7 +55,7 @@ def refusing() -> Iterator[None]:
     except (FxplugError, OSError):
         raise
     except Exception as error:  # torch's, and the module's: they raise many kinds
-        raise Refused(str(error).strip() or type(error).__name__) from error
+        raise CompileRefused(str(error).strip() or type(error).__name__) from error
 
 
 def check_compiler(device: torch.device) -> None:
@@ -87,11 +87,11 @@ def write(
     `options` inductor's own. Raises Unfit when a tensor that has to be live is not.
     """
     signature, notes = describe(program, parameters)
-    with _quiet(), torch.no_grad(), written(file) as sink, refusing():
+    with _quiet(), torch.no_grad(), open_new(file) as sink, refusing():
         compile_package(program, sink, {**(options or {}), **LIVE})
     constants, metadata = _compiled(file)
     state = _state(program)
-    read = _read_by(program) & set(tensors) | set(facts.get("where", {}).values())
+    read = _names_read(program) & set(tensors) | set(facts.get("where", {}).values())
     lost = sorted(name for name in read if name not in constants)
     if lost:
         raise Unfit(
@@ -179,7 +179,7 @@ def _facts(tensor: torch.Tensor) -> Json:
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
-def _read_by(program: ExportedProgram) -> set[str]:
+def _names_read(program: ExportedProgram) -> set[str]:
     """The names of the parameters and buffers that a node of the program reads."""
     signature = program.graph_signature
     places = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}

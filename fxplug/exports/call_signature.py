@@ -142,7 +142,7 @@ class SignatureFacts(BaseModel):
 
 
 @dataclass
-class _Tensor:
+class _TensorArgument:
     dtype: torch.dtype
     shape: list[int | str | None]
 
@@ -159,7 +159,7 @@ class Signature:
         self.device, self.made = device, made
         try:
             said = SignatureFacts.model_validate(data)
-            self.tensors = [_Tensor(DTYPES[entry.dtype], entry.shape) for entry in said.tensors]
+            self.tensors = [_TensorArgument(DTYPES[entry.dtype], entry.shape) for entry in said.tensors]
             self.parameters = {entry["name"]: entry for entry in said.parameters}
             self.python = inspect.Signature([_parameter(entry) for entry in said.parameters])
             self.ranges = said.ranges
@@ -225,7 +225,9 @@ class Signature:
         if len(self._seen) < SEEN:
             self._seen.add(key)
 
-    def _check_tensor(self, tensor: torch.Tensor, expected: _Tensor, where: str, sizes: dict[str, tuple[int, str]]) -> None:
+    def _check_tensor(
+        self, tensor: torch.Tensor, expected: _TensorArgument, where: str, sizes: dict[str, tuple[int, str]]
+    ) -> None:
         if tensor.dtype != expected.dtype:
             raise FxplugError(f"{where} is {tensor.dtype}; this {self.made} for {expected.dtype}")
         if tensor.device != self.device:

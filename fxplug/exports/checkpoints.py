@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..adapters.format_names import part_of
 from ..adapters.layer_names import SWAPPED, first_names
-from ..adapters.named import part_of
 from ..adapters.slots import Adapters
 from ..adapters.writing import about_of
 from ..core.errors import FxplugError, SpecError, brief_fields, did_you_mean, shown
@@ -33,7 +33,7 @@ SHOWN = 3  # so many keys are named in a message
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenCheckpoint:
     """What was written: the place, its files, how many tensors and bytes, and the passes that are merged into them."""
 
     path: Path
@@ -57,7 +57,7 @@ def save_checkpoint(
     merge: Mapping[str, float] | None = None,
     first: bool = False,
     largest: int = 10 * 10**9,
-) -> Written:
+) -> WrittenCheckpoint:
     """Write the model that a rewrite began with, its passes merged into the weights, as its own library reads it.
 
     `to` is "diffusers" (a new folder with `config.json` and `diffusion_pytorch_model.safetensors`, in shards of at most
@@ -98,7 +98,7 @@ def save_checkpoint(
     with _enough_memory(raises):
         state, passes = merged_state(module, merge)
         if config is not None:
-            _check_same(state, config[1], kind)
+            _check_keys(state, config[1], kind)
         if first:
             state = _first(module, state)
     with reported(raises, "cannot be written"), _enough_memory(raises):
@@ -111,7 +111,7 @@ def save_checkpoint(
             with new_file(target, raises) as file:
                 save_file(state, file, {"format": "pt"})
             files = (target.name,)
-    return Written(target, files, len(state), sum(t.nbytes for t in state.values()), passes)
+    return WrittenCheckpoint(target, files, len(state), sum(t.nbytes for t in state.values()), passes)
 
 
 @contextlib.contextmanager
@@ -161,10 +161,10 @@ def merged_state(
                 raise FxplugError(f"merged so, '{key}' has numbers beyond {value.dtype}: take less of the adapters")
     if empty := [key for key, value in state.items() if value.is_meta]:
         raise FxplugError(f"'{empty[0]}' is on the meta device, which holds no values: load the module on a device that does")
-    return _apart(state), names
+    return _separate_tensors(state), names
 
 
-def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _separate_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors on the CPU, each in memory of its own, as a file has them."""
     made: dict[str, Tensor] = {}
     taken: set[int] = set()
@@ -205,7 +205,7 @@ def _check_timm(kind: str) -> None:
         raise FxplugError(f"the base of this rewrite is a {kind}, which is no model class of timm: write it to safetensors")
 
 
-def _check_same(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], kind: str) -> None:
+def _check_keys(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], kind: str) -> None:
     """Raises FxplugError where the state is not the one that the library's model has."""
     odd = [key for key in (*state, *wanted) if key not in wanted or key not in state or state[key].shape != wanted[key].shape]
     if odd:

@@ -29,9 +29,9 @@ from ..core.ir.traced_module import TracedModule, shell
 from ..core.ir.variants import module_for
 from ..core.locks import with_read_lock
 from ..core.reading import reported
-from ..core.writing import new_file, written
+from ..core.writing import new_file, open_new
 from . import onnx_trial, onnx_writer
-from .aoti_writer import Refused, Unfit, check_compiler, refusing, write
+from .aoti_writer import CompileRefused, Unfit, check_compiler, refusing, write
 from .blockers import packed_layer
 
 FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2", "onnx": ".onnx"}
@@ -122,7 +122,7 @@ def export(
     plain, notes = _program(module_for(module, args, named))
     parameters = inspect.signature(plain.forward).parameters
     if to == "onnx":
-        results = onnx_writer.Results(plain)
+        results = onnx_writer.TensorResults(plain)
 
     with new_file(target, _unwritten(target), onnx_writer.put if to == "onnx" else None) as file:
         name = str(file)
@@ -135,10 +135,10 @@ def export(
                     slots = _slots(module, facts)
                     place = functools.partial(_place, module)
                     said = onnx_writer.write(program, parameters, name, slots, facts, opset, results, place)
-                    return [*said, *onnx_trial.tried(name, program, plain, results.said)]
+                    return [*said, *onnx_trial.try_model(name, program, plain, results.said)]
                 _write_out_rounding(program.graph)
                 program.graph_module.recompile()
-                with _quiet(), written(name) as opened, refusing():
+                with _quiet(), open_new(name) as opened, refusing():
                     torch.export.save(program, opened)
             return []
 
@@ -259,7 +259,7 @@ def _export(
             return program, kept, failures, finish(program)
         except (Unfit, Unwritten):
             raise
-        except (Refused, FxplugError) as caught:
+        except (CompileRefused, FxplugError) as caught:
             error = caught
             failures.append(f"with {kept} dimensions free: {_first_line(caught)}")
     raise FxplugError("torch.export cannot take this module: " + "; ".join(failures)) from error

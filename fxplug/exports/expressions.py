@@ -95,7 +95,7 @@ def evaluate(tree: ast.expr, arguments: Mapping[str, Any]) -> bool | int | float
         elif isinstance(tree, ast.Call) and not tree.keywords and _named(tree.func) in FUNCTIONS:
             found = FUNCTIONS[_named(tree.func)](*map(value, tree.args))
         elif isinstance(tree, ast.Subscript):
-            found = _held(tree, arguments)
+            found = _parse_source(tree, arguments)
     except (TypeError, ValueError) as error:  # min of one number, the root of -1
         raise ArithmeticError(str(error)) from None
     if not isinstance(found, (bool, int, float)):
@@ -112,18 +112,18 @@ def _named(function: ast.expr) -> str:
     return function.id if isinstance(function, ast.Name) else ""
 
 
-def _held(tree: ast.expr, arguments: Mapping[str, Any]) -> Any:
+def _parse_source(tree: ast.expr, arguments: Mapping[str, Any]) -> Any:
     """What `L['x']['y']` is, or a size of it; None for what is no such thing."""
     if isinstance(tree, ast.Name) and tree.id == "L":
         return arguments
     if isinstance(tree, ast.Subscript) and isinstance(tree.slice, ast.Constant):
-        holder = _held(tree.value, arguments)
+        holder = _parse_source(tree.value, arguments)
         key: Any = tree.slice.value
         try:
             return holder[key] if isinstance(holder, (tuple, list, Mapping)) else None
         except (KeyError, IndexError, TypeError):
             return None
     if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Attribute) and tree.func.attr == "size":
-        tensor = None if tree.args or tree.keywords else _held(tree.func.value, arguments)
+        tensor = None if tree.args or tree.keywords else _parse_source(tree.func.value, arguments)
         return tensor.shape if isinstance(tensor, torch.Tensor) else None
     return None

@@ -19,7 +19,7 @@ from ..blocks.base import NAME
 from ..core.errors import DEFAULT, Limits, shown
 from ..core.reading import Raises, about, opened, parse_json, size_of
 from ..core.weight_files import onnx_model, onnx_tensor
-from .package_file import Described, Manifest, check_manifest, check_places
+from .package_file import Described, ExportManifest, check_manifest, check_places
 
 FORMAT = 1
 METADATA, SEAL = "fxplug", "fxplug.sha256"
@@ -33,14 +33,14 @@ def _name(text: str) -> str:
     return text
 
 
-class Data(Described):
+class ExternalData(Described):
     """The file of weights beside a model."""
 
     name: Annotated[str, Field(pattern=r"^[^/\\]{1,255}\.data$")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class OnnxManifest(Manifest):
+class OnnxManifest(ExportManifest):
     """What the metadata of a model says."""
 
     inputs: list[str]
@@ -49,7 +49,7 @@ class OnnxManifest(Manifest):
     live: list[str] = []
     names: dict[str, list[Annotated[str, AfterValidator(_name)]]] = {}
     opset: int = 0
-    data: Data | None = None
+    data: ExternalData | None = None
 
     @model_validator(mode="after")
     def _agreed(self) -> OnnxManifest:

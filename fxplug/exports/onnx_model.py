@@ -43,7 +43,7 @@ class OnnxModel:
         self._locks = (StateLock(),)
         self._adapters = PackageAdapters(manifest, tensors, self._locks) if manifest["banks"] else None
         # their memory is the tensors' own: what is written there is what the next call reads
-        self._live = {name: _given(tensors[name]) for name in manifest["live"]}
+        self._live = {name: _bind_tensor(tensors[name]) for name in manifest["live"]}
 
     @property
     def adapters(self) -> PackageAdapters:
@@ -68,7 +68,7 @@ class OnnxModel:
         return map_leaves(out, lambda value, _: value if value.dtype == torch.bfloat16 else value.numpy()) if arrays else out
 
     def _run(self, flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        feeds = {name: _given(tensor) for name, tensor in zip(self.manifest["inputs"], flat, strict=True)}
+        feeds = {name: _bind_tensor(tensor) for name, tensor in zip(self.manifest["inputs"], flat, strict=True)}
         names = self.manifest["outputs"]
         try:
             values = self.session.run_with_ort_values(names, {**self._live, **feeds}) if names else []
@@ -166,7 +166,7 @@ def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
         raise FxplugError(f"an array of {array.dtype.str} is none that a tensor can be made of") from None
 
 
-def _given(tensor: torch.Tensor) -> Any:
+def _bind_tensor(tensor: torch.Tensor) -> Any:
     """A tensor as onnxruntime takes it, on the same memory."""
     from onnxruntime import OrtValue
 

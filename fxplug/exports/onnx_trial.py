@@ -13,14 +13,14 @@ from torch.func import functional_call
 
 from ..core.errors import FxplugError, shown
 from ..core.ir.containers import difference, leaves, map_leaves
-from .aoti_writer import Refused, Unfit, refusing
+from .aoti_writer import CompileRefused, Unfit, refusing
 from .onnx_file import INSTALL
 from .onnx_model import load_once
 
 CLOSE = 10  # so many times what rounding may change within a model is more than rounding, and less than another weight
 
 
-def tried(file: str, program: ExportedProgram, module: nn.Module, said: list[str]) -> list[str]:
+def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list[str]) -> list[str]:
     """Notes on what onnxruntime, where it is installed, makes of a written model with the example inputs.
 
     `module` is what was exported; it gives its results as a list, and then its conditions, of which `said` tells what they
@@ -42,7 +42,7 @@ def tried(file: str, program: ExportedProgram, module: nn.Module, said: list[str
         what = str(error).replace(file, "it")
         if "NOT_IMPLEMENTED" in what:  # another of its providers may have what the CPU's lacks
             return [f"it was not run, as onnxruntime has no form of it for a CPU: {shown(what, 300)[1:-1]}"]
-        raise Refused(what) from error
+        raise CompileRefused(what) from error
     found = [value for value in leaves(out) if isinstance(value, torch.Tensor)]
     pairs = list(zip(found, wanted, strict=False))  # the conditions come last, and are no part of the result
     apart = [difference(b, a, within=True) for a, b in pairs]

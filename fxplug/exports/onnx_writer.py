@@ -26,8 +26,8 @@ from ..core.ir.containers import children, rebuilt
 from ..core.ir.graph import change
 from ..core.torch_internals.exporting import DEFAULT, OPSETS, translated, untranslated
 from ..core.torch_internals.tensors import OpOverload, assert_later
-from ..core.writing import locked, written
-from .aoti_writer import Refused, Unfit, _quiet, _state, hushed, refusing
+from ..core.writing import locked, open_new
+from .aoti_writer import CompileRefused, Unfit, _quiet, _state, hushed, refusing
 from .call_signature import Json, describe, encoded
 from .onnx_file import FORMAT, INSTALL, METADATA, PAGE, data_name, is_data_of, sealed
 
@@ -69,7 +69,7 @@ class _Assertions(TorchFunctionMode):
         return None
 
 
-class Results:
+class TensorResults:
     """What a module gives, made a list of tensors: torch.onnx takes no other results, and leaves out what is asserted.
 
     After a call `tree` is the result with marks for its tensors and numbers, and `said` says what is wrong where one of the
@@ -112,7 +112,7 @@ def write(
     tensors: Mapping[str, torch.Tensor],
     facts: Mapping[str, Any],
     opset: int,
-    results: Results,
+    results: TensorResults,
     place: Callable[[str], str],
 ) -> list[str]:
     """Write an exported program as the ONNX model `file`, with its weights beside it where they are large; gives notes.
@@ -128,7 +128,7 @@ def write(
     inputs, count = len(signature["tensors"]), len(program.graph_signature.output_specs)
     if (len(model.graph.inputs), len(model.graph.outputs)) != (inputs, count):
         raise Unfit("torch.onnx gave this program other inputs or results than torch.export has")
-    _set_apart(model)
+    _rename_outputs(model)
     live = _make_live(model, tensors, _state(program))
     _forget_sources(model)
     data, digest = _spill(model, file)
@@ -146,7 +146,7 @@ def write(
         **facts,
     }
     model.metadata_props[METADATA] = json.dumps(manifest, sort_keys=True)
-    with written(file) as sink:
+    with open_new(file) as sink:
         sink.write(sealed(_bytes(model)))
     return notes
 
@@ -198,7 +198,7 @@ def _model(program: ExportedProgram, opset: int, place: Callable[[str], str]) ->
         if lost and all(isinstance(target, OpOverload) for target, _ in lost):
             raise Unfit(_lost(places, opset)) from error
         what = "; ".join(f"{name} at {', '.join(where[:SHOWN])}" for name, where in list(places.items())[:SHOWN])
-        raise Refused(f"torch.onnx has no form for {what or 'this program'} ({shown(reason, 200)[1:-1]})") from error
+        raise CompileRefused(f"torch.onnx has no form for {what or 'this program'} ({shown(reason, 200)[1:-1]})") from error
     written_as = model.graph.opset_imports.get("")
     if written_as != opset:
         raise Unfit(f"torch.onnx wrote opset {written_as} and not {opset}: take another")
@@ -254,7 +254,7 @@ def _texts(names: torch.Tensor) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in names.tolist()]
 
 
-def _set_apart(model: Any) -> None:
+def _rename_outputs(model: Any) -> None:
     """A name of its own for each result: one that is an input, a weight or another result is given by a copy."""
     import onnx_ir
 
@@ -296,7 +296,7 @@ def _spill(model: Any, file: str) -> tuple[str, str]:
         return "", ""
     beside, digest, at = Path(file).with_name("data"), hashlib.sha256(), 0
     places: list[tuple[Any, int, int]] = []
-    with written(beside) as sink:
+    with open_new(beside) as sink:
         for value in values:
             if value.const_value.nbytes < SMALL:
                 continue

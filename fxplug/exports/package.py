@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..adapters.contents import Layer
+from ..adapters.contents import ModelLayer
 from ..adapters.slots import Adapters
 from ..adapters.writing import About
 from ..core import weight_files
@@ -55,7 +55,7 @@ class PackageAdapters(Adapters):
 
     def about(self) -> About:
         rows = [bank for banks in self.banks.values() for bank in banks]
-        layers = {bank.path: Layer("" if bank.maps else bank.kind, bank.shape, bank.groups) for bank in rows}
+        layers = {bank.path: ModelLayer("" if bank.maps else bank.kind, bank.shape, bank.groups) for bank in rows}
         return About(layers, (self.kind,))
 
 

@@ -52,7 +52,7 @@ class BankFacts(Described):
     transposed: bool = False
 
 
-class Manifest(Described):
+class ExportManifest(Described):
     """What manifests say of an exported module."""
 
     format: int
@@ -67,7 +67,7 @@ class Manifest(Described):
     fxplug: str = ""
 
 
-class PackageManifest(Manifest):
+class PackageManifest(ExportManifest):
     """What the manifest of a package says."""
 
     torch: str
@@ -81,7 +81,7 @@ class PackageManifest(Manifest):
     capability: list[int] | None = None
 
 
-Kind = TypeVar("Kind", bound=Manifest)
+Kind = TypeVar("Kind", bound=ExportManifest)
 
 
 def check_manifest(manifest: Any, kind: type[Kind], raises: Raises) -> Json:

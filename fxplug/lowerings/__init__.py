@@ -7,7 +7,7 @@ EXTENSION = Extension(
     bases=("adapters",),
     names={
         "fuse": "fxplug.lowerings.linear.fused:fuse",
-        "tune": "fxplug.lowerings.linear.measuring:tune",
+        "tune": "fxplug.lowerings.linear.measurement:tune",
         "merge": "fxplug.lowerings.merging.fold:merge",
         "unmerge": "fxplug.lowerings.merging.fold:unmerge",
         "lower": "fxplug.lowerings.pipeline:lower",

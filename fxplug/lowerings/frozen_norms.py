@@ -19,7 +19,7 @@ CALLS: dict[Any, tuple[int, str]] = {F.batch_norm: (5, "training"), F.instance_n
 TRACKING = (BatchNorm, InstanceNorm)
 
 
-def hold_norms(gm: TracedModule, frozen: Callable[[str], bool] | Collection[str]) -> TracedModule:
+def freeze_norms(gm: TracedModule, frozen: Callable[[str], bool] | Collection[str]) -> TracedModule:
     """A copy for training, on shared weights, whose frozen norms normalise with their running statistics in training too.
 
     `frozen` says which parameters are: a predicate on their names, or the names. A batch norm, or an instance norm that
@@ -34,7 +34,7 @@ def hold_norms(gm: TracedModule, frozen: Callable[[str], bool] | Collection[str]
         for name in sorted(set(frozen) - set(names)):
             raise SpecError(f"no parameter is called '{name}'{did_you_mean(name, names)}")
         frozen = set(frozen).__contains__
-    held = _Held(names, frozen)
+    held = _FrozenNorms(names, frozen)
     tree = shell(gm)
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     for graph in graphs.values():
@@ -45,7 +45,7 @@ def hold_norms(gm: TracedModule, frozen: Callable[[str], bool] | Collection[str]
                 if isinstance(module, TRACKING) and module.running_mean is not None and held.norm(str(node.target)):
                     _open(graph, node, module)
             elif node.target in CALLS and (path := _owner(node)) is not None and held.norm(path):
-                _hold(node)
+                _use_running_statistics(node)
                 counts.add(f"{path}.num_batches_tracked")
         for node in [n for n in graph.nodes if n.target in ("add_", "copy_") and not n.users]:
             count = node.args[0]
@@ -55,7 +55,7 @@ def hold_norms(gm: TracedModule, frozen: Callable[[str], bool] | Collection[str]
     return gm.derived(tree, graphs)
 
 
-class _Held:
+class _FrozenNorms:
     """Which norms are frozen."""
 
     def __init__(self, names: list[str], frozen: Callable[[str], bool]) -> None:
@@ -100,6 +100,6 @@ def _owner(node: fx.Node) -> str | None:
     return str(mean.target).rpartition(".")[0] if isinstance(mean, fx.Node) and mean.op == "get_attr" else None
 
 
-def _hold(node: fx.Node) -> None:
+def _use_running_statistics(node: fx.Node) -> None:
     """Let a norm's function read the running statistics."""
     set_argument(node, *CALLS[node.target], False)

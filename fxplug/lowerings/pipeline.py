@@ -60,10 +60,10 @@ def lower(
     elif merge == "live":
         made = live.live(made)
     if fuse:
-        made = _noted(made, fused.fuse(made, str(fuse)))
+        made = _with_form_notes(made, fused.fuse(made, str(fuse)))
     if regions is not False:
         try:
-            made = _noted(made, nested.nest(made, regions))
+            made = _with_form_notes(made, nested.nest(made, regions))
         except MatchError:
             if outline != "auto":
                 raise
@@ -113,7 +113,7 @@ def _folded(gm: TracedModule, passes: list[str] | None) -> TracedModule:
     return made
 
 
-def _noted(before: TracedModule, made: TracedModule) -> TracedModule:
+def _with_form_notes(before: TracedModule, made: TracedModule) -> TracedModule:
     """The module with what earlier lowerings made of its layers in their forms."""
     old, new = before.meta.get("forms", {}), made.meta.get("forms", {})
     joined = {path: f"{old[path]}, {form}" if old.get(path, form) != form else form for path, form in new.items()}

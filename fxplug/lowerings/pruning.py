@@ -32,14 +32,14 @@ def prune(gm: TracedModule) -> TracedModule:
         used.update(map(id, _tensors(module)))
     for node in (node for one in every for graph in one.graphs.values() for node in graph.nodes):
         for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-            kept.update(map(id, _along(tree, path)))
+            kept.update(map(id, _modules_on_path(tree, path)))
         owner, _, name = str(node.target).rpartition(".")
         if node.op == "get_attr":
             home = tree.get_submodule(owner)
-            kept.update(map(id, _along(tree, owner)))
+            kept.update(map(id, _modules_on_path(tree, owner)))
             used.update(id(table[name]) for table in (home._parameters, home._buffers) if name in table)
         elif node.op == "call_module":
-            kept.update(map(id, _along(tree, str(node.target))))
+            kept.update(map(id, _modules_on_path(tree, str(node.target))))
             for module in tree.get_submodule(str(node.target)).modules():
                 kept.add(id(module))
                 used.update(map(id, _tensors(module)))
@@ -61,7 +61,7 @@ def _tensors(module: nn.Module) -> Iterator[object]:
     yield from (tensor for table in (module._parameters, module._buffers) for tensor in table.values() if tensor is not None)
 
 
-def _along(tree: nn.Module, path: str) -> Iterator[nn.Module]:
+def _modules_on_path(tree: nn.Module, path: str) -> Iterator[nn.Module]:
     """The modules from the first to the last of a path, as far as there are any."""
     for name in path.partition("@")[0].split(".") if path else ():
         if (child := tree._modules.get(name)) is None:

@@ -21,7 +21,7 @@ def tune(
     """Measure which form each layer with an update takes on this device; `lower` then takes the fastest."""
     from ..core.flow import saved_inputs
     from ..core.models.example_inputs import example_inputs
-    from .linear.measuring import tune as run
+    from .linear.measurement import tune as run
 
     if Path(subject).is_dir():
         module = load_saved(subject, set, allow)

@@ -41,7 +41,7 @@ def check_ranks(subject: Subject) -> str | None:
     """The check of `verify` for modules that several processes run together."""
     if not any(hasattr(type(module), "as_first_rank") for module in subject.new.modules()):
         return None
-    from .checking import check_subject
+    from .comparison import check_subject
 
     return check_subject(subject)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.errors import SpecError
-from ..core.flow import Result, Step, given_at
+from ..core.flow import Result, Step, with_config_lines
 from ..core.ir.traced_module import TracedModule
 from ..core.rewriter.matcher import find
 from ..core.spec.rules import STEP_KEYS, WAYS, Match, Pass, Rule
-from .pipelines.entry import in_steps, written_down
+from .pipelines.entry import in_steps, with_steps
 from .plan import parallel_plan, parallelize
 
 
@@ -22,7 +22,7 @@ def apply_parallel_passes(result: Result, step: Step) -> None:
     given: dict[str, Any] = {}
     indices = [index for index, p in enumerate(config.passes) if p.parallel]
     for index in indices:
-        with given_at(config, index):
+        with with_config_lines(config, index):
             for key, value in config.passes[index].parallel.items():
                 if key in WAYS and value == 1 or value is None or value is False:
                     continue
@@ -35,15 +35,15 @@ def apply_parallel_passes(result: Result, step: Step) -> None:
                 given["split"] = _entered(result.module, config.passes[index].name, at)
     steps = {key: value for key, value in given.items() if key in STEP_KEYS}
     if steps:
-        with step("plan"), given_at(config, *indices):
+        with step("plan"), with_config_lines(config, *indices):
             name = next(config.passes[i].name for i in indices if steps.keys() & config.passes[i].parallel.keys())
             if not steps.keys() & {"stages", "stale"}:
                 key = next(iter(steps))
                 raise SpecError(f"{name}: '{key}' is of a run that is a step late: give stale: true, or leave it out")
-            result.module = written_down(result.module, name, given)
+            result.module = with_steps(result.module, name, given)
             result.stepped = in_steps(result.module, *result.inputs, check=False)  # verification does
     elif given.keys() & {*WAYS}:
-        with step("plan"), given_at(config, *indices):
+        with step("plan"), with_config_lines(config, *indices):
             result.plan = parallel_plan(result.module, *result.inputs, **given, check=False)  # verification does
             result.module = parallelize(result.module, result.plan)
 

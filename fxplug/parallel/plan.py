@@ -16,17 +16,17 @@ from ..core.capture.frozen_values import copied
 from ..core.capture.self_check import has_values
 from ..core.errors import SpecError, VerifyError, brief_fields, outline
 from ..core.ir.traced_module import TracedModule
-from .checking import Runner, check_pretended, pretending
-from .localizing import localize
+from .comparison import Runner, check_pretended, pretending
+from .local_weights import localize
 from .planning import features
-from .planning.found import Found, Unsplittable
+from .planning.sharding_plan import ShardingPlan, Unsplittable
 from .planning.walk import bound
 from .runtime.checksums import mark_of
 from .runtime.collectives import Collective, traffic
 from .runtime.layouts import counts
-from .runtime.mesh import SEQUENCE, name_of_ways, ways_of, world_of
+from .runtime.mesh import SEQUENCE, all_degrees, format_degrees, world_of
 from .runtime.pretended import placed
-from .stage import Stage, check_sizes, found_along, in_both_modes, in_one_mode, place, written_along
+from .stage import Stage, check_sizes, in_both_modes, in_one_mode, place, plan_axis, write_axis
 
 PACKED = (
     *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
@@ -87,7 +87,7 @@ class Plan:
     @property
     def listing(self) -> str:
         """All of it as text: ways, streams, and every collective."""
-        lines = [name_of_ways(self.ways) or "one process"]
+        lines = [format_degrees(self.ways) or "one process"]
         for stage in self.stages:
             found = stage.found
             lines.append(f"{stage.name}: {found.share():.1%} of the work is split")
@@ -138,7 +138,7 @@ def parallel_plan(
     if any(isinstance(module, Collective) for module in gm.modules()):
         raise SpecError("this module is parallel already: make a plan of all ways for the one that it was made of")
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    ways = ways_of({"ulysses": ulysses, "ring": ring, "batch": batch, "tensor": tensor, "rows": rows})
+    ways = all_degrees({"ulysses": ulysses, "ring": ring, "batch": batch, "tensor": tensor, "rows": rows})
     call = args, dict(kwargs or {})
     gm = in_both_modes(gm) if math.prod(ways.values()) > 1 else gm
     modes = sorted(gm.graphs, key=lambda mode: mode != gm._graph_mode)
@@ -161,7 +161,7 @@ def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], 
         number = every[axis]
         if number == 1:
             continue
-        found: dict[bool, Found] = {}
+        found: dict[bool, ShardingPlan] = {}
         opens: frozenset[str] = frozenset()
         memory: dict[int, dict[Any, Any]] = {}  # what operations do is the same in both modes
         for mode in modes:
@@ -172,7 +172,7 @@ def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], 
                         opens, found[mode] = features.find(plan.written, mode, call, number, opens, other, memory)
                     else:
                         given = split if axis != "batch" else None
-                        found[mode] = found_along(plan.written, mode, call, (axis, number), given, found, memory)
+                        found[mode] = plan_axis(plan.written, mode, call, (axis, number), given, found, memory)
             except Unsplittable as error:
                 if found:
                     raise _Twin(str(error)) from None
@@ -181,7 +181,7 @@ def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], 
         stage = Stage(axis, found[modes[0]], found, opens)
         check_sizes(stage, number)
         plan.stages.append(stage)
-        plan.written = written_along(plan.written, stage, plan.ways)
+        plan.written = write_axis(plan.written, stage, plan.ways)
     if check and plan.stages and has_values(list(gm.state_dict().values()), call):
         plan.away = check_pretended(plan.written, args, kwargs, modes=modes[:1], plan=plan)
         try:
@@ -217,7 +217,7 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
     if plan.mark != mark_of(gm):
         raise SpecError("the plan is for another graph: make one for this module, after the last pass is applied")
     for stage in plan.stages:
-        gm = written_along(gm, stage, plan.ways)
+        gm = write_axis(gm, stage, plan.ways)
     if plan.stages:
         gm.twin_error = plan.written.twin_error
         gm.meta["plan"] = plan

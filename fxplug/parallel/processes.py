@@ -21,10 +21,10 @@ from ..core.artifacts.artifact import check_savable, load, save
 from ..core.errors import FxplugError, SpecError, VerifyError
 from ..core.ir.traced_module import TracedModule
 from ..core.verifier import as_first_rank
-from .checking import check_pretended, check_real, ways_in
+from .comparison import check_pretended, check_real, degrees_of
 from .pipelines.entry import in_steps
 from .plan import costs, list_costs
-from .runtime.mesh import name_of_ways, world_of
+from .runtime.mesh import format_degrees, world_of
 from .stage import place
 
 PATIENCE = timedelta(minutes=10)  # for a process that is started for a check, in one collective
@@ -44,13 +44,13 @@ def agree(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """
     if said := module.meta.get("stepped"):
         return _agree_in_steps(module, args, kwargs, (said.get("stages") or said["ways"]) * said.get("batch", 1))
-    ways = ways_in(module)
+    ways = degrees_of(module)
     count = math.prod(ways.values())
     if count <= 1:
         return "one process: nothing to compare"
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         apart = check_pretended(module, args, kwargs, every=True)
-        return _said(count, apart, spawned(module, args, kwargs, count))
+        return _exit_message(count, apart, spawned(module, args, kwargs, count))
     with process_group(module):
         place(module, world_of(ways))
         told: list[Any] = [None]
@@ -63,7 +63,7 @@ def agree(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         if isinstance(told[0], str):
             raise VerifyError(told[0])
         try:
-            return _said(count, told[0], check_real(module, args, kwargs))
+            return _exit_message(count, told[0], check_real(module, args, kwargs))
         finally:
             place(module, None)
 
@@ -88,7 +88,7 @@ def _real(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return check_real(module, args, kwargs)
 
 
-def _said(count: int, pretended: float, real: float) -> str:
+def _exit_message(count: int, pretended: float, real: float) -> str:
     return (
         f"{count} pretended processes differ from one by {pretended:.1e}, real ones from pretended ones by {real:.1e}; "
         "every value was compared"
@@ -189,4 +189,4 @@ def described(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, An
     """What a parallel module that has no plan any more sends: ways, and each collective of the first process."""
     with as_first_rank(module):
         rows = costs(module, module._graph_mode, args, kwargs)
-    return "\n".join([name_of_ways(ways_in(module)), *list_costs(rows)])
+    return "\n".join([format_degrees(degrees_of(module)), *list_costs(rows)])

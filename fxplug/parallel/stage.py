@@ -14,15 +14,15 @@ from ..core.ir.graph import Graph, copy_graph
 from ..core.ir.traced_module import TracedModule, shell
 from ..core.rewriter.neutrality import _knows_mode, in_mode
 from .planning import rows, token_origins
-from .planning.found import Found, Unsplittable, told
 from .planning.opened_layers import opened
-from .planning.planner import plan_again, planned
-from .planning.trials import Tries
-from .planning.walk import Walk, left_alone, walk
+from .planning.planner import planned, replan
+from .planning.sharding_plan import ShardingPlan, Unsplittable, node_label
+from .planning.trials import ShardTrials
+from .planning.walk import Walk, state_restored, walk
 from .runtime.collectives import Collective
-from .runtime.mesh import SEQUENCE, World, ways_of
+from .runtime.mesh import SEQUENCE, World, all_degrees
 from .runtime.pretended import placed
-from .writing import Writer
+from .writing import PlanWriter
 
 NAMES = {
     SEQUENCE: "sequence_parallel", "batch": "batch_parallel", "rows": "spatial_parallel", "tensor": "tensor_parallel",
@@ -34,8 +34,8 @@ class Stage:
     """What one axis of the mesh does: to the graph of the mode in force, and to those of all modes that have a plan."""
 
     axis: str
-    found: Found
-    modes: dict[bool, Found]
+    found: ShardingPlan
+    modes: dict[bool, ShardingPlan]
     opens: frozenset[str] = frozenset()  # layers whose weights come into the graph
 
     __repr__ = brief_fields
@@ -46,10 +46,10 @@ class Stage:
         return NAMES[self.axis]
 
 
-def found_along(
+def plan_axis(
     gm: TracedModule, mode: bool, call: Any, along: tuple[str, int], split: Mapping[str, int] | None,
-    before: Mapping[bool, Found], memory: dict[int, dict[Any, Any]],
-) -> Found:  # fmt: skip
+    before: Mapping[bool, ShardingPlan], memory: dict[int, dict[Any, Any]],
+) -> ShardingPlan:  # fmt: skip
     """The plan of one graph along one axis; starts are those of the plan `before`, of the other mode, where that can be."""
     graph = gm.graphs[mode]
     walked, names = walk(gm, graph, *call), {node.name for node in graph.nodes}
@@ -57,16 +57,16 @@ def found_along(
         if all(node.name in names for node in other.starts):
             with contextlib.suppress(Unsplittable):
                 again = {node.name: dim for node, dim in other.starts.items() if isinstance(dim, int)}
-                return _found(gm, graph, walked, along, again, memory)
-    return _found(gm, graph, walked, along, split, memory)
+                return _plan_graph(gm, graph, walked, along, again, memory)
+    return _plan_graph(gm, graph, walked, along, split, memory)
 
 
-def _found(
+def _plan_graph(
     gm: TracedModule, graph: fx.Graph, walked: Walk, along: tuple[str, int], split: Mapping[str, int] | None,
     memory: dict[int, dict[Any, Any]],
-) -> Found:
+) -> ShardingPlan:
     axis, ways = along
-    first, second = (Tries(gm, seed, axis == "rows", memory) for seed in (0, 1))
+    first, second = (ShardTrials(gm, seed, axis == "rows", memory) for seed in (0, 1))
     if axis == "rows":
         found = rows.best(first, walked, named_starts(graph, split) if split else None)
     elif axis == "batch" or split:
@@ -74,16 +74,16 @@ def _found(
         found = planned(walked, first, given, one=axis == "batch")
     else:
         found = token_origins.best(first, walked, ways)
-    plan_again(found, second)
+    replan(found, second)
     if found.share() == 0:
-        raise Unsplittable(next((f"{told(n)}: {why}" for n, why in found.why.items()), "no work is left to parts"))
+        raise Unsplittable(next((f"{node_label(n)}: {why}" for n, why in found.why.items()), "no work is left to parts"))
     return found
 
 
 @contextlib.contextmanager
 def in_one_mode(mode: bool, gm: TracedModule) -> Iterator[None]:
     """A mode for a time, for a model with a graph for each, of which nothing is left."""
-    with left_alone(gm), in_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
+    with state_restored(gm), in_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
         yield
 
 
@@ -116,7 +116,7 @@ def check_sizes(stage: Stage, number: int) -> None:
             )
 
 
-def written_along(gm: TracedModule, stage: Stage, ways: Mapping[str, int]) -> TracedModule:
+def write_axis(gm: TracedModule, stage: Stage, ways: Mapping[str, int]) -> TracedModule:
     """The module with collectives along one axis put in. Raises SpecError for a module that has the name of the pass."""
     if stage.name in dict(gm.named_children()):
         raise SpecError(f"the model has a module '{stage.name}' of its own")
@@ -125,7 +125,7 @@ def written_along(gm: TracedModule, stage: Stage, ways: Mapping[str, int]) -> Tr
     graphs: dict[bool, Graph] = {}
     for mode, found in stage.modes.items():
         graphs[mode] = copy_graph(gm.graphs[mode])
-        writer = Writer(graphs[mode], tree, found, stage.name, ways, stage.axis)
+        writer = PlanWriter(graphs[mode], tree, found, stage.name, ways, stage.axis)
         writer.run()
     sites = writer.sites
     row = entry(stage.name, {k: n for k, n in ways.items() if n > 1}, sites)
@@ -153,4 +153,4 @@ def place(gm: nn.Module, world: World | None) -> None:
 
 def alone() -> World:
     """The only process."""
-    return placed(ways_of({}), 0)
+    return placed(all_degrees({}), 0)

@@ -51,7 +51,7 @@ def parallel(
     """Split a model over processes: print the plan, check it, save the model. Runs under torchrun too."""
     if plan_only and (check or out):
         raise typer.BadParameter("--plan-only has no values: leave out --check and --out")
-    given = read_ways(ways)
+    given = parse_degrees(ways)
     if predict:
         if ways or check or plan_only:
             raise typer.BadParameter("--predict compares all ways: leave out --ways, --check and --plan-only")
@@ -153,7 +153,7 @@ def _numbers(text: str, name: str, least: int = 1) -> list[int]:
     return sorted({int(part) for part in found})
 
 
-def read_ways(text: str) -> dict[str, int]:
+def parse_degrees(text: str) -> dict[str, int]:
     """`ulysses=2,ring=2` as numbers. Raises SpecError."""
     found: dict[str, int] = {}
     here = f"--ways {shown(text)}: "
@@ -191,13 +191,13 @@ def _planned(subject: str, ways: Mapping[str, int], dry: bool, set: list[str] | 
 
 def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> Any:
     from ..core.flow import saved_config, saved_inputs
-    from .checking import ways_in
-    from .pipelines.entry import in_steps, written_down
+    from .comparison import degrees_of
+    from .pipelines.entry import in_steps, with_steps
     from .plan import parallel_plan, parallelize
 
     call, config = saved_inputs(subject, module), saved_config(subject)
     said = module.meta.get("stepped", {})
-    there = {axis: n for axis, n in (*ways_in(module).items(), *said.items()) if axis in (*AXES, "ways") and n > 1}
+    there = {axis: n for axis, n in (*degrees_of(module).items(), *said.items()) if axis in (*AXES, "ways") and n > 1}
     if there:
         if ways and dict(ways) != there:
             text = ",".join(f"{axis}={n}" for axis, n in there.items())
@@ -211,7 +211,7 @@ def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> A
         raise SpecError(f"'{subject}' is not parallel: give --ways ulysses=2, for example")
     config = {**(config or {}), "passes": [*(config or {}).get("passes", []), *passes_of(ways)]}
     if "stages" in ways:
-        module = written_down(module, "pipefusion", ways)
+        module = with_steps(module, "pipefusion", ways)
         return module, in_steps(module, *call, check=False).extra_repr(), call, config
     with progress("plan"):
         settings: dict[str, Any] = dict(ways)

@@ -14,21 +14,23 @@ from ..core.rewriter.editor import ROOT
 from ..core.rewriter.graft import head
 from ..core.rewriter.sites import nodes_in
 from ..core.spec.addresses import identifier
-from .planning.found import Found
 from .planning.operations import arguments, normed
-from .planning.streams import Leaf, Number, Place, Step
+from .planning.sharding_plan import ShardingPlan
+from .planning.streams import ArgumentSplit, Leaf, Placement, StreamNumber
 from .planning.trials import name_of, numbered
 from .runtime.attention import Attention
-from .runtime.collectives import Collective, Gather, Numel, Same, Split, Sum, Whole
-from .runtime.halos import Cut, Extent, Fetch, Scale
+from .runtime.collectives import AllReduce, Broadcast, Collective, Gather, GlobalSize, Numel, Split
+from .runtime.halos import Cut, Extent, Fetch, RowScale
 from .runtime.norm_statistics import Norm
-from .runtime.shares import Count, FeatureNorm, Mean, Once, Part
+from .runtime.shares import AllReduceMean, Count, FeatureNorm, Once, Part
 
 
-class Writer:
+class PlanWriter:
     """One plan on one copied graph. `tree` gets the blocks under the pass's name; equal ones are one block."""
 
-    def __init__(self, graph: Graph, tree: nn.Module, found: Found, name: str, ways: Mapping[str, int], axis: str) -> None:
+    def __init__(
+        self, graph: Graph, tree: nn.Module, found: ShardingPlan, name: str, ways: Mapping[str, int], axis: str
+    ) -> None:
         self.graph, self.tree, self.found, self.name = graph, tree, found, name
         self.ways, self.axis = dict(ways), axis
         self.twin: dict[str, fx.Node] = {node.name: node for node in graph.nodes}
@@ -63,7 +65,7 @@ class Writer:
             owner = self.tree._modules.get(self.name)
             if owner is None:
                 owner = self.tree._modules[self.name] = Container()
-            known = next((k for k, m in owner._modules.items() if _same(m, kind, self.ways, args)), None)
+            known = next((k for k, m in owner._modules.items() if _are_same_block(m, kind, self.ways, args)), None)
             if known is None:
                 known = f"{kind.__name__.lower()}{sum(isinstance(m, kind) for m in owner._modules.values()) + 1}"
                 owner._modules[known] = kind(self.ways, *args)
@@ -121,7 +123,7 @@ class Writer:
         """The whole size of a stream, asked where it begins; a number where that is a weight."""
         if stream not in self.sizes:
             one, dim = self.found.origins[stream]
-            if isinstance(self.found.starts.get(one), Place):
+            if isinstance(self.found.starts.get(one), Placement):
                 self.sizes[stream] = self.found.sizes[stream]
                 return self.sizes[stream]
             origin = self.twin[one.name]
@@ -132,7 +134,7 @@ class Writer:
             self.sizes[stream] = size
         return self.sizes[stream]
 
-    def inner(self, one: fx.Node, place: Place) -> tuple[int, fx.Node | None]:
+    def inner(self, one: fx.Node, place: Placement) -> tuple[int, fx.Node | None]:
         """How many elements a token of a value has: what a block is made with, or a number of the graph."""
         inner = self.found.inner.get(one)
         if inner is None or not inner.dims:
@@ -158,7 +160,7 @@ class Writer:
         place = self.found.place(node)
         assert place is not None
         twin = self.node(node)
-        if isinstance(self.found.starts[node], Place):
+        if isinstance(self.found.starts[node], Placement):
             cut = self.call(Part, self.part(place), twin, place.layout.streams, after=twin)
         else:
             (stream,) = place.layout.streams
@@ -169,11 +171,11 @@ class Writer:
         redirect(twin, cut, keep={*sizes, *nodes_in([size.args for size in sizes])})
         self.now[self.twin[node.name]] = cut
 
-    def part(self, place: Place) -> tuple[Any, ...]:
+    def part(self, place: Placement) -> tuple[Any, ...]:
         """The settings of a `Part`."""
         return self.axis, place.dim, place.layout.inner, place.layout.outer
 
-    def step(self, node: fx.Node, step: Step) -> None:
+    def step(self, node: fx.Node, step: ArgumentSplit) -> None:
         """Write what the plan does at one node."""
         inputs = node.all_input_nodes
         twin = self.twin[node.name]
@@ -216,7 +218,8 @@ class Writer:
             change(twin, args=args, kwargs=kwargs)
         if step.add or step.same:
             after = max([twin, *nodes_in([self.size(stream) for stream in step.mean])])
-            total = self.call(Same if step.same else Mean if step.mean else Sum, (self.axis,), twin, step.mean, after=after)
+            kind = Broadcast if step.same else AllReduceMean if step.mean else AllReduce
+            total = self.call(kind, (self.axis,), twin, step.mean, after=after)
             self.instead(twin, total)
         if step.cut is not None:
             inner, more = self.inner(node, step.cut)
@@ -250,7 +253,7 @@ class Writer:
         table: dict[fx.Node, Any] = {value: rows}
         for one in inputs:
             if self.found.hangs_on_sizes(one):
-                path = self.block(Scale, self.axis, near.place.dim, inner)
+                path = self.block(RowScale, self.axis, near.place.dim, inner)
                 args = (self.whole_number(one), rows, self.size(given), *(() if wide is None else (wide,)))
                 table[self.node(one)] = self.marked(insert(self.graph, "call_module", path, args, before=twin), twin, "Scale")
         rewire(twin, table)
@@ -269,7 +272,7 @@ class Writer:
         args = (self.node(node.all_input_nodes[0]), *given, *sizes)
         self.in_place(twin, Norm, (self.axis, norm.groups, norm.eps), args)
 
-    def split(self, one: fx.Node, place: Place, before: fx.Node, reader: fx.Node) -> fx.Node:
+    def split(self, one: fx.Node, place: Placement, before: fx.Node, reader: fx.Node) -> fx.Node:
         """The part of a whole value, made once."""
         like = next((n for n in reader.all_input_nodes if (p := self.found.place(n)) and p.layout == place.layout), reader)
         key = ("split", one, place, self.found.inner.get(like))
@@ -298,7 +301,7 @@ class Writer:
             dim, layout = value.place
             inner, more = self.inner(one, value.place)
             return self.call(Gather, (self.axis, dim, inner), node, layout.streams, numbers={"inner": more}, before=before)
-        if isinstance(value, Number):
+        if isinstance(value, StreamNumber):
             return self.whole_number(node)
         if isinstance(value, (tuple, list, dict)):
             members = {}
@@ -318,20 +321,20 @@ class Writer:
             return self.made[key]
         (source, *_) = one.all_input_nodes
         place = self.found.place(source)
-        asked = {"numel": Numel, "size": Whole if len(one.args) + len(one.kwargs) == 2 else None}.get(str(one.target))
+        asked = {"numel": Numel, "size": GlobalSize if len(one.args) + len(one.kwargs) == 2 else None}.get(str(one.target))
         if asked is not None and place is not None:
             streams = place.layout.streams
             after = max([twin, *nodes_in([self.size(stream) for stream in streams])])
             made = self.call(asked, (self.axis, place.dim), self.node(source), streams, after=after)
         else:
-            given = {n: self.now_whole(n, twin) for n in one.all_input_nodes}
+            given = {n: self.full_result(n, twin) for n in one.all_input_nodes}
             after = max([twin, *nodes_in(list(given.values()))])
             args, kwargs = fx.node.map_arg((one.args, one.kwargs), given.__getitem__)
             made = self.plain(one.op, one.target, args, twin, kwargs=kwargs, after=after)
         self.made[key] = made
         return made
 
-    def now_whole(self, one: fx.Node, before: fx.Node) -> Any:
+    def full_result(self, one: fx.Node, before: fx.Node) -> Any:
         """The whole of what a node gives, a tensor or a number."""
         if self.found.is_split(one):
             return self.gathered(one, before)
@@ -373,7 +376,7 @@ class Writer:
         rewire(twin, table)
 
 
-def _same(module: Any, kind: type[Collective], ways: Mapping[str, int], args: tuple[Any, ...]) -> bool:
+def _are_same_block(module: Any, kind: type[Collective], ways: Mapping[str, int], args: tuple[Any, ...]) -> bool:
     return type(module) is kind and repr(vars(kind(dict(ways), *args))) == repr(vars(module))
 
 

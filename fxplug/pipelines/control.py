@@ -110,7 +110,7 @@ def settings(network: nn.Module) -> dict[str, Any]:
     return {"several": isinstance(network, MultiControlNetModel), "configs": [dict(net.config) for net in nets]}
 
 
-class Asked(nn.Module):
+class SettingsProxy(nn.Module):
     """Goes before the class of a network: has its settings and no weights."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ def stand_in(several: bool, configs: list[Any], dtype: torch.dtype, device: Any)
 
 def _bare(kind: Any, dtype: torch.dtype, device: Any) -> Any:
     """A module of such a class that has only a tensor of no numbers, which goes where the pipeline goes."""
-    made: Any = object.__new__(type(TracedModule.__name__, (Asked, kind), {"__module__": __name__.partition(".")[0]}))
+    made: Any = object.__new__(type(TracedModule.__name__, (SettingsProxy, kind), {"__module__": __name__.partition(".")[0]}))
     nn.Module.__init__(made)
     made.register_buffer("where", torch.empty(0, dtype=dtype, device=device), persistent=False)
     return made.eval()

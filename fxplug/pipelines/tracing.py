@@ -20,11 +20,11 @@ from ..core.errors import ArtifactError, TraceError, did_you_mean
 from ..core.ir.containers import map_leaves
 from ..core.ir.traced_module import TracedModule
 from ..core.ir.variants import LIMIT
-from .control import META, Asked, controlnet_of, joined, settings, stand_in
+from .control import META, SettingsProxy, controlnet_of, joined, settings, stand_in
 from .diffusers_types import PipelinePart, pipeline_part
 
 
-class _Seen(Exception):  # noqa: N818
+class _StopCall(Exception):  # noqa: N818
     """All that is wanted was seen: the call need not go on."""
 
 
@@ -120,7 +120,7 @@ def models_of(pipe: Any) -> dict[str, nn.Module]:
     """The models of a pipeline by their names in it. Raises TraceError where it holds none."""
     found = getattr(pipe, "components", None)
     named = found if isinstance(found, dict) else getattr(pipe, "__dict__", {})
-    models = {name: value for name, value in named.items() if isinstance(value, nn.Module) and not isinstance(value, Asked)}
+    models = {k: v for k, v in named.items() if isinstance(v, nn.Module) and not isinstance(v, SettingsProxy)}
     if not models:
         raise TraceError(f"{type(pipe).__name__} holds no models: trace_pipeline takes a pipeline, such as diffusers' are")
     return models
@@ -136,7 +136,7 @@ def _calls(pipe: Any, models: dict[str, nn.Module], args: Any, call: Any, enough
             if name not in calls:
                 calls[name] = map_leaves((given, named), lambda tensor, _: tensor.detach().clone())
                 if enough and len(calls) == len(models):
-                    raise _Seen
+                    raise _StopCall
             return forward(*given, **named)
 
         return noted
@@ -145,7 +145,7 @@ def _calls(pipe: Any, models: dict[str, nn.Module], args: Any, call: Any, enough
     try:
         for name, model in models.items():
             vars(model)["forward"] = noting(name, model.forward)
-        with torch.no_grad(), contextlib.suppress(_Seen):
+        with torch.no_grad(), contextlib.suppress(_StopCall):
             pipe(*args, **call)
     finally:
         for name, model in models.items():

@@ -48,7 +48,7 @@ class Arrow:
 
 
 @dataclass
-class Line:
+class GraphLine:
     """One line of a region's graph, in names of its own."""
 
     text: str
@@ -57,13 +57,13 @@ class Line:
 
 
 @dataclass
-class Kind:
+class RegionKind:
     """What alike regions have in common: the class, the picture and the lines."""
 
     label: str
     boxes: list[Box]
     arrows: list[Arrow]
-    lines: list[Line]
+    lines: list[GraphLine]
     parameters: int = 0
     added: int = 0
     blocks: dict[str, int] = field(default_factory=dict)
@@ -116,10 +116,10 @@ class Page:
     sites: list[SiteRow] = field(default_factory=list)
     depth: list[dict[str, Any]] = field(default_factory=list)
     checks: list[dict[str, str]] | None = None
-    kinds: list[Kind] = field(default_factory=list)
+    kinds: list[RegionKind] = field(default_factory=list)
     root: int = 0
     known_before: bool = True
-    tables: list[Table] = field(default_factory=list)
+    tables: list[TableSection] = field(default_factory=list)
     run: dict[str, Any] | None = None
     files: dict[str, dict[str, str]] = field(default_factory=dict)
     trouble: str = ""
@@ -128,7 +128,7 @@ class Page:
 
 
 @dataclass
-class Table:
+class TableSection:
     """A further section: rows of texts under titles."""
 
     title: str

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..core.ir.text import Listing, Record
-from .contents import Kind, Page
+from .contents import Page, RegionKind
 from .page import region_at, svg
 from .pictures import shape
 
@@ -56,7 +56,7 @@ def _space(outer: str, inner: str, after: Listing) -> str:
     return f"{name} ({after.classes.get(inner, 'Module')})".replace("/", "_")
 
 
-def dot(kind: Kind, name: str) -> str:
+def dot(kind: RegionKind, name: str) -> str:
     """One region for Graphviz."""
     styles = {"kept": "solid", "added": "bold", "gone": "dashed"}
     lines = [f"digraph {_quoted(name)} {{", '  node [shape=box, style=rounded, fontname="sans-serif"];']

@@ -18,7 +18,7 @@ from ..core.reading import read_json
 from ..core.verifier import Report, is_split
 from ..lowerings.pipeline import layer_forms
 from ..step_cache.slices import Slices
-from .contents import Page, PassRow, SiteRow, Table
+from .contents import Page, PassRow, SiteRow, TableSection
 from .kinds import Kinds
 
 BINS = 48  # parts of the model in the chart of what is added where
@@ -178,19 +178,19 @@ def _depth(after: Listing, added: Mapping[str, int]) -> list[dict[str, Any]]:
 # --- further sections
 
 
-def _tables(module: TracedModule, after: Listing) -> list[Table]:
-    found = [_forms(module), _slots(module), *_collectives(module, after), _kept(module, after), _inputs(module, after)]
+def _tables(module: TracedModule, after: Listing) -> list[TableSection]:
+    found = [_forms(module), _slots(module), *_collectives(module, after), _cached(module, after), _inputs(module, after)]
     return [table for table in found if table is not None and table.rows]
 
 
-def _forms(module: TracedModule) -> Table | None:
+def _forms(module: TracedModule) -> TableSection | None:
     if not module.meta.get("forms"):
         return None
     rows = [[path, form] for path, form in layer_forms(module).items()]
-    return Table("Forms", "How each layer with a block is computed in this lowered module.", ["layer", "form"], rows)
+    return TableSection("Forms", "How each layer with a block is computed in this lowered module.", ["layer", "form"], rows)
 
 
-def _slots(module: TracedModule) -> Table | None:
+def _slots(module: TracedModule) -> TableSection | None:
     if not any(entry.get("slots") for entry in module.meta.get("passes", [])):
         return None
     adapters = module.adapters
@@ -210,7 +210,7 @@ def _slots(module: TracedModule) -> Table | None:
     if not rows:
         about = f"{adapters.slots} slots, none of them taken."
         rows = [["", name, "", "", _ranks(module, name)] for name in adapters.banks]
-    return Table(title, about, ["adapter", "pass", "slot", "strength", "rank up to"], rows)
+    return TableSection(title, about, ["adapter", "pass", "slot", "strength", "rank up to"], rows)
 
 
 def _ranks(module: TracedModule, owner: str) -> str:
@@ -219,7 +219,7 @@ def _ranks(module: TracedModule, owner: str) -> str:
     return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}" if ranks else ""
 
 
-def _collectives(module: TracedModule, after: Listing) -> list[Table]:
+def _collectives(module: TracedModule, after: Listing) -> list[TableSection]:
     tables = []
     for entry in module.meta.get("passes", []):
         if not is_split(module, entry["name"]):
@@ -228,10 +228,10 @@ def _collectives(module: TracedModule, after: Listing) -> list[Table]:
         records = [r for r in after.records.values() if r.owner == entry["name"]]
         rows = [[r.label, r.site or r.name, _dims(module, r), _shapes(r, after)] for r in records if r.path]
         about = f"One graph for every process ({ways}): where it is split, where values travel. Shapes are of the whole."
-        tables.append(Table(f"Parallel: {entry['name']}", about, ["what", "at", "options", "shape"], rows))
+        tables.append(TableSection(f"Parallel: {entry['name']}", about, ["what", "at", "options", "shape"], rows))
     if plan := module.meta.get("plan"):
         rows = [[text] for text in plan.listing.splitlines()]
-        tables.append(Table("Plan", "What the plan found.", [""], rows))
+        tables.append(TableSection("Plan", "What the plan found.", [""], rows))
     return tables
 
 
@@ -239,14 +239,14 @@ def _dims(module: TracedModule, record: Record) -> str:
     return module.get_submodule(record.path).extra_repr()
 
 
-def _kept(module: TracedModule, after: Listing) -> Table | None:
+def _cached(module: TracedModule, after: Listing) -> TableSection | None:
     """What a step cache keeps of the module from step to step."""
     if not any(isinstance(m, Mark) for m in module.modules()):
         return None
     try:
         slices = Slices(module.graph, module)
     except SpecError as error:
-        return Table("Step cache", str(error), ["kept", "pass", "shape", "how"], [])
+        return TableSection("Step cache", str(error), ["kept", "pass", "shape", "how"], [])
     rows = [
         [cut.name or cut.node.name, cut.owner, str(list(cut.node.meta.get("shape", ()))),
          "the difference from what enters" if cut.base is not None else "as it is"]
@@ -256,12 +256,12 @@ def _kept(module: TracedModule, after: Listing) -> Table | None:
              for node, _ in slices.gauges]  # fmt: skip
     later, every = slices.operations(slices.later), slices.operations(slices.flow.nodes)
     about = f"What a StepCache keeps. A step that takes it from an earlier one runs {later:,} of {every:,} operations."
-    return Table("Step cache", about, ["value", "pass", "shape", "how"], rows)
+    return TableSection("Step cache", about, ["value", "pass", "shape", "how"], rows)
 
 
-def _inputs(module: TracedModule, after: Listing) -> Table | None:
+def _inputs(module: TracedModule, after: Listing) -> TableSection | None:
     rows = [[r.path, r.owner, r.line.partition(" = ")[2]] for r in after.records.values() if r.kind == "input" and r.owner]
-    return Table("New inputs", "Inputs of the model that passes added.", ["input", "pass", "default"], rows)
+    return TableSection("New inputs", "Inputs of the model that passes added.", ["input", "pass", "default"], rows)
 
 
 # --- folders

@@ -12,7 +12,7 @@ from typing import Any
 import networkx as nx
 
 from ..core.ir.text import Listing, Record
-from .contents import Arrow, Box, Kind, Line, State
+from .contents import Arrow, Box, GraphLine, RegionKind, State
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 MODEL = ("",)
@@ -47,7 +47,7 @@ class Kinds:
         self.after, self.before, self.sizes, self.added = after, before, sizes, added
         self.classes = {**classes, **after.classes}
         self.levels: dict[tuple[str, ...], Level] = {MODEL: Level("")}
-        self.kinds: list[Kind] = []
+        self.kinds: list[RegionKind] = []
         self._all = {**before, **after.records}
         self._known: dict[str, int] = {}
         self._standing = {r.behind: r.name for r in after.records.values() if r.behind}
@@ -186,12 +186,12 @@ class Kinds:
         added = sum(box.added for box in level.boxes.values())
         boxes, arrows = _folded(level)
         lines = [
-            Line(self._renamed(record, level), state, record.owner if state == "added" else "")
+            GraphLine(self._renamed(record, level), state, record.owner if state == "added" else "")
             for record, state in level.rows
             if record.line
         ]
         label = self.classes.get(level.key, "Module")
-        kind = Kind(label, boxes, arrows, lines, size, added, dict(sorted(blocks.items())))
+        kind = RegionKind(label, boxes, arrows, lines, size, added, dict(sorted(blocks.items())))
         text = json.dumps(asdict(kind), sort_keys=True)
         if text not in self._known:
             self._known[text] = len(self.kinds)

@@ -45,7 +45,7 @@ def place(count: int, arrows: Sequence[tuple[int, int]]) -> Placed:
             rows[ranks[y]].append((x, box))
         for row, members in rows.items():
             members.sort()
-            for (_, box), x in zip(members, _apart(members, count), strict=True):
+            for (_, box), x in zip(members, _spread_boxes(members, count), strict=True):
                 centres[box] = (x, row * (HEIGHT + DOWN) + HEIGHT / 2)
         left = min(centres[box][0] - _half(box, count) for box, _ in found) - right
         for box, _ in found:
@@ -90,7 +90,7 @@ def _half(box: int, count: int) -> float:
     return WIDTH / 2 if box < count else ACROSS / 4
 
 
-def _apart(members: Sequence[tuple[float, int]], count: int) -> list[float]:
+def _spread_boxes(members: Sequence[tuple[float, int]], count: int) -> list[float]:
     """Where the boxes of a row stand: in their order, as near to where they would as they can without touching.
 
     That is an isotonic regression, by pooling neighbours that are too near.

@@ -14,7 +14,7 @@ import jinja2
 from jinja2.utils import htmlsafe_json_dumps
 
 from ..core.errors import SpecError, did_you_mean
-from .contents import Box, Kind, Page
+from .contents import Box, Page, RegionKind
 from .pictures import COLOURS, picture
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -62,7 +62,7 @@ def html(page: Page) -> str:
     )  # fmt: skip
 
 
-def svg(page: Page, kind: Kind, label: str) -> str:
+def svg(page: Page, kind: RegionKind, label: str) -> str:
     """The picture of one region as a file of its own."""
     colours = {row.name: index % COLOURS for index, row in enumerate(page.passes)}
     drawn = picture(kind, colours)
@@ -150,7 +150,7 @@ def times(page: Page) -> list[int]:
     return counts
 
 
-def region_at(page: Page, path: str) -> Kind:
+def region_at(page: Page, path: str) -> RegionKind:
     """The region at a path; "" is the model. Raises SpecError for a path that is none."""
     kind, at = page.kinds[page.root], ""
     while at != path:
@@ -164,5 +164,5 @@ def region_at(page: Page, path: str) -> Kind:
     return kind
 
 
-def _regions(kind: Kind) -> list[Box]:
+def _regions(kind: RegionKind) -> list[Box]:
     return [each for box in kind.boxes for each in box.unfolded if each.inner is not None]

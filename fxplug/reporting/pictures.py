@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .contents import Arrow, Box, Kind
+from .contents import Arrow, Box, RegionKind
 from .layout import HEIGHT, MOST, WIDTH, Placed, place
 
 COLOURS = 8  # passes beyond these begin again with the first colour
@@ -15,7 +15,7 @@ MARGIN = 6
 
 
 @dataclass
-class Drawn:
+class DrawnBox:
     """A box with its place, the classes that style it, and its three lines of text."""
 
     index: int
@@ -33,26 +33,26 @@ class Picture:
 
     width: int
     height: int
-    boxes: list[Drawn]
+    boxes: list[DrawnBox]
     arrows: list[tuple[str, str]]
     left_out: int
     box_width: int = WIDTH
     box_height: int = HEIGHT
 
 
-def picture(kind: Kind, colours: Mapping[str, int]) -> Picture:
+def picture(kind: RegionKind, colours: Mapping[str, int]) -> Picture:
     """The picture of a region; `colours` numbers the passes."""
     count = min(len(kind.boxes), MOST)
     arrows = [a for a in kind.arrows if a.source < count and a.target < count]
     placed = place(count, [(a.source, a.target) for a in arrows])
-    boxes = [_drawn(index, box, placed, colours) for index, box in enumerate(kind.boxes[:count])]
+    boxes = [_place_boxes(index, box, placed, colours) for index, box in enumerate(kind.boxes[:count])]
     lines = [(_path(line), _arrow_classes(arrow, kind.boxes, colours))
              for arrow, line in zip(arrows, placed.arrows, strict=True)]  # fmt: skip
     width, height = round(placed.width) + 2 * MARGIN, round(placed.height) + 2 * MARGIN
     return Picture(width, height, boxes, lines, len(kind.boxes) - count)
 
 
-def _drawn(index: int, box: Box, placed: Placed, colours: Mapping[str, int]) -> Drawn:
+def _place_boxes(index: int, box: Box, placed: Placed, colours: Mapping[str, int]) -> DrawnBox:
     owner = box.owner or (next(iter(box.blocks)) if len(box.blocks) == 1 else "")
     coloured = f" p{colours[owner] % COLOURS}" if owner in colours else " many" if box.blocks else ""
     x, y = placed.boxes[index]
@@ -71,7 +71,7 @@ def _drawn(index: int, box: Box, placed: Placed, colours: Mapping[str, int]) -> 
     ]
     title = "\n".join(filter(None, said))
     texts = (middle(name, LETTERS), middle(label, SMALL), middle(third, SMALL))
-    return Drawn(index, box, round(x + MARGIN, 1), round(y + MARGIN, 1), f"{box.kind} {box.state}{coloured}", texts, title)
+    return DrawnBox(index, box, round(x + MARGIN, 1), round(y + MARGIN, 1), f"{box.kind} {box.state}{coloured}", texts, title)
 
 
 def _titles(box: Box) -> tuple[str, str]:

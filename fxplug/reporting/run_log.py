@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image
 
 from ..core.errors import DEFAULT, FxplugError
-from ..core.reading import whole
+from ..core.reading import read_bytes
 
 POINTS = 400  # of one curve
 PICTURES = 8  # of the samples over time: the first, the last and those evenly between
@@ -33,7 +33,7 @@ def run_of(folder: Path) -> dict[str, Any] | None:
         return {"note": "This run has no log.", **empty, "pictures": _pictures(folder)}
     note = ""
     try:
-        records = _records(whole(log, DEFAULT.json))
+        records = _records(read_bytes(log, DEFAULT.json))
     except FxplugError as error:
         records, note = [], str(error)
     steps = [r for r in records if _number(r.get("loss")) is not None and _number(r.get("step")) is not None]
@@ -185,7 +185,7 @@ def _pictures(folder: Path) -> list[dict[str, Any]]:
     for file in files:
         step = file.stem.removeprefix("step-")
         try:
-            with Image.open(io.BytesIO(whole(file, DEFAULT.json))) as image:
+            with Image.open(io.BytesIO(read_bytes(file, DEFAULT.json))) as image:
                 if image.width * image.height > PIXELS or image.format != "PNG":
                     continue
                 small = image.convert("RGB")

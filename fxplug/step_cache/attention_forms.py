@@ -19,7 +19,7 @@ from ..core.ir import ops
 from ..core.ir.graph import Graph, copy_graph, erase, insert, meta_of, redirect, replace, set_argument
 from ..core.ir.subgraphs import members
 from ..core.spec.addresses import identifier
-from .slices import Flow
+from .slices import DataFlow
 
 ROOT = {"": ("", "")}  # the nn_module_stack of what is put in here
 # the cheapest first: from an earlier step (AST), in a window with what that leaves out from an earlier step (WA-RS), as it is;
@@ -36,7 +36,7 @@ class Do(NamedTuple):
 
 
 @dataclass
-class Place:
+class MarkedRegion:
     """A marked region: its marks, its nodes, and the attentions in it."""
 
     key: str
@@ -50,9 +50,9 @@ class Place:
         return bool(self.attentions) and all(map(_plain, self.attentions))
 
 
-def places_of(graph: fx.Graph, root: nn.Module) -> dict[str, Place]:
+def places_of(graph: fx.Graph, root: nn.Module) -> dict[str, MarkedRegion]:
     """The marked regions of a graph, in its order. Raises SpecError where there are none."""
-    found: dict[str, Place] = {}
+    found: dict[str, MarkedRegion] = {}
     regions = members(graph)
     for node in graph.nodes:
         if node.op == "call_module" and isinstance(root.get_submodule(str(node.target)), Attend):
@@ -60,7 +60,7 @@ def places_of(graph: fx.Graph, root: nn.Module) -> dict[str, Place]:
             key = next((key for key in (site, site.partition(":")[0]) if key in regions), "")
             if not key:
                 raise SpecError(f"'{site}' is no module whose attention could be computed in another way: mark one")
-            place = found.setdefault(key, Place(key, [], regions[key], []))
+            place = found.setdefault(key, MarkedRegion(key, [], regions[key], []))
             place.marks.append(node)
     for place in found.values():
         behind = set(place.marks)  # the edges by which values leave
@@ -93,10 +93,10 @@ def written(graph: fx.Graph, root: nn.Module, what: Mapping[str, Do], half: int)
 
     What it takes from earlier ones are inputs behind the model's own. `half` of the batch, 0 or 1, is computed for both.
     """
-    return _Writer(copy_graph(graph), root, half).run(what)
+    return _FormWriter(copy_graph(graph), root, half).run(what)
 
 
-class _Writer:
+class _FormWriter:
     def __init__(self, graph: Graph, root: nn.Module, half: int) -> None:
         self.graph, self.root, self.half = graph, root, half
         self.heads = [n for n in graph.nodes if n.op == "placeholder"]
@@ -107,18 +107,18 @@ class _Writer:
             self.place(place, identifier(place.key), what.get(place.key, Do()))
         output = next(iter(reversed(self.graph.nodes)))
         set_argument(output, 0, "", (output.args[0], self.gives))
-        flow = Flow(self.graph, self.root)
+        flow = DataFlow(self.graph, self.root)
         heads = [n for n in self.graph.nodes if n.op == "placeholder"]
         needed = flow.closed([output, *heads], flow.needs)
         erase(node for node in self.graph.nodes if node not in needed)
         self.graph.lint()
         return self.graph
 
-    def place(self, place: Place, name: str, do: Do) -> None:
+    def place(self, place: MarkedRegion, name: str, do: Do) -> None:
         values: list[Any] = [mark.args[0] for mark in place.marks]
         halved = do.method.endswith("half")
         if do.method == "step":
-            values = [self.taken(f"{name}_output_{i}", mark, mark) for i, mark in enumerate(place.marks)]
+            values = [self.earlier_value(f"{name}_output_{i}", mark, mark) for i, mark in enumerate(place.marks)]
         else:
             base = str(place.marks[0].target)
             half = f"{base}.halves.{self.half}"
@@ -138,7 +138,7 @@ class _Writer:
             if do.output and do.method != "step":
                 self.gives[f"{name}_output_{i}"] = value
 
-    def enter(self, place: Place, half: str) -> None:
+    def enter(self, place: MarkedRegion, half: str) -> None:
         """Give the region one half of what enters it."""
         inside = set(place.nodes)
         given = dict.fromkeys(a for n in place.nodes for a in n.all_input_nodes if a not in inside and a.meta.get("shape"))
@@ -153,7 +153,7 @@ class _Writer:
 
     def window(self, node: fx.Node, name: str, base: str, half: str) -> None:
         near = self.near(node, base, node)
-        rest = self.taken(name, node, near)
+        rest = self.earlier_value(name, node, near)
         if half:
             rest = self.node("call_module", half, (rest,), node, rest)
         whole = self.node("call_function", operator.add, (near, rest), node, rest)
@@ -167,7 +167,7 @@ class _Writer:
     def twice(self, value: fx.Node, after: fx.Node) -> fx.Node:
         return self.node("call_function", torch.cat, ([value, value],), value, after)
 
-    def taken(self, name: str, like: fx.Node, after: fx.Node) -> fx.Node:
+    def earlier_value(self, name: str, like: fx.Node, after: fx.Node) -> fx.Node:
         """What an earlier step has given: an input behind the model's own."""
         own = [n for n in self.graph.nodes if n.op == "placeholder"]
         rest = next((n for n in own if str(n.target).startswith("**")), None)

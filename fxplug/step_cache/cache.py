@@ -24,7 +24,7 @@ GAUGED = ("first", "rest", "short")  # the parts of a gauged policy
 
 
 @dataclass
-class _Stream:
+class _RunCache:
     """What is remembered of one run: of its last full step, and from `since` on of those after it."""
 
     kept: dict[str, Tensor]
@@ -168,7 +168,7 @@ class StepCache(Stepped):
         return out
 
     @eager
-    def _in_full(self, old: _Stream | None, gauges: tuple[Tensor, ...], *call: Any) -> bool:
+    def _in_full(self, old: _RunCache | None, gauges: tuple[Tensor, ...], *call: Any) -> bool:
         if old is not None and old.changes != self._changes():
             old = None
         wanted = old is None or (not self.gauged and bool(self.policy(Step(old.index, old.since))))
@@ -187,7 +187,7 @@ class StepCache(Stepped):
     def _store(
         self,
         number: int,
-        old: _Stream | None,
+        old: _RunCache | None,
         kept: Mapping[str, Tensor],
         gauges: tuple[Tensor, ...],
         shapes: tuple[Any, ...],
@@ -201,11 +201,11 @@ class StepCache(Stepped):
             if old is not None and old.moves and old.result:
                 self._measures.append((old.moves[-1], largest(self._summed(differ(given, old.result)))))
         index = 1 if old is None else old.index + 1
-        self._streams[number] = _Stream(self._owned(kept), own, own, given, (), index, 0, shapes, self._changes())
+        self._streams[number] = _RunCache(self._owned(kept), own, own, given, (), index, 0, shapes, self._changes())
         return result
 
     @eager
-    def _taken(self, old: _Stream | None, gauges: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    def _taken(self, old: _RunCache | None, gauges: tuple[Tensor, ...]) -> dict[str, Tensor]:
         assert old is not None
         self.counts["shallow"] += 1
         old.before = tuple(self._owned(dict(enumerate(gauges))).values())

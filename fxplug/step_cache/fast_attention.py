@@ -23,7 +23,7 @@ FULL = ("full", "full half")
 
 
 @dataclass
-class _Stream:
+class _AttentionCache:
     """What is remembered of one run."""
 
     kept: dict[str, Tensor]
@@ -123,17 +123,17 @@ class FastAttention(Stepped):
         number, shapes = self._advance(args, kwargs), shapes_of(args, kwargs)
         stream = self._streams.get(number)
         if stream is None or stream.shapes != shapes:
-            stream = self._streams[number] = _Stream({}, 0, shapes, self._changes())
+            stream = self._streams[number] = _AttentionCache({}, 0, shapes, self._changes())
         row = self.row(stream.index)
         if stream.changes != self._changes():  # what is kept is of other adapters
             stream.kept.clear()
             stream.changes = self._changes()
             row = {key: self._do(stream.index, key, "full") for key in self.places}
         if self._limit is not None:
-            row = self._found(stream, args, kwargs)
+            row = self._choose_methods(stream, args, kwargs)
         return self._run(stream, row, args, kwargs, keep=True)
 
-    def _run(self, stream: _Stream, row: Mapping[str, Do], args: Any, kwargs: Any, keep: bool = False) -> Any:
+    def _run(self, stream: _AttentionCache, row: Mapping[str, Do], args: Any, kwargs: Any, keep: bool = False) -> Any:
         part = self._of(row)
         names = {str(n.target) for n in part.graph.nodes if n.op == "placeholder"}
         taken = {k: v for k, v in stream.kept.items() if k in names}
@@ -144,7 +144,7 @@ class FastAttention(Stepped):
         return result
 
     @eager
-    def _found(self, stream: _Stream, args: Any, kwargs: Any) -> dict[str, Do]:
+    def _choose_methods(self, stream: _AttentionCache, args: Any, kwargs: Any) -> dict[str, Do]:
         """The cheapest methods of a step that keep its result, place after place; all that later steps may take is given."""
         assert self._limit is not None
         index = stream.index
@@ -167,7 +167,7 @@ class FastAttention(Stepped):
     def _may(self, method: str, place: Any) -> bool:
         return (place.windowed or not method.startswith("window")) and (self._halves or not method.endswith("half"))
 
-    def _away(self, stream: _Stream, row: Mapping[str, Do], args: Any, kwargs: Any, raw: Any) -> float:
+    def _away(self, stream: _AttentionCache, row: Mapping[str, Do], args: Any, kwargs: Any, raw: Any) -> float:
         return largest(self._summed(differ(_values(self._run(stream, row, args, kwargs)), raw)))
 
     @contextlib.contextmanager

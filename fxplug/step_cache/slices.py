@@ -28,7 +28,7 @@ END = "end"  # stands behind the nodes whose needs are asked for
 
 
 @dataclass(eq=False)
-class _Cut:
+class _CachedValue:
     """A value that is kept: its node, what it is measured from, its name as input and output."""
 
     node: fx.Node
@@ -37,7 +37,7 @@ class _Cut:
     owner: str  # the pass
 
 
-class Flow:
+class DataFlow:
     """What each node of a graph needs: its inputs, what wrote into their memory before, and the scopes it stands in."""
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
@@ -107,13 +107,13 @@ class Slices:
         self.root = root
         self.gauges: list[tuple[fx.Node, fx.Node | None]] = []
         cuts, joins = self._unmarked()
-        self.flow = Flow(self.graph, root)
+        self.flow = DataFlow(self.graph, root)
         for owner, rows in joins.items():
             branch = max(mark.branch for _, mark in rows)
             if branch >= len(rows):
                 counted = f"{len(rows)} joins, counted 0 to {len(rows) - 1} from the end" if len(rows) > 1 else "one, branch 0"
                 raise SpecError(f"{owner}: there is no branch {branch}: it has marked {counted}")
-            cuts.append(_Cut(self._deepest(rows[-1 - branch][0]), None, "", owner))
+            cuts.append(_CachedValue(self._deepest(rows[-1 - branch][0]), None, "", owner))
         if not cuts:
             raise SpecError(
                 "nothing is marked here to be kept: apply a pass that does, such as deepcache or first_block_cache, and "
@@ -134,9 +134,9 @@ class Slices:
         if self.operations(self.later) >= self.operations(self.flow.nodes):
             raise SpecError("what is marked saves nothing: all of the model is needed for its result even if that is taken")
 
-    def _unmarked(self) -> tuple[list[_Cut], dict[str, list[tuple[fx.Node, Join]]]]:
+    def _unmarked(self) -> tuple[list[_CachedValue], dict[str, list[tuple[fx.Node, Join]]]]:
         """Take the marks out; what they marked."""
-        cuts: list[_Cut] = []
+        cuts: list[_CachedValue] = []
         joins: dict[str, list[tuple[fx.Node, Join]]] = {}
         for node in list(self.graph.nodes):
             mark = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -144,7 +144,7 @@ class Slices:
                 continue
             owner, value = str(node.target).partition(".")[0], node.args[0]
             if isinstance(mark, Keep):
-                cuts.append(_Cut(self._edge(node), node.args[1] if len(node.args) > 1 else None, "", owner))
+                cuts.append(_CachedValue(self._edge(node), node.args[1] if len(node.args) > 1 else None, "", owner))
                 value = node.args[0]
             elif isinstance(mark, Gauge):
                 self.gauges.append((value, node.args[1] if len(node.args) > 1 else None))
@@ -203,11 +203,11 @@ class Slices:
 
     def rest(self) -> Graph:
         """The graph behind `first` of a whole step; gives the result and what is kept."""
-        return self._write(self.behind(self.flow.nodes, self.flow.needs), carried=True, gives=True)
+        return self._write(self.nodes_after(self.flow.nodes, self.flow.needs), carried=True, gives=True)
 
     def short(self) -> Graph:
         """The graph behind `first` of a step that takes what an earlier one kept."""
-        return self._write(self.behind(self.later, self.taken), carried=True, takes=True)
+        return self._write(self.nodes_after(self.later, self.taken), carried=True, takes=True)
 
     @cached_property
     def early(self) -> set[fx.Node]:
@@ -225,23 +225,23 @@ class Slices:
         """The values that go from the first part to the others."""
         found: set[fx.Node] = set()
         for nodes, needs in ((self.flow.nodes, self.flow.needs), (self.later, self.taken)):
-            behind = self.behind(nodes, needs)
+            behind = self.nodes_after(nodes, needs)
             found.update(n for node in behind for n in needs.predecessors(node) if n not in behind and n.op != "get_attr")
         return sorted(found)
 
-    def behind(self, nodes: Iterable[fx.Node], needs: networkx.DiGraph[Any]) -> set[fx.Node]:
+    def nodes_after(self, nodes: Iterable[fx.Node], needs: networkx.DiGraph[Any]) -> set[fx.Node]:
         """Those of the nodes that are not computed first, with what is better computed again than carried: sizes, scopes."""
         found = {n for n in nodes if n not in self.early}
         todo = list(found)
         while todo:
             for node in needs.predecessors(todo.pop()):
-                if node not in found and (node.op == "get_attr" or self._again(node)):
+                if node not in found and (node.op == "get_attr" or self._recomputed(node)):
                     more = [node, *([self.flow.ends[node]] if node in self.flow.ends else [])]
                     found.update(more)
                     todo.extend(more)
         return found
 
-    def _again(self, node: fx.Node) -> bool:
+    def _recomputed(self, node: fx.Node) -> bool:
         plain = node.op in CALLS[1:] and not is_random(node, self.root) and not written(node, self.root)
         return plain and "shape" not in node.meta
 
@@ -288,23 +288,23 @@ class Slices:
             found[cut.name].meta["effect"] = True
         return found
 
-    def _taken(self, graph: Graph, cut: _Cut, given: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def _taken(self, graph: Graph, cut: _CachedValue, given: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
         if cut.base is not None:
             return self._node(graph, "call_function", operator.add, (values[cut.base], given), cut.node, cut)
         return self._unchanged(graph, cut, given)
 
-    def _given(self, graph: Graph, cut: _Cut, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def _given(self, graph: Graph, cut: _CachedValue, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
         if cut.base is not None:
             return self._differ(graph, values[cut.node], values[cut.base], cut.node, cut)
         return self._unchanged(graph, cut, values[cut.node])
 
-    def _unchanged(self, graph: Graph, cut: _Cut, value: fx.Node) -> fx.Node:
+    def _unchanged(self, graph: Graph, cut: _CachedValue, value: fx.Node) -> fx.Node:
         return self._node(graph, "call_method", "clone", (value,), cut.node, cut) if self.flow.changed(cut.node) else value
 
-    def _differ(self, graph: Graph, value: fx.Node, base: fx.Node, like: fx.Node, cut: _Cut | None = None) -> fx.Node:
+    def _differ(self, graph: Graph, value: fx.Node, base: fx.Node, like: fx.Node, cut: _CachedValue | None = None) -> fx.Node:
         return self._node(graph, "call_function", operator.sub, (value, base), like, cut)
 
-    def _node(self, graph: Graph, op: str, target: Any, args: Any, like: fx.Node, cut: _Cut | None) -> fx.Node:
+    def _node(self, graph: Graph, op: str, target: Any, args: Any, like: fx.Node, cut: _CachedValue | None) -> fx.Node:
         node = insert(graph, op, target, args, meta={**meta_of(like), "nn_module_stack": ROOT})
         if cut is not None:
             node.meta["pass"] = {"name": cut.owner, "site": "", "place": "", "block": "", "where": ""}

@@ -18,7 +18,7 @@ from ..core import reading, weight_files
 from ..core.errors import DEFAULT, Limits, TrainError, brief_fields, cut
 from ..core.quantised import plain
 from ..core.weight_files import save_file
-from ..core.writing import new_folder, written
+from ..core.writing import new_folder, open_new
 
 FORMAT = 1
 PREFIX = "step-"
@@ -42,7 +42,7 @@ def write(folder: Path, made: Checkpoint, keep: int) -> Path:
     """Write `folder/step-00000100` and remove all but the newest `keep`. A crash at any moment leaves whole ones only."""
     target = folder / f"{PREFIX}{made.progress['step']:08}"
     write_to(target, made)
-    for old in found(folder)[:-keep]:
+    for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 
@@ -53,20 +53,20 @@ def write_to(target: Path, made: Checkpoint) -> None:
         save_file(made.weights, work / "weights.safetensors")
         if made.ema:
             save_file(made.ema, work / "ema.safetensors")
-        with written(work / "state.pt") as file:
+        with open_new(work / "state.pt") as file:
             torch.save({"state": made.state, "random": made.random}, file)
         text = json.dumps({"format": FORMAT, **made.progress}, indent=1)
         (work / "progress.json").write_text(text, "utf-8")
 
 
-def found(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, the oldest first."""
     return sorted(path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit())
 
 
 def newest(source: Path) -> Path:
     """The checkpoint that `source` is, or the newest below it. Raises TrainError when there is none."""
-    for path in (source, *reversed(found(source / "checkpoints")), *reversed(found(source))):
+    for path in (source, *reversed(list_checkpoints(source / "checkpoints")), *reversed(list_checkpoints(source))):
         if (path / "progress.json").is_file():
             return path
     raise TrainError(f"'{source}' has no checkpoint to resume from")

@@ -18,9 +18,9 @@ from ..core.ir.graph import without_edges
 from ..core.ir.traced_module import TracedModule
 from ..core.rewriter.probe import empty, swapped
 from ..core.torch_internals.tensors import FakeTensorMode
-from .random_draws import Draws, random_state_kept
-from .splitting import called
-from .tasks.calling import inputs_of
+from .random_draws import Draws, preserve_random_state
+from .shared_samples import called
+from .tasks.model_call import inputs_of
 from .tasks.task import Task
 
 
@@ -51,7 +51,7 @@ def misfit(
     """
     inputs = {name: one for name, one in inputs_of(module).items() if one.shape is not None}
     given = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    called = given_to(module, args, kwargs)
+    called = inputs_by_name(module, args, kwargs)
     got = {name: called[name] for name in inputs if isinstance(called.get(name), Tensor)}
     lines = [f"the model was traced with other inputs than the run gives it: {error}"]
     lines.append("  traced: " + _listed(inputs))
@@ -89,7 +89,7 @@ def _differs(name: str, traced: tuple[int, ...], got: tuple[int, ...]) -> list[s
     return []
 
 
-def given_to(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def inputs_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What a call gives the inputs of a module, by name."""
     return {**dict(zip(inputs_of(module), args, strict=False)), **kwargs}
 
@@ -99,7 +99,7 @@ def first_not_finite(module: TracedModule, args: tuple[Any, ...], kwargs: Mappin
 
     Non-finite arguments and parameters come before the graph: they are named as the cause.
     """
-    finding = _bad(dict(module.named_parameters()), "parameter") or _bad(given_to(module, args, kwargs), "input")
+    finding = _bad(dict(module.named_parameters()), "parameter") or _bad(inputs_by_name(module, args, kwargs), "input")
     if finding is not None:
         return finding
     given = inspect.signature(module.forward).bind(*args, **kwargs)
@@ -160,7 +160,7 @@ def check_fits(module: TracedModule, task: Task, batch: Mapping[str, Any], draws
     if any(n.op == "call_method" and n.target in ("item", "tolist") for graph in module.graphs.values() for n in graph.nodes):
         return
     try:
-        with random_state_kept():
+        with preserve_random_state():
             args, kwargs = called(task, batch, draws, accelerator)
     except SpecError as error:
         if error.path == ("train", "task"):  # a loss that does not call the module, perhaps this once
@@ -168,7 +168,7 @@ def check_fits(module: TracedModule, task: Task, batch: Mapping[str, Any], draws
         raise
     except Exception:  # the task's own, which the first step tells with its traceback
         return
-    given, inputs = given_to(module, args, kwargs), inputs_of(module)
+    given, inputs = inputs_by_name(module, args, kwargs), inputs_of(module)
     traced = {name: one for name, one in inputs.items() if one.shape is not None and isinstance(given.get(name), Tensor)}
     if all(one.shape == tuple(given[name].shape) and one.dtype == given[name].dtype for name, one in traced.items()):
         return

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.errors import MatchError, SpecError, TrainError
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.train_section import Train
-from ..lowerings.frozen_norms import hold_norms
+from ..lowerings.frozen_norms import freeze_norms
 from ..lowerings.linear.fused import fuse
 from ..lowerings.regions.fsdp import shard
 from ..lowerings.regions.nested import nest
@@ -84,7 +84,7 @@ def prepared(
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)  # what autocast multiplies
     lowered = fuse(module, "auto" if settings.fuse is True else settings.fuse, dtype=dtype) if settings.fuse else module
-    lowered = hold_norms(lowered, frozen)
+    lowered = freeze_norms(lowered, frozen)
     if settings.checkpointing or settings.shard:
         named = [patterns for patterns in (settings.shard, settings.checkpointing) if not isinstance(patterns, bool)]
         if len(named) == 2 and named[0] != named[1]:

@@ -23,7 +23,7 @@ from .pictures import grid, save_curves, save_picture
 ROWS = 50  # of a run that is given in steps: with small data it has very many epochs
 
 
-class Watch:
+class RunMonitor:
     """Tells how a run goes.
 
     `out` is the folder for `log.jsonl`, `tensorboard/`, `samples/` and `loss.png`; None writes nothing.

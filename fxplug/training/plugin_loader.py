@@ -33,7 +33,7 @@ STAND_INS: dict[str, tuple[str, tuple[str, ...]]] = {
     "colorama": ("fxplug.training.plugin_state", ()),
 }
 PACKAGES, SINGLE = ("plugins", "utils"), ("train",)  # names that others may have imported already
-_active: Local | None = None  # whose modules bear their names in sys.modules
+_active: LocalModules | None = None  # whose modules bear their names in sys.modules
 
 
 class StandIns(MetaPathFinder, Loader):
@@ -62,7 +62,7 @@ class StandIns(MetaPathFinder, Loader):
         vars(module).update({name: value for name, value in found.items() if name == "__getattr__" or name[:2] != "__"})
 
 
-class Local:
+class LocalModules:
     """What was imported from a run's own folders.
 
     Two runs may both have a module `plugins.mine`, and sys.modules has room for one: it has those of the run that was loaded
@@ -74,10 +74,10 @@ class Local:
         self.modules: dict[str, ModuleType] = {}
 
     @staticmethod
-    def of(folders: Sequence[str | Path]) -> Local:
+    def of(folders: Sequence[str | Path]) -> LocalModules:
         """A Local for the folders, first come first; that of the last run if its folders were the same."""
         found = list(dict.fromkeys(str(Path(folder).resolve()) for folder in folders))
-        return _active if _active is not None and _active.folders == found else Local(found)
+        return _active if _active is not None and _active.folders == found else LocalModules(found)
 
     def activate(self) -> None:
         """Give these modules their names in sys.modules."""
@@ -126,15 +126,15 @@ class Local:
         return _import_anew, (self.folders, list(self.modules))
 
 
-def _import_anew(folders: list[str], names: list[str]) -> Local:
-    local = Local.of(folders)
+def _import_anew(folders: list[str], names: list[str]) -> LocalModules:
+    local = LocalModules.of(folders)
     with local.importing():
         for name in names:
             import_module(name)
     return local
 
 
-def load(spec: Any, local: Local) -> object:
+def load(spec: Any, local: LocalModules) -> object:
     """The plugin of an import path, `{path: options}`, a `settings.Use`, a class or an object. Raises SpecError."""
     if isinstance(spec, Mapping) and len(spec) == 1:
         ((spec, options),) = spec.items()
@@ -151,7 +151,7 @@ def load(spec: Any, local: Local) -> object:
     return plugin
 
 
-def _import(path: str, local: Local) -> type:
+def _import(path: str, local: LocalModules) -> type:
     target = path if ":" in path else ":".join(path.rpartition(".")[::2])
     with local.importing():
         try:

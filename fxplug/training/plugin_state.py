@@ -45,7 +45,7 @@ class Optimizers:
 
 
 @dataclass(eq=False, repr=False)
-class State:
+class TrainingState:
     """`unet` is the module that trains, whatever it is. What a run does not have is None.
 
     `text_encoder`, `tokenizer`, `scheduler` (of noise) and `vae` are the task's; `optimizer` is None until it is made, and an
@@ -76,7 +76,7 @@ class State:
         self.write_checkpoint(Path(path))
 
 
-def save_model(save_path: str | Path, ed_state: State, *args: Any, **options: Any) -> None:
+def save_model(save_path: str | Path, ed_state: TrainingState, *args: Any, **options: Any) -> None:
     """Write a checkpoint of the run to `save_path`: all weights that trained and the optimizer, whatever the options are."""
     ed_state.save(save_path)
 
@@ -102,7 +102,7 @@ def init(*args: Any, **options: Any) -> None:
 
 def __getattr__(name: str) -> Any:
     if name.endswith("TrainingState"):
-        return State
+        return TrainingState
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.errors import TrainError, below, did_you_mean
 from .plugin_hooks import OFFERED
-from .plugin_loader import CHAINED, Local, hook_methods, load
+from .plugin_loader import CHAINED, LocalModules, hook_methods, load
 
 LIMITS = {"on_epoch_": 5.0, "on_training_": 20.0, "on_model_": 20.0, "": 0.5}  # seconds of one call, as in EveryDream2trainer
 SHARE = 0.01  # of the run: a plugin that takes more is named at its end
@@ -49,7 +49,7 @@ class Plugins:
         self.on_error = on_error
         self.common: dict[str, Any] = {}
         self.note: Callable[[str], object] = logging.getLogger(__name__).warning
-        self._local = Local.of([base or Path.cwd(), Path.cwd()])
+        self._local = LocalModules.of([base or Path.cwd(), Path.cwd()])
         self.sample = ""
         self._plugins: dict[str, object] = {}
         for index, spec in enumerate(specs):

@@ -66,7 +66,7 @@ def mixed(*numbers: int) -> int:
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """What happens inside may draw and seed; afterwards the generators stand where they stood.
 
     It costs 0.1 ms, most of it numpy's: once a batch, with `seed_all` for each sample, not once a sample.
@@ -78,7 +78,7 @@ def random_state_kept() -> Iterator[None]:
         set_random_state(states)
 
 
-def written_random_state() -> dict[str, Any]:
+def random_state_dict() -> dict[str, Any]:
     """Where the generators of the CPU, and that of this process's GPU, stand, in plain values and tensors."""
     (version, numbers, gauss), (kind, keys, *rest), cpu, _ = random_state()
     device = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
@@ -104,7 +104,7 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Every generator of this process seeded inside; they are where they were again after."""
-    with random_state_kept():
+    with preserve_random_state():
         torch.manual_seed(seed)
         seed_all(seed)
         yield

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from ..adapters.named import part_of
+from ..adapters.format_names import part_of
 from ..adapters.writing import save_adapter
 from ..core.errors import FxplugError, SpecError, TrainError, brief_fields
 from ..core.flow import Step, remember, rewrite
@@ -21,12 +21,12 @@ from ..core.spec.run_config import Config, load_config, resolved
 from ..core.spec.train_section import Data
 from ..core.writing import check_folder
 from ..reporting.reports import report
-from .checkpoint import found
+from .checkpoint import list_checkpoints
 from .data.loader import Loader
 from .data.sources import open_items, with_classes
 from .distributed import check_agreement, gathered, launched
 from .plugins import Plugins
-from .splitting import share
+from .shared_samples import share
 from .tasks.denoise import Denoise
 from .tasks.task import make_task
 from .trainer import Trainer
@@ -144,7 +144,7 @@ def _start(folder: Path, resume: bool | str | Path) -> Path | None:
     """What to resume from. SpecError for a folder that has a run already, which is not to be resumed."""
     if resume:
         return folder if resume is True else Path(resume)
-    if found(folder / "checkpoints"):
+    if list_checkpoints(folder / "checkpoints"):
         raise SpecError(f"'{folder}' holds a run: resume it (--resume), or give another folder")
     return None
 

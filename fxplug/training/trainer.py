@@ -20,19 +20,19 @@ from ..core.spec.run_config import check_settings
 from ..core.spec.train_section import Train
 from ..lowerings.regions.submodules import originals
 from .checkpoint import Checkpoint, fingerprint, newest
-from .data.given import loader_of
 from .data.loader import too_many
+from .data.wrapped_loader import loader_of
 from .diagnosis import check_fits
 from .distributed import gathered, launched, prepared, set_mode
-from .monitor import Watch
+from .monitor import RunMonitor
+from .optimizer_step import Batch, Stepper
 from .param_groups import Ema, check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
-from .plugin_state import Optimizers, State, plugin_batch
+from .plugin_state import Optimizers, TrainingState, plugin_batch
 from .plugins import Plugins
 from .progress import Progress
-from .random_draws import Draws, mixed, random_state_kept, seeded, written_random_state
-from .resuming import export, interruptible, keep, keep_best, rescue, restore, take_best
-from .splitting import divided, share
-from .stepping import Batch, Stepper
+from .random_draws import Draws, mixed, preserve_random_state, random_state_dict, seeded
+from .resume import export, interruptible, keep, keep_best, rescue, restore, take_best
+from .shared_samples import divided, share
 from .tasks.task import TaskInfo, make_task, means
 
 
@@ -106,7 +106,7 @@ class Trainer:
         self._set_up(Path(base or Path.cwd()), timm)
         self._check_first_batch()  # before plugins see the module, which may hook it
         parts = self.task.parts()
-        self.state = State(train_batch=self.data, unet=module, write_checkpoint=lambda path: keep(self, path), **parts)
+        self.state = TrainingState(train_batch=self.data, unet=module, write_checkpoint=lambda path: keep(self, path), **parts)
         self._tell_of_the_model()
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
         self.progress = Progress(self.settings, self.data.steps)
@@ -116,7 +116,7 @@ class Trainer:
         self.saved = False  # whether the module is written
         self._make(optimizer, scheduler)
         out = self.out if self.first else None
-        self.watch = Watch(out, self.settings, self.steps, self.epochs, quiet=quiet or not self.first)
+        self.watch = RunMonitor(out, self.settings, self.steps, self.epochs, quiet=quiet or not self.first)
         self.plugins.note = self.watch.note
 
     def _set_up(self, base: Path, timm: str | None) -> None:
@@ -217,7 +217,7 @@ class Trainer:
         """The module as processes that share samples compute it together; the module itself where none do."""
         if self.settings.parallel is None:
             return self.module
-        with random_state_kept():
+        with preserve_random_state():
             batch = next(self.data.epoch(0))
         self.data.close()
         return divided(self.module, self.settings, self.task, self.moved(batch), self.accelerator, self.dtypes)
@@ -304,7 +304,7 @@ class Trainer:
     def _step(self, batches: list[Batch]) -> dict[str, Any]:
         progress = self.progress
         place = {"epoch": progress.epoch, "global_step": self.progress.seen, "local_step": progress.done}
-        self.drawn = written_random_state()
+        self.drawn = random_state_dict()
         lr = self.optimizer.param_groups[0]["lr"]
         report = self.take_step(batches, progress.step + 1, place)
         progress.step += 1

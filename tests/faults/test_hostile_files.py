@@ -196,13 +196,13 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch):
     for name, make in made.items():
         make(tmp_path / name)
         with pytest.raises(ArtifactError, match=f"{name} cannot be read"):
-            reading.whole(tmp_path / name, 100)
+            reading.read_bytes(tmp_path / name, 100)
     for name in ("nul\0", "x" * 5000, "none", "folder/none"):
         with pytest.raises(ArtifactError):
-            reading.whole(tmp_path / name, 100)
+            reading.read_bytes(tmp_path / name, 100)
     (tmp_path / "file").write_bytes(b"x" * 101)
     with pytest.raises(ArtifactError, match="101 bytes, and more than 100 are not read"):
-        reading.whole(tmp_path / "file", 100)
+        reading.read_bytes(tmp_path / "file", 100)
     with pytest.raises(ArtifactError, match="changed while it was read"), reading.opened(tmp_path / "file"):
         (tmp_path / "file").write_bytes(b"y")
 
@@ -211,7 +211,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", denied)
     with pytest.raises(ArtifactError, match="file cannot be read: permission denied"):
-        reading.whole(tmp_path / "file", 100)
+        reading.read_bytes(tmp_path / "file", 100)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.parallel.checking import check_pretended
+from fxplug.parallel.comparison import check_pretended
 from fxplug.parallel.runtime import faults
-from fxplug.parallel.runtime.mesh import ways_of
+from fxplug.parallel.runtime.mesh import all_degrees
 from fxplug.parallel.runtime.pretended import PRETENDED, pretended
 
 SECONDS = 4  # the timeout of the group
@@ -135,7 +135,7 @@ def test_other_modes_are_told_before_anything_travels():
                 new(tokens())
             return str(found.value)
 
-        found = pretended(ways_of({"ulysses": 2}), run)
+        found = pretended(all_degrees({"ulysses": 2}), run)
         assert "the mode of process 1 is not that of process 0" in found[0] and text in found[0] and found[0] == found[1]
 
 
@@ -146,7 +146,7 @@ def test_other_plans_are_told_at_the_first_call():
     assert len(set(by_rank(traced(), lambda rank, _: ([one, more][rank], tokens())))) == 1
     found = by_rank(traced(), lambda rank, _: ([one, more][rank], tokens()))
     assert "the plan of process 1 is not that of process 0" in found[0]
-    same = pretended(ways_of({"ulysses": 2}), lambda rank: [one, two][rank](tokens()))
+    same = pretended(all_degrees({"ulysses": 2}), lambda rank: [one, two][rank](tokens()))
     assert torch.equal(*same)
 
 

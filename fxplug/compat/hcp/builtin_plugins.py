@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.errors import SpecError, did_you_mean
 from ...core.spec.yaml_source import shown
-from .hosts import OPTIONS, Host, at_key, common_of, number, patterns, taken
+from .hosts import OPTIONS, Host, at_key, common_of, number, patterns, take_key
 from .layer_patterns import read_layers
 
 LORA = re.compile(
@@ -54,7 +54,7 @@ STOCK = {
 def _controlnet(common: dict[str, Any], given: dict[str, Any], host: Host, notes: list[str]) -> dict[str, Any]:
     """Its hooks add to the skips and the middle what diffusers' ControlNet adds there (arXiv 2302.05543)."""
     for key, stock in STOCK.items():
-        layers = read_layers(taken(given, key), key)
+        layers = read_layers(take_key(given, key), key)
         if ["pre_hook:" * layer.pre_hook + layer.pattern for layer in layers] not in stock:
             raise SpecError(f"HCP-Diffusion's ControlNet is wired for {stock[0]}; another wiring has no equal", path=(key,))
     channels = given.pop("cond_block_channels", [3, 16, 32, 96, 256, 320])
@@ -88,7 +88,7 @@ def _low_rank(
     if "branch" in given and sort != "dapp":
         notes.append(f"{common['name']}: branch is read as up to 0.7; from 0.9 on HCP-Diffusion reads it with type: dapp alone")
     half = _half(sort, given)
-    layers = read_layers(taken(given, "layers"), "layers")
+    layers = read_layers(take_key(given, "layers"), "layers")
     if any(layer.pre_hook or layer.kind for layer in layers):
         raise SpecError("only re: stands before a layer here", path=("layers",))
     given.pop("inplace", None)  # where a sum is stored, which a graph decides itself

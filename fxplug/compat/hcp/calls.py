@@ -10,7 +10,7 @@ from torch import fx
 
 
 @dataclass(frozen=True)
-class Call:
+class CallArguments:
     """The arguments of one call: `count` by position, and the `names` of the tensors given by name.
 
     A forward hook gets the arguments by position and no others, and so does a plugin. Where none is by position, `x[:]` is
@@ -20,27 +20,27 @@ class Call:
     count: int
     names: tuple[str, ...] = ()
 
-    def seen(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
+    def visible_arguments(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
         """What a hook sees of the arguments."""
         return x[: self.count or len(self.names)]
 
     def joined(self, args: tuple[Any, ...], x: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with others in the place of those that a hook sees."""
-        return (*args, *x[len(self.seen(x)) :])
+        return (*args, *x[len(self.visible_arguments(x)) :])
 
 
-_known: WeakKeyDictionary[fx.Graph, dict[str, Call]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[fx.Graph, dict[str, CallArguments]] = WeakKeyDictionary()
 
 
-def call_of(gm: Any, key: str) -> Call:
+def call_of(gm: Any, key: str) -> CallArguments:
     """The call of a region in a traced module. What passes added to the inputs of the model is left out."""
     graph = gm.graphs.get(gm.training, gm.graph)
     if graph not in _known:
         _known[graph] = _calls(graph)
-    return _known[graph].get(key, Call(0))
+    return _known[graph].get(key, CallArguments(0))
 
 
-def _calls(graph: fx.Graph) -> dict[str, Call]:
+def _calls(graph: fx.Graph) -> dict[str, CallArguments]:
     counts: dict[str, int] = {}
     names: dict[str, dict[int, str]] = {}
     for node in graph.nodes:
@@ -56,6 +56,6 @@ def _calls(graph: fx.Graph) -> dict[str, Call]:
             if "call" in node.meta:
                 counts[port.path] = len(node.meta["call"])
     return {
-        key: Call(counts.get(key, 0), tuple(name for index, name in sorted(named.items()) if index >= counts.get(key, 0)))
+        key: CallArguments(count := counts.get(key, 0), tuple(name for index, name in sorted(named.items()) if index >= count))
         for key, named in names.items()
     }

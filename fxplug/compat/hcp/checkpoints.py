@@ -15,7 +15,7 @@ from ...core.ir.traced_module import TracedModule
 from ...core.reading import about, reported
 from ...core.spec.addresses import is_pattern
 from ...core.weight_files import save_file
-from ...core.writing import new_file, written
+from ...core.writing import new_file, open_new
 from .checkpoint_files import State, keyed, looks_like, read_sections
 
 WRITTEN = {"down.weight": "layer.W_down", "up.weight": "layer.W_up", "up.bias": "layer.bias", "scale": "alpha"}
@@ -77,7 +77,7 @@ def save_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[
         raise SpecError(f"no pass here has weights that a checkpoint of HCP-Diffusion has: {_listed(passes, module)}")
     with reported(about(file), "cannot be written"), new_file(out) as beside:
         if out.suffix == ".ckpt":
-            with written(beside) as opened:
+            with open_new(beside) as opened:
                 torch.save(sections, opened)
         else:
             flat = {f"{section}:{key}": value for section, here in sections.items() for key, value in here.items()}

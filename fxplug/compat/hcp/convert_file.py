@@ -18,7 +18,7 @@ from .checkpoint_files import keyed, looks_like, read_sections, trained_alpha
 from .config_files import References, read_files
 from .entries import PLACE_KEYS, plugins_of
 from .hosts import PARTS, Host
-from .merge_section import Merge, merges, read_merge
+from .merge_section import MergeSection, merges, read_merge
 from .plugin_factory import plugin_class
 from .train_section import own_layers, training
 
@@ -98,7 +98,7 @@ def convert_checkpoint(
     weights = keyed("lora", sections.get("lora", {}), file)
     if "plugin" in sections:
         raise SpecError(f"{file} has weights of plugins, which go into a saved rewrite that has the plugins: --into DIR")
-    merge = Merge([{"file": str(file), "alpha": 1.0, **({"ema": True} if ema else {})}] if sections.get("base") else [])
+    merge = MergeSection([{"file": str(file), "alpha": 1.0, **({"ema": True} if ema else {})}] if sections.get("base") else [])
     if weights:
         given: dict[str, Any] = {"name": "lora", "file": str(file), "alpha": trained_alpha(weights, notes)}
         merge.passes = [{"hcp/checkpoint": {**given, **({"ema": True} if ema else {})}}]
@@ -122,7 +122,7 @@ def _sections(source: Source, part: str, notes: list[str]) -> dict[str, Any]:
     data = source.data
     if not isinstance(data, Mapping):
         raise source.error(f"must be a mapping with '{PARTS[part][0]}', not {shown(data)}")
-    _tell_left_out(source, part, notes)
+    _note_skipped_keys(source, part, notes)
     name = next(name for name in PARTS if name != part)
     other = [key for key in PARTS[name] if data.get(key)]
     if other:
@@ -142,7 +142,7 @@ def _sections(source: Source, part: str, notes: list[str]) -> dict[str, Any]:
     return found
 
 
-def _tell_left_out(source: Source, part: str, notes: list[str]) -> None:
+def _note_skipped_keys(source: Source, part: str, notes: list[str]) -> None:
     """Notes on the keys that are no sections of plugins. Raises SpecError for one that seems to be meant as such a section."""
     sections = [key for pair in PARTS.values() for key in pair]
     others = [key for key in source.data if key not in (*sections, *TRAINER, "merge")]

@@ -18,9 +18,9 @@ from ...core.errors import SpecError, TraceError
 from ...core.ir.regions import Regions
 from ...core.spec.addresses import is_pattern, parse_port, select
 from .base_classes import BasePluginBlock, MultiPluginBlock, PluginBlock, Ref
-from .calls import Call, call_of
+from .calls import CallArguments, call_of
+from .hook_results import checked, described
 from .layer_patterns import places, read_layers
-from .outcome import checked, described
 from .patch_drivers import Fed
 from .patch_drivers import PatchAfter as PatchAfter
 from .patch_drivers import PatchBefore as PatchBefore
@@ -38,7 +38,7 @@ class Driver(nn.Module):
     neutral: ClassVar[bool] = False
     at: Any
 
-    def __init__(self, plugin: BasePluginBlock, host: nn.Module, call: Call | None = None, feeds: Fed = ()) -> None:
+    def __init__(self, plugin: BasePluginBlock, host: nn.Module, call: CallArguments | None = None, feeds: Fed = ()) -> None:
         """`call` says how the model calls the host; None that all arguments are by position."""
         super().__init__()
         self.plugin = plugin
@@ -70,7 +70,7 @@ class SinglePlugin(Driver):
 
     def forward(self, x: tuple[Any, ...], y: Any, *fed: Any) -> Any:
         with self.running(fed):
-            out = self.plugin.layer_hook(self.host(), _seen(x, self.call), y)  # type: ignore[operator]
+            out = self.plugin.layer_hook(self.host(), _visible_arguments(x, self.call), y)  # type: ignore[operator]
             return y if out is None else checked(out, y, f"{self.plugin.name}: the plugin", "its layer's result")
 
 
@@ -105,7 +105,7 @@ class PairPlugin(Driver):
 
     def __init__(
         self, plugin: PluginBlock, host: nn.Module, source: nn.Module, from_pre: bool = False, to_pre: bool = False,
-        call: Call | None = None, from_call: Call | None = None, feeds: Fed = (),
+        call: CallArguments | None = None, from_call: CallArguments | None = None, feeds: Fed = (),
     ) -> None:  # fmt: skip
         super().__init__(plugin, host, call, feeds)
         self.source = Ref(source)
@@ -136,9 +136,9 @@ class PairPlugin(Driver):
         from_in, from_out = rest.pop(0), None if self.from_pre else rest.pop(0)
         x, y = rest.pop(0), None if self.to_pre else rest.pop(0)
         with self.running(rest):
-            unchanged(plugin.from_layer_hook(self.source(), _seen(from_in, self.from_call), from_out), plugin.name)
+            unchanged(plugin.from_layer_hook(self.source(), _visible_arguments(from_in, self.from_call), from_out), plugin.name)
             with without_result(self.to_pre, plugin.name):
-                out = plugin.to_layer_hook(self.host(), _seen(x, self.call), y)
+                out = plugin.to_layer_hook(self.host(), _visible_arguments(x, self.call), y)
             return hooked(out, x, y, self.to_pre, plugin.name, self.call)
 
 
@@ -171,7 +171,7 @@ class MultiPlugin(nn.Module):
 
     def __init__(
         self, plugin: MultiPluginBlock, layers: Sequence[tuple[str, bool]], hosts: Sequence[nn.Module], sources: int,
-        order: Sequence[int], calls: Sequence[Call | None] | None = None, feeds: Fed = (),
+        order: Sequence[int], calls: Sequence[CallArguments | None] | None = None, feeds: Fed = (),
     ) -> None:  # fmt: skip
         """`layers` are paths and whether the input is meant, the first `sources` of them from-layers; `order` their order."""
         super().__init__()
@@ -189,7 +189,7 @@ class MultiPlugin(nn.Module):
             for number in self.order:
                 (path, pre_hook), (x, y), host = self.layers[number], given[number], self.hosts[number]()
                 call = self.calls[number]
-                seen = _seen(x, call)
+                seen = _visible_arguments(x, call)
                 if number < self.sources:
                     unchanged(plugin.from_layer_hook(host, seen, y, number), plugin.name)
                 else:
@@ -253,18 +253,18 @@ def _run_order(gm: Any, layers: Sequence[tuple[str, bool]]) -> list[int]:
     return sorted(range(len(layers)), key=moment)
 
 
-def _seen(x: tuple[Any, ...], call: Call | None) -> tuple[Any, ...]:
+def _visible_arguments(x: tuple[Any, ...], call: CallArguments | None) -> tuple[Any, ...]:
     """What a hook sees of a call's arguments: those by position."""
-    return x if call is None else call.seen(x)
+    return x if call is None else call.visible_arguments(x)
 
 
-def hooked(out: Any, x: tuple[Any, ...], y: Any, pre_hook: bool, who: str, call: Call | None = None) -> Any:
+def hooked(out: Any, x: tuple[Any, ...], y: Any, pre_hook: bool, who: str, call: CallArguments | None = None) -> Any:
     """What a hook's result means in torch: None changes nothing, and a single value before a layer is its one input."""
     if out is None:
         return x if pre_hook else y
     if pre_hook:
         given = out if isinstance(out, tuple) else (out,)
-        args = checked(given, _seen(x, call), f"{who}: to_layer_hook", "its layer's input")
+        args = checked(given, _visible_arguments(x, call), f"{who}: to_layer_hook", "its layer's input")
         return args if call is None else call.joined(args, x)
     return checked(out, y, f"{who}: to_layer_hook", "its layer's result")
 

@@ -12,7 +12,6 @@ from ...core.errors import SpecError, did_you_mean
 from ...core.spec.pass_file import check_known
 from ...core.spec.pass_file import taken as options_of
 from ...core.spec.yaml_source import Source, shown
-from .asked_inputs import asked_for
 from .base_classes import (
     BasePluginBlock,
     HookParam,
@@ -23,9 +22,10 @@ from .base_classes import (
     SinglePluginBlock,
 )
 from .builtin_plugins import built_in
-from .hosts import OPTIONS, Host, at_key, common_of, patterns, taken
-from .layer_patterns import Layer, Place, listed, paired, read_layers
+from .hosts import OPTIONS, Host, at_key, common_of, patterns, take_key
+from .layer_patterns import LayerPattern, MatchedLayer, listed, paired, read_layers
 from .plugin_factory import make, plugin_class
+from .plugin_inputs import list_read_inputs
 
 PLACE_KEYS = ("layers", "from_layer", "to_layer", "from_layers", "to_layers")
 # what HCP-Diffusion itself feeds to a plugin of the UNet, by the names of its arguments
@@ -82,7 +82,7 @@ def plugin_passes(name: str, entry: Any, host: Host, notes: list[str]) -> list[d
         keys = ("layers",)
     else:
         raise SpecError(f"{kind.__name__} is none of the four sorts of plugin", path=("_target_",))
-    lists = [read_layers(taken(given, key), key) for key in keys]
+    lists = [read_layers(take_key(given, key), key) for key in keys]
     _check_options(kind, given, keys)
     if given:
         common["options"] = dict(given)
@@ -106,7 +106,7 @@ def _check_options(kind: type[BasePluginBlock], options: Mapping[str, Any], keys
 
 
 def _layers(
-    kind: type[BasePluginBlock], common: dict[str, Any], layers: list[Layer], host: Host, wrap: bool
+    kind: type[BasePluginBlock], common: dict[str, Any], layers: list[LayerPattern], host: Host, wrap: bool
 ) -> dict[str, Any]:
     hooked = [layer.text for layer in layers if layer.pre_hook]
     if hooked:
@@ -146,7 +146,7 @@ def _with_args(given: dict[str, Any], *args: str) -> dict[str, Any]:
 
 
 def _wrapped(
-    kind: Any, common: Mapping[str, Any], found: Sequence[Place] | None, host: Host, one_by_one: bool
+    kind: Any, common: Mapping[str, Any], found: Sequence[MatchedLayer] | None, host: Host, one_by_one: bool
 ) -> dict[str, Any]:
     """`wrap_model`: the layers below, by class; listed `one_by_one`, or where the class leaves some of them out."""
     names = [k.__name__ for k in kind.wrapable_classes]
@@ -192,7 +192,7 @@ def _exclusion(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def _hook_param(kind: Any, given: Mapping[str, Any], found: Sequence[Place] | None, host: Host) -> str | None:
+def _hook_param(kind: Any, given: Mapping[str, Any], found: Sequence[MatchedLayer] | None, host: Host) -> str | None:
     """Which parameter a plugin changes: said in the file, or by its constructor, which is run up to that of its base class."""
     options = given.get("options", {})
     if "hook_param" in options:
@@ -232,7 +232,7 @@ def _patch_pass(kind: Any) -> str:
 
 
 def _pairs(
-    kind: Any, common: dict[str, Any], sources: list[Layer], targets: list[Layer], host: Host
+    kind: Any, common: dict[str, Any], sources: list[LayerPattern], targets: list[LayerPattern], host: Host
 ) -> list[dict[str, Any]]:
     if any(layer.kind for layer in (*sources, *targets)) and host.model is None:
         raise SpecError("cls(...) in pairs: name the model (--model), so that the layers can be listed", path=("from_layer",))
@@ -276,7 +276,9 @@ def _one(items: list[str], single: bool) -> Any:
     return items[0] if single else items
 
 
-def _multi(kind: Any, common: dict[str, Any], sources: list[Layer], targets: list[Layer], host: Host) -> dict[str, Any]:
+def _multi(
+    kind: Any, common: dict[str, Any], sources: list[LayerPattern], targets: list[LayerPattern], host: Host
+) -> dict[str, Any]:
     found = {}
     for key, layers in (("from_layers", sources), ("to_layers", targets)):
         with at_key(key):
@@ -308,7 +310,7 @@ def _multi(kind: Any, common: dict[str, Any], sources: list[Layer], targets: lis
 
 def _feeds(kind: type[BasePluginBlock], given: dict[str, Any], host: Host) -> None:
     """The inputs that a plugin asks for in `feed_input_data`: of the model where it has them, else of the pass."""
-    asked = asked_for(kind, tuple(host.inputs))
+    asked = list_read_inputs(kind, tuple(host.inputs))
     if not asked:
         return
     own = {name: FED[name] for name in asked if host.part == "unet" and name in FED and name not in host.inputs}

@@ -13,7 +13,7 @@ from torch import nn
 from ...core.errors import SpecError, did_you_mean
 from ...core.spec.addresses import identifier, select
 from ...core.spec.yaml_source import checked, shown
-from .layer_patterns import Layer, Place, places
+from .layer_patterns import LayerPattern, MatchedLayer, places
 
 PARTS = {"unet": ("plugin_unet", "lora_unet"), "TE": ("plugin_TE", "lora_text_encoder")}  # a model: its two sections
 RATE = 1e-5  # HCP-Diffusion's learning rate for a plugin that has none
@@ -32,7 +32,7 @@ class Host:
         self.modules = dict(model.named_modules()) if model is not None else {}
         self.classes = {path: type(m).__name__ for path, m in self.modules.items()}
 
-    def places(self, layers: Sequence[Layer]) -> list[Place] | None:
+    def places(self, layers: Sequence[LayerPattern]) -> list[MatchedLayer] | None:
         """The layers that are meant, or None where that cannot be known without the model."""
         if self.model is not None:
             return places(layers, self.classes)
@@ -72,14 +72,14 @@ def number(value: Any, path: tuple[str | int, ...], least: float = -math.inf, be
 Number = Annotated[float, checked(lambda value: number(value, ()))]
 
 
-def taken(given: dict[str, Any], key: str) -> Any:
+def take_key(given: dict[str, Any], key: str) -> Any:
     """Take a key out of what was given. Raises SpecError where it is missing."""
     if key not in given:
         raise SpecError(f"missing key '{key}'{did_you_mean(key, given)}")
     return given.pop(key)
 
 
-def patterns(layers: Sequence[Layer]) -> list[str]:
+def patterns(layers: Sequence[LayerPattern]) -> list[str]:
     """Path patterns; where an expression matches the empty path, the model itself is named beside it, as HCP-Diffusion does."""
     found: dict[str, None] = {}
     for layer in layers:

@@ -14,7 +14,7 @@ SHOWN = 8  # so many paths are listed in a message
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerPattern:
     """One entry of `layers`, `from_layer` or `to_layer`.
 
     `path` is a module path (the empty one is the model) or, with `regex`, an expression that matches from the start of a
@@ -34,14 +34,14 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Place:
+class MatchedLayer:
     """A layer that an entry names: its path, and whether its input is meant."""
 
     path: str
     pre_hook: bool = False
 
 
-def read_layer(text: object) -> Layer:
+def read_layer(text: object) -> LayerPattern:
     """Read one entry. The prefixes stand in any order; `prehook:`, as the guide spells it, is `pre_hook:`.
 
     Raises SpecError for another prefix, which HCP-Diffusion would ignore, and for an expression that does not compile.
@@ -64,10 +64,10 @@ def read_layer(text: object) -> Layer:
         rest = tail
     if regex:
         check_expression(rest, lambda finding: SpecError(f"'{text}' {finding}"))
-    return Layer(text, rest, regex, pre_hook, kind)
+    return LayerPattern(text, rest, regex, pre_hook, kind)
 
 
-def read_layers(entries: object, key: str) -> list[Layer]:
+def read_layers(entries: object, key: str) -> list[LayerPattern]:
     """Read a list of entries (or one). Raises SpecError, with `key` as its path."""
     items = [entries] if isinstance(entries, str) else entries
     if not isinstance(items, (list, tuple)) or not items:
@@ -81,13 +81,13 @@ def read_layers(entries: object, key: str) -> list[Layer]:
     return found
 
 
-def places(layers: Iterable[Layer], classes: Mapping[str, str]) -> list[Place]:
+def places(layers: Iterable[LayerPattern], classes: Mapping[str, str]) -> list[MatchedLayer]:
     """The layers that entries name, in HCP-Diffusion's order: by entry, then as modules are registered; each once.
 
     `classes` has the class name of every module path, in that order. Raises SpecError where HCP-Diffusion goes on in
     silence: an expression that matches nothing, a layer that is named twice.
     """
-    found: dict[str, tuple[Layer, Place]] = {}
+    found: dict[str, tuple[LayerPattern, MatchedLayer]] = {}
     for layer in layers:
         if layer.regex:
             here = list(select(f"re:{layer.path}", classes))
@@ -103,7 +103,7 @@ def places(layers: Iterable[Layer], classes: Mapping[str, str]) -> list[Place]:
                 known = sorted(set(classes.values()))
                 raise SpecError(f"'{layer.text}': no {layer.kind} there{did_you_mean(layer.kind, known)}")
         for path in here:
-            first, place = found.setdefault(path, (layer, Place(path, layer.pre_hook)))
+            first, place = found.setdefault(path, (layer, MatchedLayer(path, layer.pre_hook)))
             exact = not layer.regex and not first.regex and layer is not first
             if place.pre_hook != layer.pre_hook or exact:
                 raise SpecError(
@@ -124,7 +124,7 @@ def _of_kind(paths: Sequence[str], kind: str, classes: Mapping[str, str]) -> lis
     return list(found)
 
 
-def paired(sources: Sequence[Place], targets: Sequence[Place]) -> list[tuple[Place, Place]]:
+def paired(sources: Sequence[MatchedLayer], targets: Sequence[MatchedLayer]) -> list[tuple[MatchedLayer, MatchedLayer]]:
     """Sources and targets as pairs by order. Raises SpecError, with both lists, when there are not as many."""
     if len(sources) != len(targets):
         raise SpecError(
@@ -134,7 +134,7 @@ def paired(sources: Sequence[Place], targets: Sequence[Place]) -> list[tuple[Pla
     return list(zip(sources, targets, strict=True))
 
 
-def listed(found: Sequence[Place]) -> str:
+def listed(found: Sequence[MatchedLayer]) -> str:
     """Paths for a message."""
     shown = ", ".join(p.path or "(the model)" for p in found[:SHOWN])
     return shown + (f", ... ({len(found)})" if len(found) > SHOWN else "") or "none"

@@ -22,7 +22,7 @@ BUILDER = "fxplug.compat.hcp.merging:merged"
 
 
 @dataclass
-class Merge:
+class MergeSection:
     """What a merge section is here: `parts` of weights that are mixed when the model is built, and `passes`."""
 
     parts: list[dict[str, Any]] = field(default_factory=list)
@@ -51,9 +51,9 @@ def merges(data: Mapping[str, Any], part: str) -> bool:
     return any(group.get("type") not in others for group in groups)  # one without a part is told to be none
 
 
-def read_merge(source: Source, part: str, host: Host, notes: list[str]) -> Merge:
+def read_merge(source: Source, part: str, host: Host, notes: list[str]) -> MergeSection:
     """What the groups of one part are here. Raises SpecError, with its place, for what HCP-Diffusion would pass over."""
-    found = Merge()
+    found = MergeSection()
     section = References(source).value("merge") if source.data.get("merge") is not None else {}
     if not isinstance(section, Mapping):
         raise source.error(f"must be a mapping of groups, not {shown(section)}", "merge")
@@ -78,7 +78,7 @@ def _layers(layers: Any) -> list[str] | None:
 Layers = Annotated[Any, checked(_layers)]
 
 
-class _Lora(Section):
+class _LoraSection(Section):
     path: str = Field(min_length=1, description="a file")
     alpha: Number = 1.0
     layers: Layers = None
@@ -87,7 +87,7 @@ class _Lora(Section):
     alpha_auto_scale: bool = True
 
 
-class _Part(Section):
+class _PartSection(Section):
     path: str = Field(min_length=1, description="a file")
     alpha: Number = Field(description="the strength of the part, a number")
     layers: Layers = None
@@ -102,7 +102,7 @@ class _Group(Section):
 
 
 def _read_group(
-    found: Merge, name: str, given: Mapping[str, Any], part: str, plugins: list[str], ema: Any, notes: list[str]
+    found: MergeSection, name: str, given: Mapping[str, Any], part: str, plugins: list[str], ema: Any, notes: list[str]
 ) -> None:
     if not any(key in given for key in GROUP):
         return
@@ -112,11 +112,11 @@ def _read_group(
             notes.append(f"merge.{name} is left out, as it is of another model (convert again with --part {group.type})")
         return
     more = {"ema": True} if ema else {}
-    for item in [validate(_Part, one, "part", index) for index, one in enumerate(group.part)]:
+    for item in [validate(_PartSection, one, "part", index) for index, one in enumerate(group.part)]:
         layers = {} if item.layers is None else {"layers": item.layers}
         found.parts.append({"file": item.path, "alpha": item.alpha, **layers, **more, "base": group.base_model_alpha})
     for index, given in enumerate(group.lora):
-        one = validate(_Lora, given, "lora", index)
+        one = validate(_LoraSection, given, "lora", index)
         if one.dropout:
             notes.append(f"merge.{name}: a dropout of {one.dropout} is left out, as nothing drops out when a model is used")
         own = {"name": pass_name(f"{name}_lora_{index}", notes), "file": one.path, "alpha": one.alpha}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ...core.rewriter.sites import Site
 
 SAMPLE = "fxplug.compat.hcp.sample_plugins:checkpoint"  # what the page of the pass shows
-class Update(Section):
+class UpdateSection(Section):
     """What stands below `hcp/checkpoint:` beside the keys of all passes."""
 
     file: str = Field(min_length=1, description="the path of a file")
@@ -44,7 +44,7 @@ class Update(Section):
     alpha_auto_scale: bool = True
 
 
-class Part(Section):
+class MixedCheckpoint(Section):
     """A checkpoint that is mixed into a model."""
 
     file: str = Field(min_length=1, description="the path of a file")
@@ -96,7 +96,7 @@ def checkpoint_pass(given: Any) -> Pass:
         raise SpecError(f"must be a mapping with 'file', not {shown(given)}")
     common = {key: value for key, value in given.items() if key in COMMON}
     params = {key: value for key, value in given.items() if key not in COMMON}
-    own = validate(Update, params)
+    own = validate(UpdateSection, params)
     sections = _sections(own.file, own.ema)
     try:
         weights = keyed("lora", sections.get("lora", {}), own.file)
@@ -129,7 +129,7 @@ def merged(model: Any, parts: Sequence[Mapping[str, Any]], weights: Any = None) 
     on = str(torch.empty(0).device)
     built = build(load_config({"model": model, "weights": weights}, base=Path.cwd()), device="meta" if on == "meta" else None)
     state = built.state_dict(keep_vars=True)
-    read = [validate(Part, part) for part in parts]
+    read = [validate(MixedCheckpoint, part) for part in parts]
     mixed = [(part, _part(part, state, number)) for number, part in enumerate(read)]
     with torch.no_grad():
         for part, values in mixed:
@@ -140,7 +140,7 @@ def merged(model: Any, parts: Sequence[Mapping[str, Any]], weights: Any = None) 
     return built
 
 
-def _part(part: Part, state: Mapping[str, Tensor], number: int) -> State:
+def _part(part: MixedCheckpoint, state: Mapping[str, Tensor], number: int) -> State:
     """The chosen weights of one part. Raises SpecError where they are of another model."""
     file, sections = part.file, _sections(part.file, part.ema)
     if "base" not in sections:

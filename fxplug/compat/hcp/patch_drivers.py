@@ -14,11 +14,10 @@ from ...core.spec.addresses import is_pattern
 from ...core.spec.rules import COMMON, Match, Pass, Rule
 from ...core.spec.yaml_source import Section, validate
 from ...core.spec.yaml_source import checked as read_by
-from ..kept_state import Call as Kept
-from ..kept_state import ReadNames, watched_kind
+from ..kept_state import MethodCall, ReadNames, watched_kind
 from .base_classes import PatchPluginBlock, PatchPluginContainer
-from .calls import Call, call_of
-from .outcome import checked
+from .calls import CallArguments, call_of
+from .hook_results import checked
 from .plugin_factory import feed, patches, running
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class PatchPlugin(nn.Module):
     def __init__(
         self,
         container: PatchPluginContainer,
-        call: Call | None = None,
+        call: CallArguments | None = None,
         feeds: Fed = (),
         keywords: Sequence[str] = (),
         stacked: bool = False,
@@ -161,7 +160,7 @@ class PatchAround(PatchPlugin):
     """One side of PatchPluginBlocks around a module. The last value given, and the second one returned, is what they keep."""
 
     def __init__(
-        self, container: PatchPluginContainer, call: Call | None = None, feeds: Fed = (), side: str = "before"
+        self, container: PatchPluginContainer, call: CallArguments | None = None, feeds: Fed = (), side: str = "before"
     ) -> None:
         """`side` is before or after; both sides share the container."""
         super().__init__(container, call, feeds)
@@ -191,7 +190,7 @@ class PatchAround(PatchPlugin):
         y = None if self.side == "before" else given.pop(0)
         args, named, fed = self.arguments(x, tuple(given))
         plugins = [plugin for _, plugin in self.container]
-        with Kept(self.container, left) as kept:
+        with MethodCall(self.container, left) as kept:
             feed(plugins, self.feeds, fed)
             out = self.before(x, args, named) if self.side == "before" else self.after(y, args, named)
         if kept.anew:
@@ -211,7 +210,7 @@ class PatchAround(PatchPlugin):
             )
 
 
-class _Result:
+class _ContainerResult:
     """Stands for what the last plugin of a container gives."""
 
 
@@ -222,10 +221,12 @@ def _continued(container: PatchPluginContainer, y: Any, args: tuple[Any, ...], k
     call of it with a stand-in shows whether it does. Raises TraceError when not.
     """
     for name, plugin in container:
-        result = _Result()
+        result = _ContainerResult()
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-        def stand_in(output: Any, *given: Any, _calls: list[Any] = calls, _result: _Result = result, **named: Any) -> _Result:
+        def stand_in(
+            output: Any, *given: Any, _calls: list[Any] = calls, _result: _ContainerResult = result, **named: Any
+        ) -> _ContainerResult:
             _calls.append((given, named))
             return _result
 

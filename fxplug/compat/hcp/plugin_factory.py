@@ -12,7 +12,7 @@ from torch import nn
 from ...core.errors import FxplugError, SpecError, TraceError, did_you_mean, shown
 from ...core.spec.addresses import searched
 from ...core.spec.pass_file import check_options, import_target, taken
-from ..kept_state import Call
+from ..kept_state import MethodCall
 from .base_classes import MAKING, BasePluginBlock, Making, MultiPluginBlock, PatchPluginBlock, PluginBlock, SinglePluginBlock
 
 if TYPE_CHECKING:
@@ -104,11 +104,11 @@ def make(
             "would not run: a plugin makes others at layers of its own; give this one an entry with its layers"
         )
     if kind.get_trainable_parameters is not BasePluginBlock.get_trainable_parameters:
-        _hold_back(made)
+        _freeze_untrained(made)
     return made
 
 
-def _hold_back(plugin: Any) -> None:
+def _freeze_untrained(plugin: Any) -> None:
     """Make buffers of the parameters that a plugin does not train. Raises SpecError where it trains what is not its own."""
     trained, own = {id(p) for p in plugin.get_trainable_parameters()}, {id(p) for p in plugin.parameters()}
     if not trained <= own:
@@ -168,7 +168,7 @@ def running(
     Raises TraceError, naming the attribute, when the call reads what an earlier one left there and leaves something else: a
     counter, a cache, a list that grows, a buffer that is assigned.
     """
-    with Call(module) as call:
+    with MethodCall(module) as call:
         feed(plugins, feeds, fed)
         yield
     found = [

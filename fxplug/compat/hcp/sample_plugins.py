@@ -34,7 +34,7 @@ class WeightGain(SinglePluginBlock):
         return host_param * self.gain
 
 
-class Skip(PluginBlock):
+class SkipPlugin(PluginBlock):
     """Adds a linear map of what one layer gets to the result of another; `pre_hook:` on the latter adds it to its input."""
 
     def __init__(self, name: str, from_layer: dict[str, Any], to_layer: dict[str, Any], **kwargs: Any) -> None:

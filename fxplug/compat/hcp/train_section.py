@@ -10,7 +10,7 @@ from typing import Any
 from ...core.errors import SpecError, shown
 from ...core.spec.yaml_source import Source
 from .config_files import References
-from .hosts import RATE, number, patterns, taken
+from .hosts import RATE, number, patterns, take_key
 from .layer_patterns import read_layers
 
 EVAL = re.compile(r'\$\{(?:hcp\.eval|times):\s*["\']?\s*(.*?)\s*["\']?\s*\}')  # its resolvers, as far as files use them
@@ -31,12 +31,12 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
 
     What has no counterpart here, and what is meant otherwise, goes into `notes`. Raises SpecError for values that are none.
     """
-    reader = _Reader(source)
+    reader = _ConfigReader(source)
     said, model, sets = (reader.section(key) for key in ("train", "model", "data"))
-    unread = [key for key, read in (("train", _known(said)), ("data", _folders(sets))) if reader.top(key) and not read]
+    unread = [key for key, read in (("train", _has_known_keys(said)), ("data", _folders(sets))) if reader.top(key) and not read]
     if unread:
         notes.append(f"left out, as they are of training or drawing and no plugins: {', '.join(unread)}")
-    if not _known(said) and not _folders(sets):
+    if not _has_known_keys(said) and not _folders(sets):
         return {}
     place = model.get("pretrained_model_name_or_path") or "REPLACE_ME"
     denoise: dict[str, Any] = {"vae": f"{place}/vae", "text": str(place), "scheduler": f"{place}/scheduler"}
@@ -65,7 +65,7 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
         data["workers"] = said["workers"]
     if said.get("scale_lr"):
         notes.append("scale_lr multiplies each lr by the samples of a step there: write lr so")
-    _name_left_out("train", said, (*TRAIN, *QUIET, "scale_lr"), notes)
+    _note_unread_keys("train", said, (*TRAIN, *QUIET, "scale_lr"), notes)
     seed = reader.top("seed")
     head = {"seed": seed} if isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 else {}
     return {**head, "train": train, **({"data": data} if data.get("images") else {})}
@@ -82,7 +82,7 @@ def own_layers(source: Source, more: dict[str, Any], notes: list[str]) -> None:
         with source.inside("unet", index):
             if not isinstance(entry, Mapping):
                 raise SpecError(f"must be a mapping with 'layers', not {shown(entry)}")
-            layers = read_layers(taken(dict(entry), "layers"), "layers")
+            layers = read_layers(take_key(dict(entry), "layers"), "layers")
             if any(layer.pre_hook or layer.kind for layer in layers):
                 raise SpecError("only re: stands before a layer here", path=("layers",))
             rates.add(number(entry.get("lr", RATE), ("lr",), least=0.0))
@@ -100,7 +100,7 @@ def _guidance(said: Mapping[str, Any]) -> float | None:
     return number(_number(low), ("train", "cfg_scale")) if not dash or _number(low) == _number(high) else None
 
 
-def _known(said: Mapping[str, Any]) -> bool:
+def _has_known_keys(said: Mapping[str, Any]) -> bool:
     """Whether a section `train` says anything that is here."""
     return any(said.get(key) is not None for key in TRAIN)
 
@@ -111,7 +111,7 @@ def _folders(sets: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     return [(n, one) for n, one in found if any(isinstance(e, Mapping) and e.get("img_root") for e in one["source"].values())]
 
 
-class _Reader:
+class _ConfigReader:
     """Values of a configuration with what they refer to; those that call resolvers are left as they are written."""
 
     def __init__(self, source: Source) -> None:
@@ -182,7 +182,7 @@ def _loop(said: Mapping[str, Any], denoise: dict[str, Any], notes: list[str]) ->
     return made
 
 
-def _name_left_out(name: str, section: Mapping[str, Any], read: Iterable[str], notes: list[str]) -> None:
+def _note_unread_keys(name: str, section: Mapping[str, Any], read: Iterable[str], notes: list[str]) -> None:
     """A note on the keys of a section that are not read; of those that say what is so here anyway, none."""
     left = [key for key in section.keys() - set(read) if not key.startswith("_") and section[key] not in (None, "", {}, [])]
     if left := sorted(key for key in left if section[key] != DEFAULTS.get(key, ...)):
@@ -233,7 +233,7 @@ def _data(sets: Mapping[str, Any], train: dict[str, Any], notes: list[str]) -> d
     elif any(conditions):
         notes.append(f"data.{name}: the condition images are in several folders, and here in one: data.conditions is left out")
     for entry in (one, *sources):
-        _name_left_out(f"data.{name}", entry, DATA, notes)
+        _note_unread_keys(f"data.{name}", entry, DATA, notes)
     bucket = one.get("bucket")
     if isinstance(bucket, Mapping):
         area, side = bucket.get("target_area"), bucket.get("target_size")

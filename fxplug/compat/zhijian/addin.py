@@ -15,9 +15,9 @@ from ...blocks.base import Block
 from ...core.errors import SpecError, did_you_mean
 from ...core.ir.containers import children
 from ...core.spec.addresses import select
-from ..kept_state import Call, ReadNames
-from .host import Seen
-from .making import OnItsDevice, own, takes_outputs, with_first_parameters
+from ..kept_state import MethodCall, ReadNames
+from .addin_factory import OnItsDevice, make_addin, takes_outputs, with_first_parameters
+from .host import ModuleView
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Site
@@ -78,12 +78,12 @@ class Addin(Block):
         _check_named(site, modules)
         if across:
             _check_called_once(site, site.args[-1].path)
-        host = (Seen(site.module, site.path),)
+        host = (ModuleView(site.module, site.path),)
         if beside is not None:
             block = cls(beside.addin, method, point, host=host, carries=True)
             block.read = beside.read
             return block
-        block = cls(own(addin), method, point, across, host, carries)
+        block = cls(make_addin(addin), method, point, across, host, carries)
         if not carries:
             block.addin = with_first_parameters(block.addin, block.result, site.args)
         return block
@@ -92,7 +92,7 @@ class Addin(Block):
         """`(inputs)` or `(inputs, outputs)`, and the cache behind them where the line goes across modules."""
         left = values[-1] if self.carries else None
         given = values[:-1] if self.carries else values
-        with Call(self.addin, left) as call:
+        with MethodCall(self.addin, left) as call:
             result = self.result(self.addin, *given)
         for name in [*call.anew, *(() if self.carries else call.set)]:
             if name != CACHE:

@@ -11,8 +11,8 @@ from typing import Any
 from ...core.errors import SpecError, did_you_mean
 from ...core.spec.rules import COMMON, Match, Pass, Rule, check_common, check_target
 from ...core.spec.yaml_source import NOWHERE, Where, shown
-from .line import Insertion, Line, Place, parse
-from .lists import Entry, entry_rules, read_entry
+from .line import Insertion, Line, ModuleSide, parse
+from .lists import AddinEntry, entry_rules, read_entry
 
 USE = "fxplug.compat.zhijian:Addin"
 KEYS = ("line", "addin")
@@ -53,7 +53,7 @@ def blitz(
     rules = []
     for number, one in enumerate(lines):
         made = _chosen(addins, one)
-        if isinstance(one, Entry):
+        if isinstance(one, AddinEntry):
             rules += entry_rules(one, number, made, USE, where)
             continue
         for note in one.notes:
@@ -91,12 +91,12 @@ def blitz_entry(given: Any) -> Pass:
     return replace(made, params={key: given[key] for key in KEYS}, expect=expect)
 
 
-def _read(given: Any, number: int) -> list[Line | Entry]:
+def _read(given: Any, number: int) -> list[Line | AddinEntry]:
     """The lines of a text, or an entry of a list of add-ins."""
     return [read_entry(given, ("line", number))] if isinstance(given, Mapping) else [*parse(given)]
 
 
-def _by_class(addin: Any, lines: Sequence[Line | Entry]) -> dict[str, Any]:
+def _by_class(addin: Any, lines: Sequence[Line | AddinEntry]) -> dict[str, Any]:
     """Add-ins by the name of their class."""
     wanted = sorted({line.addin for line in lines})
     if isinstance(addin, str):
@@ -132,7 +132,7 @@ def _class_name(addin: Any, path: tuple[str, ...]) -> str:
     return kind.__name__
 
 
-def _chosen(addins: Mapping[str, Any], line: Line | Entry) -> Any:
+def _chosen(addins: Mapping[str, Any], line: Line | AddinEntry) -> Any:
     if line.addin not in addins:
         hint = did_you_mean(line.addin, addins) or f"; there is {', '.join(addins)}"
         raise SpecError(f"no add-in '{line.addin}' was given{hint}\n  {line.text}", path=("addin",))
@@ -186,7 +186,7 @@ def _rule(line: Line, insertion: Insertion, addin: Any, where: Where) -> Rule:
     )
 
 
-def _source(start: Place, end: Place) -> tuple[str, dict[int, str]]:
+def _source(start: ModuleSide, end: ModuleSide) -> tuple[str, dict[int, str]]:
     """The address of what goes to `inputs_cache`, and names for what the indices of `end` catch that it needs.
 
     Where the indices are other ones than at the end it is a pattern, whose places pair up with those of the end by order.

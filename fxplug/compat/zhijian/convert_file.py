@@ -15,7 +15,7 @@ from ...core.spec.yaml_source import Source, read_yaml, shown
 from ..configuration import PLACEHOLDER, Converted, dump_configuration, model_sections
 from .imports import imported
 from .line import parse
-from .lists import Entry, read_entry
+from .lists import AddinEntry, read_entry
 from .reuse import ADDIN, model_config, reuse_keys
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _lines(source: Source) -> tuple[list[str], list[Any]]:
     addins, text = source.data.get("addins") or [], source.data.get("config_blitz")
     if not isinstance(addins, list) or not all(isinstance(entry, Mapping) for entry in addins):
         raise source.error(f"must be a list of add-ins, not {shown(addins)}", "addins")
-    entries: list[Entry] = []
+    entries: list[AddinEntry] = []
     for index, given in enumerate(addins):
         with source.inside("addins", index):
             entries.append(read_entry(given, ()))

@@ -9,7 +9,7 @@ from torch import nn
 from ...core.errors import SpecError
 
 
-class Seen:
+class ModuleView:
     """The module at a point, for the method to read: its settings and its weights, which stay the base model's.
 
     `forward` of a layer, a module without others in it, runs it once more on the weights that it has; as no hook of
@@ -27,14 +27,14 @@ class Seen:
         return type(object.__getattribute__(self, "_module"))
 
     def __getattr__(self, name: str) -> Any:
-        module, path = (object.__getattribute__(self, slot) for slot in Seen.__slots__)
+        module, path = (object.__getattribute__(self, slot) for slot in ModuleView.__slots__)
         layer = not module._modules and type(module).__module__.startswith("torch.nn.")
         if name in ("parameters", "named_parameters", "buffers", "named_buffers", "state_dict") or (
             name == "forward" and not layer
         ):
             raise self._refused(f"uses '{name}' of '{path}'")
         value = getattr(module, name)
-        return Seen(value, f"{path}.{name}") if isinstance(value, nn.Module) else value
+        return ModuleView(value, f"{path}.{name}") if isinstance(value, nn.Module) else value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise self._refused(f"calls '{object.__getattribute__(self, '_path')}'")
@@ -45,7 +45,7 @@ class Seen:
     def __repr__(self) -> str:
         return repr(object.__getattribute__(self, "_module"))
 
-    def __deepcopy__(self, memo: Any) -> Seen:
+    def __deepcopy__(self, memo: Any) -> ModuleView:
         return self
 
     @staticmethod

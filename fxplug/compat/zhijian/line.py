@@ -52,7 +52,7 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Place:
+class ModuleSide:
     """One side of a module: its input (`in`) or its output (`out`). `at` is where the point stands in the text."""
 
     parts: tuple[str | Index, ...]
@@ -86,8 +86,8 @@ class Place:
 class Insertion:
     """An add-in at `end`, whose value it changes; what is at `start` is its `inputs_cache`."""
 
-    end: Place
-    start: Place | None = None
+    end: ModuleSide
+    start: ModuleSide | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Line:
     addin: str
     method: str
     insertions: tuple[Insertion, ...]
-    named: tuple[Place, ...]
+    named: tuple[ModuleSide, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -106,17 +106,17 @@ def parse(text: str) -> list[Line]:
     """Read one line or several. Raises SpecError that points at the place, and says what was expected there."""
     if not isinstance(text, str):
         raise SpecError(f"a line is text such as '(MLPAddin.adapt_input): ...->{{inout1}}(fc2)->...', not {shown(text)}")
-    return list(_Reader(text).lines())
+    return list(_LineReader(text).lines())
 
 
 def parse_path(text: str) -> str:
     """The path of modules such as `blocks[10:12].mlp` as a glob. Raises SpecError that points at the place."""
-    reader = _Reader(text)
+    reader = _LineReader(text)
     parts = reader.path()
     reader.skip()
     if reader.at < len(text):
         reader.fail(f"expected the end of the path, found {reader.found()}")
-    return Place(parts).pattern()
+    return ModuleSide(parts).pattern()
 
 
 def pointed(text: str, at: int) -> str:
@@ -130,13 +130,13 @@ def pointed(text: str, at: int) -> str:
 class _Point:
     kind: str
     number: str
-    place: Place
+    place: ModuleSide
 
     def __str__(self) -> str:
         return f"{{{self.kind}{self.number}}}"
 
 
-class _Reader:
+class _LineReader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
@@ -192,7 +192,7 @@ class _Reader:
         self.expect(")", "behind the method")
         self.expect(":", f"behind '({addin}.{method})'")
         points: list[_Point] = []
-        named: list[Place] = []
+        named: list[ModuleSide] = []
         step = 0
         while True:
             self.step(step, points, named)
@@ -216,7 +216,7 @@ class _Reader:
             self.fail(str(error), error.at if error.at is not None else start)
         return Line(text, addin, method, insertions, tuple(named), notes)
 
-    def step(self, step: int, points: list[_Point], named: list[Place]) -> None:
+    def step(self, step: int, points: list[_Point], named: list[ModuleSide]) -> None:
         """`...`, or a module with the points before and behind it."""
         self.skip()
         for end in ENDS:
@@ -232,9 +232,9 @@ class _Reader:
         parts = self.path()
         self.expect(")", "behind the module")
         behind = self.points()
-        named.append(Place(parts, step=step, at=self.at))
+        named.append(ModuleSide(parts, step=step, at=self.at))
         for side, found in (("in", before), ("out", behind)):
-            points += [_Point(kind, number, Place(parts, side, step, at)) for kind, number, at in found]
+            points += [_Point(kind, number, ModuleSide(parts, side, step, at)) for kind, number, at in found]
 
     def points(self) -> list[tuple[str, str, int]]:
         points: list[tuple[str, str, int]] = []
@@ -319,7 +319,7 @@ def _paired(points: list[_Point]) -> tuple[tuple[Insertion, ...], tuple[str, ...
     for point in outs:
         if all(p.number != point.number for p in ins):
             raise _Misplaced(_alone(point, "in", ins), point.place.at)
-    ends: dict[Place, Place] = {}
+    ends: dict[ModuleSide, ModuleSide] = {}
     for insertion in insertions:
         end = insertion.end
         if ends.setdefault(end, end) is not end:

@@ -29,7 +29,7 @@ class Hook:
 
 
 @dataclass(frozen=True)
-class Entry:
+class AddinEntry:
     """One add-in with its hooks; `kwargs` are for its constructor."""
 
     addin: str
@@ -44,7 +44,7 @@ class Entry:
         return f"{self.addin}: {hooks}" + (f", ... ({len(self.hooks)} places)" if len(self.hooks) > 3 else "")
 
 
-def read_entry(given: Mapping[str, Any], at: tuple[str | int, ...]) -> Entry:
+def read_entry(given: Mapping[str, Any], at: tuple[str | int, ...]) -> AddinEntry:
     """One entry of a list, which stands at `at` in what the user wrote. Raises SpecError."""
     for key in given:
         if key not in KEYS:
@@ -64,10 +64,10 @@ def read_entry(given: Mapping[str, Any], at: tuple[str | int, ...]) -> Entry:
     if not isinstance(kwargs or {}, Mapping):
         raise SpecError(f"must be a mapping, not {shown(kwargs)}", path=(*at, "kwargs"))
     paired = (Hook(module_path(place), method, SIDES[side]) for place, (method, side) in zip(places, hooks, strict=True))
-    return Entry(name, tuple(paired), kwargs or {}, at)
+    return AddinEntry(name, tuple(paired), kwargs or {}, at)
 
 
-def entry_rules(entry: Entry, number: int, addin: Any, use: str, where: Where) -> list[Rule]:
+def entry_rules(entry: AddinEntry, number: int, addin: Any, use: str, where: Where) -> list[Rule]:
     """A rule for each place of an entry. Where there are several, what the add-in keeps goes from one to the next."""
     carried = [f"{entry.addin} {number}"] if len(entry.hooks) > 1 else []
     options = {"addin": _with(addin, entry), "carries": bool(carried)}
@@ -104,7 +104,7 @@ def _lists(value: Any, kinds: Any) -> bool:
     return all(isinstance(row, (list, tuple)) and row and all(isinstance(x, kinds) for x in row) for row in value)
 
 
-def _with(addin: Any, entry: Entry) -> Any:
+def _with(addin: Any, entry: AddinEntry) -> Any:
     """What makes the add-in of an entry, given the entry's `kwargs` too."""
     if not entry.kwargs:
         return addin

@@ -128,7 +128,7 @@ class Free(Section):
     model_config = {"extra": "ignore"}
 
 
-class Bank(Free):
+class BankRecord(Free):
     """What `apply` writes down of a block for several adapters."""
 
     kind: str
@@ -137,13 +137,13 @@ class Bank(Free):
     shape: Any
 
 
-class Site(Free):
+class SiteRecord(Free):
     """What `apply` writes down of a place that a pass changed."""
 
     path: str
     place: str
     block: str
-    bank: Annotated[Bank, Field()] = None  # type: ignore[assignment]
+    bank: Annotated[BankRecord, Field()] = None  # type: ignore[assignment]
 
 
 class AppliedPass(Free):
@@ -153,7 +153,7 @@ class AppliedPass(Free):
     params: dict[str, Any]
     train: bool
     neutral: bool
-    sites: list[Site]
+    sites: list[SiteRecord]
     inputs: list[Any]
     networks: list[Any]
 

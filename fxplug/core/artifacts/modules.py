@@ -94,7 +94,7 @@ def _has_blocks(package: str) -> bool:
     return package == "fxplug.blocks" or package in extensions.block_packages()
 
 
-def written_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
+def constructor_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
     """The parameters of a class's constructor that a file may give."""
     return [
         p
@@ -142,7 +142,7 @@ def write_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
         if not path or isinstance(module, (Container, TracedModule)) or type(module) is nn.Module:
             records[path] = _container(module)
         else:
-            record = _made_or_held(module, path, built)
+            record = _constructor_arguments(module, path, built)
             records[path] = {**_class_record(module, path), **record}
             if record["arguments"] is not None:
                 for name, child in module.named_modules():
@@ -155,7 +155,7 @@ def write_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
     return records
 
 
-def _made_or_held(module: nn.Module, path: str, built: dict[Any, dict[str, Any] | str]) -> dict[str, Any]:
+def _constructor_arguments(module: nn.Module, path: str, built: dict[Any, dict[str, Any] | str]) -> dict[str, Any]:
     """The constructor arguments that give an equal module, and attributes to set afterwards; else what the module holds."""
     if any(forward_hooks(module)):
         raise ArtifactError(f"'{path}' has forward hooks, which an artifact cannot hold: trace with it not kept whole")
@@ -223,7 +223,7 @@ def _by_constructor(module: nn.Module) -> dict[str, Any]:
 def constructor_arguments(module: nn.Module) -> dict[str, Any]:
     """What `type(module)` was called with, read from the attributes that bear the names of its parameters."""
     found = {}
-    for parameter in written_parameters(type(module)):
+    for parameter in constructor_parameters(type(module)):
         name = parameter.name
         value = getattr(module, name, parameter.empty)
         if name in module._parameters:
@@ -363,7 +363,7 @@ class _Reader:
 
     def _constructed(self, cls: type[nn.Module], given: dict[str, Any], path: str, where: str) -> nn.Module:
         arguments = {check_name(k, "argument name"): self._value(v, function=True) for k, v in given.items()}
-        known = [p.name for p in written_parameters(cls)]
+        known = [p.name for p in constructor_parameters(cls)]
         for name, value in arguments.items():
             if name not in known:
                 near = did_you_mean(name, known)

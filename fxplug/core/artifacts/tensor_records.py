@@ -15,7 +15,7 @@ from ..errors import ArtifactError, Limits, shown
 from ..ir.traced_module import TracedModule
 from ..quantised import is_packed
 from .document import PartRecord, TensorRecord
-from .value_json import KINDS, Kind, Read, Unportable, Write, decode, encode, import_class, is_import_path
+from .value_json import KINDS, Read, Unportable, ValueKind, Write, decode, encode, import_class, is_import_path
 
 FLATTENED = "__tensor_flatten__"
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # how many numbers of a 4-bit weight have one scale
@@ -52,7 +52,7 @@ def parts_of(owner: nn.Module, tensor: Any) -> tuple[dict[str, Any], dict[str, T
     raise ArtifactError(f"a {type(tensor).__name__} says of no plain tensors that it is made of them")
 
 
-def made_of(record: TensorRecord, parts: dict[str, Tensor], allow: Sequence[str]) -> Tensor:
+def assemble_tensor(record: TensorRecord, parts: dict[str, Tensor], allow: Sequence[str]) -> Tensor:
     """The tensor that these parts make, of the class that a record names, which `allow` has to cover. Raises ArtifactError."""
     cls: Any = import_class(record.cls, allow)
     if not issubclass(cls, Tensor):
@@ -105,7 +105,7 @@ def _plain(tensor: Tensor) -> Tensor:
 # --- what a class keeps beside its tensors: plain values, members of an enumeration, records
 
 
-def _context_kinds(allow: Sequence[str] = ()) -> dict[str, Kind]:
+def _context_kinds(allow: Sequence[str] = ()) -> dict[str, ValueKind]:
     """The kinds of values of a context: those of a graph, members of enumerations, and records of classes that are allowed."""
 
     def read_member(body: Any, read: Read, limits: Limits) -> Any:
@@ -130,8 +130,8 @@ def _context_kinds(allow: Sequence[str] = ()) -> dict[str, Kind]:
         return cls(**read(fields))
 
     return {
-        "member": Kind(enum.Enum, lambda value, write: [class_path(value), value.name], list, read_member),
-        "record": Kind(object, write_record, list, read_record),
+        "member": ValueKind(enum.Enum, lambda value, write: [class_path(value), value.name], list, read_member),
+        "record": ValueKind(object, write_record, list, read_record),
         **KINDS,
     }
 
@@ -266,7 +266,7 @@ def _tensor(
     dtype, shape = decode({"dtype": record.dtype}), tuple(record.shape)
     if isinstance(record, TensorRecord) and record.parts is not None:
         parts = {key: _tensor(f"{name}.{key}", part, raw, device, allow) for key, part in record.parts.items()}
-        made = made_of(record, parts, allow)
+        made = assemble_tensor(record, parts, allow)
         if tuple(made.shape) != shape or made.dtype != dtype:
             raise ArtifactError(f"graph.json: the parts of '{name}' make {made.dtype} {list(made.shape)}, which it is not")
         return made

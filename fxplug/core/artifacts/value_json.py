@@ -134,7 +134,7 @@ class Mark:
         self.kind, self.content = kind, content
 
 
-def encode(value: Any, explicit: bool = False, kinds: Mapping[str, Kind] | None = None) -> Any:
+def encode(value: Any, explicit: bool = False, kinds: Mapping[str, ValueKind] | None = None) -> Any:
     """A plain value as JSON: scalars and lists as they are, anything else as an object with one key, its kind.
 
     With `explicit` scalars and lists are such objects, too: `{"is": 3}`, `{"list": [...]}`. Raises Unportable for anything that
@@ -192,7 +192,7 @@ def decode(
     data: Any,
     nodes: Mapping[str, fx.Node] | None = None,
     limits: Limits = DEFAULT,
-    forms: Mapping[str, Kind | Form] | None = None,
+    forms: Mapping[str, ValueKind | Form] | None = None,
     where: str = "graph.json",
 ) -> Any:
     """The value that `encode` wrote. Nodes are looked up in `nodes`; None refuses them. Raises ArtifactError.
@@ -276,7 +276,7 @@ def check_integer(value: Any) -> int:
     return value
 
 
-class Kind(NamedTuple):
+class ValueKind(NamedTuple):
     """A kind of value: its class and how its JSON is made (None: not of this kind), what that begins with and what reads it."""
 
     cls: type | tuple[type, ...]
@@ -285,7 +285,7 @@ class Kind(NamedTuple):
     read: Callable[[Any, Read, Limits], Any]
 
 
-def _named_kind(name: str, cls: type, table: Mapping[str, Any]) -> Kind:
+def _named_kind(name: str, cls: type, table: Mapping[str, Any]) -> ValueKind:
     """Values that torch or Python has names for."""
     names = {value: key for key, value in table.items()}
 
@@ -294,7 +294,7 @@ def _named_kind(name: str, cls: type, table: Mapping[str, Any]) -> Kind:
             raise ArtifactError(f"graph.json: {shown(body)} is no {name} of torch{did_you_mean(body, table)}")
         return table[body]
 
-    return Kind(cls, lambda value, write: names.get(value), str, read)
+    return ValueKind(cls, lambda value, write: names.get(value), str, read)
 
 
 def _pairs(value: dict[Any, Any], write: Write) -> list[Any]:
@@ -307,23 +307,23 @@ def _settings(value: dict[Any, Any], write: Write) -> list[Any] | None:
 
 
 # the kinds of values that a graph has; of several that a value is of, the first
-KINDS: dict[str, Kind] = {
-    "size": Kind(
+KINDS: dict[str, ValueKind] = {
+    "size": ValueKind(
         torch.Size, lambda v, write: list(map(write, v)), list, lambda body, read, limits: torch.Size(map(check_integer, body))
     ),
-    "tuple": Kind(tuple, lambda v, write: list(map(write, v)), list, lambda body, read, limits: tuple(map(read, body))),
-    "settings": Kind(dict, _settings, list, lambda body, read, limits: Settings(_dict(body, read, limits))),
-    "dict": Kind(dict, _pairs, list, _dict),
-    "slice": Kind(
+    "tuple": ValueKind(tuple, lambda v, write: list(map(write, v)), list, lambda body, read, limits: tuple(map(read, body))),
+    "settings": ValueKind(dict, _settings, list, lambda body, read, limits: Settings(_dict(body, read, limits))),
+    "dict": ValueKind(dict, _pairs, list, _dict),
+    "slice": ValueKind(
         slice, lambda v, write: [encode(n) for n in (v.start, v.stop, v.step)], list,
         lambda body, read, limits: slice(*map(read, body)),
     ),
-    "range": Kind(range, lambda v, write: [v.start, v.stop, v.step], list, _range),
-    "float": Kind((), lambda v, write: None, str, _float),
-    "complex": Kind(complex, lambda v, write: [encode(v.real), encode(v.imag)], list, _complex),
-    "ellipsis": Kind(type(...), lambda v, write: True, bool, lambda body, read, limits: ...),
-    "bytes": Kind(bytes, lambda v, write: v.hex(), str, lambda body, read, limits: bytes.fromhex(body)),
-    "device": Kind(torch.device, lambda v, write: str(v), str, _device),
+    "range": ValueKind(range, lambda v, write: [v.start, v.stop, v.step], list, _range),
+    "float": ValueKind((), lambda v, write: None, str, _float),
+    "complex": ValueKind(complex, lambda v, write: [encode(v.real), encode(v.imag)], list, _complex),
+    "ellipsis": ValueKind(type(...), lambda v, write: True, bool, lambda body, read, limits: ...),
+    "bytes": ValueKind(bytes, lambda v, write: v.hex(), str, lambda body, read, limits: bytes.fromhex(body)),
+    "device": ValueKind(torch.device, lambda v, write: str(v), str, _device),
     "type": _named_kind("type", type, TYPES),
     **{cls.__name__: _named_kind(cls.__name__, cls, table) for cls, table in TORCH_NAMES.items()},
 }  # fmt: skip

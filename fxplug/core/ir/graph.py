@@ -23,12 +23,12 @@ from ..locks import call_with_read_lock, locks_of
 from ..torch_internals.modules import (
     CONTEXT_VARIABLES,
     NormBase,
-    apart,
-    as_it_stands,
     break_graph,
+    call_uncompiled,
     is_listening,
     leave_frame,
     leave_module,
+    without_compiler,
 )
 from . import functions, ops
 
@@ -291,12 +291,12 @@ def by_regions(forward: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or "nested" not in self.meta or not is_listening():
             return forward(self, *args, **kwargs)
         times = max(map(len, self.meta["nested"].values()))
-        return as_it_stands(times, forward, self, *args, **kwargs)
+        return call_uncompiled(times, forward, self, *args, **kwargs)
 
     return wrapper
 
 
-@apart
+@without_compiler
 def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
     """What a block does before a call of the module that it is in; the first of those that do something."""
     own = module.__dict__
@@ -326,7 +326,7 @@ def signature_of(module: TracedModule) -> inspect.Signature:
     return inspect.signature(type(module).forward.__get__(module))
 
 
-@apart
+@without_compiler
 def refusal(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why a graph does not hold for a call, as far as its first checks tell; None where it does, or takes no such call."""
     graph = _graph(module)
@@ -361,7 +361,7 @@ def _graph(module: TracedModule) -> fx.Graph:
     return module.graphs.get(module.training, module.graph)
 
 
-@apart
+@without_compiler
 def repeatable(module: TracedModule) -> bool:
     """Whether a call that a guard ended can be made again in another way: nothing was written or drawn that stays."""
     for node in _graph(module).nodes:

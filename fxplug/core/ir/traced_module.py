@@ -18,7 +18,7 @@ from .. import extensions
 from ..errors import LONGEST, SpecError, TraceError, cut, did_you_mean, shown
 from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import is_transposed
-from ..torch_internals.modules import apart, leave_frame
+from ..torch_internals.modules import leave_frame, without_compiler
 from . import ops
 from .containers import RESERVED, Container, child_of
 from .graph import OF_THE_ROOT, Graph, by_regions, change, copy_graph, going_on, in_turn, insert, redirect, unwound
@@ -124,7 +124,7 @@ class _LazyForward:
     def __init__(self, module: TracedModule) -> None:
         self.module = weakref.ref(module)
 
-    @apart
+    @without_compiler
     def __get__(self, module: TracedModule | None, cls: Any) -> Any:
         if (owner := self.module()) is not None:
             owner._compile()

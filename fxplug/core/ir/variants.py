@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from ..errors import FxplugError, GuardError, TraceError, brief, shown
 from ..locks import locks_of
-from ..torch_internals.modules import apart, is_listening, leave_frame
+from ..torch_internals.modules import is_listening, leave_frame, without_compiler
 from . import ops
 from .containers import Container, children
 from .graph import Graph, change, refusal, repeatable
@@ -253,7 +253,7 @@ def _by_form(forward: Any) -> Any:
 leave_frame(_by_form(nn.Module.forward).__code__)
 
 
-@apart
+@without_compiler
 def module_for(module: TracedModule, args: Args, kwargs: Kwargs) -> TracedModule:
     """The module, or its variant whose first checks hold for a call: made, where there is none. Raises GuardError."""
     why = refusal(module, args, kwargs) if isinstance(module, Variants) else None
@@ -300,7 +300,7 @@ def _admitting(module: Variants, args: Args, kwargs: Kwargs, first: int, end: in
                 yield variant
 
 
-@apart
+@without_compiler
 def _added(module: Variants, args: Args, kwargs: Kwargs, why: str, known: int) -> TracedModule | None:
     """A new variant; None where another thread has added one to those that are `known`."""
     try:

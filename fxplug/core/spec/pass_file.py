@@ -34,10 +34,19 @@ MOVED = {
 }
 
 
+_RENAMED = {
+    "fxplug.parallel.runtime": {
+        "Same": "Broadcast", "Whole": "GlobalSize", "Sum": "AllReduce", "Mean": "AllReduceMean", "Scale": "RowScale"
+    },
+    "fxplug.compat.hcp.sample_plugins": {"Skip": "SkipPlugin"},
+}  # fmt: skip
+
+
 def present(path: str) -> str:
     """The import path that a class of the package has now, for one that a file of an earlier version may have."""
     module, colon, name = path.partition(":")
-    return MOVED.get(module, module) + colon + name
+    module = MOVED.get(module, module)
+    return module + colon + _RENAMED.get(module, {}).get(name, name)
 
 
 def import_target(text: str, where: Where = NOWHERE) -> object:

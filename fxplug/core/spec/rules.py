@@ -188,7 +188,7 @@ class Pass:
             raise SpecError(found, path=("samples",))
         if self.samples is not None and not self.slots:
             raise SpecError("goes with slots: it says which input has the samples that choose among them", path=("samples",))
-        validate(Plan, self.parallel, "parallel")
+        validate(PlanOptions, self.parallel, "parallel")
         if self.parallel:
             for key in ("rules", "inputs", "networks", "slots", "lr", "weight_decay", "expect"):
                 if getattr(self, key):
@@ -372,7 +372,7 @@ class Network(Section):
     neutral: Any = None
 
 
-class Plan(Section):
+class PlanOptions(Section):
     """The keywords of a plan, as far as they can be checked without a model."""
 
     ulysses: Annotated[int, whole(1)] = 1

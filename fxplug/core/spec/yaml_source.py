@@ -99,7 +99,7 @@ class _Beyond(yaml.MarkedYAMLError):
     """YAML that may be valid, and is not read to its end."""
 
 
-class _Loader(yaml.SafeLoader):
+class _YamlLoader(yaml.SafeLoader):
     """YAML 1.2's plain values: `on` and `yes` are text, `1e-4` is a number, `1:30` and dates are text."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
@@ -128,7 +128,7 @@ for _tag, _pattern, _first in (
         list("-+.0123456789"),
     ),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
+    _YamlLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
 
 def read_yaml(path: Path, limits: Limits = DEFAULT) -> Source:
@@ -148,7 +148,7 @@ def parse_yaml(text: str, file: str = "", limits: Limits = DEFAULT) -> Source:
     source = Source(None, file)
     loader = None
     try:
-        loader = _Loader(text)
+        loader = _YamlLoader(text)
         loader.limits = limits
         node = loader.get_single_node()
         if node is not None:

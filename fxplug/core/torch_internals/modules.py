@@ -35,11 +35,11 @@ from .tensors import DisableTorchDispatch, DisableTorchFunction
 
 __all__ = [
     "BatchNorm", "CALL", "COMPILED", "CONTEXT_VARIABLES", "ConvNd", "DecoratorContextManager", "DropoutNd", "GLOBAL_HOOKS",
-    "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "apart", "as_it_stands", "as_listened", "autocast_settings",
-    "break_graph", "call_with_hooks", "constant_floats", "conv_forward", "enter_autocast", "exit_autocast", "forward_hooks",
-    "is_erased", "is_hooked", "is_listening", "is_set_aside", "leave_frame", "leave_module", "list_weights", "qualified_name",
+    "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "as_listened", "autocast_settings", "break_graph", "call_uncompiled",
+    "call_with_hooks", "constant_floats", "conv_forward", "enter_autocast", "exit_autocast", "forward_hooks", "is_compiling",
+    "is_erased", "is_hooked", "is_listening", "leave_frame", "leave_module", "list_weights", "qualified_name",
     "set_grad_enabled", "tree_flatten", "tree_leaves", "tree_map", "tree_structure", "tree_unflatten", "treespec_dumps",
-    "treespec_loads", "unwatched",
+    "treespec_loads", "unwatched", "without_compiler",
 ]
 
 # where a module keeps its state; what else `nn.Module()` has are hooks and `training`
@@ -131,7 +131,7 @@ def _functions(names: Mapping[str, Any], home: str) -> Iterator[FunctionType]:
                 yield found
 
 
-def apart(function: F) -> F:
+def without_compiler(function: F) -> F:
     """A function that no compiler takes, nor what it calls, as `torch.compiler.disable` makes it, which imports dynamo."""
 
     @functools.wraps(function)
@@ -182,7 +182,7 @@ def is_listening() -> bool:
     return callable(_listener())
 
 
-def as_it_stands(times: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+def call_uncompiled(times: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call a function that is not compiled, nor what it calls, but for what goes through `as_listened`.
 
     That may be the same code up to so many `times`, for which it may be compiled as often as once for each as else for one. We
@@ -201,7 +201,7 @@ def as_it_stands(times: int, function: Callable[P, R], *args: P.args, **kwargs: 
         _listen(listener)
 
 
-def is_set_aside() -> bool:
+def is_compiling() -> bool:
     """Whether what goes through `as_listened` now is compiled."""
     return getattr(_set_aside, "listener", None) is not None
 
@@ -218,5 +218,5 @@ def as_listened(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
         _listen(before)
 
 
-for _function in (as_it_stands, as_listened, is_set_aside):
+for _function in (call_uncompiled, as_listened, is_compiling):
     leave_frame(_function.__code__)

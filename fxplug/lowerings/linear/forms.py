@@ -1,6 +1,6 @@
 """Which form a layer with its low-rank update takes: what was measured fastest for its shape, or none.
 
-Measurements are those of `measuring`, kept in one JSON file for each device, in the folder that FXPLUG_CACHE names, else in
+Measurements are those of `measurement`, kept in one JSON file for each device, in the folder that FXPLUG_CACHE names, else in
 `fxplug` of the user's cache folder.
 """
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 from ...core.ir.graph import Graph, change
 from ...core.ir.traced_module import TracedModule
 from ...core.torch_internals.modules import is_erased
-from . import forms, measuring, operators
+from . import forms, measurement, operators
 from .layers import WEIGHTS, Layer, call_instead, check_traced, layer_at, lowered
 
 
@@ -24,7 +24,7 @@ def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = Non
 
     `how` is a form of `forms.FORMS` for all layers, or `auto`: for each layer the form that is fastest on this device for the
     rows of the trace, and `stock`, which leaves it as it is, where none is clearly faster. What was not measured before
-    (`measuring.tune`) is measured now, see `measuring.settle`: in eager and in compiled code, without gradients and with them,
+    (`measurement.tune`) is measured now, see `measurement.settle`: eager and compiled, without gradients and with them,
     each of which may take another form; in `dtype`, that of the weights if None, as autocast may have another.
     `meta["forms"]` says which form each layer with an update has, and its time over that of `stock`. Raises SpecError for
     what is no traced module, and an unknown form.
@@ -33,12 +33,12 @@ def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = Non
     form = forms.form_named(how)
     if form != "auto":
         return lowered(gm, lambda graph, tree: _fuse(graph, tree, lambda node, layer: (form, form)))
-    cases = (measuring.case_of(gm, node, layer, dtype) for graph in gm.graphs.values() for node, layer in _linear(graph, gm))
-    settled = measuring.settle({found for found in cases if found is not None})
+    cases = (measurement.case_of(gm, node, layer, dtype) for graph in gm.graphs.values() for node, layer in _linear(graph, gm))
+    settled = measurement.settle({found for found in cases if found is not None})
 
     def choice(tree: nn.Module, node: fx.Node, layer: Layer | None) -> tuple[str, str]:
-        found = measuring.case_of(tree, node, layer, dtype)
-        return ("stock", "stock") if found is None else measuring.chosen(settled[found[0]], found[1])
+        found = measurement.case_of(tree, node, layer, dtype)
+        return ("stock", "stock") if found is None else measurement.chosen(settled[found[0]], found[1])
 
     return lowered(gm, lambda graph, tree: _fuse(graph, tree, lambda node, layer: choice(tree, node, layer)))
 

@@ -118,7 +118,7 @@ def layer_at(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...])
     """What a node calls, if it is a layer of one of these very classes, with the `Lora` that can be joined with it."""
     if called(tree, node, kinds) is None or len(node.args) != 1 or node.kwargs:
         return None
-    layer, found = layer_of(tree, node), next(behind(tree, node), None)
+    layer, found = layer_of(tree, node), next(following_blocks(tree, node), None)
     if layer is None or found is None:
         return layer
     user, block = found
@@ -168,7 +168,7 @@ def readers(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def behind(tree: nn.Module, value: fx.Node) -> Iterator[tuple[fx.Node, Any]]:
+def following_blocks(tree: nn.Module, value: fx.Node) -> Iterator[tuple[fx.Node, Any]]:
     """The blocks that change what a layer gives, one behind the other: each alone reads what was before it."""
     while len(found := readers(value)) == 1 and found[0].op == "call_module":
         block = tree.get_submodule(str(found[0].target))

@@ -66,7 +66,7 @@ def lora_and_hidden(
     return multiply(x, weight, bias, blas).addmm_(inner, up.t()), inner
 
 
-def taken(down: Tensor, up: Tensor, take: list[float]) -> tuple[Tensor, Tensor, Tensor] | None:
+def used_factors(down: Tensor, up: Tensor, take: list[float]) -> tuple[Tensor, Tensor, Tensor] | None:
     """down, up and gates of the slots that are taken, without the padding of their ranks; None where none is."""
     rank = down.shape[0] // len(take)
     parts = []
@@ -84,7 +84,7 @@ def taken(down: Tensor, up: Tensor, take: list[float]) -> tuple[Tensor, Tensor, 
 def _uniform(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, take: list[float], blas: bool
 ) -> Tensor:
-    used = taken(down, up, take)
+    used = used_factors(down, up, take)
     return multiply(x, weight, bias, blas) if used is None else lora(x, weight, bias, *used, blas)
 
 
@@ -116,7 +116,7 @@ def bank(
     each, start = flat.shape[0] // batch, 0
     for take, same in itertools.groupby(takes):
         count = each * len(list(same))
-        used = taken(down, up, take)
+        used = used_factors(down, up, take)
         if used is not None:
             inner = multiply(flat.narrow(0, start, count), used[0], None, blas).mul_(used[2])
             y.narrow(0, start, count).addmm_(inner, used[1].t())

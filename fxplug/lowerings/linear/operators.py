@@ -23,7 +23,7 @@ MODES = ((False, False), (False, True), (True, False), (True, True))  # compiled
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "fused") -> Tensor:
     """`torch.nn.functional.linear`, equal to it but for rounding: x (..., in), weight (out, in), bias (out,)."""
-    if _whole():
+    if _is_traced():
         return torch.ops.fxplug.linear(x, weight, bias, form)  # type: ignore[no-any-return]
     return _linear(x, weight, bias, form)
 
@@ -45,7 +45,7 @@ def lora_linear(
 
     x is (..., in), weight (out, in), bias (out,), down (rank, in), up (out, rank), scale one number.
     """
-    if _whole():
+    if _is_traced():
         return torch.ops.fxplug.linear_with_lora(x, weight, bias, down, up, scale, form)  # type: ignore[no-any-return]
     return _lora_linear(x, weight, bias, down, up, scale, form)
 
@@ -86,7 +86,7 @@ def bank_linear(
     down (slots * rank, in), up (out, slots * rank), rows float32 (batch, slots * rank), a slot's weight repeated for its
     rank. On a CPU only slots with a weight cost time. The bank gets no gradient.
     """
-    if _whole():
+    if _is_traced():
         return torch.ops.fxplug.bank_linear(x, weight, bias, down, up, rows, slots, batch_dim, form)  # type: ignore[no-any-return]
     return _bank_linear(x, weight, bias, down, up, rows, slots, batch_dim, form)
 
@@ -117,7 +117,7 @@ def trains(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _whole() -> bool:
+def _is_traced() -> bool:
     """Whether a compiler looks on, which is to see one operator."""
     return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 

@@ -21,9 +21,9 @@ from ...core.locks import with_read_lock
 from ...core.rewriter.networks import GATES
 from ...core.spec.addresses import Port, identifier
 from ..linear.layers import BEHIND, LAYERS, PRODUCTS, argument, result_read
-from .foldable import Reader, inner
-from .tried import evaluate
-from .updates import Step, Use, accumulator, changed, mapped
+from .foldable import FoldableGraph, inner
+from .numeric_check import evaluate
+from .updates import FoldStep, ParameterUse, accumulator, changed, mapped
 
 
 @with_read_lock
@@ -48,7 +48,7 @@ def merge(
         gates = {name: uniform(gm, name) for name in slotted(gm) if name in wanted}
     else:
         gates = Adapters(gm).strengths(adapters)
-    plan = Plan(gm, set(wanted))
+    plan = FoldPlan(gm, set(wanted))
     plan.check()
     new = plan.module(plan.values(gates))
     new.meta["unmerged"] = gm
@@ -140,25 +140,25 @@ def foldable(gm: TracedModule, passes: Sequence[str]) -> list[str]:
     """Those of the passes that `merge` takes together."""
     names = list(passes)
     while names:
-        bad = Plan(gm, set(names)).refused_passes()
+        bad = FoldPlan(gm, set(names)).refused_passes()
         if not bad:
             break
         names = [name for name in names if name not in bad]
     return names
 
 
-class Plan:
+class FoldPlan:
     """How the blocks of passes go into weights: found on copies of a module's graphs, which are edited on the way."""
 
     def __init__(self, gm: TracedModule, passes: set[str]) -> None:
         self.gm, self.passes = gm, passes
         self.tree = shell(gm)
         self.graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
-        self.uses: dict[tuple[int, str], list[Use]] = {}
+        self.uses: dict[tuple[int, str], list[ParameterUse]] = {}
         self.reasons: dict[str, dict[str, str]] = {name: {} for name in passes}
         modes = sorted(gm.graphs, reverse=True)  # values are those of evaluation
         self.before = {node.name: node for mode in modes for node in gm.graphs[mode].nodes}
-        readers = [Reader(graph, self.tree, passes) for graph in self.graphs.values()]
+        readers = [FoldableGraph(graph, self.tree, passes) for graph in self.graphs.values()]
         for reader in readers:
             reader.read()
             for node, reason in reader.refused:
@@ -166,7 +166,7 @@ class Plan:
             for use in reader.uses:
                 owner, _, last = use.name.rpartition(".")
                 self.uses.setdefault((id(self.tree.get_submodule(owner)), last), []).append(use)
-        self.check_alike()
+        self.check_single_reader()
         for graph, reader in zip(self.graphs.values(), readers, strict=True):
             for at, names in ((1, reader.named), (2, reader.biases)):
                 for node, name in names.items():
@@ -189,7 +189,7 @@ class Plan:
         what = f"{made_by['block'] or 'what it put'} at '{made_by['site'] or 'the model'}'" if "site" in made_by else "it"
         self.reasons[made_by["name"]].setdefault(what, reason)
 
-    def check_alike(self) -> None:
+    def check_single_reader(self) -> None:
         """Refuse what would change a weight in one place that is read in another too."""
         for uses in self.uses.values():
             odd = next((u for u in uses if u.steps != uses[0].steps), None)
@@ -248,11 +248,11 @@ class Plan:
 
     # --- the result
 
-    def changed(self) -> list[Use]:
+    def changed(self) -> list[ParameterUse]:
         """One use of each parameter that blocks are folded into."""
         return [uses[0] for uses in self.uses.values() if uses[0].steps]
 
-    def path(self, step: Step) -> str:
+    def path(self, step: FoldStep) -> str:
         """The path of a step's block."""
         return str(self.before[step.block].target) if step.place == "param" else step.block
 
@@ -273,7 +273,7 @@ class Plan:
             found[use.name] = made[key]
         return found
 
-    def value(self, use: Use, old: Tensor | None, gates: Mapping[str, Tensor]) -> Tensor:
+    def value(self, use: ParameterUse, old: Tensor | None, gates: Mapping[str, Tensor]) -> Tensor:
         """One parameter with its blocks folded in; `old` is None for a bias that a layer did not have."""
         like = self.tree.get_submodule(use.name.rpartition(".")[0])._parameters["weight"] if old is None else old
         assert like is not None

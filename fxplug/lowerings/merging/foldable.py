@@ -16,14 +16,14 @@ from ...blocks.scale import Scale
 from ...blocks.ssf import Ssf
 from ...core.ir import ops
 from ...core.ir.regions import added
-from ..linear.layers import LAYERS, PRODUCTS, Layer, argument, behind, inside, layer_of, misfit, readers, result_read
-from .tried import Unfoldable, compared
-from .updates import Step, Use
+from ..linear.layers import LAYERS, PRODUCTS, Layer, argument, following_blocks, inside, layer_of, misfit, readers, result_read
+from .numeric_check import Unfoldable, compared
+from .updates import FoldStep, ParameterUse
 
 # --- reading a graph
 
 
-class Reader:
+class FoldableGraph:
     """One graph: where its parameters are read, and through which blocks of these passes.
 
     `uses` are the places, `gone` gives for each block that is folded what its users get then, `biases` the names of those
@@ -33,7 +33,7 @@ class Reader:
 
     def __init__(self, graph: fx.Graph, tree: nn.Module, passes: set[str]) -> None:
         self.graph, self.tree, self.passes = graph, tree, passes
-        self.uses: list[Use] = []
+        self.uses: list[ParameterUse] = []
         self.gone: dict[fx.Node, Any] = {}
         self.biases: dict[fx.Node, str] = {}
         self.named: dict[fx.Node, str] = {}
@@ -72,20 +72,20 @@ class Reader:
                 if user not in mapping and user not in products and "shape" in user.meta and user.target is not ops.edge:
                     name, steps, _ = self.mapped(node)
                     if name:
-                        self.note(Use(name, "", "", user, steps))
+                        self.note(ParameterUse(name, "", "", user, steps))
 
     def tensor(self, name: str) -> Any:
         """The parameter of this name, None where there is none."""
         owner, _, last = name.rpartition(".")
         return self.tree.get_submodule(owner)._parameters.get(last)
 
-    def note(self, use: Use) -> None:
+    def note(self, use: ParameterUse) -> None:
         """Keep a use, with those of its steps that concern its part."""
         if use.part == "bias":
             use.steps = tuple(step for step in use.steps if self.concerns_bias(step))
         self.uses.append(use)
 
-    def concerns_bias(self, step: Step) -> bool:
+    def concerns_bias(self, step: FoldStep) -> bool:
         """Whether a step makes something of a layer's bias too."""
         block = self.tree.get_submodule(step.block) if step.place == "after" else None
         return step.place == "param" or isinstance(block, (Scale, Ssf)) or (isinstance(block, Lora) and block.bias)
@@ -101,7 +101,7 @@ class Reader:
             for step in steps if "bias" not in names else ():
                 self.refuse(step.node, f"'{path}' adds no bias")
         for name in names:
-            self.note(Use(f"{path}.{name}", name, layer.kind, layer.node, steps))
+            self.note(ParameterUse(f"{path}.{name}", name, layer.kind, layer.node, steps))
 
     def product(self, layer: Layer) -> None:
         """A product of the model's own code, or of a layer that was opened."""
@@ -115,16 +115,16 @@ class Reader:
         own = f"{path}.weight"
         if (first or around) and not rest and own != name and self.tensor(own) is self.tensor(name):
             name = self.named[node] = own  # tied: it is changed under the layer's own name
-        self.note(Use(name, "weight", kind, node, (*first, *around)))
+        self.note(ParameterUse(name, "weight", kind, node, (*first, *around)))
         if kind == "Embedding":
             return
         if layer.bias is not None:
             if other:
-                self.note(Use(other, "bias", kind, node, (*second, *around)))
+                self.note(ParameterUse(other, "bias", kind, node, (*second, *around)))
         elif self.gives_bias(around):
             owner = name.rpartition(".")[0]
             if PRODUCTS[node.target][2] >= 0 and self.tree.get_submodule(owner)._parameters.get("bias", 0) is None:
-                self.note(Use(f"{owner}.bias", "bias", kind, node, around))
+                self.note(ParameterUse(f"{owner}.bias", "bias", kind, node, around))
                 self.biases[node] = f"{owner}.bias"
             for step in around if node not in self.biases else ():
                 self.refuse(step.node, f"'{node.name}' adds no bias")
@@ -137,22 +137,22 @@ class Reader:
         if len(after) != 1 or len(views) != 2 or not name or not bias:
             return False
         steps = []
-        for user, block in behind(self.tree, views[0]):
+        for user, block in following_blocks(self.tree, views[0]):
             own = isinstance(block, Lora) and block.kind == "Linear" and inside(argument(user, 0, "x")) is inside(flat.args[0])
             if not (own and self.takes(user) and all(map(sums, (*rest, *others)))):
                 break
-            steps.append(Step(str(user.target), "after", user))
+            steps.append(FoldStep(str(user.target), "after", user))
             self.gone[user] = result_read(user, block)
-        self.note(Use(name, "weight", "TransposedLinear", node, (*first, *steps)))
-        self.note(Use(bias, "bias", "TransposedLinear", node, (*second, *steps)))
+        self.note(ParameterUse(name, "weight", "TransposedLinear", node, (*first, *steps)))
+        self.note(ParameterUse(bias, "bias", "TransposedLinear", node, (*second, *steps)))
         return True
 
-    def gives_bias(self, steps: Iterable[Step]) -> bool:
+    def gives_bias(self, steps: Iterable[FoldStep]) -> bool:
         """Whether a layer without a bias has one when the blocks are folded."""
         blocks = [self.tree.get_submodule(step.block) for step in steps if self.concerns_bias(step)]
         return any(not isinstance(block, Scale) for block in blocks)
 
-    def mapped(self, value: Any) -> tuple[str, tuple[Step, ...], list[nn.Module | None]]:
+    def mapped(self, value: Any) -> tuple[str, tuple[FoldStep, ...], list[nn.Module | None]]:
         """The parameter that a node gives, the blocks that are folded into it, and those that stay on its way."""
         chain: list[fx.Node] = []
         node = inside(value)
@@ -164,7 +164,7 @@ class Reader:
             return "", (), []
         if not isinstance(node, fx.Node) or node.op != "get_attr":
             return "", (), []
-        steps: list[Step] = []
+        steps: list[FoldStep] = []
         rest: list[nn.Module | None] = []
         for block in reversed(chain):
             module = self.tree.get_submodule(str(block.target)) if block.op == "call_module" else None
@@ -173,11 +173,11 @@ class Reader:
             elif rest and not (sums(module) and all(map(sums, rest))):
                 self.refuse(block, "it maps what a block of another pass gives, which is not merged: merge that one too")
             else:
-                steps.append(Step(block.name, "param", block))
+                steps.append(FoldStep(block.name, "param", block))
                 self.gone[block] = inner(block)
         return str(node.target), tuple(steps), rest
 
-    def around(self, layer: Layer, rest: list[Any], others: Sequence[Any] = ()) -> tuple[Step, ...]:
+    def around(self, layer: Layer, rest: list[Any], others: Sequence[Any] = ()) -> tuple[FoldStep, ...]:
         """The blocks before and behind a layer that are folded, in the order in which they change the weight.
 
         `rest` has the blocks on the way of the weight that are not, `others` those on the way of the bias.
@@ -190,14 +190,14 @@ class Reader:
             if kind != "Linear" and (module is None or module.groups != 1):
                 reason = "it stands before a convolution in groups"
             if reason is None:
-                steps.append(Step(str(x.target), "before", x))
+                steps.append(FoldStep(str(x.target), "before", x))
                 self.gone[x] = x.args[0]
                 x = inside(x.args[0])
             else:
                 self.refuse(x, reason)
                 scaled = None
         value, left = node, [*rest, *others]
-        for user, block in behind(self.tree, node):
+        for user, block in following_blocks(self.tree, node):
             if user.meta.get("pass", {}).get("place") != "after":
                 break
             if self.takes(user):
@@ -206,7 +206,7 @@ class Reader:
                 if reason is None and left and not (isinstance(block, Lora) and all(map(sums, left))):
                     reason = "it stands behind a block of another pass, which is not merged: merge that one too"
                 if reason is None:
-                    steps.append(Step(str(user.target), "after", user, str(scaled.target) if via and scaled else ""))
+                    steps.append(FoldStep(str(user.target), "after", user, str(scaled.target) if via and scaled else ""))
                     self.gone[user] = result_read(user, block)
                 else:
                     self.refuse(user, reason)

@@ -18,8 +18,8 @@ from ...core.ir.graph import copy_graph
 from ...core.ir.traced_module import TracedModule, shell
 from ...core.locks import with_read_lock
 from ...core.rewriter.networks import GATES
-from .fold import Plan, check_unlowered, slotted, uniform
-from .updates import Step, Use, accumulator, mapped, updated, weight_of
+from .fold import FoldPlan, check_unlowered, slotted, uniform
+from .updates import FoldStep, ParameterUse, accumulator, mapped, updated, weight_of
 
 HOME = "shadows"  # where the base weights lie in the module tree
 Parts = list[tuple[float, int, list[Tensor]]]  # of a bank: how much of which slot, and what that holds
@@ -45,7 +45,7 @@ def live(gm: TracedModule) -> TracedModule:
     names = slotted(gm)
     if not names:
         raise SpecError("no pass here has slots, so there is nothing to switch: merge='fold' folds what is there for good")
-    plan = Plan(gm, set(names))
+    plan = FoldPlan(gm, set(names))
     plan.check()
     for name in names:
         if _table(gm, name).weights.is_meta:
@@ -110,8 +110,8 @@ class Row:
 
     name: str
     base: str
-    use: Use
-    steps: list[tuple[Step, str, str]]  # with the path of the bank and the name of its pass
+    use: ParameterUse
+    steps: list[tuple[FoldStep, str, str]]  # with the path of the bank and the name of its pass
 
 
 class Shadows(nn.Module):
@@ -126,7 +126,7 @@ class Shadows(nn.Module):
         self.rows: list[Row] = []
         self.state: dict[str, list[Parts]] = {}  # what each shadow was made of, by banks
 
-    def add(self, use: Use, base: nn.Parameter, paths: dict[str, str]) -> None:
+    def add(self, use: ParameterUse, base: nn.Parameter, paths: dict[str, str]) -> None:
         """Keep the base of one weight."""
         name = f"base_{len(self.rows)}"
         self.register_parameter(name, base)
@@ -150,7 +150,7 @@ class Shadows(nn.Module):
         for row in self.rows:
             old = self.state.pop(row.name, None)
             now = [_parts(root.get_submodule(path), gates[name]) for _, path, name in row.steps]
-            if old is None or not all(map(_alike, old, now)):
+            if old is None or not all(map(_are_equal, old, now)):
                 self.make(root, row, now, gates)
                 old = [[(gate, slot, [t.clone() for t in tensors]) for gate, slot, tensors in parts] for parts in now]
             self.state[row.name] = old
@@ -211,7 +211,7 @@ def _parts(block: nn.Module, gates: list[float]) -> Parts:
     return [part for part in found if part[2][-1].any()]
 
 
-def _alike(old: Parts, now: Parts) -> bool:
+def _are_equal(old: Parts, now: Parts) -> bool:
     if [part[:2] for part in old] != [part[:2] for part in now]:
         return False
     pairs = [pair for one, other in zip(old, now, strict=True) for pair in zip(one[2], other[2], strict=True)]

@@ -18,7 +18,7 @@ from ...core.ir.traced_module import shell
 
 
 @dataclass(frozen=True)
-class Step:
+class FoldStep:
     """A block that is folded: its path; whether it is a parameter's, stands before a layer, or behind it; its node.
 
     `via` is the path of a scale before the layer, where an update reads what that gives.
@@ -31,14 +31,14 @@ class Step:
 
 
 @dataclass
-class Use:
+class ParameterUse:
     """A place where a parameter is read: the nodes of a layer, and the blocks on the way that are folded into it."""
 
     name: str
     part: str
     kind: str
     node: fx.Node
-    steps: tuple[Step, ...] = ()
+    steps: tuple[FoldStep, ...] = ()
 
 
 def accumulator(weight: Tensor) -> torch.dtype:
@@ -91,7 +91,7 @@ def weight_of(layer: nn.Module) -> Tensor:
 
 
 def changed(
-    value: Tensor, block: nn.Module, step: Step, use: Use, gates: Tensor | None, via: nn.Module | None = None
+    value: Tensor, block: nn.Module, step: FoldStep, use: ParameterUse, gates: Tensor | None, via: nn.Module | None = None
 ) -> Tensor:
     """A layer's weight or bias in its accumulator's dtype, with a block before or behind the layer folded in."""
     dtype, part, kind = value.dtype, use.part, use.kind

@@ -32,7 +32,7 @@ def shard(outlined: TracedModule, mesh: Any = None, **options: Any) -> TracedMod
         raise SpecError("sharding needs several processes: start with torchrun or accelerate launch")
     units = [outlined.get_submodule(path) for path in outlined.meta["regions"].values()]
     uses = Counter(id(p) for unit in units for p in unit.parameters())
-    uses.update(_held_by_rest(outlined, units))
+    uses.update(_shared_parameters(outlined, units))
     for unit in units:
         if all(uses[id(p)] == 1 for p in unit.parameters()) and not _changes_input(unit):
             fully_shard(unit, mesh=mesh, **options)
@@ -55,7 +55,7 @@ def full_state(outlined: TracedModule, trainable: bool = True) -> dict[str, Tens
     return found
 
 
-def _held_by_rest(outlined: TracedModule, units: Sequence[nn.Module]) -> set[int]:
+def _shared_parameters(outlined: TracedModule, units: Sequence[nn.Module]) -> set[int]:
     """The ids of the parameters that stand outside the regions too."""
     found: set[int] = set()
     todo: list[nn.Module] = [outlined]

@@ -19,7 +19,7 @@ from ...core.ir.functions import REGION
 from ...core.ir.graph import Graph, change, copy_graph, copy_nodes, erase_unused, insert, replace
 from ...core.ir.subgraphs import Cut, aliases, changed_input, extract, members, plan, unique_names
 from ...core.ir.traced_module import TracedModule, class_names, shell
-from ...core.torch_internals.modules import as_listened, constant_floats, is_set_aside
+from ...core.torch_internals.modules import as_listened, constant_floats, is_compiling
 from ...core.torch_internals.tensors import memory_id
 from .choice import check_outlinable, choose
 from .submodules import named, stack_around
@@ -53,7 +53,7 @@ class Nested(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
-            return as_listened(self.code, self.body, *(map(_in_order, args) if is_set_aside() else args))
+            return as_listened(self.code, self.body, *(map(_in_order, args) if is_compiling() else args))
         if torch.compiler.is_exporting():  # an exported program is flat
             return self.body(*args)
         if torch.is_grad_enabled():  # torch 2.15 computes wrong gradients through nested compile regions: docs/contributing.md

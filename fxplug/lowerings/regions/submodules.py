@@ -202,7 +202,7 @@ def _assembled(
     for key, targets in own.items():
         region = TracedModule(_subtree(tree, targets), dict(parts[key]))
         region.meta = {"region": key}
-        made[key] = Checkpointed(region, _written(parts[key], region)) if checkpoint else region
+        made[key] = Checkpointed(region, _mutated_buffers(parts[key], region)) if checkpoint else region
     used = {target for target in _targets(graphs.values()) if not target.startswith(f"{home}.")}
     _prune(tree, used, set().union(*own.values()))
     holder = Container(("Regions",))
@@ -286,7 +286,7 @@ def _drop_empty(module: nn.Module) -> None:
                 del module._modules[name]
 
 
-def _written(modes: Mapping[bool, fx.Graph], region: nn.Module) -> list[str]:
+def _mutated_buffers(modes: Mapping[bool, fx.Graph], region: nn.Module) -> list[str]:
     """The buffers that a region's training writes: running statistics, and those of blocks that passes put in."""
     graph = modes.get(True) or next(iter(modes.values()))
     found: dict[str, None] = {}

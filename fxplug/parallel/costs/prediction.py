@@ -19,13 +19,13 @@ from ...core.errors import FxplugError, SpecError, brief_fields, did_you_mean
 from ...core.ir.containers import leaves, map_leaves
 from ...core.ir.traced_module import TracedModule
 from ...core.torch_internals import tensors as kernels
-from ..checking import Runner, pretending
+from ..comparison import Runner, pretending
 from ..plan import Plan, parallel_plan
 from ..planning.trials import name_of
 from ..planning.walk import bound
 from ..runtime.attention import Attention
 from ..runtime.collectives import traffic
-from ..runtime.mesh import name_of_ways, ways_of
+from ..runtime.mesh import all_degrees, format_degrees
 from ..runtime.pretended import placed
 
 # bytes a second that a process sends, and seconds that a call takes whatever its size; between what is promised and reached
@@ -79,7 +79,7 @@ def predict(
     formulas of Megatron-LM (two sums of the tokens a layer) and PipeFusion. Raises SpecError where no tokens can be split.
     """
     plan = parallel_plan(gm, args, kwargs, ulysses=2, check=False)
-    step = _Step(gm, plan, (tuple(args), dict(kwargs)), link, speed * 1e12, pixels)
+    step = _StepCost(gm, plan, (tuple(args), dict(kwargs)), link, speed * 1e12, pixels)
     rows: list[Cost | None] = [step.cost(1, "one", 0, 0, step.work / step.speed)]
     for count in devices:
         for batch in (1, 2):
@@ -89,7 +89,7 @@ def predict(
     return [row for row in rows if row is not None]
 
 
-class _Step:
+class _StepCost:
     """One step: floating-point operations of one device, attentions, and bytes of samples, tokens and results."""
 
     def __init__(self, gm: TracedModule, plan: Plan, call: Any, link: tuple[float, float], speed: float, pixels: int) -> None:
@@ -136,7 +136,7 @@ class _Step:
 
         if ways["ulysses"] * ways["ring"] > 1:
             try:
-                with torch.no_grad(), pretending(placed(ways_of({**ways, "batch": 1}), 0)):
+                with torch.no_grad(), pretending(placed(all_degrees({**ways, "batch": 1}), 0)):
                     Runner(written, written.graphs[self.plan.mode], each).run(*bound(written, *call))
             except FxplugError:
                 return None
@@ -153,7 +153,7 @@ class _Step:
         compute = work / self.speed
         total = compute + waited + max(0.0, around - compute * _attention(self.plan))  # a ring's turns hide behind attention
         calls, size = sum(len(n) for _, n in sent), sum(sum(n) for _, n in sent)
-        return self.cost(math.prod(ways.values()), name_of_ways(ways), calls, size, total, work)
+        return self.cost(math.prod(ways.values()), format_degrees(ways), calls, size, total, work)
 
     def tensor(self, count: int) -> Cost:
         """Tensor parallelism by its formula (Shoeybi et al. 2019, arXiv 1909.08053): two sums of all tokens a layer."""

@@ -14,8 +14,8 @@ from ...core.capture.self_check import has_values
 from ...core.errors import SpecError
 from ...core.ir.traced_module import TracedModule
 from ..plan import parallel_plan
-from ..runtime.collectives import whole_number
-from ..runtime.mesh import ways_of
+from ..runtime.collectives import check_integer
+from ..runtime.mesh import all_degrees
 from ..stage import entry, place
 from .links import links_of
 from .overlap import Overlapping
@@ -60,8 +60,8 @@ def pipefusion(
     Raises SpecError for numbers that are none or too many, and where tokens or stages cannot be split, with what stands in the
     way; VerifyError for patches that do not give what the model gives.
     """
-    whole_number("stages", stages, 1)
-    whole_number("patches", patches, 1)
+    check_integer("stages", stages, 1)
+    check_integer("patches", patches, 1)
     kind, run = Overlapping if overlap else PipeFusion, (warmup, correct, steps, clock)
     found, module = _made(kind, gm, args, kwargs, stages, patches, batch, run, split, check)
     placed: PipeFusion = _placed(found, module, stages, batch, mesh)
@@ -89,7 +89,7 @@ def stale_sequence(
     others had at the step before, which travel while a step is computed. Without torch.distributed one process runs all. The
     axes of a `mesh` are "batch" and "stages". Raises what `pipefusion` raises.
     """
-    whole_number("ways", ways, 1)
+    check_integer("ways", ways, 1)
     found, module = _made(StaleSequence, gm, args, kwargs, 1, ways, batch, (warmup, correct, steps, clock), split, check)
     if found.plan.others:
         raise SpecError(f"'{found.plan.others[0]}' reaches the result from patches that are a step apart: take pipefusion")
@@ -122,7 +122,7 @@ def in_steps(
     return stale_sequence(gm, args, kwargs, **said, mesh=mesh, check=check)
 
 
-def written_down(gm: TracedModule, name: str, said: Mapping[str, Any]) -> TracedModule:
+def with_steps(gm: TracedModule, name: str, said: Mapping[str, Any]) -> TracedModule:
     """The same module, which knows how it is to be run in steps, as `in_steps` reads it; `said` is by keys of a parallel pass.
 
     Raises SpecError for keys that do not go together.
@@ -145,9 +145,9 @@ def written_down(gm: TracedModule, name: str, said: Mapping[str, Any]) -> Traced
 def _placed(found: Any, module: TracedModule, count: int, batch: int, mesh: DeviceMesh | None) -> Any:
     """As this process runs it, where there are several."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        links, world = links_of(count, ways_of({"batch": batch}), mesh)
+        links, world = links_of(count, all_degrees({"batch": batch}), mesh)
         place(module, world)
-        found = found.again(links=links)
+        found = found.with_options(links=links)
     return found
 
 
@@ -157,8 +157,8 @@ def _made(
 ) -> tuple[Any, TracedModule]:  # fmt: skip
     """What runs in one process, and the module whose collectives it calls."""
     warmup, correct, steps, _ = run
-    whole_number("warmup", warmup, 1)
-    if whole_number("correct", correct) and steps is None:
+    check_integer("warmup", warmup, 1)
+    if check_integer("correct", correct) and steps is None:
         raise SpecError(f"correct={correct} needs the number of steps of an image: give steps=..., or a function that tells it")
     plan = parallel_plan(gm, args, kwargs, ulysses=max(2, patches), batch=batch, split=split, check=False)
     patcher = Patcher(plan.stages[-1].found)
@@ -180,6 +180,6 @@ def distances(
     rows = {}
     for number in patches:
         for warmup in warmups:
-            image = draw(found.again(patches=number, warmup=warmup)).float()
+            image = draw(found.with_options(patches=number, warmup=warmup)).float()
             rows[number, warmup] = float((image - serial).norm() / serial.norm())
     return rows

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...core.errors import SpecError
 from ...core.torch_internals import modules as pytree
 from ..runtime.mesh import World, world_of
-from ..runtime.pretended import Local
+from ..runtime.pretended import ThreadGroup
 
 
 class Links:
@@ -38,7 +38,7 @@ class Links:
         going = [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
         if (self.rank, to, key) not in self.known:
             self.known[self.rank, to, key] = True
-            text = json.dumps([pytree.treespec_dumps(tree), [_said(leaf) for leaf in leaves]]).encode()
+            text = json.dumps([pytree.treespec_dumps(tree), [_header(leaf) for leaf in leaves]]).encode()
             head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             going = [t.to(self.device) for t in (torch.tensor([len(head)]), head)] + going
         self.going = [row for row in self.going if not row[0].is_completed()]
@@ -129,7 +129,7 @@ def links_of(stages: int, ways: Mapping[str, int], mesh: DeviceMesh | None = Non
 class LocalLinks(Links):
     """The same between threads of this process."""
 
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: ThreadGroup) -> None:
         super().__init__(local.rank, range(local.meeting.barrier.parties), ())
         self.local = local
 
@@ -159,7 +159,7 @@ def _outlines(leaves: Sequence[Any]) -> list[Any]:
     return [_Outline(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
 
 
-def _said(leaf: Any) -> Any:
+def _header(leaf: Any) -> Any:
     """What goes ahead of a value, as JSON."""
     if isinstance(leaf, Tensor):
         return {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}

@@ -17,21 +17,21 @@ from ...core.errors import SpecError
 from ...core.torch_internals import modules as pytree
 from .deferred import Later, Recipe, owners
 from .patches import part, put
-from .pipeline import PipeFusion, Run
+from .pipeline import ImageRun, PipeFusion
 
 
 @dataclass
 class _Promise:
     """A call of which the last stage has not run its patches."""
 
-    run: Run
+    run: ImageRun
     inputs: list[Any]
     laters: dict[int, Later]
     results: list[Recipe]
 
 
 @dataclass
-class _Known:
+class _PromisedRun:
     """What is known of a run that promises: what its calls give, and as far as they are known here, its inputs."""
 
     outline: Any
@@ -48,7 +48,7 @@ class Overlapping(PipeFusion):
         """Run what was promised, and drop what is kept of an image's calls."""
         self.finish()  # nobody may have asked for the last result: what was sent is taken
         super().forget()
-        self.known: dict[int, _Known] = {}  # by the run's identity
+        self.known: dict[int, _PromisedRun] = {}  # by the run's identity
         self.owned: dict[Any, list[Tensor]] = {}  # the elements of an input, by patch
         self.waited = ""  # the operation that needed a whole
 
@@ -67,7 +67,7 @@ class Overlapping(PipeFusion):
                 f"the steps between two calls cannot be taken patch by patch: {self.waited} needs all of what the model gave; "
                 "take a scheduler that computes each element by itself, or give overlap=False, which waits at each step"
             )
-        entire = self.in_one_piece(run)
+        entire = self.is_full_step(run)
         if not entire:
             return self.promised(run, inputs)
         inputs = pytree.tree_map(lambda v: v.settled() if isinstance(v, Later) else v, inputs)
@@ -76,7 +76,7 @@ class Overlapping(PipeFusion):
         self.learn(run, inputs, result)
         return result
 
-    def learn(self, run: Run, inputs: list[Any], result: Any) -> None:
+    def learn(self, run: ImageRun, inputs: list[Any], result: Any) -> None:
         """Which elements of a result are each patch's: what comes behind the last stage runs with all others not a number."""
         marks = []
         for patch in range(self.patches):
@@ -90,11 +90,11 @@ class Overlapping(PipeFusion):
         for rows in zip(*marks, strict=True):
             if owners(rows) is None:
                 raise SpecError("what comes behind the last stage mixes patches, which cannot come by one: give overlap=False")
-        self.known[id(run)] = _Known(result, marks)
+        self.known[id(run)] = _PromisedRun(result, marks)
 
     # --- a call whose result is promised
 
-    def promised(self, run: Run, inputs: list[Any]) -> Any:
+    def promised(self, run: ImageRun, inputs: list[Any]) -> Any:
         """A call whose result is promised.
 
         The last stage runs what it promised before and hands on the patches of these inputs; the others run this call's.
@@ -102,7 +102,7 @@ class Overlapping(PipeFusion):
         leaves, tree = pytree.tree_flatten(inputs)
         laters = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Later)}
         for i, later in laters.items():
-            self.own(i, later)
+            self.record_patch_elements(i, later)
         known = self.known[id(run)]
         places = [i for i, value in enumerate(inputs) for _ in pytree.tree_leaves(value)]
         for i, leaf in enumerate(leaves):
@@ -145,7 +145,7 @@ class Overlapping(PipeFusion):
         last = len(self.plan.stages) - 1
         return self.plan.stages[stage].reads | (self.plan.reads if stage == last else set())
 
-    def own(self, i: int, later: Later) -> None:
+    def record_patch_elements(self, i: int, later: Later) -> None:
         """Learn which elements of an input are each patch's, at the first one that is promised."""
         if (i, later.shape) in self.owned:
             return
@@ -154,7 +154,7 @@ class Overlapping(PipeFusion):
             raise SpecError("what is done between two calls mixes patches, which cannot come one by one: give overlap=False")
         self.owned[i, later.shape] = found
 
-    def of(self, known: _Known, results: list[Recipe]) -> Any:
+    def of(self, known: _PromisedRun, results: list[Recipe]) -> Any:
         """What a call gives: promises in the place of tensors."""
         leaves, tree = pytree.tree_flatten(known.outline)
         rows = iter(enumerate(results))

@@ -18,12 +18,12 @@ from ...core.errors import GuardError, SpecError
 from ...core.ir import ops
 from ...core.ir.graph import copy_graph, insert, replace
 from ...core.rewriter.graft import head
-from ..planning.found import Found
 from ..planning.operations import arguments
+from ..planning.sharding_plan import ShardingPlan
 from ..runtime import layouts
-from ..runtime.collectives import Collective, Gather, Numel, Same, Split, Sum, Whole
+from ..runtime.collectives import AllReduce, Broadcast, Collective, Gather, GlobalSize, Numel, Split
 from ..runtime.mesh import SEQUENCE
-from ..writing import Writer
+from ..writing import PlanWriter
 
 # --- what the graph calls; `patch` of `patches` is at hand
 
@@ -35,7 +35,7 @@ def part(x: Tensor, patch: int, patches: int, dim: int, inner: int, born: bool, 
     for size in sizes:
         if born and size < patches:
             raise GuardError(f"{size} tokens (dimension {dim} of {tuple(x.shape)}) cannot be split into {patches} patches")
-    y = layouts.narrowed(_apart(x, dim, inner, sizes), dim + 1, layouts.spans(sizes, patch, patches, inner))
+    y = layouts.narrowed(_split_streams(x, dim, inner, sizes), dim + 1, layouts.spans(sizes, patch, patches, inner))
     return y.flatten(dim, dim + 1).contiguous()
 
 
@@ -92,7 +92,7 @@ def keep(kept: Tensor | None, value: Tensor, patch: int, patches: int, dim: int,
         return kept
     if patches == 1 or kept is None:
         return value.detach().clone(memory_format=torch.contiguous_format)
-    y, spans = _apart(kept, dim, inner, sizes), layouts.spans(sizes, patch, patches, inner)
+    y, spans = _split_streams(kept, dim, inner, sizes), layouts.spans(sizes, patch, patches, inner)
     mine = torch.split(torch.unflatten(value, dim, (y.shape[dim], -1)), [length for _, length in spans], dim + 1)
     for (first, length), own in zip(spans, mine, strict=True):
         y.narrow(dim + 1, first, length).copy_(own)
@@ -106,7 +106,7 @@ def summands(total: Tensor, patches: int) -> Tensor:
     return found
 
 
-def _apart(x: Tensor, dim: int, inner: int, sizes: Sequence[int]) -> Tensor:
+def _split_streams(x: Tensor, dim: int, inner: int, sizes: Sequence[int]) -> Tensor:
     """A whole tensor with a dimension as two: how often the streams are there, and the streams."""
     total = sum(sizes) * inner
     return torch.unflatten(x, dim, (x.shape[dim] // total if total else 1, total))
@@ -115,7 +115,7 @@ def _apart(x: Tensor, dim: int, inner: int, sizes: Sequence[int]) -> Tensor:
 # --- writing
 
 
-class Kept(NamedTuple):
+class PatchValue(NamedTuple):
     """A value that is put together: the node, what this patch gives to it, where it lies; a sum has no tokens, `inner` is 0."""
 
     node: fx.Node
@@ -126,15 +126,15 @@ class Kept(NamedTuple):
     sizes: tuple[fx.Node, ...]
 
 
-class Patcher(Writer):
+class Patcher(PlanWriter):
     """Writes a plan for processes into a copied graph as one over time; inputs are added: patch, patches, and what is kept.
 
     `kept` has a row for each of the latter; `origin` is the node of the plan that a new one computes for.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: ShardingPlan) -> None:
         super().__init__(copy_graph(found.walk.graph), nn.Module(), found, "pipefusion", {}, SEQUENCE)
-        self.kept: list[Kept] = []
+        self.kept: list[PatchValue] = []
         self.origin: dict[fx.Node, fx.Node] = {self.twin[node.name]: node for node in found.walk.graph.nodes}
         self.arguments = [node for node in self.graph.nodes if node.op == "placeholder"]
         self.patches = self.input("patches")
@@ -149,9 +149,9 @@ class Patcher(Writer):
         for node in self.graph.nodes:
             given: Any = node.args
             if node.target is put:
-                self.kept.append(Kept(node, given[0], given[1], given[4], given[5], tuple(given[6:])))
+                self.kept.append(PatchValue(node, given[0], given[1], given[4], given[5], tuple(given[6:])))
             elif node.target is added:
-                self.kept.append(Kept(node, given[0], given[1], 0, 0, ()))
+                self.kept.append(PatchValue(node, given[0], given[1], 0, 0, ()))
 
     def input(self, name: str) -> fx.Node:
         """A new input of the graph, behind those it has."""
@@ -168,13 +168,13 @@ class Patcher(Writer):
         **where: Any,
     ) -> fx.Node:
         """A call of what a collective is over time."""
-        if kind is Same:
+        if kind is Broadcast:
             raise SpecError(f"'{value.name}' draws random numbers, which would be others for every patch")
         sizes = [self.size(stream) for stream in streams]
-        given = [self.input("kept")] if kind in (Gather, Sum) else []
+        given = [self.input("kept")] if kind in (Gather, AllReduce) else []
         dim, inner, born = (settings[1:] + (0, 1, False)[len(settings) - 1 :])
-        more: tuple[Any, ...] = {Split: (dim, inner, born), Gather: (dim, inner), Sum: ()}.get(kind, (dim,))
-        function: Any = {Split: part, Gather: put, Sum: added, Whole: whole, Numel: numel}[kind]
+        more: tuple[Any, ...] = {Split: (dim, inner, born), Gather: (dim, inner), AllReduce: ()}.get(kind, (dim,))
+        function: Any = {Split: part, Gather: put, AllReduce: added, GlobalSize: whole, Numel: numel}[kind]
         args = (value, *given, self.patch, self.patches, *more, *sizes)
         node = insert(self.graph, "call_function", function, args, after=where.get("after"), before=where.get("before"))
         if value in self.origin:

@@ -15,14 +15,14 @@ from ...core.ir.containers import difference, leaves
 from ...core.ir.traced_module import TracedModule
 from .clock import Clock
 from .links import Links
-from .patches import Kept, keep, summands
+from .patches import PatchValue, keep, summands
 from .stages import Stages
 
 Steps = int | Callable[[], int] | None
 
 
 @dataclass
-class Run:
+class ImageRun:
     """What is known of the calls of one image that have one number."""
 
     shapes: Any
@@ -65,7 +65,7 @@ class PipeFusion(nn.Module):
         self.counts = {"entire": 0, "patches": 0}
         self.new_image()
 
-    def again(
+    def with_options(
         self, patches: int | None = None, warmup: int | None = None, correct: int | None = None, links: Links | None = None
     ) -> Self:
         """The same graphs with other numbers, or as one process of several runs them."""
@@ -82,7 +82,7 @@ class PipeFusion(nn.Module):
 
     def forget(self) -> None:
         """Drop what is kept of an image's calls."""
-        self.runs: dict[int, Run] = {}
+        self.runs: dict[int, ImageRun] = {}
 
     # --- a call
 
@@ -91,9 +91,9 @@ class PipeFusion(nn.Module):
         """The next step of an image, for the arguments that the model takes. Raises GuardError for others."""
         inputs = self.bound(args, kwargs)
         run = self.begin(inputs)
-        return self.step(run, inputs, self.in_one_piece(run))
+        return self.step(run, inputs, self.is_full_step(run))
 
-    def in_one_piece(self, run: Run) -> bool:
+    def is_full_step(self, run: ImageRun) -> bool:
         """Whether the next step of a run is one for all tokens."""
         entire = run.index < self.warmup or self.is_last(run.index)
         run.index += 1
@@ -109,14 +109,14 @@ class PipeFusion(nn.Module):
         given.apply_defaults()
         return list(given.arguments.values())
 
-    def begin(self, inputs: list[Any]) -> Run:
+    def begin(self, inputs: list[Any]) -> ImageRun:
         """The run that this call is a step of: a new one where an image begins and for inputs of other shapes."""
         new, number = self.clock.tick(inputs)
         shapes = tuple((x.shape, x.dtype) for x in leaves(inputs) if isinstance(x, Tensor))
         if new:
             self.forget()
         if number not in self.runs or self.runs[number].shapes != shapes:
-            self.runs[number] = Run(shapes)
+            self.runs[number] = ImageRun(shapes)
         return self.runs[number]
 
     def is_last(self, index: int) -> bool:
@@ -127,7 +127,7 @@ class PipeFusion(nn.Module):
         assert steps is not None
         return index >= steps - self.correct
 
-    def step(self, run: Run, inputs: list[Any], entire: bool) -> Any:
+    def step(self, run: ImageRun, inputs: list[Any], entire: bool) -> Any:
         """The result for all tokens, in one piece or patch by patch."""
         if self.links is not None:
             self.links.device = self.device
@@ -140,13 +140,20 @@ class PipeFusion(nn.Module):
                 self.patch(stage, run, inputs, early, patch, patches, values)
         return self.end(run, inputs, values, entire)
 
-    def early(self, number: int, run: Run, inputs: list[Any]) -> Any:
+    def early(self, number: int, run: ImageRun, inputs: list[Any]) -> Any:
         """What a stage computes that is the same for all patches."""
         stage = self.plan.stages[number]
         return stage.early(*inputs, *(run.fixed[name] for name in stage.fixed_used))
 
     def patch(
-        self, number: int, run: Run, inputs: list[Any], early: dict[int, Any], patch: int, patches: int, values: dict[str, Any]
+        self,
+        number: int,
+        run: ImageRun,
+        inputs: list[Any],
+        early: dict[int, Any],
+        patch: int,
+        patches: int,
+        values: dict[str, Any],
     ) -> None:
         """Run one stage on one patch; `values` has what goes from stage to stage."""
         stage, entire = self.plan.stages[number], number not in early
@@ -165,7 +172,7 @@ class PipeFusion(nn.Module):
         values.update(zip(stage.given, given, strict=True))
         self.give(number, run, patch, patches, entire, values)
 
-    def put(self, run: Run, row: Kept, value: Tensor, patch: int, patches: int, sizes: list[int]) -> None:
+    def put(self, run: ImageRun, row: PatchValue, value: Tensor, patch: int, patches: int, sizes: list[int]) -> None:
         """Keep what one patch gives to a value that is put together."""
         run.sizes[row.node] = sizes
         if patches == 1 and not row.inner:
@@ -173,7 +180,7 @@ class PipeFusion(nn.Module):
         else:
             run.cells[row.node] = keep(run.cells.get(row.node), value, patch, patches, row.dim, row.inner, sizes)
 
-    def end(self, run: Run, inputs: list[Any], values: dict[str, Any], entire: bool) -> Any:
+    def end(self, run: ImageRun, inputs: list[Any], values: dict[str, Any], entire: bool) -> Any:
         """What comes behind the last stage, in every process."""
         plan = self.plan
         if self.links is not None:
@@ -192,14 +199,14 @@ class PipeFusion(nn.Module):
         run.others = others
         return self.ended(run, inputs, run.cells, others)
 
-    def ended(self, run: Run, inputs: list[Any], cells: Mapping[Any, Tensor], others: Sequence[Any]) -> Any:
+    def ended(self, run: ImageRun, inputs: list[Any], cells: Mapping[Any, Tensor], others: Sequence[Any]) -> Any:
         """What comes behind the last stage."""
         wholes = [cells[row.node].clone() for row in self.plan.wholes]  # results may be views of them, which are written again
         return self.plan.tail(*inputs, *(run.fixed[name] for name in self.plan.fixed), *wholes, *others)
 
     # --- from stage to stage
 
-    def take(self, number: int, run: Run, patch: int, patches: int, entire: bool, values: dict[str, Any]) -> None:
+    def take(self, number: int, run: ImageRun, patch: int, patches: int, entire: bool, values: dict[str, Any]) -> None:
         """Receive what earlier stages send this one, where each has a process of its own."""
         if self.links is None:
             return
@@ -210,7 +217,7 @@ class PipeFusion(nn.Module):
                 values.update(zip(names, found, strict=False))
                 run.fixed.update(zip(fixed, found[len(names) :], strict=True))
 
-    def give(self, number: int, run: Run, patch: int, patches: int, entire: bool, values: dict[str, Any]) -> None:
+    def give(self, number: int, run: ImageRun, patch: int, patches: int, entire: bool, values: dict[str, Any]) -> None:
         """Send later stages what they take of this one, where each has a process of its own."""
         if self.links is None:
             return
@@ -233,7 +240,7 @@ class PipeFusion(nn.Module):
 
         Gives the largest difference over the largest value. Raises VerifyError for one larger than rounding in its dtype.
         """
-        inputs, run = self.bound(args, kwargs), Run(None)
+        inputs, run = self.bound(args, kwargs), ImageRun(None)
         with torch.no_grad():
             want = self.module(*args, **kwargs)
             worst = max(difference(want, self.step(run, inputs, entire)) for entire in (True, False))

@@ -17,14 +17,14 @@ from ...core.ir.graph import copy_nodes, insert
 from ...core.ir.subgraphs import SWITCHES
 from ...core.torch_internals import modules as pytree
 from ..planning.planner import CHECKS
-from .patches import Kept, Patcher, added, attended, part, put
+from .patches import Patcher, PatchValue, added, attended, part, put
 
 SENT = (Tensor, int, float, bool, complex, str, type(None), torch.dtype, torch.device)  # what goes from stage to stage
 TENTHS = 10  # of its share of the work, which a stage may have more
 
 
 @dataclass
-class Stage:
+class PipelineStage:
     """A part of the nodes, as three graphs. Values are known by the names of their nodes.
 
         entire(*arguments, patch, patches, *taken, *fixed_taken, *kept) -> (given, parts, fixed)
@@ -39,7 +39,7 @@ class Stage:
     entire: fx.GraphModule
     early: fx.GraphModule
     late: fx.GraphModule
-    kept: list[Kept]
+    kept: list[PatchValue]
     taken: dict[str, int]  # with the stage that gives it
     fixed_taken: dict[str, int]
     fixed_used: list[str]
@@ -53,15 +53,15 @@ class Stage:
 class Stages:
     """A graph in stages, and what comes behind the last: tail(*arguments, *fixed, *wholes, *others) -> result."""
 
-    stages: list[Stage]
+    stages: list[PipelineStage]
     tail: fx.GraphModule
     fixed: dict[str, int]  # for the tail, with the stage that gives it
-    wholes: list[Kept]  # what the tail puts together, in the last stage
+    wholes: list[PatchValue]  # what the tail puts together, in the last stage
     others: list[str]  # other values that the tail takes, in the last stage
     reads: set[int]  # positions of the arguments whose values the tail looks at
 
 
-class _Nodes:
+class _StageNodes:
     """The nodes of a patched graph by kind, and the stage of each.
 
     `late` ones are other for each patch; `fixed` ones are numbers read off those that are the same for each; `tail` ones come
@@ -73,7 +73,7 @@ class _Nodes:
         self.late: set[fx.Node] = set()
         self.fixed: set[fx.Node] = set()
         self.tail: set[fx.Node] = set()
-        self.wholes: list[Kept] = []
+        self.wholes: list[PatchValue] = []
         self.others: list[fx.Node] = []
         inputs = {patcher.patch, patcher.patches, *(kept.given for kept in patcher.kept)}
         for node in patcher.graph.nodes:
@@ -265,7 +265,7 @@ def staged(patcher: Patcher, root: nn.Module, number: int) -> Stages:
 
     Raises SpecError where it cannot be cut so often.
     """
-    nodes = _Nodes(patcher)
+    nodes = _StageNodes(patcher)
     cuts = [0, *nodes.cuts(number), len(nodes.order)]
     nodes.home = {node: s for s in range(number) for node in nodes.order[cuts[s] : cuts[s + 1]]}
     nodes.home.update({kept.node: number - 1 for kept in nodes.wholes})
@@ -279,7 +279,7 @@ def staged(patcher: Patcher, root: nn.Module, number: int) -> Stages:
     return Stages(stages, tail, {n.name: nodes.home[n] for n in fixed}, nodes.wholes, [n.name for n in nodes.others], reads)
 
 
-def _stage(nodes: _Nodes, root: nn.Module, number: int, last: int) -> Stage:
+def _stage(nodes: _StageNodes, root: nn.Module, number: int, last: int) -> PipelineStage:
     patcher, home = nodes.patcher, nodes.home
     own = {n for n, s in home.items() if s == number}
     late = own & nodes.late
@@ -304,7 +304,7 @@ def _stage(nodes: _Nodes, root: nn.Module, number: int, last: int) -> Stage:
     entire = _module(root, {*own, *whole}, [*patcher.arguments, *hand, *taken, *before, *cells], (given, parts, own_fixed))
     start = _module(root, early, [*patcher.arguments, *used], first)
     later = _module(root, inside | reads, [*hand, *first, *used, *taken, *cells], (given, parts))
-    return Stage(
+    return PipelineStage(
         entire, start, later, kept, {n.name: home[n] for n in taken}, {n.name: home[n] for n in before},
         [n.name for n in used], [n.name for n in given], [n.name for n in own_fixed], sum(map(nodes.work, late)),
         nodes.reads(early, first),

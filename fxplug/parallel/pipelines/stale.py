@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .pipeline import PipeFusion, Run
+from .pipeline import ImageRun, PipeFusion
 
 
 class StaleSequence(PipeFusion):
@@ -26,7 +26,7 @@ class StaleSequence(PipeFusion):
         super().forget()
         self.waiting: dict[int, Any] = {}  # by the run's identity: what is on its way
 
-    def step(self, run: Run, inputs: list[Any], entire: bool) -> Any:
+    def step(self, run: ImageRun, inputs: list[Any], entire: bool) -> Any:
         """The result for all tokens: in one piece, or by patches that go with what is kept of the others."""
         if entire:
             self.arrive(run)
@@ -52,7 +52,7 @@ class StaleSequence(PipeFusion):
                 self.arrive(run)
         return self.ended(run, inputs, run.cells, [])
 
-    def arrive(self, run: Run) -> None:
+    def arrive(self, run: ImageRun) -> None:
         """Keep what was on its way."""
         works, found, indices, sizes = self.waiting.pop(id(run), ([], [], [], []))
         for work in works:

@@ -10,10 +10,10 @@ from torch import Tensor, fx
 
 from ...core.torch_internals import modules as pytree
 from ..runtime.layouts import Layout
-from .found import Found
-from .planner import MustBeWhole, Planner
-from .streams import PARTS, Leaf, Number, Place, Step
-from .trials import Tries, is_value, name_of
+from .planner import NeedsGather, Planner
+from .sharding_plan import ShardingPlan
+from .streams import PARTS, ArgumentSplit, Leaf, Placement, StreamNumber
+from .trials import ShardTrials, is_value, name_of
 from .walk import Walk
 
 CAT = ("cat", "concat", "concatenate")
@@ -24,10 +24,10 @@ class Backward:
 
     numbers_count = True  # numbers in the model's code may count a stream, as those of heads and features do
 
-    def __init__(self, walk: Walk, tries: Tries) -> None:
+    def __init__(self, walk: Walk, tries: ShardTrials) -> None:
         self.walk, self.tries, self.fed = walk, tries, walk.fed()
         self.sizes: list[int] = []
-        self.planner = Planner(Found(walk, tries, {}), set(), False)
+        self.planner = Planner(ShardingPlan(walk, tries, {}), set(), False)
 
     def stream(self, size: int) -> int:
         """The number of the stream of this size, which is new where there is none."""
@@ -35,7 +35,7 @@ class Backward:
             self.sizes.append(size)
         return self.sizes.index(size)
 
-    def outcome(self, node: fx.Node, one: fx.Node, place: Place) -> Any:
+    def outcome(self, node: fx.Node, one: fx.Node, place: Placement) -> Any:
         """What an operation makes of one input that is split, in its best way; None where it cannot be."""
         streams = sorted(set(place.layout.streams))
         if len(streams) > len(PARTS):
@@ -47,19 +47,19 @@ class Backward:
         self.planner.found.origins[:] = [(node, -1)] * len(streams)
         inputs = node.all_input_nodes
         for other in inputs:
-            self.planner.values[other] = pytree.tree_map(self.sized, self.planner.whole(other), is_leaf=is_value)
+            self.planner.values[other] = pytree.tree_map(self.sized, self.planner.full_value(other), is_leaf=is_value)
         self.planner.values[one] = Leaf(self.walk.values[one], renamed(place, table))
         sized = [index for index, other in enumerate(inputs) if self.planner.found.hangs_on_sizes(other)]
         try:
             got = self.planner.result(node, [inputs.index(one)], sized)
-        except MustBeWhole:
+        except NeedsGather:
             return None
         if got is None or len(self.tries.streams.true) > len(streams):  # a stream of something else
             return None
         step, kinds, written = got
         back = {index: stream for stream, index in table.items()}
         splits = tuple((index, renamed(p, back)) for index, p in step.splits)
-        return step._replace(splits=splits), [renamed(k, back) if isinstance(k, Place) else k for k in kinds], written
+        return step._replace(splits=splits), [renamed(k, back) if isinstance(k, Placement) else k for k in kinds], written
 
     def sized(self, leaf: Any) -> Any:
         """A number that the graph computes: one that hangs on the stream where it is a multiple of its size."""
@@ -67,9 +67,9 @@ class Backward:
         if self.numbers_count or type(leaf) is not int or leaf < 2 or leaf % size:
             return leaf
         times = leaf // size
-        return Number(leaf, times * streams.small[0], tuple(times * n for n in streams.parts[0]))
+        return StreamNumber(leaf, times * streams.small[0], tuple(times * n for n in streams.parts[0]))
 
-    def before(self, node: fx.Node, wanted: Place) -> list[tuple[fx.Node, Place]] | None:
+    def before(self, node: fx.Node, wanted: Placement) -> list[tuple[fx.Node, Placement]] | None:
         """The inputs whose parts give this part of a value; None where no parts do."""
         if node.op == "placeholder":
             return None
@@ -84,13 +84,13 @@ class Backward:
             if got is None:
                 continue
             step, kinds, written = got
-            if step.gathers or step.add or written or (not self.numbers_count and step._replace(splits=()) != Step()):
+            if step.gathers or step.add or written or (not self.numbers_count and step._replace(splits=()) != ArgumentSplit()):
                 continue
             if isinstance(member, int) and member < len(kinds) and kinds[member] == wanted:
                 return [(inputs[index], place), *((inputs[other], p) for other, p in step.splits)]
         return None
 
-    def joined(self, node: fx.Node, wanted: Place) -> list[tuple[fx.Node, Place]] | None:
+    def joined(self, node: fx.Node, wanted: Placement) -> list[tuple[fx.Node, Placement]] | None:
         """Of what is put behind each other: each its run of the streams."""
         along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
         parts = node.args[0]
@@ -109,10 +109,10 @@ class Backward:
                 run.append(left.pop(0))
             if wanted.layout.inner * sum(self.sizes[s] for s in run) != size:
                 return None
-            found.append((one, Place(wanted.dim, wanted.layout._replace(streams=tuple(run)))))
+            found.append((one, Placement(wanted.dim, wanted.layout._replace(streams=tuple(run)))))
         return found
 
-    def guesses(self, node: fx.Node, wanted: Place) -> Iterator[tuple[int, Place]]:
+    def guesses(self, node: fx.Node, wanted: Placement) -> Iterator[tuple[int, Placement]]:
         """Inputs and how they may be split, the likeliest first."""
         layout, rank = wanted.layout, getattr(self.walk.values[node], "ndim", 0)
         runs = sorted(dict.fromkeys(layout.runs()), key=lambda run: -len(run))
@@ -129,7 +129,7 @@ class Backward:
                         continue
                     inners = sorted((n for n in range(1, times + 1) if times % n == 0), key=lambda n: (n != layout.inner, n))
                     for number, inner in enumerate(inners):
-                        place = Place(dim, Layout(run, times // inner, inner))
+                        place = Placement(dim, Layout(run, times // inner, inner))
                         if number < 2 and len(run) == len(layout.streams):
                             yield index, place
                         else:
@@ -137,6 +137,6 @@ class Backward:
         yield from later[:24]
 
 
-def renamed(place: Place, table: dict[int, int]) -> Place:
+def renamed(place: Placement, table: dict[int, int]) -> Placement:
     """A place with the numbers of its streams as a table has them."""
-    return Place(place.dim, place.layout._replace(streams=tuple(table[stream] for stream in place.layout.streams)))
+    return Placement(place.dim, place.layout._replace(streams=tuple(table[stream] for stream in place.layout.streams)))

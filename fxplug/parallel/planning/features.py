@@ -16,11 +16,11 @@ from torch import Tensor, fx
 from ...core.ir.traced_module import TracedModule
 from ..runtime.layouts import Layout
 from .backward import CAT, Backward, renamed
-from .found import Found, Unsplittable
 from .opened_layers import opened
-from .planner import plan_again, planned
-from .streams import Place, Step
-from .trials import Tries, elements, leaves_of, name_of
+from .planner import planned, replan
+from .sharding_plan import ShardingPlan, Unsplittable
+from .streams import ArgumentSplit, Placement
+from .trials import ShardTrials, elements, leaves_of, name_of
 from .walk import Walk, walk
 
 WAYS = 12  # kinds of streams that are tried for one layer
@@ -29,12 +29,12 @@ FAR = 40  # operations that are followed behind what is split
 
 
 @dataclass
-class Pair:
+class LayerPair:
     """A layer that contracts features, and where they are born: weights and how they are split."""
 
     closing: fx.Node
-    starts: dict[fx.Node, Place] = field(default_factory=dict)
-    split: dict[fx.Node, Place] = field(default_factory=dict)  # what is split on the way, and the weights of the layer itself
+    starts: dict[fx.Node, Placement] = field(default_factory=dict)
+    split: dict[fx.Node, Placement] = field(default_factory=dict)  # what is split on the way, and the layer's own weights
     work: int = 0
     leaks: int = 0  # readers of what is split that are not on the way
     refined: list[tuple[tuple[int, ...], int]] = field(default_factory=list)  # other streams to try, and elements of a token
@@ -45,13 +45,13 @@ class Pair:
 class Features(Backward):
     """Looks for pairs of layers in a graph whose layers are opened, for a number of processes."""
 
-    def __init__(self, walk: Walk, tries: Tries, number: int) -> None:
+    def __init__(self, walk: Walk, tries: ShardTrials, number: int) -> None:
         super().__init__(walk, tries)
         self.number = number
         self.why: dict[fx.Node, str] = {}
         self.aside = {n for n, value in walk.values.items() if not any(isinstance(v, Tensor) for v in leaves_of(value))}
 
-    def best(self) -> Found:
+    def best(self) -> ShardingPlan:
         """The plan of all pairs that go without a gather. Raises Unsplittable where there are none."""
         pairs = [pair for node in self.walk.graph.nodes if node in self.walk.work and (pair := self.pair(node)) is not None]
         pairs = self.agreed(pairs)
@@ -67,16 +67,16 @@ class Features(Backward):
             pairs = [pair for pair in pairs if all(pair is not one for one, _ in bad)]
         raise Unsplittable(next((f"'{n.name}': {why}" for n, why in self.why.items()), "no layer takes what another gives"))
 
-    def plan(self, tries: Tries, starts: dict[fx.Node, Place]) -> Found:
+    def plan(self, tries: ShardTrials, starts: dict[fx.Node, Placement]) -> ShardingPlan:
         """The plan of these starts; its streams are those that are used."""
         used = sorted({stream for place in starts.values() for stream in place.layout.streams})
         table = {stream: index for index, stream in enumerate(used)}
-        again: dict[fx.Node, int | Place] = {node: renamed(place, table) for node, place in starts.items()}
+        again: dict[fx.Node, int | Placement] = {node: renamed(place, table) for node, place in starts.items()}
         return planned(self.walk, tries, again, streams=[self.sizes[stream] for stream in used])
 
-    def agreed(self, pairs: list[Pair]) -> list[Pair]:
+    def agreed(self, pairs: list[LayerPair]) -> list[LayerPair]:
         """Pairs of which no two split one value in other ways: those stay that stand best by themselves."""
-        known: dict[Any, Place] = {}
+        known: dict[Any, Placement] = {}
         found = []
         for pair in sorted(pairs, key=lambda p: (p.leaks > 0, bool(p.stuck), -p.work)):
             claims = {n.target if n.op == "get_attr" else n: place for n, place in pair.split.items()}
@@ -88,9 +88,9 @@ class Features(Backward):
                 self.why[pair.closing] = f"'{odd}' is split otherwise for another layer"
         return found
 
-    def broken(self, found: Found, pairs: list[Pair]) -> list[tuple[Pair, str]]:
+    def broken(self, found: ShardingPlan, pairs: list[LayerPair]) -> list[tuple[LayerPair, str]]:
         """Pairs from which something must be gathered, or that do not close, and why."""
-        bad: dict[int, tuple[Pair, str]] = {}
+        bad: dict[int, tuple[LayerPair, str]] = {}
         for pair in pairs:
             if not found.summed(pair.closing):
                 bad[id(pair)] = pair, "what it is given is not split as its weight is"
@@ -99,7 +99,7 @@ class Features(Backward):
             mine = {node} & set(found.starts)
             for one in node.all_input_nodes:
                 mine |= from_starts.get(one, set())
-            step = found.steps.get(node, Step())
+            step = found.steps.get(node, ArgumentSplit())
             inputs = node.all_input_nodes
             lost = {start for index in step.gathers for start in from_starts.get(inputs[index], ())}
             if node.op == "output":
@@ -113,9 +113,9 @@ class Features(Backward):
 
     # --- one pair
 
-    def pair(self, closing: fx.Node) -> Pair | None:
+    def pair(self, closing: fx.Node) -> LayerPair | None:
         """The best way to split what a layer contracts, None where there is none (then `why` has the reason)."""
-        found: list[Pair] = []
+        found: list[LayerPair] = []
         for one, dim in self.contracted(closing):
             size = self.walk.values[one].shape[dim]
             todo: list[tuple[tuple[int, ...], int]] = [((size,), 1)]
@@ -153,22 +153,23 @@ class Features(Backward):
             for dim in reversed(range(value.dim())):
                 if value.shape[dim] < 2:
                     continue
-                step = self.outcome(closing, one, Place(dim, Layout((self.stream(value.shape[dim]),))))
+                step = self.outcome(closing, one, Placement(dim, Layout((self.stream(value.shape[dim]),))))
                 if step is not None and step[0].add and not step[0].mean:
                     weights = [inputs[index] for index, _ in step[0].splits]
                     if weights and not any(w in self.fed for w in weights):
                         yield one, dim
                         return
 
-    def trial(self, closing: fx.Node, one: fx.Node, dim: int, sizes: tuple[int, ...], inner: int) -> Pair | None:
+    def trial(self, closing: fx.Node, one: fx.Node, dim: int, sizes: tuple[int, ...], inner: int) -> LayerPair | None:
         """Follow the features that a layer contracts back, in streams of these sizes."""
         layout = Layout(tuple(self.stream(size) for size in sizes), 1, inner)
-        if (got := self.outcome(closing, one, Place(dim, layout))) is None or not got[0].add:
+        if (got := self.outcome(closing, one, Placement(dim, layout))) is None or not got[0].add:
             return None
         inputs = closing.all_input_nodes
-        pair = Pair(closing, split={inputs[i]: p for i, p in got[0].splits}, work=self.walk.work[closing], finest=min(sizes))
-        known: dict[fx.Node, Place] = {}
-        todo = [(one, Place(dim, layout))]
+        split = {inputs[i]: p for i, p in got[0].splits}
+        pair = LayerPair(closing, split=split, work=self.walk.work[closing], finest=min(sizes))
+        known: dict[fx.Node, Placement] = {}
+        todo = [(one, Placement(dim, layout))]
         while todo:
             node, place = todo.pop()
             if node in known:
@@ -192,7 +193,7 @@ class Features(Backward):
             pair.starts.clear()
         return pair
 
-    def leaks(self, split: dict[fx.Node, Place], known: set[fx.Node]) -> tuple[int, dict[fx.Node, Place]]:
+    def leaks(self, split: dict[fx.Node, Placement], known: set[fx.Node]) -> tuple[int, dict[fx.Node, Placement]]:
         """How many readers of what is split, other than those that are known, must have all of it, or a large sum.
 
         And what those that do with parts, such as low-rank updates, split for that.
@@ -214,13 +215,13 @@ class Features(Backward):
                     items = [one for one in user.users if one.target is operator.getitem and one not in seen]
                     members = {one: got[1][one.args[1]] for one in items}
                     seen.update(members)
-                    todo += [(one, kind) for one, kind in members.items() if isinstance(kind, Place)]
-                elif not got[0].add and isinstance(got[1][0], Place):
+                    todo += [(one, kind) for one, kind in members.items() if isinstance(kind, Placement)]
+                elif not got[0].add and isinstance(got[1][0], Placement):
                     todo.append((user, got[1][0]))
         return found, more
 
     def refined(
-        self, node: fx.Node, place: Place, sizes: tuple[int, ...], inner: int
+        self, node: fx.Node, place: Placement, sizes: tuple[int, ...], inner: int
     ) -> Iterator[tuple[tuple[int, ...], int]]:
         """Smaller streams with more elements a token, or several streams, by which it may go on before a node."""
         inputs = [self.walk.values[n] for n in node.all_input_nodes if isinstance(self.walk.values[n], Tensor)]
@@ -238,9 +239,10 @@ class Features(Backward):
 
 
 def find(
-    gm: TracedModule, mode: bool, call: Any, number: int, paths: frozenset[str] = frozenset(), before: Found | None = None,
+    gm: TracedModule, mode: bool, call: Any, number: int, paths: frozenset[str] = frozenset(),
+    before: ShardingPlan | None = None,
     memory: dict[int, dict[Any, Any]] | None = None,
-) -> tuple[frozenset[str], Found]:
+) -> tuple[frozenset[str], ShardingPlan]:
     """The layers that are opened for a plan over features, by path, and the plan of the graph of a mode after that.
 
     `paths`, `before` and `memory` are those of the other mode, where there is one: weights are split once. Raises
@@ -249,24 +251,24 @@ def find(
     if before is None:
         every = opened(gm)
         walked = walk(every, every.graphs[mode], *call)
-        first = Features(walked, Tries(every, 0, memory=memory), number).best()
+        first = Features(walked, ShardTrials(every, 0, memory=memory), number).best()
         used = {n.meta["opened"] for n in walked.graph.nodes if "opened" in n.meta and (first.is_split(n) or n in first.steps)}
         paths = frozenset(used)
     else:
         first = before
-    born = {str(node.target): place for node, place in first.starts.items() if isinstance(place, Place)}
+    born = {str(node.target): place for node, place in first.starts.items() if isinstance(place, Placement)}
     some = opened(gm, paths)
     walked = walk(some, some.graphs[mode], *call)
     starts = {n: born[str(n.target)] for n in walked.graph.nodes if n.op == "get_attr" and str(n.target) in born}
     sizes = first.sizes[: 1 + max(stream for place in born.values() for stream in place.layout.streams)]
-    found = planned(walked, Tries(some, 0, memory=memory), starts, streams=sizes)
-    plan_again(found, Tries(some, 1, memory=memory))
+    found = planned(walked, ShardTrials(some, 0, memory=memory), starts, streams=sizes)
+    replan(found, ShardTrials(some, 1, memory=memory))
     if before is None:
         found.why = {**_reasons(first, walked.graph, paths), **found.why}
     return paths, found
 
 
-def _reasons(first: Found, graph: fx.Graph, paths: frozenset[str]) -> dict[fx.Node, str]:
+def _reasons(first: ShardingPlan, graph: fx.Graph, paths: frozenset[str]) -> dict[fx.Node, str]:
     """Why layers stay whole, in a graph where fewer are opened."""
     names = {node.name: node for node in graph.nodes}
     calls = {str(node.target): node for node in reversed(graph.nodes) if node.op == "call_module"}

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...core.torch_internals import modules as pytree
-from .streams import Leaf, Number
+from .streams import Leaf, StreamNumber
 from .trials import is_value, leaves_of, name_of
 
 PLAIN = (Tensor, int, float, bool, complex, str, type(None), tuple, list, dict)
@@ -40,11 +40,11 @@ def is_placed(leaf: Any) -> bool:
     return isinstance(leaf, Leaf) and leaf.place is not None
 
 
-def again_like(true: Any, kind: Any) -> Any:
+def leaf_like(true: Any, kind: Any) -> Any:
     """A leaf of a result like one that was tried before."""
     if isinstance(true, Tensor):
         return Leaf(true, kind)
-    return kind if isinstance(kind, Number) else true
+    return kind if isinstance(kind, StreamNumber) else true
 
 
 def signature(value: Any) -> Any:
@@ -55,7 +55,7 @@ def signature(value: Any) -> Any:
             known = not leaf.tensor.is_meta
             content = leaf.tensor.cpu().numpy().tobytes() if known else b""
             found.append((tuple(leaf.tensor.shape), leaf.tensor.dtype, leaf.place, content))
-        elif isinstance(leaf, (int, float, bool, str, type(None), Number)):
+        elif isinstance(leaf, (int, float, bool, str, type(None), StreamNumber)):
             found.append((type(leaf), leaf))
         else:
             found.append(repr(leaf))

@@ -13,10 +13,10 @@ from ...core.ir import ops
 from ...core.ir.graph import ENTRY
 from ...core.torch_internals import modules as pytree
 from ..runtime.layouts import Layout
-from .found import Found, Unsplittable, told
-from .operations import again_like, arguments, is_placed, is_plain_result, normed, signature
-from .streams import Leaf, Number, Place, Step
-from .trials import Tries, is_value, leaves_of, name_of, numbered
+from .operations import arguments, is_placed, is_plain_result, leaf_like, normed, signature
+from .sharding_plan import ShardingPlan, Unsplittable, node_label
+from .streams import ArgumentSplit, Leaf, Placement, StreamNumber
+from .trials import ShardTrials, is_value, leaves_of, name_of, numbered
 from .walk import Walk
 
 CHECKS = (*ENTRY, ops.guard, ops.check_added, ops.check_state)
@@ -26,19 +26,19 @@ MANY = 12  # choices of numbers that are scaled
 LONG = 32  # a dimension that is longer is shorter in a try
 
 
-class MustBeWhole(Exception):
+class NeedsGather(Exception):
     """A value that must be whole, found when the graph had gone on from it."""
 
 
 def planned(
     walk: Walk,
-    tries: Tries,
-    starts: Mapping[fx.Node, int | Place],
+    tries: ShardTrials,
+    starts: Mapping[fx.Node, int | Placement],
     one: bool = False,
     streams: Sequence[int] = (),
     grains: Mapping[fx.Node, int] | None = None,
     kind: type[Planner] | None = None,
-) -> Found:
+) -> ShardingPlan:
     """A plan from these starts: values whose dimension is split from there on. With `one` all are of one stream.
 
     A start that is a place is of the streams with these sizes, which are numbers in the model's code: heads, features.
@@ -48,28 +48,28 @@ def planned(
     while True:
         tries.streams.clear()
         tries.streams.true[:] = streams
-        found = Found(walk, tries, dict(starts), grains=dict(grains or {}))
+        found = ShardingPlan(walk, tries, dict(starts), grains=dict(grains or {}))
         for stream in range(len(streams)):
-            here = ((n, p.dim) for n, p in starts.items() if isinstance(p, Place) and stream in p.layout.streams)
+            here = ((n, p.dim) for n, p in starts.items() if isinstance(p, Placement) and stream in p.layout.streams)
             found.origins.append(next(here))
         try:
             found = (kind or Planner)(found, forced, one).run()
             found.sizes, found.settings = list(tries.streams.true), (one, streams, grains, kind)
             return found
-        except MustBeWhole as error:
+        except NeedsGather as error:
             (node,) = error.args
             more = walk.roots(node) | {node}
             if more <= forced or len(forced) > 40:
-                raise Unsplittable(f"{told(node)} is written in place, and what is written lies otherwise") from None
+                raise Unsplittable(f"{node_label(node)} is written in place, and what is written lies otherwise") from None
             forced |= more
 
 
-def plan_again(found: Found, tries: Tries) -> None:
+def replan(found: ShardingPlan, tries: ShardTrials) -> None:
     """Make a plan once more, with other random values. Raises Unsplittable where it is another one then."""
     again = planned(found.walk, tries, found.starts, *found.settings)
     for node in found.walk.graph.nodes:
         if found.steps.get(node) != again.steps.get(node):
-            raise Unsplittable(f"{told(node)} does other things with other random values")
+            raise Unsplittable(f"{node_label(node)} does other things with other random values")
 
 
 class Planner:
@@ -77,13 +77,13 @@ class Planner:
 
     means = False  # over tokens are believed: they are tried on tokens that differ
 
-    def __init__(self, found: Found, forced: set[fx.Node], one: bool) -> None:
+    def __init__(self, found: ShardingPlan, forced: set[fx.Node], one: bool) -> None:
         self.found, self.forced, self.one = found, forced, one
         self.walk, self.tries, self.values = found.walk, found.tries, found.values
         self.tries.writes = self.walk.writes
         self.counted = len(found.tries.streams.true)  # streams that numbers in the model's code count
 
-    def run(self) -> Found:
+    def run(self) -> ShardingPlan:
         """The plan. Raises Unsplittable."""
         for node in self.walk.graph.nodes:
             if node.op == "output":
@@ -96,14 +96,14 @@ class Planner:
                     self.begin_split(node, self.found.starts[node])
         return self.found
 
-    def whole(self, node: fx.Node) -> Any:
+    def full_value(self, node: fx.Node) -> Any:
         """The value of a node of which each process has all."""
         return pytree.tree_map(lambda v: Leaf(v, None) if isinstance(v, Tensor) else v, self.walk.values[node])
 
-    def begin_split(self, node: fx.Node, dim: int | Place) -> None:
+    def begin_split(self, node: fx.Node, dim: int | Placement) -> None:
         """Split a value from here on, along a dimension or as a place says. Raises Unsplittable where it has no such one."""
         value = self.values[node]
-        if isinstance(dim, Place):
+        if isinstance(dim, Placement):
             self.values[node] = Leaf(value.tensor, dim)
             return
         if not isinstance(value, Leaf) or not -value.tensor.dim() <= dim < value.tensor.dim():
@@ -111,7 +111,7 @@ class Planner:
         dim %= value.tensor.dim()
         inner = self.found.grains.get(node, 1)
         layout = Layout((self.stream(node, dim, value.tensor.shape[dim] // inner),), 1, inner)
-        self.values[node] = Leaf(value.tensor, Place(dim, layout))
+        self.values[node] = Leaf(value.tensor, Placement(dim, layout))
 
     def stream(self, node: fx.Node, dim: int, size: int) -> int:
         """The stream of a dimension: what begins there, with `one` any of its size, else a new one. Raises Unsplittable."""
@@ -131,14 +131,14 @@ class Planner:
         sized = [i for i, n in enumerate(inputs) if self.found.hangs_on_sizes(n)]
         true = self.walk.values[node]
         if node in self.walk.random:
-            return self.drawn(node, split)
+            return self.random_value(node, split)
         if node.op in ("placeholder", "get_attr") or not (split or sized) or node.target in FACTS:
-            return self.whole(node)
+            return self.full_value(node)
         passes_on = node.target is ops.check_added and self.found.is_split(inputs[0])  # the value that it checks
         if node.target in CHECKS and not passes_on:
-            self.found.steps[node] = Step(whole_numbers=True)
-            return self.whole(node)
-        everything = Step(gathers=tuple(split), whole_numbers=True)
+            self.found.steps[node] = ArgumentSplit(whole_numbers=True)
+            return self.full_value(node)
+        everything = ArgumentSplit(gathers=tuple(split), whole_numbers=True)
         if node in self.forced or not is_plain_result(true):
             return self.gathered(node, everything, "its result is one of another kind" if node not in self.forced else "")
         if (value := self.attention(node)) is not None:
@@ -147,33 +147,33 @@ class Planner:
         if outcome is None:
             for one in self.walk.writes.get(node, ()):
                 if self.found.is_split(one):
-                    raise MustBeWhole(one)  # what is written must be the memory itself, not what is gathered of it
+                    raise NeedsGather(one)  # what is written must be the memory itself, not what is gathered of it
             return self.mixed(node, everything)
         step, kinds, written = outcome
         for index in written:
-            self.check_written(inputs[index])
-        if step != Step():
+            self.check_mutation(inputs[index])
+        if step != ArgumentSplit():
             self.found.steps[node] = step
         if step.gathers:
             self.found.why[node] = "one of its values must be whole"
         leaves, tree = pytree.tree_flatten(true)
-        return pytree.tree_unflatten([again_like(leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)], tree)
+        return pytree.tree_unflatten([leaf_like(leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)], tree)
 
-    def drawn(self, node: fx.Node, split: list[int]) -> Any:
+    def random_value(self, node: fx.Node, split: list[int]) -> Any:
         """The value of an operation that draws random numbers: the first process's, split again where tokens were split."""
         roots = {root for one in self.walk.writes.get(node, ()) for root in self.walk.roots(one)}
         mine, behind = {node}, itertools.dropwhile(lambda n: n is not node, self.walk.graph.nodes if roots else ())
         for later in itertools.islice(behind, 1, None):
             if any(one not in mine and self.walk.roots(one) & roots for one in later.all_input_nodes):
-                raise Unsplittable(f"{told(node)} draws random numbers into a value that is read later: let it give a new one")
+                raise Unsplittable(f"{node_label(node)} draws random numbers into a value read later: return a new tensor")
             if not mine.isdisjoint(later.all_input_nodes):
                 mine.add(later)
         if not isinstance(self.walk.values[node], Tensor):
-            raise Unsplittable(f"{told(node)} draws random numbers and gives more than a tensor: make dropout a layer")
-        step = Step(gathers=tuple(split), whole_numbers=True, same=True)
+            raise Unsplittable(f"{node_label(node)} draws random numbers and gives more than a tensor: make dropout a layer")
+        step = ArgumentSplit(gathers=tuple(split), whole_numbers=True, same=True)
         return self.gathered(node, step, "it draws random numbers, which are the first process's everywhere", again=True)
 
-    def gathered(self, node: fx.Node, step: Step, why: str, again: bool = False) -> Any:
+    def gathered(self, node: fx.Node, step: ArgumentSplit, why: str, again: bool = False) -> Any:
         """The value of a node that runs on whole inputs: note this step, and why; split `again` if it is shaped as an input."""
         if again:
             inputs, true = [node.all_input_nodes[index] for index in step.gathers], self.walk.values[node]
@@ -182,9 +182,9 @@ class Planner:
         self.found.steps[node] = step
         if step.gathers or step.same:
             self.found.why[node] = why or "it is written in place"
-        return Leaf(self.walk.values[node], step.cut) if step.cut else self.whole(node)
+        return Leaf(self.walk.values[node], step.cut) if step.cut else self.full_value(node)
 
-    def mixed(self, node: fx.Node, everything: Step) -> Any:
+    def mixed(self, node: fx.Node, everything: ArgumentSplit) -> Any:
         """The value of an operation that no repair makes run on parts; samples stay apart behind it."""
         again = self.one and isinstance(self.walk.values[node], Tensor) and node not in self.walk.writes
         return self.gathered(node, everything, "it mixes tokens", again)
@@ -222,7 +222,7 @@ class Planner:
         """The first step that works, what the leaves of the result are then, and whether an input is written."""
         if self.counted and (done := self.feature_norm(node, split)) is not None:
             return done
-        steps = list(self.ways(node, split, sized))
+        steps = list(self.repairs(node, split, sized))
         if (less := self.lessened(node, split, sized)) is not None:
             for step in steps:
                 if not step.gathers and (got := self.attempt(node, step, split, *less)) is not None:
@@ -265,13 +265,13 @@ class Planner:
 
         return {one: pytree.tree_map(less, self.values[one], is_leaf=is_value) for one in inputs}, pytree.tree_map(less, true)
 
-    def attempt(self, node: fx.Node, step: Step, split: list[int], values: dict[fx.Node, Any], true: Any) -> Any:
+    def attempt(self, node: fx.Node, step: ArgumentSplit, split: list[int], values: dict[fx.Node, Any], true: Any) -> Any:
         """What a step makes of a node, as `outcome` gives it; None where parts do not give what the whole does.
 
         `values` are those of its inputs, and `true` is what it gives on them.
         """
         inputs, used = node.all_input_nodes, self.tries.used
-        result = self.tries.tried(node, values, step)
+        result = self.tries.run_parts(node, values, step)
         if result is None:
             return None
         whole, parts, given = result
@@ -285,7 +285,7 @@ class Planner:
         ratio = bool(step.scaled) and not split  # of features to heads: the same everywhere
         layouts = list(dict.fromkeys(sizes))
         found = self.tries.placed(true, whole, parts, layouts, from_parts, from_sizes and not ratio)
-        if found is None or (ratio and any(isinstance(leaf, Number) for leaf in leaves_of(found[0]))):
+        if found is None or (ratio and any(isinstance(leaf, StreamNumber) for leaf in leaves_of(found[0]))):
             return None
         if isinstance(found[1], tuple) and not (self.counted or (self.means and not step.gathers and not step.splits)):
             return None  # a mean over tokens, by chance
@@ -293,34 +293,34 @@ class Planner:
             return None
         written = []
         for index, one in enumerate(inputs):
-            state = self.tries.left(given[one], values[one])
+            state = self.tries.mutated_inputs(given[one], values[one])
             if state is None or (state and (index in step.gathers or index in dict(step.splits))):
-                raise MustBeWhole(one)  # it writes into what would be a copy, or what it writes lies otherwise
+                raise NeedsGather(one)  # it writes into what would be a copy, or what it writes lies otherwise
             written += [index] * state
         value, add = found
         kinds = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in leaves_of(value)]
         return step._replace(add=bool(add), mean=add if isinstance(add, tuple) else ()), kinds, written
 
-    def check_written(self, value: fx.Node) -> None:
+    def check_mutation(self, value: fx.Node) -> None:
         """Refuse writing into memory that the graph shares and a plan does not: that of a copy, gathered or split."""
-        step = self.found.steps.get(value, Step())
+        step = self.found.steps.get(value, ArgumentSplit())
         if value in self.walk.views and not step.same:  # what was drawn is read through this value alone (`drawn`)
             if step.gathers or step.splits:
-                raise Unsplittable(f"{told(value)} is written in place, and is the memory of another value")
+                raise Unsplittable(f"{node_label(value)} is written in place, and is the memory of another value")
             for one in value.all_input_nodes:
-                self.check_written(one)
+                self.check_mutation(one)
 
-    def ways(self, node: fx.Node, split: list[int], sized: list[int]) -> Iterator[Step]:
+    def repairs(self, node: fx.Node, split: list[int], sized: list[int]) -> Iterator[ArgumentSplit]:
         """Repairs, the cheapest first."""
         inputs = node.all_input_nodes
         numbers = self.scaled(node, split) if self.counted else []
         if not split:
-            yield from (Step(scaled=some) for some in numbers)
-        yield Step()
+            yield from (ArgumentSplit(scaled=some) for some in numbers)
+        yield ArgumentSplit()
         if sized:
-            yield Step(whole_numbers=True)
+            yield ArgumentSplit(whole_numbers=True)
         if split:
-            yield from (Step(scaled=some) for some in numbers)
+            yield from (ArgumentSplit(scaled=some) for some in numbers)
         wholes = [
             i for i, n in enumerate(inputs) if isinstance(self.values[n], Leaf) and self.values[n].place is None
         ]  # fmt: skip
@@ -333,7 +333,7 @@ class Planner:
             if isinstance(value, Leaf) and value.place:
                 from_end = value.place.dim - value.tensor.dim()
                 sizes.setdefault(value.place.layout.total(true), (value.place.layout, from_end))
-        choices: list[list[tuple[int, Place]]] = []
+        choices: list[list[tuple[int, Placement]]] = []
         for index in wholes:
             tensor = self.values[inputs[index]].tensor
             fits = [(d, *sizes[n]) for d, n in enumerate(tensor.shape) if n in sizes and n > 1]
@@ -344,24 +344,24 @@ class Planner:
                     times, rest = divmod(tensor.shape[end] if -end <= dims else 1, sum(true[s] for s in layout.streams))
                     fits += [(end + dims, Layout(layout.streams, 1, times), end)] if times and not rest else []
             if fits:
-                choices.append([(index, Place(d, layout)) for d, layout, _ in fits[:2]])
+                choices.append([(index, Placement(d, layout)) for d, layout, _ in fits[:2]])
         flags = [False, True] if sized else [False]
         if 0 < len(choices) <= MOST:
             for flag in flags:
                 for picked in itertools.product(*choices):
-                    yield Step(splits=tuple(picked), whole_numbers=flag)
-                    yield from (Step(splits=tuple(picked), whole_numbers=flag, scaled=some) for some in numbers)
+                    yield ArgumentSplit(splits=tuple(picked), whole_numbers=flag)
+                    yield from (ArgumentSplit(splits=tuple(picked), whole_numbers=flag, scaled=some) for some in numbers)
                 if len(choices) > 1:
-                    yield from (Step(splits=(one,), whole_numbers=flag) for one in itertools.chain(*choices))
+                    yield from (ArgumentSplit(splits=(one,), whole_numbers=flag) for one in itertools.chain(*choices))
         if self.counted and split:
             for odd in choices if 2 < len(choices) <= MOST else ():  # such as a mask, which is for all heads
                 rest = itertools.product(*(choice for choice in choices if choice is not odd))
-                yield from (Step(splits=tuple(picked), whole_numbers=flag) for picked in rest for flag in flags)
+                yield from (ArgumentSplit(splits=tuple(picked), whole_numbers=flag) for picked in rest for flag in flags)
             for one in itertools.chain(*choices[:MOST]):
-                yield from (Step(splits=(one,), once=(index,)) for index in wholes if index != one[0])
+                yield from (ArgumentSplit(splits=(one,), once=(index,)) for index in wholes if index != one[0])
         if len(split) > 1:
             for index in reversed(split):
-                yield from (Step(gathers=(index,), whole_numbers=flag) for flag in flags)
+                yield from (ArgumentSplit(gathers=(index,), whole_numbers=flag) for flag in flags)
 
     def scaled(self, node: fx.Node, split: list[int]) -> list[tuple[tuple[int, tuple[int, ...]], ...]]:
         """Which numbers among a node's arguments may count heads or features of this process: one at a time, then more."""
@@ -385,7 +385,7 @@ class Planner:
         some: list[Any] = [*found, *itertools.islice(itertools.product(*choices), 4)] if len(choices) > 1 else found
         return some[:MANY]
 
-    def joined(self, node: fx.Node, split: list[int], wholes: list[int]) -> Iterator[Step]:
+    def joined(self, node: fx.Node, split: list[int], wholes: list[int]) -> Iterator[ArgumentSplit]:
         """What is put behind tokens becomes tokens: a stream of its own."""
         inputs = node.all_input_nodes
         value = self.values[inputs[split[0]]]
@@ -397,18 +397,18 @@ class Planner:
             splits = []
             for index in wholes:
                 tensor = self.values[inputs[index]].tensor
-                splits.append((index, Place(at, Layout((self.known_tokens(inputs[index], at, tensor.shape[at]),)))))
-            yield Step(splits=tuple(splits))
+                splits.append((index, Placement(at, Layout((self.stream_of(inputs[index], at, tensor.shape[at]),)))))
+            yield ArgumentSplit(splits=tuple(splits))
 
-    def known_tokens(self, node: fx.Node, dim: int, size: int) -> int:
+    def stream_of(self, node: fx.Node, dim: int, size: int) -> int:
         """The stream of a whole value: one that began in the same tokens, as keys do in those of queries, or a new one."""
-        mine = self.same_tokens(node, size)
+        mine = self.token_sources(node, size)
         for index, (origin, _) in enumerate(self.found.origins):
-            if self.tries.streams.true[index] == size and mine & self.same_tokens(origin, size):
+            if self.tries.streams.true[index] == size and mine & self.token_sources(origin, size):
                 return index
         return self.stream(node, dim, size)
 
-    def same_tokens(self, node: fx.Node, size: int) -> set[fx.Node]:
+    def token_sources(self, node: fx.Node, size: int) -> set[fx.Node]:
         """A value and those it is computed from, as far as all have a dimension of this size."""
         found: set[fx.Node] = set()
         todo = [node]
@@ -428,12 +428,12 @@ class Planner:
         leaf, inputs = self.values[given["input"]], node.all_input_nodes
         if not is_placed(leaf) or leaf.place.dim != leaf.tensor.dim() - 1 or len(given["normalized_shape"]) != 1:
             return None
-        place = Place(0, leaf.place.layout)
+        place = Placement(0, leaf.place.layout)
         weights = [inputs.index(given[key]) for key in ("weight", "bias") if given[key] is not None]
         if any(index in split and self.values[inputs[index]].place != place for index in weights):
             return None
         splits = tuple((index, place) for index in weights if index not in split)
-        return Step(splits=splits, special="features"), [leaf.place], []
+        return ArgumentSplit(splits=splits, special="features"), [leaf.place], []
 
     def attention(self, node: fx.Node) -> Any:
         """Attention whose queries, keys and values are split along their tokens."""
@@ -453,7 +453,7 @@ class Planner:
             return None  # keys and values in different orders: they are gathered
         mask, inputs = given["attn_mask"], node.all_input_nodes
         masks = (inputs.index(mask),) if isinstance(mask, fx.Node) and self.found.is_split(mask) else ()
-        self.found.steps[node] = Step(gathers=masks, special="attention")
+        self.found.steps[node] = ArgumentSplit(gathers=masks, special="attention")
         return Leaf(self.walk.values[node], places[0])
 
 

@@ -12,18 +12,18 @@ from torch import Tensor, fx
 from ...core.ir.containers import tolerance
 from ...core.torch_internals import modules as pytree
 from ..runtime.halos import Reach
-from .streams import Leaf, Number, Refused
-from .trials import Tries, large, leaves_of
+from .streams import Leaf, OperationRefused, StreamNumber
+from .trials import ShardTrials, large, leaves_of
 
 PERIODS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
 
 
-class Probe:
+class ReachProbe:
     """An operation on small values, run on some of the rows of one of its inputs."""
 
-    def __init__(self, tries: Tries, node: fx.Node, values: dict[fx.Node, Any], index: int) -> None:
+    def __init__(self, tries: ShardTrials, node: fx.Node, values: dict[fx.Node, Any], index: int) -> None:
         self.tries, self.node = tries, node
-        self.given = {n: tries.given(values[n], None, False, True)[0] for n in node.all_input_nodes}
+        self.given = {n: tries.make_parts(values[n], None, False, True)[0] for n in node.all_input_nodes}
         self.kinds = {n: values[n] for n in node.all_input_nodes}
         self.input = node.all_input_nodes[index]
         leaf: Leaf = values[self.input]
@@ -44,7 +44,7 @@ class Probe:
             kinds = leaves_of(self.kinds[node])
             new = []
             for leaf, kind in zip(leaves, kinds, strict=True):
-                if isinstance(kind, Number):
+                if isinstance(kind, StreamNumber):
                     if type(leaf) is not int or leaf * x.shape[self.dim] % self.size:
                         return None
                     leaf = leaf * x.shape[self.dim] // self.size
@@ -54,7 +54,7 @@ class Probe:
         try:
             with torch.no_grad():
                 found = self.tries.run(self.node, given)
-        except Refused:  # too few rows, or sizes that do not go together
+        except OperationRefused:  # too few rows, or sizes that do not go together
             return None
         return found if isinstance(found, Tensor) else None
 
@@ -63,7 +63,7 @@ class Probe:
         return self.of(self.x.narrow(self.dim, begin, end - begin))
 
 
-def reach_of(probe: Probe) -> tuple[Reach, int] | None:
+def reach_of(probe: ReachProbe) -> tuple[Reach, int] | None:
     """What an operation reads, and the dimension of its result where the rows are; None where it reads all, or unevenly."""
     if probe.whole is None or not probe.whole.numel() or probe.size < 3:
         return None
@@ -91,7 +91,7 @@ def reach_of(probe: Probe) -> tuple[Reach, int] | None:
     return None if best is None else best[1:]
 
 
-def right(probe: Probe, reach: Reach, dim: int, first: int, last: int) -> bool:
+def right(probe: ReachProbe, reach: Reach, dim: int, first: int, last: int) -> bool:
     """Whether some rows of the result come out of the rows that are read for them."""
     begin, end = reach.window(first, last, probe.size)
     got, skipped = probe.rows(begin, end), begin // reach.period * reach.gives
@@ -100,14 +100,14 @@ def right(probe: Probe, reach: Reach, dim: int, first: int, last: int) -> bool:
     return _is_close(probe, probe.whole.narrow(dim, first, last - first), got.narrow(dim, first - skipped, last - first))
 
 
-def _is_close(probe: Probe, want: Tensor, got: Tensor) -> bool:
+def _is_close(probe: ReachProbe, want: Tensor, got: Tensor) -> bool:
     if want.shape != got.shape or want.dtype != got.dtype or want.is_complex():
         return False
     off = (torch.nan_to_num(want.double()) - torch.nan_to_num(got.double())).abs()
     return bool((off <= probe.bound).all())
 
 
-def extents(probe: Probe, reach: Reach, dim: int) -> Reach | None:
+def extents(probe: ReachProbe, reach: Reach, dim: int) -> Reach | None:
     """The reach with what is over by the remainder of the input's rows; None where that is not to be found."""
     extra = []
     for rest in range(reach.period):
@@ -127,7 +127,7 @@ def _windows(size: int) -> Iterator[tuple[int, int]]:
     yield size // 2, size
 
 
-def _beyond(probe: Probe, dim: int, gives: int, period: int) -> tuple[int, int]:
+def _beyond(probe: ReachProbe, dim: int, gives: int, period: int) -> tuple[int, int]:
     """How many periods an operation reads before its own and after, whatever its weights are.
 
     Values that are no number, or large, in one half of the rows say which rows of the result hang on that half.

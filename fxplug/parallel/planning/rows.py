@@ -13,11 +13,11 @@ from torch import Tensor, fx, nn
 
 from ..runtime.halos import Reach
 from ..runtime.layouts import Layout
-from .found import Found, Inner, Unsplittable
 from .planner import Planner, planned
-from .reach import Probe, extents, reach_of
-from .streams import Leaf, Place, Step
-from .trials import Tries, leaves_of
+from .reach import ReachProbe, extents, reach_of
+from .sharding_plan import Inner, ShardingPlan, Unsplittable
+from .streams import ArgumentSplit, Leaf, Placement
+from .trials import ShardTrials, leaves_of
 from .walk import Walk
 
 NORMS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -27,16 +27,16 @@ SMALL = {1: (7, 4), 2: (7, 3), 4: (7, 5), 8: (9, 7)}  # small parts by what the 
 LARGER = {1: (13, 10), 2: (13, 9), 4: (15, 13), 8: (17, 15)}  # where fewer rows come of them
 
 
-class Near(NamedTuple):
+class FetchedRows(NamedTuple):
     """Rows of one input are fetched: which input, where its rows lie, how far they reach, and where those of the result lie."""
 
     which: int
-    place: Place
+    place: Placement
     reach: Reach
-    out: Place
+    out: Placement
 
 
-class Norm(NamedTuple):
+class GlobalNorm(NamedTuple):
     """Normalisation whose statistics are those of all processes."""
 
     groups: int | None
@@ -57,7 +57,7 @@ class Spatial(Planner):
             self.found.inner[node] = self.inner(node, place, value)
         return value
 
-    def inner(self, node: fx.Node, place: Place, value: Any) -> Inner:
+    def inner(self, node: fx.Node, place: Placement, value: Any) -> Inner:
         """How many elements the tokens of a value have: those of an input, and what was merged with them."""
         for one in node.all_input_nodes:
             given, known = _place(self.values[one]), self.found.inner.get(one)
@@ -68,7 +68,7 @@ class Spatial(Planner):
                 return known
             x, y = (next(leaf.tensor for leaf in leaves_of(v) if isinstance(leaf, Leaf)) for v in (self.values[one], value))
             if after % before == 0:
-                merged = _behind(x, given.dim, after // before) if y.dim() < x.dim() else 0
+                merged = _trailing_dims(x, given.dim, after // before) if y.dim() < x.dim() else 0
                 if merged:
                     return Inner(known.each, (*known.dims, *((one, given.dim + i + 1) for i in range(merged))))
                 return Inner(known.each * (after // before), known.dims)
@@ -88,10 +88,10 @@ class Spatial(Planner):
         place = self.found.place(node.all_input_nodes[0])
         if place is None or place.dim < 2 or any(self.found.is_split(n) for n in node.all_input_nodes[1:]):
             return None
-        self.found.steps[node] = Step(special="norm", near=norm)
+        self.found.steps[node] = ArgumentSplit(special="norm", near=norm)
         return Leaf(self.walk.values[node], place)
 
-    def begin_split(self, node: fx.Node, dim: int | Place) -> None:
+    def begin_split(self, node: fx.Node, dim: int | Placement) -> None:
         super().begin_split(node, dim)
         self.found.inner[node] = Inner(self.found.grains.get(node, 1))
 
@@ -106,37 +106,37 @@ class Spatial(Planner):
             self.tries.streams.own[found] = parts[math.gcd(size, max(SMALL))]
         return found
 
-    def norm(self, node: fx.Node) -> Norm | None:
+    def norm(self, node: fx.Node) -> GlobalNorm | None:
         """What a node normalises groups of channels with, if it does."""
         if node.op == "call_module":
             module: Any = self.tries.gm.get_submodule(str(node.target))
             if type(module) not in NORMS or len(node.args) != 1 or getattr(module, "running_mean", None) is not None:
                 return None
             names = [f"{node.target}.{name}" if getattr(module, name) is not None else None for name in ("weight", "bias")]
-            return Norm(getattr(module, "num_groups", None), module.eps, *names)
+            return GlobalNorm(getattr(module, "num_groups", None), module.eps, *names)
         if node.target in (torch.group_norm, F.group_norm, F.instance_norm):
             form = F.instance_norm if node.target is F.instance_norm else F.group_norm
             given = inspect.signature(form).bind(*node.args[:5] if form is F.group_norm else node.args, **node.kwargs)
             given.apply_defaults()
             a = given.arguments
             if a.get("running_mean") is None and a.get("use_input_stats", True) is True:
-                return Norm(a.get("num_groups"), a["eps"], a["weight"], a["bias"])
+                return GlobalNorm(a.get("num_groups"), a["eps"], a["weight"], a["bias"])
         return None
 
-    def ways(self, node: fx.Node, split: list[int], sized: list[int]) -> Iterator[Step]:
+    def repairs(self, node: fx.Node, split: list[int], sized: list[int]) -> Iterator[ArgumentSplit]:
         """The planner's repairs, and to keep one of three or more split inputs and gather the others."""
-        yield from super().ways(node, split, sized)
+        yield from super().repairs(node, split, sized)
         for kept in split if len(split) > 2 else ():  # queries stay, what they look at is whole
-            yield Step(gathers=tuple(i for i in split if i != kept), whole_numbers=bool(sized))
+            yield ArgumentSplit(gathers=tuple(i for i in split if i != kept), whole_numbers=bool(sized))
 
-    def mixed(self, node: fx.Node, everything: Step) -> Any:
+    def mixed(self, node: fx.Node, everything: ArgumentSplit) -> Any:
         """The value of an operation that no repair makes run: on rows of neighbours, or computed as a whole and split again."""
         if node not in self.walk.writes and isinstance(self.walk.values[node], Tensor) and everything.gathers:
             if (near := self.near(node, everything.gathers)) is not None:
-                self.found.steps[node] = Step(special="near", near=near)
+                self.found.steps[node] = ArgumentSplit(special="near", near=near)
                 return Leaf(self.walk.values[node], near.out)
             value = self.gathered(node, everything, "it mixes tokens")
-            if (place := self.again(node, everything.gathers[0])) is not None:
+            if (place := self.resplit(node, everything.gathers[0])) is not None:
                 self.found.steps[node] = everything._replace(cut=place)
                 return Leaf(self.walk.values[node], place)
             return value
@@ -144,7 +144,7 @@ class Spatial(Planner):
 
     # --- rows of neighbours
 
-    def near(self, node: fx.Node, split: tuple[int, ...]) -> Near | None:
+    def near(self, node: fx.Node, split: tuple[int, ...]) -> FetchedRows | None:
         """How a node runs on rows of its neighbours, if it can."""
         place = self.found.place(node.all_input_nodes[split[0]])
         if len(split) != 1 or place is None or len(place.layout.streams) != 1 or place.layout.outer != 1:
@@ -156,18 +156,18 @@ class Spatial(Planner):
             return None
         reach, dim, small = self.tries.known[key]
         out = self.rows(node, dim, small, place, reach)
-        return None if out is None else Near(split[0], place, reach, Place(dim, out))
+        return None if out is None else FetchedRows(split[0], place, reach, Placement(dim, out))
 
     def reach(self, node: fx.Node, index: int) -> tuple[Reach, int, int] | None:
         """What a node reads of one input, the dimension of rows in its result, and how many there are; None for all of it."""
-        probe = Probe(self.tries, node, self.values, index)
+        probe = ReachProbe(self.tries, node, self.values, index)
         found = reach_of(probe)
         if found is None:
             return None
         reach, dim = found
         return extents(probe, reach, dim) or reach, dim, probe.whole.shape[dim]
 
-    def rows(self, node: fx.Node, dim: int, small: int, place: Place, reach: Reach) -> Layout | None:
+    def rows(self, node: fx.Node, dim: int, small: int, place: Placement, reach: Reach) -> Layout | None:
         """Where the rows of a result lie: along a stream that there is, or along one of their own."""
         streams, true = self.tries.streams, self.walk.values[node].shape[dim]
         (source,) = place.layout.streams
@@ -182,24 +182,24 @@ class Spatial(Planner):
         self.found.derived.add(stream)
         return Layout((stream,))
 
-    def again(self, node: fx.Node, index: int) -> Place | None:
+    def resplit(self, node: fx.Node, index: int) -> Placement | None:
         """How a result that had to be computed from the whole is split again: as the input was."""
         one = node.all_input_nodes[index]
         place, true = self.found.place(one), self.walk.values[node]
         if place is None or place.layout.outer != 1 or true.dim() != self.values[one].tensor.dim():
             return None
-        small = Probe(self.tries, node, self.values, index).whole
+        small = ReachProbe(self.tries, node, self.values, index).whole
         sizes = self.tries.streams.small, self.tries.streams.true
         if small is None or any(place.layout.total(n) != t.shape[place.dim] for n, t in zip(sizes, (small, true), strict=True)):
             return None
         return place
 
 
-def _place(value: Any) -> Place | None:
+def _place(value: Any) -> Placement | None:
     return next((leaf.place for leaf in leaves_of(value) if isinstance(leaf, Leaf) and leaf.place), None)
 
 
-def _behind(x: Tensor, dim: int, size: int) -> int:
+def _trailing_dims(x: Tensor, dim: int, size: int) -> int:
     """How many of the dimensions behind one have so many elements together; 0 for none."""
     return next((n for n in range(1, x.dim() - dim) if math.prod(x.shape[dim + 1 : dim + 1 + n]) == size), 0)
 
@@ -223,14 +223,14 @@ def grains(walk: Walk, size: int, dims: int, back: int) -> list[int]:
     return list(dict.fromkeys([*found, 1]))
 
 
-def best(tries: Tries, walk: Walk, split: Mapping[fx.Node, int] | None = None) -> Found:
+def best(tries: ShardTrials, walk: Walk, split: Mapping[fx.Node, int] | None = None) -> ShardingPlan:
     """The plan in rows that splits most work: along the height of images, else along another dimension.
 
     Raises Unsplittable where no plan splits anything.
     """
-    found: Found | None = None
+    found: ShardingPlan | None = None
     failed: Unsplittable | None = None
-    for starts, tokens in _given(walk, split) if split else _choices(walk):
+    for starts, tokens in _split_arguments(walk, split) if split else _choices(walk):
         table = {node: walk.values[node].shape[dim] // tokens for node, dim in starts.items()}
         try:
             one = planned(walk, tries, starts, True, (), table, Spatial)
@@ -264,7 +264,7 @@ def _choices(walk: Walk) -> Iterator[tuple[dict[fx.Node, int], int]]:
             yield starts, size // grain
 
 
-def _given(walk: Walk, split: Mapping[fx.Node, int]) -> Iterator[tuple[dict[fx.Node, int], int]]:
+def _split_arguments(walk: Walk, split: Mapping[fx.Node, int]) -> Iterator[tuple[dict[fx.Node, int], int]]:
     starts = {}
     for node, dim in split.items():
         value = walk.values[node]

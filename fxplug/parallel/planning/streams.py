@@ -13,18 +13,18 @@ PARTS = ((7, 4), (8, 5), (10, 7), (11, 8), (13, 10), (16, 13), (17, 12), (19, 12
 Scaled = tuple[tuple[int, tuple[int, ...]], ...]  # positions of numbers, and the streams that each counts
 
 
-class Refused(Exception):
+class OperationRefused(Exception):
     """An operation takes no such values; its own error is the cause."""
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """A tensor is split: along which dimension, and what lies there."""
 
     dim: int
     layout: Layout
 
 
-class Number(NamedTuple):
+class StreamNumber(NamedTuple):
     """A number that hangs on the size of a stream: as it is, in small sizes, and in each pretended process."""
 
     true: Any
@@ -36,13 +36,13 @@ class Leaf(NamedTuple):
     """A tensor of a node's value as one process has it, meta or not, and how it is split; None: each process has all of it."""
 
     tensor: Tensor
-    place: Place | None
+    place: Placement | None
 
 
-class Step(NamedTuple):
+class ArgumentSplit(NamedTuple):
     """What is done with the arguments of a node, by their position among its inputs, before it runs on parts."""
 
-    splits: tuple[tuple[int, Place], ...] = ()
+    splits: tuple[tuple[int, Placement], ...] = ()
     gathers: tuple[int, ...] = ()
     whole_numbers: bool = False
     special: str = ""  # "attention": its keys and values travel; "near": rows of neighbours; "norm": statistics do
@@ -52,7 +52,7 @@ class Step(NamedTuple):
     once: tuple[int, ...] = ()  # given in the first process alone, zeros in the others: a summand like the rest
     scaled: Scaled = ()  # numbers, by position in the arguments, that count these streams
     near: Any = None  # which rows of which input are fetched, and where those of the result lie
-    cut: Place | None = None  # the result is whole, and split from there on
+    cut: Placement | None = None  # the result is whole, and split from there on
 
 
 class Streams:

@@ -10,11 +10,11 @@ from torch import Tensor, fx
 from ...core.ir import ops
 from ..runtime.layouts import Layout
 from .backward import Backward
-from .found import Found, Unsplittable
 from .operations import arguments
 from .planner import planned
-from .streams import Place
-from .trials import Tries, elements, name_of
+from .sharding_plan import ShardingPlan, Unsplittable
+from .streams import Placement
+from .trials import ShardTrials, elements, name_of
 from .walk import Walk
 
 SOFTMAX = ("softmax", "_softmax")
@@ -53,7 +53,7 @@ class OriginSearch(Backward):
 
     numbers_count = False
 
-    def __init__(self, walk: Walk, tries: Tries) -> None:
+    def __init__(self, walk: Walk, tries: ShardTrials) -> None:
         super().__init__(walk, tries)
         self.seen: set[tuple[fx.Node, int]] = set()
 
@@ -79,25 +79,25 @@ class OriginSearch(Backward):
                 found[value] = at
         return found
 
-    def tokens(self, node: fx.Node, dim: int) -> Place:
+    def tokens(self, node: fx.Node, dim: int) -> Placement:
         """All of a dimension as one stream."""
-        return Place(dim, Layout((self.stream(self.walk.values[node].shape[dim]),)))
+        return Placement(dim, Layout((self.stream(self.walk.values[node].shape[dim]),)))
 
-    def before(self, node: fx.Node, wanted: Place) -> list[tuple[fx.Node, Place]] | None:
+    def before(self, node: fx.Node, wanted: Placement) -> list[tuple[fx.Node, Placement]] | None:
         """As `Backward` has it; behind attention the queries."""
         if name_of(node) != "scaled_dot_product_attention":
             return super().before(node, wanted)
         query = arguments(node)["query"]
         return [(query, wanted)] if isinstance(query, fx.Node) and wanted.dim == self.walk.values[node].dim() - 2 else None
 
-    def guesses(self, node: fx.Node, wanted: Place) -> Iterator[tuple[int, Place]]:
+    def guesses(self, node: fx.Node, wanted: Placement) -> Iterator[tuple[int, Placement]]:
         """Dimensions of the same size, the same one first."""
         size = wanted.layout.total(self.sizes)
         for index, one in enumerate(node.all_input_nodes):
             dims = (dim for dim, n in enumerate(getattr(self.walk.values[one], "shape", ())) if n == size > 1)
             yield from ((index, wanted._replace(dim=dim)) for dim in sorted(dims, key=lambda dim: dim != wanted.dim))
 
-    def joined(self, node: fx.Node, wanted: Place) -> list[tuple[fx.Node, Place]]:
+    def joined(self, node: fx.Node, wanted: Placement) -> list[tuple[fx.Node, Placement]]:
         """What is put behind each other: each has tokens of its own."""
         rank, dim = self.walk.values[node].dim(), wanted.dim
         parts = [n for n in node.all_input_nodes if getattr(self.walk.values[n], "ndim", 0) == rank]
@@ -129,13 +129,13 @@ def samples(walk: Walk) -> dict[fx.Node, int]:
     return {node: 0 for node in given if walk.values[node].shape[0] == batch}
 
 
-def best(tries: Tries, walk: Walk, ways: int = 1) -> Found:
+def best(tries: ShardTrials, walk: Walk, ways: int = 1) -> ShardingPlan:
     """The plan that splits most work, and of those one with few gathers, from starts that are all needed.
 
     Where there are fewer tokens than `ways` they stay together, unless there are no others. Raises Unsplittable where no plan
     splits anything.
     """
-    found: Found | None = None
+    found: ShardingPlan | None = None
     failed: Unsplittable | None = None
     for rows in ([(query, dim) for _, query, dim in sites(walk)], blocks(walk)):
         for value, dim in rows:
@@ -163,7 +163,7 @@ ALMOST = 0.95  # of the work: nothing better is looked for
 FEW = 16  # what is as many times smaller than the largest value that is born holds no tokens
 
 
-def _better(walk: Walk, tries: Tries, before: Found | None, starts: dict[fx.Node, int]) -> Found:
+def _better(walk: Walk, tries: ShardTrials, before: ShardingPlan | None, starts: dict[fx.Node, int]) -> ShardingPlan:
     """The best of a plan that there is and those from its starts and some of these: each time the one that adds most."""
     found, left = before, dict(starts)
     most = max((elements(walk.values[node]) for node in starts), default=0)
@@ -178,7 +178,7 @@ def _better(walk: Walk, tries: Tries, before: Found | None, starts: dict[fx.Node
                 trials.append(planned(walk, tries, {**(found.starts if found else {}), node: dim}))
                 if trials[-1].share() > ALMOST:
                     break
-        best = max(trials, key=Found.rank, default=None)
+        best = max(trials, key=ShardingPlan.rank, default=None)
         if best is None or (found is not None and best.rank() <= found.rank()):
             break
         found = best

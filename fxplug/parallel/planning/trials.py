@@ -16,7 +16,7 @@ from ...core.ir.containers import difference, tolerance
 from ...core.torch_internals import modules as pytree
 from ...core.torch_internals.tensors import version
 from ..runtime.layouts import Layout
-from .streams import Leaf, Number, Place, Refused, Scaled, Step, Streams
+from .streams import ArgumentSplit, Leaf, OperationRefused, Placement, Scaled, StreamNumber, Streams
 
 POOL = 1_299_709  # random values, a prime number of them: rows that take them again begin elsewhere
 HELD = 1 << 27  # bytes of weights, in the stead of those that have no values, that are kept
@@ -26,7 +26,7 @@ LARGE = 2.0**40
 HALVES = (torch.float16, torch.bfloat16)
 
 
-class Tries:
+class ShardTrials:
     """Runs operations on small values in one process and in two pretended ones."""
 
     def __init__(self, gm: nn.Module, seed: int, uneven: bool = False, memory: dict[int, dict[Any, Any]] | None = None) -> None:
@@ -66,7 +66,7 @@ class Tries:
             done += length
         self.used += done
 
-    def whole(self, tensor: Tensor, place: Place | None) -> Tensor:
+    def small_tensor(self, tensor: Tensor, place: Placement | None) -> Tensor:
         """A small tensor in the stead of a true one: whole numbers that are known are kept."""
         shape = list(tensor.shape)
         known = not tensor.is_meta and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
@@ -83,13 +83,13 @@ class Tries:
         found = self.random(shape, tensor.dtype)
         return (found * ramp).to(found.dtype) if found.is_floating_point() else found
 
-    def part(self, whole: Tensor, place: Place | None, rank: int, written: bool = True) -> Tensor:
+    def part(self, whole: Tensor, place: Placement | None, rank: int, written: bool = True) -> Tensor:
         """What a process has of a tensor: the tensor itself where it is whole, and not `written`."""
         if place is None:
             return whole.clone() if written else whole
         return whole.index_select(place.dim, place.layout.rows(self.streams.bounds(rank)))
 
-    def enlarge(self, tensor: Tensor, place: Place, rank: int) -> None:
+    def enlarge(self, tensor: Tensor, place: Placement, rank: int) -> None:
         """Make the rows of the pretended process of a rank as large as may be, in place."""
         rows = place.layout.rows(self.streams.bounds(rank))
         wide = tensor.index_select(place.dim, rows).to(torch.complex128 if tensor.is_complex() else torch.float64)
@@ -109,7 +109,7 @@ class Tries:
                     return getattr(args[0], str(node.target))(*args[1:], **kwargs)
                 return module(*args, **kwargs)
             except Exception as error:  # torch's, or a kept module's: sizes that do not go together raise anything
-                raise Refused(f"'{node.name}': {type(error).__name__}: {error}") from error
+                raise OperationRefused(f"'{node.name}': {type(error).__name__}: {error}") from error
 
     def module(self, path: str) -> nn.Module:
         """A module of the model; one without values, or in half precision, with random ones, as others like it."""
@@ -138,7 +138,9 @@ class Tries:
                     tensor.copy_(self.random(tensor.shape, tensor.dtype))
         return new
 
-    def tried(self, node: fx.Node, values: dict[fx.Node, Any], step: Step) -> tuple[Any, list[Any], dict[fx.Node, Any]] | None:
+    def run_parts(
+        self, node: fx.Node, values: dict[fx.Node, Any], step: ArgumentSplit
+    ) -> tuple[Any, list[Any], dict[fx.Node, Any]] | None:
         """What the operation gives in one process and in each pretended one, and the inputs as it leaves them.
 
         None where it fails.
@@ -147,18 +149,20 @@ class Tries:
         for index, one in enumerate(node.all_input_nodes):
             split = dict(step.splits).get(index)
             once, written = index in step.once, one in self.writes.get(node, ())
-            given[one] = self.given(values[one], split, index in step.gathers, step.whole_numbers, written or once)
+            given[one] = self.make_parts(values[one], split, index in step.gathers, step.whole_numbers, written or once)
             if once:
                 given[one][1][1].zero_()
         try:
             with torch.no_grad():
                 whole = self.run(node, {n: v[0] for n, v in given.items()}, step.scaled)
                 parts = [self.run(node, {n: v[1][rank] for n, v in given.items()}, step.scaled, rank) for rank in (0, 1)]
-        except Refused:
+        except OperationRefused:
             return None
         return whole, parts, given
 
-    def is_local(self, node: fx.Node, values: dict[fx.Node, Any], step: Step, found: Any, parts: list[Any], used: int) -> bool:
+    def is_local(
+        self, node: fx.Node, values: dict[fx.Node, Any], step: ArgumentSplit, found: Any, parts: list[Any], used: int
+    ) -> bool:
         """Whether a process's part of a result stays what it is where the values of the other are large.
 
         What is `found`, and the `parts` of it, came of the values of the pool from `used` on. Nothing can be said where the
@@ -168,24 +172,24 @@ class Tries:
         given = {}
         for index, one in enumerate(node.all_input_nodes):
             split = dict(step.splits).get(index)
-            given[one] = self.given(values[one], split, index in step.gathers, step.whole_numbers, large=1 - mine)[0]
+            given[one] = self.make_parts(values[one], split, index in step.gathers, step.whole_numbers, large=1 - mine)[0]
         self.used = after
         try:
             with torch.no_grad():
                 whole = self.run(node, given, step.scaled)
-        except Refused:
+        except OperationRefused:
             return True
         for leaf, got, part in zip(leaves_of(found), pytree.tree_leaves(whole), pytree.tree_leaves(parts[mine]), strict=False):
             if isinstance(leaf, Leaf) and leaf.place is not None:
                 dim, layout = leaf.place
                 if got.dim() != part.dim() or got.shape[dim] != layout.total(self.streams.small):
                     return False
-                if not alike(part, self.part(got, leaf.place, mine)):
+                if not allclose(part, self.part(got, leaf.place, mine)):
                     return False
         return True
 
-    def given(
-        self, value: Any, split: Place | None, gathered: bool, numbers: bool, written: bool = True, large: int | None = None
+    def make_parts(
+        self, value: Any, split: Placement | None, gathered: bool, numbers: bool, written: bool = True, large: int | None = None
     ) -> tuple[Any, list[Any]]:
         """A value of a node in one process and in each pretended one; in one alone where some rank's rows are `large`."""
         leaves, tree = pytree.tree_flatten(value, is_leaf=is_value)
@@ -194,13 +198,13 @@ class Tries:
         for leaf in leaves:
             if isinstance(leaf, Leaf):
                 place = split or (None if gathered else leaf.place)
-                whole = self.whole(leaf.tensor, place)
+                whole = self.small_tensor(leaf.tensor, place)
                 wholes.append(whole)
                 if large is not None and place is not None and (whole.is_floating_point() or whole.is_complex()):
                     self.enlarge(whole, place, large)
                 for rank in (0, 1):
                     parts[rank].append(self.part(whole, place, rank, written) if large is None else None)
-            elif isinstance(leaf, Number):
+            elif isinstance(leaf, StreamNumber):
                 wholes.append(leaf.true if gathered else leaf.small)
                 for rank in (0, 1):
                     parts[rank].append(leaf.true if gathered else leaf.small if numbers else leaf.parts[rank])
@@ -210,7 +214,7 @@ class Tries:
                     parts[rank].append(leaf)
         return pytree.tree_unflatten(wholes, tree), [pytree.tree_unflatten(p, tree) for p in parts]
 
-    def left(self, given: tuple[Any, list[Any]], value: Any) -> bool | None:
+    def mutated_inputs(self, given: tuple[Any, list[Any]], value: Any) -> bool | None:
         """Whether an operation wrote into an input; None where what it wrote does not lie as the input does."""
         wholes, parts = pytree.tree_leaves(given[0]), [pytree.tree_leaves(part) for part in given[1]]
         written = False
@@ -218,7 +222,7 @@ class Tries:
             if isinstance(leaf, Leaf) and version(wholes[position]):
                 written = True
                 for rank in (0, 1):
-                    if not alike(self.part(wholes[position], leaf.place, rank), parts[rank][position]):
+                    if not allclose(self.part(wholes[position], leaf.place, rank), parts[rank][position]):
                         return None
         return written
 
@@ -265,14 +269,14 @@ class Tries:
             if not isinstance(small, Tensor):
                 alike = all(type(g) is type(small) and g == small for g in got) and small == real
                 chance = from_sizes and isinstance(small, (bool, int, float))
-                found.append(real if alike and not chance else Number(real, small, tuple(got)))
+                found.append(real if alike and not chance else StreamNumber(real, small, tuple(got)))
                 continue
             place = self.place(small, got, layouts, from_parts)
             if place is None:
                 return None
             if place == "sum":
                 add, place = True, "whole"
-            elif isinstance(place, tuple) and not isinstance(place, Place):
+            elif isinstance(place, tuple) and not isinstance(place, Placement):
                 add, place = place, "whole"
             if place != "whole" and not self.as_true(real, small, place):
                 return None
@@ -288,7 +292,7 @@ class Tries:
         lengths = [sum(self.streams.parts[stream][rank] for stream in streams) for rank in (0, 1)]
         return (got[0] * lengths[0] + got[1] * lengths[1]) / sum(lengths)
 
-    def as_true(self, true: Tensor, small: Tensor, place: Place) -> bool:
+    def as_true(self, true: Tensor, small: Tensor, place: Placement) -> bool:
         """Whether the true value is as large as the small one says."""
         sizes = list(small.shape)
         sizes[place.dim] = place.layout.total(self.streams.true)
@@ -301,12 +305,12 @@ class Tries:
         if whole.numel() and (whole.is_floating_point() or whole.is_complex()) and bool(whole.isnan().all()):
             return None  # it says nothing
         if all(g.shape == whole.shape for g in got):
-            if all(alike(whole, g) for g in got):
+            if all(allclose(whole, g) for g in got):
                 return None if from_parts and whole.numel() else "whole"  # by chance: it was computed from parts
             summed = got[0] + got[1] if whole.is_floating_point() else None
-            if summed is None or alike(whole, summed):
+            if summed is None or allclose(whole, summed):
                 return None if summed is None else "sum"
-            return next((layout.streams for layout in layouts if alike(whole, self.mean(got, layout.streams))), None)
+            return next((layout.streams for layout in layouts if allclose(whole, self.mean(got, layout.streams))), None)
         dims = {d for g in got for d in range(whole.dim()) if g.shape[d] != whole.shape[d]}
         if len(dims) != 1:
             return None
@@ -316,11 +320,11 @@ class Tries:
         told = whole.is_floating_point() and whole.numel() > 0
         most = 1.1 * tolerance(whole, within=True) * float(whole.abs().max()) if told else 0.0
         for layout in candidates(layouts, self.streams.small, whole.shape[dim]):
-            place = Place(dim, layout)
+            place = Placement(dim, layout)
             rows = [layout.rows(self.streams.bounds(rank)) for rank in (0, 1)]
             if told and any(_is_further(lines[0], r, g, most) for r, g in zip(rows, lines[1:], strict=True)):
                 continue
-            if all(alike(whole.index_select(dim, r), g) for r, g in zip(rows, got, strict=True)):
+            if all(allclose(whole.index_select(dim, r), g) for r, g in zip(rows, got, strict=True)):
                 return place
         return None
 
@@ -338,7 +342,7 @@ def numbered(value: Any, function: Callable[[int, Any], Any]) -> Any:
 
 def is_value(value: Any) -> bool:
     """Whether this is a leaf of a value: a tensor with its place, or a number that hangs on sizes."""
-    return isinstance(value, (Leaf, Number))
+    return isinstance(value, (Leaf, StreamNumber))
 
 
 def leaves_of(value: Any) -> list[Any]:
@@ -377,7 +381,7 @@ def _is_further(whole: Tensor, rows: Tensor, part: Tensor, most: float) -> bool:
     return len(rows) != len(part) or bool(((whole[rows] - part).abs() > most).any())
 
 
-def alike(a: Tensor, b: Tensor) -> bool:
+def allclose(a: Tensor, b: Tensor) -> bool:
     """Whether tensors have one shape, one dtype and values that only rounding tells apart."""
     return difference(a, b, within=True).times <= 1
 

@@ -26,7 +26,7 @@ from ...core.torch_internals.tensors import TorchDispatchMode, memory_id, schema
 KEPT = 1 << 16  # elements of a tensor of whole numbers whose values are kept
 
 
-def told(node: fx.Node) -> str:
+def node_label(node: fx.Node) -> str:
     """A node as a message names it, with the line of the model's code that made it, where that is known."""
     line = node.meta.get("line")
     return f"'{node.name}' ({short_path(line[0])}:{line[1]})" if line else f"'{node.name}'"
@@ -89,7 +89,7 @@ def walk(gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping
     gone: dict[fx.Node, list[fx.Node]] = {}
     for node, user in last.items():
         gone.setdefault(user, []).append(node)
-    counter, draws = kernels.flop_counter(), Draws()  # type: ignore[no-untyped-call]
+    counter, draws = kernels.flop_counter(), RandomOpDetector()  # type: ignore[no-untyped-call]
     with torch.no_grad(), torch.random.fork_rng(devices=[]), counter, draws:
         before = 0
         for node in graph.nodes:
@@ -103,7 +103,8 @@ def walk(gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping
                 raise
             except Exception as error:  # the model's
                 text = str(error).partition("\n")[0]
-                raise Unsplittable(f"{told(node)} fails with these example inputs: {type(error).__name__}: {text}") from error
+                label = node_label(node)
+                raise Unsplittable(f"{label} fails with these example inputs: {type(error).__name__}: {text}") from error
             if node.op == "get_attr" and isinstance(value, Tensor):
                 value = value.detach()  # the counter asks for gradients of what a module is given, and views have none here
             env[node] = value
@@ -141,13 +142,13 @@ def bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 
 
 @contextlib.contextmanager
-def left_alone(gm: TracedModule) -> Iterator[None]:
+def state_restored(gm: TracedModule) -> Iterator[None]:
     """Give a module's buffers, and all else that a call may write, back what they have now; and random generators."""
     with restored(State(gm)), buffers_restored(gm):
         yield
 
 
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RandomOpDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees whether an operation draws random numbers."""
 
     seen = False

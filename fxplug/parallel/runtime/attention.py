@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import layouts
-from .collectives import Collective, exchanged, gathered, whole_number
+from .collectives import Collective, check_integer, exchanged, gathered
 from .mesh import SEQUENCE
 from .ring import around
 
@@ -30,7 +30,7 @@ class Attention(Collective):
 
     def __init__(self, ways: dict[str, int], queries: int = 1, causal: bool = False) -> None:
         super().__init__(ways, SEQUENCE)
-        self.queries, self.causal = whole_number("queries", queries, 1), bool(causal)
+        self.queries, self.causal = check_integer("queries", queries, 1), bool(causal)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, *sizes: int

@@ -18,10 +18,10 @@ from ...core.torch_internals.distributed import group_of_name
 from ...core.torch_internals.tensors import version
 from .faults import guarded
 from .mesh import AXES, World
-from .pretended import Local
+from .pretended import ThreadGroup
 
 
-class _Known(NamedTuple):
+class _CachedSum(NamedTuple):
     """The sum of a tensor's bits, and the tensor and its version that had it."""
 
     tensor: ref[Tensor]
@@ -32,13 +32,13 @@ class _Known(NamedTuple):
         return self.tensor() is t and self.version == version(t)
 
 
-KNOWN: WeakKeyDictionary[nn.Module, dict[str, _Known]] = WeakKeyDictionary()
+KNOWN: WeakKeyDictionary[nn.Module, dict[str, _CachedSum]] = WeakKeyDictionary()
 PLANS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 CHUNK = 1 << 20  # elements that are summed at a time
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_alike(root: nn.Module, world: World, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_equal_on_ranks(root: nn.Module, world: World, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Compare the graph, mode, parameters, buffers and inputs with those of the other processes of a mesh.
 
     Of tensors it compares shapes, dtypes and a sum of all bits, each times its place: of the inputs at each call, of a weight
@@ -93,7 +93,7 @@ def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     for rows in by_device.values():
         sums.update(zip([name for name, _ in rows], torch.stack([s for _, s in rows]).tolist(), strict=True))
     weights = (name for name, t in plain.items() if not name.startswith("input ") and not t.is_inference())
-    known.update({name: _Known(ref(plain[name]), version(plain[name]), sums[name]) for name in weights})
+    known.update({name: _CachedSum(ref(plain[name]), version(plain[name]), sums[name]) for name in weights})
     table.update({name: (tuple(t.shape), str(t.dtype), sums[name]) for name, t in plain.items()})
     return table
 
@@ -125,7 +125,7 @@ def _everyone(world: World, known: list[Any], gather: Callable[[list[Any], int, 
         group = world.groups.get(axis)
         if group is None or world.sizes[axis] == 1:
             continue
-        local = isinstance(group, Local)
+        local = isinstance(group, ThreadGroup)
         rows = group.swap(known) if local else gather(known, world.sizes[axis], group_of_name(group))
         known = [value for row in rows for value in row]
     return known
@@ -163,7 +163,7 @@ def _sum(t: Tensor) -> Tensor:
 
 
 def _rank(world: World) -> int:
-    if not any(isinstance(group, Local) for group in world.groups.values()):
+    if not any(isinstance(group, ThreadGroup) for group in world.groups.values()):
         return dist.get_rank()
     rank = 0
     for axis in AXES:

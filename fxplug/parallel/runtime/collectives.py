@@ -19,10 +19,10 @@ from ...blocks.base import Block
 from ...core.errors import GuardError, SpecError, shown
 from ...core.torch_internals import distributed
 from . import layouts
-from .checksums import check_alike
+from .checksums import check_equal_on_ranks
 from .faults import guarded
-from .mesh import AXES, SEQUENCE, World, ways_of, world_of
-from .pretended import PRETENDED, Local, placed
+from .mesh import AXES, SEQUENCE, World, all_degrees, world_of
+from .pretended import PRETENDED, ThreadGroup, placed
 
 
 class Collective(Block):
@@ -39,7 +39,7 @@ class Collective(Block):
         if not isinstance(ways, dict) or axis not in (*AXES, SEQUENCE):
             known = ", ".join((*AXES, SEQUENCE))
             raise SpecError(f"a collective runs along one of {known}, not {shown(axis)} of {shown(ways)}")
-        self.ways, self.axis = ways_of(ways), axis
+        self.ways, self.axis = all_degrees(ways), axis
 
     def here(self) -> World:
         """This process's place. Raises SpecError where there is no process group, or one of another size."""
@@ -64,9 +64,9 @@ class Collective(Block):
         """Before each call of a module: all processes must have the same plan, weights and inputs. Raises GuardError."""
         meta = getattr(root, "meta", {})
         if "region" not in meta and "part" not in meta:  # what enters a region, or a part of a step cache, may be parts
-            check_alike(root, self.here(), args, kwargs)
+            check_equal_on_ranks(root, self.here(), args, kwargs)
 
-    def along(self) -> tuple[int, int, Any]:
+    def group_of(self) -> tuple[int, int, Any]:
         """Rank, number of processes and group along the axis."""
         world = self.here()
         return world.ranks[self.axis], world.sizes[self.axis], world.groups.get(self.axis)
@@ -86,7 +86,7 @@ class Lengthwise(Collective):
 
     def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int = 1) -> None:
         super().__init__(ways, axis)
-        self.dim, self.inner = whole_number("dim", dim), whole_number("inner", inner, 1)
+        self.dim, self.inner = check_integer("dim", dim), check_integer("inner", inner, 1)
 
 
 class Split(Lengthwise):
@@ -101,7 +101,7 @@ class Split(Lengthwise):
         self.born = bool(born)
 
     def forward(self, x: Tensor, *sizes: int, inner: int | None = None) -> Tensor:
-        rank, world, _ = self.along()
+        rank, world, _ = self.group_of()
         inner = self.inner if inner is None else inner
         for size in sizes:
             if self.born and size < world:
@@ -123,7 +123,7 @@ class Gather(Lengthwise):
     """The whole of a tensor whose dimension `dim` is split: forward(x, *sizes), the inverse of `Split`."""
 
     def forward(self, x: Tensor, *sizes: int, inner: int | None = None) -> Tensor:
-        rank, world, group = self.along()
+        rank, world, group = self.group_of()
         inner = self.inner if inner is None else inner
         counts = layouts.counts(sizes, world)
         y = torch.unflatten(x, self.dim, (times(x, self.dim, counts[rank] * inner), counts[rank] * inner))
@@ -135,23 +135,23 @@ class Gather(Lengthwise):
         return y.flatten(self.dim, self.dim + 1).contiguous()
 
 
-class Sum(Collective):
+class AllReduce(Collective):
     """The sum over the processes: forward(x)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        _, world, group = self.along()
+        _, world, group = self.group_of()
         if world == 1:
             return x
         sent(2 * (world - 1) * x.element_size() * x.numel() // world)
-        found: Tensor = _Sum.apply(x, group)
+        found: Tensor = _SumFunction.apply(x, group)
         return found
 
 
-class Same(Collective):
+class Broadcast(Collective):
     """What the first process has: forward(x). For what every process would draw by chance for itself."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rank, world, group = self.along()
+        rank, world, group = self.group_of()
         if world == 1:
             return x
         flat = x.reshape(-1)
@@ -161,26 +161,26 @@ class Same(Collective):
         return found.reshape(x.shape)
 
 
-class Whole(Collective):
+class GlobalSize(Collective):
     """The size that a split dimension has in one process: forward(x, *sizes)."""
 
     def __init__(self, ways: dict[str, int], axis: str, dim: int) -> None:
         super().__init__(ways, axis)
-        self.dim = whole_number("dim", dim)
+        self.dim = check_integer("dim", dim)
 
     def forward(self, x: Tensor, *sizes: int) -> int:
-        rank, world, _ = self.along()
+        rank, world, _ = self.group_of()
         return x.shape[self.dim] // layouts.counts(sizes, world)[rank] * sum(sizes)
 
 
-class Numel(Whole):
+class Numel(GlobalSize):
     """The number of elements that a split tensor has in one process: forward(x, *sizes)."""
 
     def forward(self, x: Tensor, *sizes: int) -> int:
         return x.numel() // x.shape[self.dim] * super().forward(x, *sizes)
 
 
-def whole_number(name: str, value: Any, least: int = 0) -> int:
+def check_integer(name: str, value: Any, least: int = 0) -> int:
     """The value. Raises SpecError for one that is no whole number, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecError(f"{name} must be a whole number, {least} or more, not {shown(value)}")
@@ -232,7 +232,7 @@ def gathered(x: Tensor, dim: int, counts: Sequence[int], rank: int, group: Any) 
     uneven = torch.compiler.is_compiling() or min(counts) != most  # one graph serves sizes of both kinds
     if uneven:
         y = F.pad(y, [0, 0] * (y.dim() - 1) + [0, most - counts[rank]])
-    y = _Gather.apply(y.contiguous(), len(counts), group)
+    y = _GatherFunction.apply(y.contiguous(), len(counts), group)
     if uneven:
         y = torch.cat([y.narrow(0, r * most, n) for r, n in enumerate(counts)])
     return y.movedim(0, dim)
@@ -257,7 +257,7 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(grad, take, give, group), None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherFunction(torch.autograd.Function):
     """All-gather along the first dimension; backward adds up what each rank's part got everywhere."""
 
     @staticmethod
@@ -265,7 +265,7 @@ class _Gather(torch.autograd.Function):
         ctx.way = world, group
         if group is None:
             return x.new_zeros(world * x.shape[0], *x.shape[1:])
-        if isinstance(group, Local):
+        if isinstance(group, ThreadGroup):
             return group.all_gather(x)
         return _moved(lambda sent: distributed.all_gather(sent, 0, group), x)
 
@@ -277,7 +277,7 @@ class _Gather(torch.autograd.Function):
         return came.view(world, even[0], *grad.shape[1:]).sum(0), None, None
 
 
-class _Sum(torch.autograd.Function):
+class _SumFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -292,7 +292,7 @@ def _all_to_all(x: Tensor, give: list[int], take: list[int], group: Any) -> Tens
     """Rows of the first dimension go to each rank, and come from each. Without a group nothing travels."""
     if group is None:
         return x.new_zeros(sum(take), *x.shape[1:])
-    if isinstance(group, Local):
+    if isinstance(group, ThreadGroup):
         return group.all_to_all(x, give)
     return _moved(lambda sent: distributed.all_to_all(sent.contiguous(), take, give, group), x)
 
@@ -308,7 +308,7 @@ def _moved(collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _all_reduce(x: Tensor, group: Any) -> Tensor:
     if group is None:
         return x.clone()
-    if isinstance(group, Local):
+    if isinstance(group, ThreadGroup):
         return group.all_reduce(x)
     return guarded(lambda: _waited(distributed.all_reduce(x.contiguous(), "sum", group)))
 

@@ -40,20 +40,20 @@ def guarded(call: Callable[[], Tensor]) -> Tensor:
             raise
         text = str(error).splitlines()[0]
         # nothing plainer: the error is raised in generated code, and only the frame knows the node that it stands at
-        raise GuardError(f"{_found(_place(sys._getframe()))} ({text.rpartition('] ')[2][:120]})") from error
+        raise GuardError(f"{_collect_reports(_place(sys._getframe()))} ({text.rpartition('] ')[2][:120]})") from error
 
 
 def watch() -> None:
     """Let this process answer the others from now on. Once for each process group."""
     store = default_store()
-    if _Watch.current is None or _Watch.current.of is not store:
-        if _Watch.current is not None:
-            _Watch.current.end()
-        _Watch.current = _Watch(store)
+    if _RankMonitor.current is None or _RankMonitor.current.of is not store:
+        if _RankMonitor.current is not None:
+            _RankMonitor.current.end()
+        _RankMonitor.current = _RankMonitor(store)
 
 
-class _Watch:
-    current: _Watch | None = None
+class _RankMonitor:
+    current: _RankMonitor | None = None
 
     def __init__(self, store: Any) -> None:
         self.of, self.rank, self.world = store, dist.get_rank(), dist.get_world_size()
@@ -79,26 +79,26 @@ class _Watch:
             self.thread.join(2 * PERIOD)
 
 
-def _found(place: str) -> str:
+def _collect_reports(place: str) -> str:
     """What the processes say of themselves; the one that asks first asks for all."""
-    me = _Watch.current
+    me = _RankMonitor.current
     if me is None:
         return f"another process died or does not come; this one {place}"
     try:
         store = me.of.clone()
         if int(store.add("fxplug/fault", 1)) > 1:
-            return str(_asked(store, "fxplug/found", 3 * GRACE) or f"another process failed; process {me.rank} {place}")
+            return str(_query(store, "fxplug/found", 3 * GRACE) or f"another process failed; process {me.rank} {place}")
         store.set(f"fxplug/at/{me.rank}", place)
         end = time.monotonic() + GRACE
-        answers = {r: _asked(store, f"fxplug/at/{r}", end - time.monotonic()) for r in range(me.world)}
-        text = _told(me.rank, answers)
+        answers = {r: _query(store, f"fxplug/at/{r}", end - time.monotonic()) for r in range(me.world)}
+        text = _report(me.rank, answers)
         store.set("fxplug/found", text)
         return text
     except Exception:  # torch's own: the store is gone
         return f"process 0, which keeps the store of torch.distributed, does not answer: it died; process {me.rank} {place}"
 
 
-def _told(rank: int, answers: dict[int, str | None]) -> str:
+def _report(rank: int, answers: dict[int, str | None]) -> str:
     lost = [r for r, text in answers.items() if text is None]
     away = [r for r, text in answers.items() if text is not None and not text.startswith(WAITS)]
     mine = f"process {rank} {answers[rank]}"
@@ -111,7 +111,7 @@ def _told(rank: int, answers: dict[int, str | None]) -> str:
     return "the processes wait for each other: " + "; ".join(f"process {r} {text}" for r, text in answers.items())
 
 
-def _asked(store: Any, key: str, seconds: float) -> str | None:
+def _query(store: Any, key: str, seconds: float) -> str | None:
     end = time.monotonic() + seconds
     while not store.check([key]):
         if time.monotonic() > end:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...core.errors import GuardError, SpecError, shown
 from . import layouts
-from .collectives import Collective, Lengthwise, exchanged, whole_number
+from .collectives import Collective, Lengthwise, check_integer, exchanged
 
 
 class Reach(NamedTuple):
@@ -60,7 +60,7 @@ class Near(Lengthwise):
 
     def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int, out: int, reach: tuple[int, ...]) -> None:
         super().__init__(ways, axis, dim, inner)
-        self.out, self.reach = whole_number("out", out, 1), read(reach).numbers()
+        self.out, self.reach = check_integer("out", out, 1), read(reach).numbers()
 
     def bounds(self, rank: int, world: int, given: int, tokens: int, out: int) -> tuple[int, int, int, int]:
         """The rows of the result that a process has, and the rows of `given` that it reads for them."""
@@ -75,7 +75,7 @@ class Fetch(Near):
     """
 
     def forward(self, x: Tensor, given: int, gives: int, inner: int | None = None, out: int | None = None) -> Tensor:
-        rank, world, group = self.along()
+        rank, world, group = self.group_of()
         inner, out = self.inner if inner is None else inner, self.out if out is None else out
         starts = [layouts.start(given, r, world) * inner for r in range(world + 1)]
         if x.shape[self.dim] != starts[rank + 1] - starts[rank]:
@@ -107,7 +107,7 @@ class Cut(Near):
     """This process's part of a result that was computed from what `Fetch` gave: forward(y, given, gives)."""
 
     def forward(self, y: Tensor, given: int, gives: int, inner: int | None = None, out: int | None = None) -> Tensor:
-        rank, world, _ = self.along()
+        rank, world, _ = self.group_of()
         inner, out = self.inner if inner is None else inner, self.out if out is None else out
         first, last, begin, end = self.bounds(rank, world, given * inner, gives, out)
         reach = read(self.reach)
@@ -126,13 +126,13 @@ class Extent(Collective):
 
     def __init__(self, ways: dict[str, int], axis: str, inner: int, reach: tuple[int, ...]) -> None:
         super().__init__(ways, axis)
-        self.inner, self.reach = whole_number("inner", inner, 1), read(reach).numbers()
+        self.inner, self.reach = check_integer("inner", inner, 1), read(reach).numbers()
 
     def forward(self, x: Tensor, given: int, inner: int | None = None) -> int:
         return read(self.reach).size(given * (self.inner if inner is None else inner))
 
 
-class Scale(Lengthwise):
+class RowScale(Lengthwise):
     """A number that grows with the rows, for those that were fetched: forward(number, rows, given)."""
 
     def forward(self, number: int, rows: Tensor, given: int, inner: int | None = None) -> int:

@@ -31,7 +31,7 @@ class World:
         return self
 
 
-def ways_of(ways: Mapping[str, int]) -> dict[str, int]:
+def all_degrees(ways: Mapping[str, int]) -> dict[str, int]:
     """Every axis with its number of processes. Raises SpecError for an axis that is none, or a number that is none."""
     for axis, number in ways.items():
         if axis not in AXES:
@@ -41,7 +41,7 @@ def ways_of(ways: Mapping[str, int]) -> dict[str, int]:
     return {axis: ways.get(axis, 1) for axis in AXES}
 
 
-def name_of_ways(ways: Mapping[str, int]) -> str:
+def format_degrees(ways: Mapping[str, int]) -> str:
     """`ulysses 2 x ring 2`; nothing for one process."""
     return " x ".join(f"{axis} {n}" for axis, n in ways.items() if n > 1)
 
@@ -51,9 +51,9 @@ def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> World:
 
     Raises SpecError without a process group, and for a mesh that has other axes or sizes.
     """
-    ways = ways_of(ways)
+    ways = all_degrees(ways)
     needed = math.prod(ways.values())
-    text = name_of_ways(ways) or "1"
+    text = format_degrees(ways) or "1"
     if not dist.is_available() or not dist.is_initialized():
         raise SpecError(
             f"this model runs on {needed} processes, and there is no process group: start with "

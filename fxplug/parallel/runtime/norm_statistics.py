@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import layouts
-from .collectives import Collective, gathered, whole_number
+from .collectives import Collective, check_integer, gathered
 
 
 class Norm(Collective):
@@ -22,10 +22,10 @@ class Norm(Collective):
 
     def __init__(self, ways: dict[str, int], axis: str, groups: int | None, eps: float) -> None:
         super().__init__(ways, axis)
-        self.groups, self.eps = None if groups is None else whole_number("groups", groups, 1), float(eps)
+        self.groups, self.eps = None if groups is None else check_integer("groups", groups, 1), float(eps)
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: int) -> Tensor:
-        rank, world, group = self.along()
+        rank, world, group = self.group_of()
         batch, channels = x.shape[:2]
         groups = self.groups or channels
         high = torch.promote_types(x.dtype, torch.float32)

@@ -31,7 +31,7 @@ class Meeting:
         return self.queues[source, to]
 
 
-class Local:
+class ThreadGroup:
     """One thread's way into a group."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
@@ -95,7 +95,7 @@ def pretended(ways: Mapping[str, int], call: Callable[[int], Any]) -> list[Any]:
             own = ("ring", "ulysses") if axis == SEQUENCE else (axis,)
             key = (axis, *(n for a, n in world.ranks.items() if a not in (*own, SEQUENCE)))
             meeting = meetings.setdefault(key, Meeting(size))
-            world.groups[axis] = Local(meeting, world.ranks[axis])
+            world.groups[axis] = ThreadGroup(meeting, world.ranks[axis])
     results: list[Any] = [None] * count
     errors: list[BaseException] = []
 

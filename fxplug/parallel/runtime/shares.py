@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core.errors import GuardError
 from . import layouts
-from .collectives import Collective, Split, Sum
+from .collectives import AllReduce, Collective, Split
 
 
 class Part(Split):
@@ -25,7 +25,7 @@ class Part(Split):
         self.outer = outer
 
     def forward(self, x: Tensor, *sizes: int, inner: int | None = None) -> Tensor:
-        rank, world, _ = self.along()
+        rank, world, _ = self.group_of()
         times = self.outer * self.inner
         if x.shape[self.dim] == times * sum(sizes):
             return super().forward(x, *sizes)
@@ -43,18 +43,18 @@ class Once(Collective):
     """What one process adds alone: forward(x), zeros in the others."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self.along()[0] == 0 else x * 0  # which has a gradient, of zeros
+        return x if self.group_of()[0] == 0 else x * 0  # which has a gradient, of zeros
 
 
-class Mean(Sum):
+class AllReduceMean(AllReduce):
     """The mean over all tokens of what is a mean over a process's: forward(x, *sizes)."""
 
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
-        rank, world, _ = self.along()
+        rank, world, _ = self.group_of()
         return super().forward(x if world == 1 else x * (layouts.counts(sizes, world)[rank] / sum(sizes)))
 
 
-class FeatureNorm(Sum):
+class FeatureNorm(AllReduce):
     """`layer_norm`, or `rms_norm`, over features that are split in the last dimension: forward(x, weight, bias, *sizes).
 
     The statistics are sums over the processes, in float32 or more; weight and bias are parts, or None.
@@ -65,7 +65,7 @@ class FeatureNorm(Sum):
         self.centred, self.eps = bool(centred), None if eps is None else float(eps)
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: int) -> Tensor:  # type: ignore[override]
-        rank, world, _ = self.along()
+        rank, world, _ = self.group_of()
         if world == 1 and self.centred:
             return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5 if self.eps is None else self.eps)
         if world == 1:
@@ -84,7 +84,7 @@ class Count(Collective):
     """A number that counts tokens of the whole, or multiples of them, for this process's: forward(n, *sizes)."""
 
     def forward(self, n: int, *sizes: int) -> int:
-        rank, world, _ = self.along()
+        rank, world, _ = self.group_of()
         return n // sum(sizes) * layouts.counts(sizes, world)[rank]
 
 

@@ -64,12 +64,12 @@ class Order:
         size, requests = self.batch * self.world, []
         for number, members in enumerate(self.groups):
             group = self._members(members, epoch, number)
-            order = [group[i] for i in self._drawn(len(group), epoch, number)] if self.shuffle else group
+            order = [group[i] for i in self._draw_order(len(group), epoch, number)] if self.shuffle else group
             used = len(group) // size * size if self.train else len(group)
             parts = [order[at : at + size] for at in range(0, used, size)]
             requests += [Request(epoch, number, self._share(part)) for part in parts]
         if self.shuffle and len(self.groups) > 1:
-            requests = [requests[i] for i in self._drawn(len(requests), epoch, len(self.groups))]
+            requests = [requests[i] for i in self._draw_order(len(requests), epoch, len(self.groups))]
         return [request for request in requests if request.indices]
 
     def _members(self, group: Sequence[int], epoch: int, number: int) -> Sequence[int]:
@@ -90,7 +90,7 @@ class Order:
         start = self.rank * each + min(self.rank, more)
         return list(part[start : start + each + (self.rank < more)])
 
-    def _drawn(self, length: int, epoch: int, number: int) -> list[int]:
+    def _draw_order(self, length: int, epoch: int, number: int) -> list[int]:
         generator = torch.Generator().manual_seed(mixed(self.seed, epoch, number))
         drawn: list[int] = torch.randperm(length, generator=generator).tolist()
         return drawn

@@ -17,7 +17,7 @@ from ...core.reading import parse_json
 from ...core.spec.train_section import Data
 from ...core.spec.yaml_source import Section, Source, Where, validate
 from .image_files import read_image, read_size
-from .sidecars import CONCEPT, Settings, Sidecars, from_json, from_name, from_toml, numbers
+from .sidecars import CONCEPT, ImageSettings, Sidecars, from_json, from_name, from_toml, numbers
 
 METADATA = "metadata.jsonl"  # the form of Hugging Face's ImageFolder
 OWN = ("image", "condition", "name", "index")  # keys of an item that the loader fills
@@ -66,7 +66,7 @@ class FileItems(Items):
         self, top: Path, names: list[str], values: list[dict[str, Any]], channels: int = 3, conditions: Path | None = None
     ) -> None:
         self.top, self.names, self.values, self.channels, self.root = top, names, values, channels, str(top)
-        self.conditions = same_stems(names, conditions) if conditions else None
+        self.conditions = match_stems(names, conditions) if conditions else None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -118,7 +118,7 @@ def open_files(spec: Data, base: Path) -> FileItems:
     return items
 
 
-def _repeats(said: Sequence[Settings], names: Sequence[str], key: str) -> list[float] | None:
+def _repeats(said: Sequence[ImageSettings], names: Sequence[str], key: str) -> list[float] | None:
     """How often an epoch has each image; None where it has each once. Raises SpecError for more than an epoch can hold."""
     repeats = [settings.multiply or 1.0 for settings in said]
     if sum(repeats) > DEFAULT.samples:
@@ -131,7 +131,7 @@ def _repeats(said: Sequence[Settings], names: Sequence[str], key: str) -> list[f
     return repeats if {*repeats} != {1.0} else None
 
 
-def _listed(source: Path, sidecars: Sidecars, skip: Path | None, key: str) -> list[tuple[Path, Settings | None]]:
+def _listed(source: Path, sidecars: Sidecars, skip: Path | None, key: str) -> list[tuple[Path, ImageSettings | None]]:
     """The image files of a folder or a list, each with what the list says of it. None: what lies beside it says it."""
     if source.is_file() and source.suffix == ".json":
         return from_json(source, sidecars)
@@ -145,7 +145,7 @@ def _listed(source: Path, sidecars: Sidecars, skip: Path | None, key: str) -> li
     return [(source / name, None) for name in found]
 
 
-def _settings(file: Path, given: Settings | None, sidecars: Sidecars, repeats: bool) -> Settings:
+def _settings(file: Path, given: ImageSettings | None, sidecars: Sidecars, repeats: bool) -> ImageSettings:
     """What a list says of an image, else what lies beside it, over what the name of its folder says."""
     if given is not None:
         return given
@@ -154,7 +154,7 @@ def _settings(file: Path, given: Settings | None, sidecars: Sidecars, repeats: b
     if concept is None or file.parent in sidecars.roots:
         return settings
     if repeats:
-        return Settings(plain=concept[2], multiply=float(concept[1]) or None).under(settings)
+        return ImageSettings(plain=concept[2], multiply=float(concept[1]) or None).under(settings)
     text = f"the number in the name of a folder ('{concept[0]}') is no count of repeats: 'repeats: folders' makes it one"
     if not any(note.endswith("makes it one") for note in sidecars.notes):
         sidecars.notes.append(text)
@@ -222,7 +222,7 @@ def _condition_folder(spec: Data, base: Path) -> Path | None:
     return existing(base / spec.conditions.name, "conditions")
 
 
-def same_stems(names: Sequence[str], conditions: Path) -> list[Path]:
+def match_stems(names: Sequence[str], conditions: Path) -> list[Path]:
     """The condition image of each name: the same path below `conditions`, of any suffix. SpecError lists the missing ones."""
     found: dict[str, str] = {}
     for name in images_below(conditions):
@@ -310,7 +310,7 @@ def _numbered(names: Sequence[str], values: list[dict[str, Any]]) -> list[str] |
     return classes
 
 
-def _put_captions(names: Sequence[str], values: list[dict[str, Any]], said: Sequence[Settings], law: str) -> None:
+def _put_captions(names: Sequence[str], values: list[dict[str, Any]], said: Sequence[ImageSettings], law: str) -> None:
     """Give the samples their captions, in place: those of metadata, else what is `said`.
 
     `required`: an image without one, or with an empty one, is a SpecError, unless all images have labels and none a caption.
@@ -320,7 +320,7 @@ def _put_captions(names: Sequence[str], values: list[dict[str, Any]], said: Sequ
         if "caption" in value:
             settings = settings.model_copy(update={"plain": value["caption"], "prompt": None})
         elif law == "filename" and not (settings.plain or settings.prompt):
-            settings = settings.under(Settings(plain=from_name(Path(name).stem)))
+            settings = settings.under(ImageSettings(plain=from_name(Path(name).stem)))
         value["caption"] = settings.caption() or ""
     without = [name for name, value in zip(names, values, strict=True) if not value["caption"]]
     labelled = len(without) == len(names) and all("label" in value for value in values)

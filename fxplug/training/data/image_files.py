@@ -118,7 +118,7 @@ def _orientation(image: Image.Image) -> int:
     return 1
 
 
-class Place(NamedTuple):
+class Crop(NamedTuple):
     """Where the crop lies, from 0 (left, top) to 1, and whether it is mirrored. An image and its condition have the same."""
 
     x: float = 0.5
@@ -126,7 +126,7 @@ class Place(NamedTuple):
     flip: bool = False
 
 
-def placed(image: Image.Image, size: tuple[int, int], place: Place) -> Image.Image:
+def placed(image: Image.Image, size: tuple[int, int], place: Crop) -> Image.Image:
     """The largest crop of the shape of `size` (h, w), resized with an antialiasing Lanczos filter in the same go."""
     h, w = size
     scale = min(image.width / w, image.height / h)

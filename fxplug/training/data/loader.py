@@ -17,12 +17,12 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from ...core.errors import FxplugError, SpecError, TrainError
 from ...core.spec.train_section import Data
 from ..plugins import Plugins
-from ..random_draws import mixed, random_state_kept, seed_all
+from ..random_draws import mixed, preserve_random_state, seed_all
 from ..tasks.task import Task, function_of
 from .batch_order import Order, Request, Size, assign, bucket_sizes
-from .collating import collate
+from .collation import collate
 from .files import Items
-from .image_files import Place, Unreadable, as_image, placed, prepared
+from .image_files import Crop, Unreadable, as_image, placed, prepared
 from .sidecars import Caption
 
 Transform = Callable[[Image.Image, Size], Tensor]
@@ -136,7 +136,7 @@ class Loader(Dataset[Any]):
                 self._copy(),  # this one would be in a cycle, which keeps the workers alive
                 batch_size=None,
                 sampler=self._requests,
-                collate_fn=_same,
+                collate_fn=_are_equal,
                 num_workers=self.spec.workers,
                 persistent_workers=True,
                 generator=torch.Generator(),  # or it would draw from the global one
@@ -181,7 +181,7 @@ class Loader(Dataset[Any]):
         Every sample starts from random numbers seeded with (seed, epoch, index).
         """
         skipped: dict[str, str] = {}
-        with random_state_kept():
+        with preserve_random_state():
             try:
                 samples: list[dict[str, Any]] = []
                 for index in request.indices:
@@ -223,7 +223,7 @@ class Loader(Dataset[Any]):
         x, y, coin = random.random(), random.random(), random.random()
         item = self.items[index]
         flip = coin < item.pop("flip_p", 0.5 if self.spec.flip else 0.0)
-        place = Place(*((x, y) if random_place else (0.5, 0.5)), flip=self.train and flip)
+        place = Crop(*((x, y) if random_place else (0.5, 0.5)), flip=self.train and flip)
         if isinstance(caption := item.get("caption"), Caption):
             item["caption"] = caption.shuffled() if self.train else caption.text()
         if self.hooks is not None:
@@ -234,7 +234,7 @@ class Loader(Dataset[Any]):
         item["index"] = index
         return item
 
-    def _put_images(self, item: dict[str, Any], size: Size | None, place: Place) -> None:
+    def _put_images(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
         """Make tensors of a size of an item's image and condition. A task's transform crops by itself, without a condition."""
         image, name, condition = item.get("image"), item["name"], item.get("condition")
         if isinstance(image, Tensor):
@@ -245,7 +245,7 @@ class Loader(Dataset[Any]):
                                (self.condition is not None and condition is None, "a condition function")):  # fmt: skip
                 if used:
                     raise TrainError(f"{name} is a float image: {what} needs PIL or uint8")
-            size, place = (image.shape[1], image.shape[2]), Place()
+            size, place = (image.shape[1], image.shape[2]), Crop()
         elif image is not None:
             size = size or (image.height, image.width)
             both = self.condition is not None or condition is not None
@@ -254,7 +254,7 @@ class Loader(Dataset[Any]):
                 image = placed(image, size, place)
             image = self._changed(image, name, fixed=both or self.transform is None)
             if self.condition is not None:  # made of what the model sees: grey stays grey
-                made, place = self.condition(image), Place()
+                made, place = self.condition(image), Crop()
                 grey = made.mode in ("1", "L") if isinstance(made, Image.Image) else np.ndim(made) == 2
                 item["condition"] = as_image(made, f"the condition of {name}", 1 if grey else 3)
             item["image"] = pil_to_tensor(image) if self.transform is None else self.transform(image, size)
@@ -304,11 +304,11 @@ class Loader(Dataset[Any]):
         return {f"image {i}": "its header does not tell its size"}
 
 
-def _same(fetched: Any) -> Any:
+def _are_equal(fetched: Any) -> Any:
     return fetched
 
 
-def _check_alike(image: Image.Image, condition: Any, size: Size, place: Place, name: str) -> None:
+def _check_alike(image: Image.Image, condition: Any, size: Size, place: Crop, name: str) -> None:
     """TrainError for an image and a condition that cannot be cropped alike."""
     if isinstance(condition, Tensor) and (place.flip or not size == (image.height, image.width) == condition.shape[1:]):
         raise TrainError(f"{name}: its condition is a float tensor, which cannot be cropped and mirrored with it")

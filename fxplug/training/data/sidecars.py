@@ -81,7 +81,7 @@ class Caption:
         return _joined(self.main, taken)
 
 
-class Settings(Section):
+class ImageSettings(Section):
     """What is said about an image. None is nothing said. A caption is `plain` text, or a `prompt` with `tags` beside it."""
 
     plain: str | None = None
@@ -94,7 +94,7 @@ class Settings(Section):
     cond_dropout: Share | None = None
     loss_scale: Number | None = None
 
-    def under(self, nearer: Settings) -> Settings:
+    def under(self, nearer: ImageSettings) -> ImageSettings:
         """These, with those of something nearer to the image over them."""
         said = {key: value for key, value in nearer if value is not None}
         tags = self.tags
@@ -127,7 +127,7 @@ def from_name(stem: str) -> str:
     return ", ".join(part.strip() for part in stem.partition("_")[0].split(","))
 
 
-def numbers(values: Sequence[dict[str, Any]], said: Sequence[Settings], flip: bool) -> None:
+def numbers(values: Sequence[dict[str, Any]], said: Sequence[ImageSettings], flip: bool) -> None:
     """Give the samples the numbers that the loader and the task go by, in place, where any of them has one of its own."""
     default = {"loss_scale": 1.0, "cond_dropout": math.nan, "flip_p": 0.5 if flip else 0.0}
     for key, usual in default.items():
@@ -142,9 +142,9 @@ class Sidecars:
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots, self.notes = {*roots}, list[str]()
-        self._folders: dict[Path, tuple[set[str], Settings, Settings]] = {}
+        self._folders: dict[Path, tuple[set[str], ImageSettings, ImageSettings]] = {}
 
-    def of(self, file: Path, *, alone: bool = False) -> Settings:
+    def of(self, file: Path, *, alone: bool = False) -> ImageSettings:
         """What is said about an image, if `alone` then by its folders only. SpecError, with file and line, for what cannot be
         read."""
         names, everywhere, here = self._folder(file.parent)
@@ -156,15 +156,15 @@ class Sidecars:
                 settings = settings.under(self.read(file.with_suffix(suffix)))
         return settings
 
-    def read(self, file: Path) -> Settings:
+    def read(self, file: Path) -> ImageSettings:
         """The settings of a YAML file, or of one with a caption."""
         source = read_yaml(file) if file.suffix in (".yml", ".yaml") else Source(_text(file), str(file))
-        return Settings() if source.data is None else self.parsed(source.data, source)
+        return ImageSettings() if source.data is None else self.parsed(source.data, source)
 
-    def parsed(self, data: Any, source: Source) -> Settings:
+    def parsed(self, data: Any, source: Source) -> ImageSettings:
         """Settings of a mapping, or of text: a caption; `source` knows the places."""
         if isinstance(data, str):
-            return Settings(plain=data.strip())
+            return ImageSettings(plain=data.strip())
         if not isinstance(data, Mapping):
             raise source.error(f"must be a mapping or a caption, not {shown(data)}")
         said = {str(key): value for key, value in data.items() if value is not None}
@@ -175,18 +175,18 @@ class Sidecars:
                 self._note(f"{source.file}: '{key}' is not gone by")
         own = {key: said[key] for key in KEYS[2:] if key in said}
         with source.inside():
-            settings = validate(Settings, {**own, "prompt": said["main_prompt"]} if "main_prompt" in said else own)
+            settings = validate(ImageSettings, {**own, "prompt": said["main_prompt"]} if "main_prompt" in said else own)
         return settings if "caption" not in said else settings.under(self.parsed(said["caption"], source))
 
-    def _folder(self, folder: Path) -> tuple[set[str], Settings, Settings]:
+    def _folder(self, folder: Path) -> tuple[set[str], ImageSettings, ImageSettings]:
         if folder in self._folders:
             return self._folders[folder]
-        above = Settings() if folder in self.roots or folder == folder.parent else self._folder(folder.parent)[1]
+        above = ImageSettings() if folder in self.roots or folder == folder.parent else self._folder(folder.parent)[1]
         names = {path.name for path in folder.iterdir()}
         for name in ("global.yaml", "global.yml"):
             if name in names:
                 above = above.under(self.read(folder / name))
-        here = Settings(shuffle_tags=True if "shuffle_tags.txt" in names else None)
+        here = ImageSettings(shuffle_tags=True if "shuffle_tags.txt" in names else None)
         for key in NUMBERS:
             if (file := folder / f"{key}.txt").name in names:
                 here = here.under(self.parsed({key: _text(file)}, Source(None, str(file))))
@@ -214,7 +214,7 @@ def _text(file: Path) -> str:
     return reading.text(file, DEFAULT.caption, lambda finding: SpecError(finding, where=Where(str(file)))).strip()
 
 
-def from_json(file: Path, sidecars: Sidecars) -> list[tuple[Path, Settings | None]]:
+def from_json(file: Path, sidecars: Sidecars) -> list[tuple[Path, ImageSettings | None]]:
     """The images of a JSON list: mappings of `image`, a path relative to the file, and what a YAML sidecar may have; or such
     paths alone, beside which the captions lie."""
     where = Where(str(file))
@@ -260,14 +260,14 @@ class Subset(Section, extra="ignore"):
     caption_dropout_rate: Share | None = None
 
 
-def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) -> list[tuple[Path, Settings | None]]:
+def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) -> list[tuple[Path, ImageSettings | None]]:
     """The images of the subsets of a data set of kohya's: `image_dir` is relative to the file."""
     where = Where(str(file))
     try:
         data = tomllib.loads(reading.text(file, DEFAULT.json, lambda finding: SpecError(finding, where=where)))
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"not valid TOML: {error}", where=where) from None
-    listed, unread, source = list[tuple[Path, Settings | None]](), set[str](), Source(data, str(file))
+    listed, unread, source = list[tuple[Path, ImageSettings | None]](), set[str](), Source(data, str(file))
     with source.inside():
         whole = validate(Toml, data)
         for number, dataset in enumerate(whole.datasets):
@@ -289,14 +289,14 @@ def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) 
     return listed
 
 
-def _of_subset(image: Path, subset: Subset) -> Settings:
+def _of_subset(image: Path, subset: Subset) -> ImageSettings:
     beside = Path(f"{os.path.splitext(image)[0]}{subset.caption_extension}")
     caption = _text(beside) if os.path.lexists(beside) else subset.class_tokens
     said: dict[str, Any] = {"plain": caption}
     if subset.shuffle_caption and caption:
         parts, keep = [part.strip() for part in caption.split(",")], subset.keep_tokens
         said = {"prompt": ", ".join(parts[:keep]), "tags": parts[keep:]}
-    return Settings(
+    return ImageSettings(
         **said,
         multiply=subset.num_repeats,
         flip_p=0.5 if subset.flip_aug else None,

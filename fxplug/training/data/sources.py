@@ -248,7 +248,7 @@ def _kind(feature: Any) -> str:
     return "int" if name == "Value" and "int" in dtype else (dtype if name == "Value" else name)
 
 
-def own_items(dataset: Any, spec: Data, name: str) -> OwnItems:
+def items_of(dataset: Any, spec: Data, name: str) -> OwnItems:
     """The items of a data set that is called `name`. Raises SpecError for one without length or numbers, or without samples."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         why = "an order that can be repeated and resumed needs samples that have a length and numbers"
@@ -266,4 +266,4 @@ def open_call(spec: Data) -> OwnItems:
     use = spec.call or Use("", {})
     made = imported(use.name, ("call",))
     dataset = construct(made, use, ("call",)) if callable(made) else made
-    return own_items(dataset, spec, f"what '{use.name}' gives")
+    return items_of(dataset, spec, f"what '{use.name}' gives")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ...core.errors import SpecError, did_you_mean, shown
 from ...core.spec.pass_file import check_known, taken
 from ...core.spec.train_section import Use, read_use
-from ..random_draws import Draws, random_state_kept
-from .calling import Call, check_labels, image_of, inputs_of
+from ..random_draws import Draws, preserve_random_state
+from .model_call import ModuleCall, check_labels, image_of, inputs_of
 from .task import Batch, Task, TaskInfo, Totals, construct, function_of
 
 PREPROCESS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
@@ -62,7 +62,7 @@ class Classify(Task):
         if image is None:
             raise SpecError("the model has no inputs")
         mapping = self.mapping if self.mapping is not None else {image: "image"}
-        self.call = Call(mapping, inputs, ("image", "label", "condition"))
+        self.call = ModuleCall(mapping, inputs, ("image", "label", "condition"))
         shape, self.info = inputs[image].shape, info
         self.channels = shape[1] if shape is not None and len(shape) == 4 else 3
         self.settings = _settings(info.timm, getattr(module, "pretrained_cfg", None), self.channels, self.preprocess)
@@ -127,7 +127,7 @@ class Classify(Task):
         rows = torch.arange(len(image), device=image.device)
         order = torch.cat([rows[0::2], rows[1::2].flip(0)])  # timm mixes first with last
         mixup = timm.data.Mixup(self.mixup, self.cutmix, label_smoothing=0.0, num_classes=len(image))
-        with random_state_kept():
+        with preserve_random_state():
             np.random.seed(int(torch.randint(2**32, (), generator=draw.once())))
             images, shares = mixup(image[order], rows)  # as if each row were a class of its own
         return images[order.argsort()], shares.diagonal()[:, None]

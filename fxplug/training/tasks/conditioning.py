@@ -18,7 +18,7 @@ from ...core.spec.train_section import read_use
 from ...core.spec.yaml_source import no_such_file
 from ..param_groups import named_by
 from ..random_draws import Draws
-from .calling import first_tensor
+from .model_call import first_tensor
 from .task import function_of
 
 LONGEST = 512  # tokens of a caption where neither the tokenizer nor the encoder says how many

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ...core.errors import SpecError
 from ...core.spec.train_section import read_use
 from ..random_draws import Draws
-from .calling import Call, Input, check_labels, default_call, embedding_rows, image_of, inputs_of, listed
 from .conditioning import Text, Vae
+from .model_call import ModuleCall, ModuleInput, check_labels, default_call, embedding_rows, image_of, inputs_of, listed
 from .noise import open_noise, positions, read_density
 from .task import Batch, Task, TaskInfo, Totals
 
@@ -88,7 +88,7 @@ class Denoise(Task):
         texts = self.text([""]) if self.text is not None else {}
         values = ["noisy", "time", *(["text"] if texts else []), *(f"text.{name}" for name in texts), "label", "condition"]
         inputs = inputs_of(module)
-        self.call = Call(self.mapping if self.mapping is not None else default_call(inputs, texts), inputs, values)
+        self.call = ModuleCall(self.mapping if self.mapping is not None else default_call(inputs, texts), inputs, values)
         self._check_inputs(inputs)
         label = next((name for name, source in self.call.mapping.items() if source == "label"), None)
         self.rows = embedding_rows(module, label) if label else None
@@ -246,7 +246,7 @@ class Denoise(Task):
             return None
         return torch.where(dropped[:, None], self.encoder.tokens([""]), batch["tokens"])
 
-    def _check_inputs(self, inputs: Mapping[str, Input]) -> None:
+    def _check_inputs(self, inputs: Mapping[str, ModuleInput]) -> None:
         if not self.call.uses("noisy"):
             raise SpecError(f"nothing in 'call' is 'noisy'; {listed(inputs)}", path=("call",))
         for name, source in self.call.mapping.items():
@@ -270,7 +270,7 @@ class Denoise(Task):
             raise SpecError("the label that stands for none is not known: give 'null_label'", path=("dropout",))
         return found
 
-    def _shape(self, inputs: Mapping[str, Input]) -> tuple[int, ...]:
+    def _shape(self, inputs: Mapping[str, ModuleInput]) -> tuple[int, ...]:
         """Channels, height and width of what the model sees; where nothing says the size, that of the first image."""
         seen = next(inputs[name].shape for name, source in self.call.mapping.items() if source == "noisy") or ()
         size: tuple[int, ...] = self.info.size

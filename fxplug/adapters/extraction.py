@@ -16,10 +16,10 @@ from ..blocks import low_rank
 from ..core import reading, weight_files
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean, shown
 from ..core.spec.addresses import select
-from .contents import AdapterContents, Layer
+from .contents import AdapterContents, ModelLayer
 from .find_tensors import kind_of, object_of
 from .updates import AdapterFile, Entry
-from .writing import About, Saved, about_of, content, list_left_out, write
+from .writing import About, Saved, about_of, content, list_skipped, write
 
 WHOLE = "model.diffusion_model."  # what a single-file checkpoint puts before the denoiser's names, among others' weights
 Given = str | os.PathLike[str] | nn.Module | Mapping[str, Tensor]
@@ -56,7 +56,7 @@ class Extracted:
 
     def __repr__(self) -> str:
         worst = max(self.errors, key=lambda path: self.errors[path])
-        left = f"; not held: {list_left_out(self.left_out)}" if self.left_out else ""
+        left = f"; not held: {list_skipped(self.left_out)}" if self.left_out else ""
         most = f"at most {self.errors[worst]:.1%} of a difference is missing, at '{worst}'"
         return f"Extracted({len(self.errors)} layers, {self.same} are the same; {most}{left})"
 
@@ -99,10 +99,10 @@ def extract(
         chosen = select(at, paths)
         if not chosen:
             raise SpecError(f"'{at}' is no layer of both{did_you_mean(at, paths)}")
-        left = _only_in_one(first, second)
+        left = _list_unshared(first, second)
         entries: list[Entry] = []
         errors: dict[str, float] = {}
-        layers: dict[str, Layer] = {}
+        layers: dict[str, ModelLayer] = {}
         same = 0
         for key in shared:
             a, b = first.shapes[key], second.shapes[key]
@@ -130,7 +130,7 @@ def extract(
                 entry, errors[path] = _low_rank(path, delta, value.dtype, rank)
                 entries.append(entry)
         if not entries:
-            others = f"; what differs is no layer's weight: {list_left_out(left)}" if left else ""
+            others = f"; what differs is no layer's weight: {list_skipped(left)}" if left else ""
             raise SpecError(f"no layer at '{at}' differs between {first.where} and {second.where}{others}")
         whole = About(layers, model.classes, model.config)
         return Extracted(AdapterFile(second.where, tuple(entries)), errors, left, same, whole)
@@ -149,16 +149,16 @@ def _low_rank(path: str, delta: Tensor, dtype: torch.dtype, rank: int | float) -
     return Entry(path, path, "", "lora", tensors, 1.0, number), lacks.item()
 
 
-def _only_in_one(first: _Weights, second: _Weights) -> dict[str, str]:
+def _list_unshared(first: _Weights, second: _Weights) -> dict[str, str]:
     """What only one of them has."""
     made = {key: f"is only in {second.where}" for key in second.shapes if key not in first.shapes}
     return made | {key: f"is only in {first.where}" for key in first.shapes if key not in second.shapes}
 
 
-def _layer(shape: tuple[int, ...]) -> Layer:
+def _layer(shape: tuple[int, ...]) -> ModelLayer:
     """A layer as far as its weight tells: one input a channel is a convolution in as many groups."""
     kind = "Linear" if len(shape) == 2 else f"Conv{len(shape) - 2}d"
-    return Layer(kind, shape, shape[0] if len(shape) > 2 and shape[1] == 1 < shape[0] else 1)
+    return ModelLayer(kind, shape, shape[0] if len(shape) > 2 and shape[1] == 1 < shape[0] else 1)
 
 
 # --- weights, one after the other

@@ -133,7 +133,7 @@ def rows_of(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """How many rows each linear layer has in a call, by its path."""
     found: dict[str, int] = {}
 
-    class Count(fx.Interpreter):
+    class FlopCounter(fx.Interpreter):
         def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
             result = super().call_module(target, args, kwargs)
             if isinstance(self.fetch_attr(target), nn.Linear):
@@ -144,7 +144,7 @@ def rows_of(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     bound.apply_defaults()
     graph: Any = next(iter(gm.graphs.values())) if len(gm.graphs) == 1 else gm.graphs[gm.training]
     with torch.no_grad():
-        Count(gm, graph=graph).run(*bound.arguments.values())
+        FlopCounter(gm, graph=graph).run(*bound.arguments.values())
     return found
 
 
@@ -152,12 +152,12 @@ def measure(device: torch.device, case: Case, names: Sequence[str], turns: int) 
     """The timing of one case."""
     calls = {form: _ready(call, bool(case.compiled)) for form, call in calls_of(device, case).items()}
     with torch.no_grad():
-        times = _in_turns(device, calls, turns, LEAST)
+        times = _time_alternating(device, calls, turns, LEAST)
     ratios = _ratios(times, "stock")
     return Timing(case, _best(ratios), {form: 1000 * statistics.median(spent) for form, spent in times.items()}, ratios, names)
 
 
-def _in_turns(device: torch.device, calls: dict[str, Any], turns: int, least: float) -> dict[str, list[float]]:
+def _time_alternating(device: torch.device, calls: dict[str, Any], turns: int, least: float) -> dict[str, list[float]]:
     """Seconds of each call in each turn, who begins alternating."""
     repeats = {form: max(1, round(least / max(_time(device, call, 1), 1e-6))) for form, call in calls.items()}
     times: dict[str, list[float]] = {form: [] for form in calls}
@@ -301,13 +301,13 @@ def _brief(device: torch.device, case: Case, fewer: Case, until: float) -> dict[
     """The entries of a case in eager and compiled code, measured in few turns, with the rows of `fewer`."""
     with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(bool(case.grad)):
         calls = {**calls_of(device, fewer), "products": _emitted(device, fewer)}
-        first = {form: seconds[0] for form, seconds in _in_turns(device, calls, 1, 0).items()}
+        first = {form: seconds[0] for form, seconds in _time_alternating(device, calls, 1, 0).items()}
         hopeless = {form for form in first if first[form] > HOPELESS * min(first.values())} - {"stock", "products"}
         calls = {form: call for form, call in calls.items() if form not in hopeless}
         times: dict[str, list[float]] = {form: [] for form in calls}
         for turn in range(0, TURNS, 2):
             if turn < FEWEST or clock() < until:
-                for form, seconds in _in_turns(device, calls, 2, BRIEF).items():
+                for form, seconds in _time_alternating(device, calls, 2, BRIEF).items():
                     times[form] += seconds
     new = {}
     for mode, over in zip(_both(case), ("stock", "products"), strict=True):

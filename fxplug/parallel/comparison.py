@@ -21,7 +21,7 @@ from ..core.verifier import Subject, is_split, need_values
 from .planning.streams import Leaf
 from .planning.trials import EMPTY, leaves_of, name_of
 from .planning.walk import bound
-from .runtime.collectives import Collective, Same, Sum
+from .runtime.collectives import AllReduce, Broadcast, Collective
 from .runtime.layouts import count, start
 from .runtime.mesh import World
 from .runtime.pretended import PRETENDED, placed, pretended
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DRAWING = threading.Lock()
 
 
-def ways_in(module: nn.Module) -> dict[str, int]:
+def degrees_of(module: nn.Module) -> dict[str, int]:
     """The processes along each axis that a module is written for; none for one that is not parallel."""
     return next((dict(m.ways) for m in module.modules() if isinstance(m, Collective)), {})
 
@@ -43,10 +43,10 @@ def check_subject(subject: Subject) -> str:
     """The check of `verify`: on pretended processes and on real ones, each beside one; and one beside the module before."""
     gm, new, call = subject.gm, subject.new, subject.call
     need_values(new, call)
-    ways = ways_in(new)
+    ways = degrees_of(new)
     found = f"{math.prod(ways.values())} pretended processes differ from one by {check_pretended(new, *call):.1e}"
     others = [entry for entry in subject.entries if not is_split(new, entry["name"])]
-    if not ways_in(gm) and all(entry["neutral"] for entry in others):
+    if not degrees_of(gm) and all(entry["neutral"] for entry in others):
         found += f", and one from the module before by {check_before(gm, new, *call):.1e}"
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() == math.prod(ways.values()):
         found += f"; real ones from pretended ones by {check_real(new, *call):.1e}"
@@ -140,25 +140,25 @@ class Runner(fx.Interpreter):
 
 
 @dataclass
-class Result:
+class RankResult:
     """What a graph gives in one process, with the dtypes it computed in, and what its nodes give where that was asked for."""
 
     output: Any = None
     values: dict[str, Any] = field(default_factory=dict)
     dtypes: set[torch.dtype] = field(default_factory=set)
 
-    def difference(self, other: Result) -> Difference:
+    def difference(self, other: RankResult) -> Difference:
         """How far the output of another process is from this one's."""
         return difference(self.output, other.output, dtypes=self.dtypes)
 
 
-def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> tuple[Result, list[Result]]:
+def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> tuple[RankResult, list[RankResult]]:
     """What one process gives, and each of the pretended ones."""
     try:
         with pretending(alone()):
             one = _result(gm, mode, args, kwargs, keep)
         with in_one_mode(mode, gm):
-            return one, pretended(ways_in(gm), lambda rank: _run(gm, mode, args, kwargs, keep))
+            return one, pretended(degrees_of(gm), lambda rank: _run(gm, mode, args, kwargs, keep))
     except Exception as error:  # what an operation makes of wrong parts may be anything
         text, _, rest = str(error).partition("While executing")
         where = f", at '{rest.split('=')[0].strip(' %:').partition(' ')[0]}'" if rest else ""
@@ -167,20 +167,20 @@ def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -
         ) from error
 
 
-def _result(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool = False) -> Result:
+def _result(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool = False) -> RankResult:
     """What a graph gives as the process that this one is or pretends to be; nothing of it is left in the module."""
     with in_one_mode(mode, gm):
         return _run(gm, mode, args, kwargs, keep)
 
 
-def _run(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> Result:
-    found, tree = Result(), shell(gm)
+def _run(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> RankResult:
+    found, tree = RankResult(), shell(gm)
     for module in tree.modules():  # threads that pretend to be processes write buffers of their own
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.detach().clone()
 
     def each(node: fx.Node, call: Callable[[], Any]) -> Any:
-        if any(_calls(gm, user, Same) for user in node.users) and not _calls(gm, node, Same):
+        if any(_calls(gm, user, Broadcast) for user in node.users) and not _calls(gm, node, Broadcast):
             with DRAWING, torch.random.fork_rng(devices=[]):  # the threads share the generators
                 torch.manual_seed(len(node.name))
                 value = call()
@@ -198,11 +198,11 @@ def _run(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> Re
     return found
 
 
-def _first(gm: TracedModule, mode: bool, one: Result, many: Sequence[Result], plan: Plan | None) -> str:
+def _first(gm: TracedModule, mode: bool, one: RankResult, many: Sequence[RankResult], plan: Plan | None) -> str:
     """The first value that the processes do not have as the plan says; of a module that was loaded, not together."""
-    lies = _lies(plan, mode) if plan is not None else {}
+    lies = _layouts_by_node(plan, mode) if plan is not None else {}
     for node in gm.graphs[mode].nodes:
-        summand = _calls(gm, node, Once) or (node.users and all(_calls(gm, user, Sum) for user in node.users))
+        summand = _calls(gm, node, Once) or (node.users and all(_calls(gm, user, AllReduce) for user in node.users))
         if node.name not in one.values or summand:
             continue
         values = [leaves(found.values[node.name]) for found in many]
@@ -218,7 +218,7 @@ def _first(gm: TracedModule, mode: bool, one: Result, many: Sequence[Result], pl
     return ""
 
 
-def _lies(plan: Plan, mode: bool) -> dict[str, list[list[Any]]]:
+def _layouts_by_node(plan: Plan, mode: bool) -> dict[str, list[list[Any]]]:
     """How the tensors of each value lie along each axis of a plan, by the name of the node in the written graph."""
     found: dict[str, list[list[Any]]] = {}
     for depth, stage in enumerate(plan.stages):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SHOWN = 12  # so many methods are listed in a message
 
 
-def own(addin: Any) -> nn.Module:
+def make_addin(addin: Any) -> nn.Module:
     """An add-in for one place, or for the places that share it. Raises SpecError where its class cannot make one."""
     if isinstance(addin, nn.Module):
         return _copy(addin)

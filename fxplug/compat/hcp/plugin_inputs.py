@@ -11,7 +11,7 @@ from typing import Any
 from .base_classes import BasePluginBlock
 
 
-def asked_for(kind: type[BasePluginBlock], fed: Sequence[str] = ()) -> list[str]:
+def list_read_inputs(kind: type[BasePluginBlock], fed: Sequence[str] = ()) -> list[str]:
     """The names that a plugin takes out of its inputs, as far as its source says; `fed`, the names that there are, where it
     goes through all of them.
 

@@ -20,10 +20,10 @@ from ..core.errors import TrainError
 from ..core.reading import reason
 from ..core.spec.train_section import written
 from ..core.torch_internals.modules import tree_map
-from .checkpoint import PREFIX, Checkpoint, differences, found, read, write, write_to
+from .checkpoint import PREFIX, Checkpoint, differences, list_checkpoints, read, write, write_to
 from .distributed import gathered
 from .param_groups import fill, filled, spread
-from .random_draws import read_random_state, written_random_state
+from .random_draws import random_state_dict, read_random_state
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -39,7 +39,7 @@ def keep(trainer: Trainer, path: Path | None = None) -> None:
     """
     if trainer.out is None and path is None:
         return
-    made = _snapshot(trainer, gathered(trainer.accelerator, written_random_state()))
+    made = _snapshot(trainer, gathered(trainer.accelerator, random_state_dict()))
     newest = None
     if trainer.first:
         with _reported(trainer, f"checkpoint of step {trainer.progress.step}" if path is None else f"checkpoint '{path}'"):
@@ -92,7 +92,7 @@ def rescue(trainer: Trainer, error: BaseException) -> None:
     if trainer.out is None or not trainer.first or step == 0 or trainer.saved:
         return
     lost, module = None, f" and '{trainer.out / 'module'}'"
-    kept = found(trainer.out / "checkpoints")
+    kept = list_checkpoints(trainer.out / "checkpoints")
     if trainer.sharded is not None:
         lost = "its weights are parts on several processes"
     elif not stepper.whole:
@@ -102,7 +102,7 @@ def rescue(trainer: Trainer, error: BaseException) -> None:
     else:
         try:
             if not kept or kept[-1].name != f"{PREFIX}{step:08}":
-                made = _snapshot(trainer, [trainer.drawn or written_random_state()])
+                made = _snapshot(trainer, [trainer.drawn or random_state_dict()])
                 kept.append(write(trainer.out / "checkpoints", made, trainer.settings.save.keep))
         except Exception as other:  # the system's or torch's; the first error is the one that counts
             lost = f"it cannot be written: {other}"
@@ -130,7 +130,7 @@ def export(trainer: Trainer) -> None:
 
 def _write_modules(trainer: Trainer) -> None:
     named = {**trainer.trained, **dict(trainer.module.named_parameters())}
-    trained, averages = tree_map(_whole, (trainer.trained, trainer.ema.average if trainer.ema else {}))
+    trained, averages = tree_map(_gather_full, (trainer.trained, trainer.ema.average if trainer.ema else {}))
     if trainer.sharded is not None:  # the module itself still has the weights it began with
         fill(named, trained)
     for name, dtype in trainer.dtypes.items():  # so that the module is of one dtype again, and can be called
@@ -187,7 +187,7 @@ def restore(trainer: Trainer, path: Path) -> None:
     else:
         trainer.watch.note("another number of processes than before: dropout draws other numbers from here on")
     if trainer.out is not None and trainer.first:  # later ones are of a line of the run that is given up
-        for later in found(trainer.out / "checkpoints"):
+        for later in list_checkpoints(trainer.out / "checkpoints"):
             if int(later.name.removeprefix(PREFIX)) > trainer.progress.step:
                 shutil.rmtree(later)
 
@@ -204,7 +204,7 @@ def _replay(trainer: Trainer, fresh: list[dict[str, Any]], times: int) -> None:
 
 def _snapshot(trainer: Trainer, random: list[dict[str, Any]]) -> Checkpoint:
     accelerator, ema = trainer.accelerator, trainer.ema
-    state = {"optimizer": tree_map(_whole, trainer.optimizer.state_dict()), "scheduler": trainer.scheduler.state_dict()}
+    state = {"optimizer": tree_map(_gather_full, trainer.optimizer.state_dict()), "scheduler": trainer.scheduler.state_dict()}
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler.state_dict()
     progress = {
@@ -215,7 +215,7 @@ def _snapshot(trainer: Trainer, random: list[dict[str, Any]]) -> Checkpoint:
     }
     changed = {n: b for n, b in trainer.module.named_buffers() if not torch.equal(b, trainer.buffers[n].to(b.device))}
     tensors = {**trainer.trained, **changed}, ema.average if ema else {}
-    copied = tree_map(lambda tensor: _whole(tensor).detach().to("cpu", copy=True).contiguous(), tensors)
+    copied = tree_map(lambda tensor: _gather_full(tensor).detach().to("cpu", copy=True).contiguous(), tensors)
     return Checkpoint(copied[0], progress, state, copied[1], random)
 
 
@@ -245,7 +245,7 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _whole(value: Any) -> Any:
+def _gather_full(value: Any) -> Any:
     """A sharded tensor gathered from all processes; anything else as it is."""
     return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
@@ -272,7 +272,7 @@ def _reported(trainer: Trainer, what: str) -> Iterator[None]:
 
 
 def _newest(trainer: Trainer) -> str:
-    kept = found(trainer.out / "checkpoints") if trainer.out else []
+    kept = list_checkpoints(trainer.out / "checkpoints") if trainer.out else []
     return f"the newest checkpoint is '{kept[-1]}'" if kept else "there is no checkpoint"
 
 

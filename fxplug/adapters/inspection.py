@@ -12,10 +12,10 @@ from typing import Any
 from ..core.errors import DEFAULT, ArtifactError, Limits, printable, shown
 from .contents import layers_of
 from .files import AdapterFile, Source, read
-from .forms import Plan, plan_for
+from .format_names import format_of
+from .forms import FormPlan, plan_for
 from .layer_matching import Fit, fit
 from .layer_names import looks_like
-from .named import format_of
 from .slots import Adapters
 from .tables import FORMATS, table
 
@@ -34,7 +34,7 @@ class Inspection:
     """
 
     file: AdapterFile
-    plan: Plan | None = None
+    plan: FormPlan | None = None
     why: str = ""
     layers: int = 0
     slots: Fit | None = None
@@ -101,11 +101,11 @@ class Inspection:
             ("kind", _counted(self.kinds)),
             ("size", f"{_bytes(self.size)} in {count} tensors: {_counted(self.dtypes)}"),
             ("written by", self.tool),
-            *((label, found) for label, keys in (("base model", BASES), ("title", TITLES)) if (found := _said(about, keys))),
+            *((name, text) for name, keys in (("base model", BASES), ("title", TITLES)) if (text := _metadata(about, keys))),
             ("ranks", _counted(self.ranks)),
             ("alphas", _counted({f"{a:g}": n for a, n in self.alphas.items()}) or "none is said, the scale is taken as 1"),
         ]
-        if trained := _said(about, TRAINED, all_=True):
+        if trained := _metadata(about, TRAINED, all_=True):
             rows.append(("trained", trained))
         for part in file.parts:
             some = [entry for entry in file.entries if entry.part == part]
@@ -186,7 +186,7 @@ def _in_slots(file: AdapterFile, model: Any, part: str | None, guess: bool) -> F
     return fit(file, {bank.path: bank.shape for banks in held.banks.values() for bank in banks}, part, held.shapes, guess)
 
 
-def _said(about: Mapping[str, Any], keys: Sequence[str], all_: bool = False) -> str:
+def _metadata(about: Mapping[str, Any], keys: Sequence[str], all_: bool = False) -> str:
     """What a file says under some keys: the first that is there, or all with their names."""
     found = {key: about[key] for key in keys if about.get(key) not in (None, "", "None", "{}")}
     if all_:

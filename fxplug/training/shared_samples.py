@@ -18,10 +18,10 @@ from ..core.ir.traced_module import TracedModule
 from ..core.spec.train_section import Train
 from ..core.torch_internals.modules import tree_map
 from ..parallel.plan import Plan, parallel_plan, parallelize
-from ..parallel.planning.walk import left_alone, walk
-from ..parallel.runtime.mesh import AXES, ways_of
+from ..parallel.planning.walk import state_restored, walk
+from ..parallel.runtime.mesh import AXES, all_degrees
 from .distributed import gathered, set_mode
-from .random_draws import Draws, random_state_kept
+from .random_draws import Draws, preserve_random_state
 from .tasks.task import Task
 
 PATH = ("train", "parallel")
@@ -61,12 +61,12 @@ def divided(
     if together == 1:
         return module
     rank, world = share(accelerator, settings)
-    _check_same(accelerator, together, batch)
+    _check_equal_samples(accelerator, together, batch)
     set_mode(module, module, settings.mode)
-    ways = _ways(settings)
+    ways = _degrees(settings)
     draws = Draws(0, 0, rank=rank, world=world, device=accelerator.device)
     try:
-        with random_state_kept(), _as_traced(module, dtypes):
+        with preserve_random_state(), _as_traced(module, dtypes):
             args, kwargs = called(task, batch, draws, accelerator)
             if settings.precision != "fp32":  # what autocast would do
                 args, kwargs = tree_map(lambda x: x.to(module.dtype) if _is_floating(x) else x, (args, kwargs))
@@ -86,7 +86,7 @@ class _Called(Exception):
     """What a module was called with."""
 
 
-class _Recorder(nn.Module):
+class _CallRecorder(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise _Called(args, kwargs)
 
@@ -95,7 +95,7 @@ def called(task: Task, batch: Mapping[str, Any], draws: Draws, accelerator: Acce
     """What a task's loss of a batch calls the module with first."""
     with torch.no_grad(), accelerator.autocast():
         try:
-            task.loss(_Recorder(), dict(batch), draws)
+            task.loss(_CallRecorder(), dict(batch), draws)
         except _Called as call:
             args, kwargs = call.args
             return args, kwargs
@@ -104,7 +104,7 @@ def called(task: Task, batch: Mapping[str, Any], draws: Draws, accelerator: Acce
 
 def _check_draws(gm: TracedModule, plan: Plan, args: Any, kwargs: Any) -> None:
     """What draws random numbers must do so in the plan too, where the first process draws for all."""
-    with left_alone(gm):
+    with state_restored(gm):
         drawn = walk(gm, gm.graphs.get(plan.mode) or gm.graph, args, kwargs).random
     known = {node.name for stage in plan.stages for node in stage.modes[plan.mode].walk.random}
     for node in drawn:
@@ -137,16 +137,16 @@ def _text(gm: TracedModule) -> list[str]:
     return [f"{mode} {node.format_node()}" for mode, graph in gm.graphs.items() for node in graph.nodes]
 
 
-def _ways(settings: Train) -> dict[str, int]:
+def _degrees(settings: Train) -> dict[str, int]:
     given = settings.parallel
-    return ways_of({axis: n for axis, n in given if axis in AXES} if given else {})
+    return all_degrees({axis: n for axis, n in given if axis in AXES} if given else {})
 
 
 def _together(settings: Train) -> int:
-    return math.prod(_ways(settings).values())
+    return math.prod(_degrees(settings).values())
 
 
-def _check_same(accelerator: Accelerator, together: int, batch: Mapping[str, Any]) -> None:
+def _check_equal_samples(accelerator: Accelerator, together: int, batch: Mapping[str, Any]) -> None:
     """Processes that share samples must have the same ones."""
     digest = hashlib.sha256()
     for key, value in sorted(batch.items()):

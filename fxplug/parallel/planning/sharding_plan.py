@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ...core.errors import brief_fields
-from .streams import Leaf, Number, Place, Step
-from .trials import Tries, leaves_of
+from .streams import ArgumentSplit, Leaf, Placement, StreamNumber
+from .trials import ShardTrials, leaves_of
 from .walk import Unsplittable as Unsplittable
 from .walk import Walk
-from .walk import told as told
+from .walk import node_label as node_label
 
 
 class Inner(NamedTuple):
@@ -23,13 +23,13 @@ class Inner(NamedTuple):
 
 
 @dataclass
-class Found:
+class ShardingPlan:
     """A plan for one graph: steps by node, where streams begin, and how every value lies."""
 
     walk: Walk
-    tries: Tries
-    starts: dict[fx.Node, int | Place]
-    steps: dict[fx.Node, Step] = field(default_factory=dict)
+    tries: ShardTrials
+    starts: dict[fx.Node, int | Placement]
+    steps: dict[fx.Node, ArgumentSplit] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     origins: list[tuple[fx.Node, int]] = field(default_factory=list)  # of each stream: a whole value, and its dimension
     why: dict[fx.Node, str] = field(default_factory=dict)  # what had to be gathered, and for what
@@ -41,7 +41,7 @@ class Found:
 
     __repr__ = brief_fields
 
-    def place(self, node: fx.Node) -> Place | None:
+    def place(self, node: fx.Node) -> Placement | None:
         """How a value that is one tensor is split, None where it is whole."""
         value = self.values.get(node)
         return value.place if isinstance(value, Leaf) else None
@@ -52,7 +52,7 @@ class Found:
 
     def hangs_on_sizes(self, node: fx.Node) -> bool:
         """Whether a value has numbers that hang on the sizes of streams."""
-        return any(isinstance(leaf, Number) for leaf in leaves_of(self.values.get(node)))
+        return any(isinstance(leaf, StreamNumber) for leaf in leaves_of(self.values.get(node)))
 
     def share(self) -> float:
         """Of the work in products, convolutions and attention: how much is done on parts."""
@@ -69,12 +69,12 @@ class Found:
 
     def name(self, node: fx.Node) -> str:
         """What a value is called in the graph that is written: blocks that stand for a node have names of their own."""
-        return f"{node.name}_parallel" if self.steps.get(node, Step()).special else node.name
+        return f"{node.name}_parallel" if self.steps.get(node, ArgumentSplit()).special else node.name
 
     def cut(self, node: fx.Node) -> bool:
         """Whether a value is computed as a whole, and split then."""
-        return self.steps.get(node, Step()).cut is not None
+        return self.steps.get(node, ArgumentSplit()).cut is not None
 
     def summed(self, node: fx.Node) -> bool:
         """Whether the processes give summands of a value."""
-        return bool(self.steps.get(node, Step()).add)
+        return bool(self.steps.get(node, ArgumentSplit()).add)

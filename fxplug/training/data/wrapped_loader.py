@@ -13,30 +13,30 @@ from ...core.capture.isolation import random_state, set_random_state
 from ...core.errors import TrainError
 from ...core.spec.train_section import Data, Use
 from ..plugins import Plugins
-from ..random_draws import mixed, random_state_kept, seed_all
+from ..random_draws import mixed, preserve_random_state, seed_all
 from ..tasks.task import Task
 from .batch_order import Size
-from .collating import rescaled
+from .collation import rescaled
 from .loader import Loader, Transform
-from .sources import classes_of, keyed, own_items
+from .sources import classes_of, items_of, keyed
 
 
 def loader_of(
     data: Any, batch: int, *, seed: int = 0, rank: int = 0, world: int = 1, train: bool = True, hooks: Plugins | None = None
-) -> Loader | Given:
+) -> Loader | WrappedDataLoader:
     """Batches of what Python has: a Loader is taken as it is, a torch DataLoader too (see `Given`), a map-style data set gets a
     Loader that leaves the size of its images alone. Raises SpecError or TrainError for anything else.
     """
-    if isinstance(data, (Loader, Given)):
+    if isinstance(data, (Loader, WrappedDataLoader)):
         return data
     if isinstance(data, DataLoader):
-        return Given(data, seed=seed, world=world, train=train, hooks=hooks)
+        return WrappedDataLoader(data, seed=seed, world=world, train=train, hooks=hooks)
     spec = Data(call=Use(type(data).__name__, {}))
-    items = own_items(data, spec, "the data")
+    items = items_of(data, spec, "the data")
     return Loader(items, spec, batch, seed=seed, rank=rank, world=world, train=train, hooks=hooks)
 
 
-class Given:
+class WrappedDataLoader:
     """The batches of a DataLoader, with the face of a Loader.
 
     A batch is a mapping or a pair (images, labels) or (images, captions) and becomes a dict as the Loader's: uint8 images get
@@ -81,7 +81,7 @@ class Given:
         dataset: Any = self.loader.dataset
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or self.loader.batch_sampler is None:
             return None
-        with random_state_kept():
+        with preserve_random_state():
             seed_all(self.seed)
             samples = [dataset[i] for i in range(min(count or self.loader.batch_size or 1, len(dataset)))]
             return self._batch(self.loader.collate_fn(samples), 0)
@@ -90,13 +90,13 @@ class Given:
         """The batches of epoch `number` from the `start`-th on. Raises TrainError where training gets fewer."""
         if isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(number)
-        with random_state_kept():
+        with preserve_random_state():
             seed_all(mixed(self.seed, number))
             if self.loader.generator is not None and self._start is not None:
                 self.loader.generator.manual_seed(mixed(self._start, self.seed, number))
             batches, states = iter(self.loader), random_state()
         for index in range(self.steps):
-            with random_state_kept():
+            with preserve_random_state():
                 set_random_state(states)
                 batch = next(batches, None)
                 states = random_state()

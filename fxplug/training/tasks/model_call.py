@@ -20,7 +20,7 @@ LABEL = ("class_labels", "y", "labels", "label")
 
 
 @dataclass(frozen=True)
-class Input:
+class ModuleInput:
     """An input of a module: `shape` and `dtype` of the example tensor it was traced with, None where that is not known.
 
     `fixed` says that it is a part of the graph, and is to be given as `value`; `added` that a pass has added it.
@@ -36,11 +36,11 @@ class Input:
     __repr__ = brief_fields
 
 
-def inputs_of(module: nn.Module) -> dict[str, Input]:
+def inputs_of(module: nn.Module) -> dict[str, ModuleInput]:
     """The inputs of a module by name. Of one that was not traced only the names are known."""
     if not isinstance(module, fx.GraphModule):
         parameters = inspect.signature(module.forward).parameters.values()
-        return {p.name: Input(required=p.default is p.empty) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+        return {p.name: ModuleInput(required=p.default is p.empty) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
     fixed: dict[str, Any] = {}
     optional: set[str] = set()
     for node in (n for n in module.graph.nodes if n.op == "call_function"):
@@ -54,7 +54,7 @@ def inputs_of(module: nn.Module) -> dict[str, Input]:
         if name.startswith("*"):
             continue
         kept = name in fixed
-        found[name] = Input(
+        found[name] = ModuleInput(
             shape=tuple(node.meta["shape"]) if "shape" in node.meta else None,
             dtype=node.meta.get("dtype"),
             fixed=kept,
@@ -66,7 +66,7 @@ def inputs_of(module: nn.Module) -> dict[str, Input]:
     return found
 
 
-class Call:
+class ModuleCall:
     """Calls a module by keywords and gives its first tensor.
 
     `mapping` says for each input where its value comes from: the name of a value (`noisy`, `text.pooled`), a number, or a
@@ -74,7 +74,7 @@ class Call:
     given again.
     """
 
-    def __init__(self, mapping: Mapping[str, Any], inputs: Mapping[str, Input], known: Collection[str]) -> None:
+    def __init__(self, mapping: Mapping[str, Any], inputs: Mapping[str, ModuleInput], known: Collection[str]) -> None:
         """`known` has the names of the values that there will be. SpecError for a name that is none of them, for an input
         that the module does not have, and for one that it needs and does not get."""
         self.mapping, self.inputs = dict(mapping), dict(inputs)
@@ -130,7 +130,7 @@ def _check_sources(source: Any, known: Collection[str], path: tuple[str, ...]) -
             raise SpecError(f"there is no value '{name}'{did_you_mean(name, known)}; there are {', '.join(known)}", path=path)
 
 
-def default_call(inputs: Mapping[str, Input], texts: Mapping[str, Tensor]) -> dict[str, str]:
+def default_call(inputs: Mapping[str, ModuleInput], texts: Mapping[str, Tensor]) -> dict[str, str]:
     """What a denoising model is called with, by the names of its inputs. SpecError where they say nothing."""
     free = [name for name, i in inputs.items() if not i.fixed]
     found = {name: f"text.{name}" for name in free if name in texts}
@@ -144,7 +144,7 @@ def default_call(inputs: Mapping[str, Input], texts: Mapping[str, Tensor]) -> di
     return found | {n: "condition" for n in free if inputs[n].added and (n == "cond" or n.endswith("_cond"))}
 
 
-def listed(inputs: Mapping[str, Input]) -> str:
+def listed(inputs: Mapping[str, ModuleInput]) -> str:
     """The inputs of a model that can be given, as text."""
     names = [f"{n} {list(i.shape)}" if i.shape is not None else n for n, i in inputs.items() if not i.fixed]
     return f"its inputs are {', '.join(names)}"

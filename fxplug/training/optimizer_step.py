@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..core.errors import GuardError, TrainError
-from ..lowerings.frozen_norms import hold_norms
+from ..lowerings.frozen_norms import freeze_norms
 from .diagnosis import bad_gradients, first_not_finite, misfit
 from .distributed import mean, set_mode
 from .param_groups import check_gradients
 from .random_draws import Draws
-from .splitting import called
+from .shared_samples import called
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -133,7 +133,7 @@ class Stepper:
         trainer, cause = self.trainer, "a sharded run does not say in which region: one process without 'shard' does"
         if not trainer.settings.shard:
             frozen = {name for name, _ in trainer.module.named_parameters()} - trainer.trained.keys()
-            watched = hold_norms(trainer.module, frozen)
+            watched = freeze_norms(trainer.module, frozen)
             set_mode(watched, trainer.module, trainer.settings.mode)
             args, kwargs = called(trainer.task, batch, self._draws(step, micro), trainer.accelerator)
             with torch.no_grad(), trainer.accelerator.autocast():

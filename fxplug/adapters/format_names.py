@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contents import Layer
+from .contents import ModelLayer
 from .layer_names import SWAPPED, first_names
 from .tables import FORMATS, PARTS
 from .updates import Entry
@@ -38,7 +38,7 @@ def format_of(entry: Entry) -> str:
 
 
 def named(
-    entries: Sequence[Entry], as_: str, layers: Mapping[str, Layer], part: str
+    entries: Sequence[Entry], as_: str, layers: Mapping[str, ModelLayer], part: str
 ) -> tuple[list[tuple[str, Entry]], dict[str, str]]:
     """Each update with what the format calls its layer, and what it has no name for, by path, with the reason."""
     start = start_of(as_, part)
@@ -69,7 +69,7 @@ def _flat(rows: Sequence[tuple[str, Entry]], start: str) -> tuple[list[tuple[str
     return list(made.values()), left
 
 
-def _first(entries: Sequence[Entry], layers: Mapping[str, Layer]) -> tuple[list[tuple[str, Entry]], dict[str, str]]:
+def _first(entries: Sequence[Entry], layers: Mapping[str, ModelLayer]) -> tuple[list[tuple[str, Entry]], dict[str, str]]:
     """Updates under the first names of their layers; their paths where there are none."""
     known: dict[str, tuple[str, tuple[str, ...]]] = {}
     for name, paths in first_names(layers).items():
