@@ -8,7 +8,8 @@ unet    in the style of Stable Diffusion: 128, 256 and 256 channels, latents of 
 small   a UNet of the same kind, with 64 and 128 channels and one layer to a block, where only the graph matters
 pixart  PixArt with 28 blocks of width 256 (in full 1152), latents of 32x32 (256 tokens), 120 words of width 512
 sd15, sdxl, pixart-1k, -4k, -16k, flux-1k, -4k, -16k   of full width, for GPUs; `flux` has 4 + 8 blocks in the place of 19 + 38
-But for `vit` LoRA is on to_q, to_k, to_v and to_out.0 of all attention, in `flux` with the words' projections.
+vit-large, flux-whole-4k   ViT-L/16, and Flux with all its blocks: for their layers, on the meta device
+But for `vit` and `vit-large` LoRA is on to_q, to_k, to_v and to_out.0 of all attention, in `flux` with the words' projections.
 """
 
 from __future__ import annotations
@@ -60,16 +61,17 @@ def subject(kind: str, batch: int | None = None, dtype: torch.dtype = DTYPE, dev
         standard = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            module, inputs = MAKERS[kind.partition("-")[0] if kind in FULL else kind](kind, batch)
+            module, inputs = MAKERS[kind.partition("-")[0]](kind, batch)
         finally:
             torch.set_default_dtype(standard)
-    pattern = r"blocks\..*\.(qkv|proj|fc1|fc2)|head" if kind == "vit" else ATTENTION
+    pattern = r"blocks\..*\.(qkv|proj|fc1|fc2)|head" if kind.startswith("vit") else ATTENTION
     linear = [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
     return Subject(kind, module.eval().requires_grad_(False), inputs, [n for n in linear if re.fullmatch(pattern, n)])
 
 
 def _vit(kind: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:
-    return timm.create_model("vit_small_patch16_224", num_classes=1000), {"x": torch.randn(batch, 3, 224, 224)}
+    size = kind.partition("-")[2] or "small"
+    return timm.create_model(f"vit_{size}_patch16_224", num_classes=1000), {"x": torch.randn(batch, 3, 224, 224)}
 
 
 def _unet(kind: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -125,9 +127,9 @@ def _pixart(kind: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _flux(kind: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:
-    side = SIDES[kind.partition("-")[2]] // 2
-    module = diffusers.FluxTransformer2DModel(num_layers=4, num_single_layers=8)
-    places = torch.cartesian_prod(torch.zeros(1), torch.arange(side), torch.arange(side))
+    side = SIDES[kind.rpartition("-")[2]] // 2
+    module = diffusers.FluxTransformer2DModel(**({} if "whole" in kind else {"num_layers": 4, "num_single_layers": 8}))
+    places = torch.cartesian_prod(torch.arange(1), torch.arange(side), torch.arange(side))
     return module, {
         "hidden_states": torch.randn(batch, side * side, 64),
         "encoder_hidden_states": torch.randn(batch, 512, 4096),

@@ -157,3 +157,15 @@ def test_a_form_that_went_is_taken_for_another_one(banks, name, form):
     with pytest.warns(UserWarning, match=f"form '{name}' was never faster than '{form}', which is taken"):
         fused = fxplug.fuse(banks, name)
     assert set(fxplug.fuse(banks, name).meta["forms"].values()) == set(fused.meta["forms"].values()) == {form}
+
+
+def test_fused_layers_run_on_the_meta_device():
+    meta = {"device": "meta"}
+    x, weight, bias = torch.empty(2, 5, 8, **meta), torch.empty(6, 8, **meta), torch.empty(6, **meta)
+    down, up = torch.empty(4, 8, **meta), torch.empty(6, 4, **meta)
+    for y in (
+        operators.linear(x, weight, bias),
+        operators.lora_linear(x, weight, bias, down, up, torch.ones((), **meta)),
+        operators.bank_linear(x, weight, bias, down, up, torch.empty(2, 4, **meta), 2),
+    ):
+        assert y.shape == (2, 5, 6) and y.is_meta

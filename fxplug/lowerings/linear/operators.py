@@ -131,7 +131,7 @@ def _form(form: str, trained: bool) -> str:
 def _cast(x: Tensor, *rest: Any) -> tuple[Any, ...]:
     """The tensors in autocast's dtype where it is on, as it would cast them for torch's linear."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # which torch refuses to say of the meta device
         return x, *rest
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t is None else t.to(dtype) for t in (x, *rest))
