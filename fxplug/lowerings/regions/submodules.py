@@ -14,7 +14,7 @@ from ...core.errors import FxplugError, MatchError, SpecError
 from ...core.ir.containers import Container
 from ...core.ir.functions import REGION
 from ...core.ir.graph import copy_graph, erase_unused
-from ...core.ir.regions import Regions
+from ...core.ir.regions import regions_of
 from ...core.ir.subgraphs import Cut, changed_input, extract, members, plan, unique_names, written
 from ...core.ir.traced_module import TracedModule, class_names, shell
 from ...core.rewriter.near_misses import misses
@@ -151,7 +151,7 @@ def unrepeatable(cut: Cut, root: nn.Module) -> str | None:
 
 def named(gm: TracedModule, patterns: Sequence[str]) -> list[str]:
     """The outermost regions that the patterns match in any of the graphs, in the order they ran."""
-    views = [Regions(graph, gm) for graph in gm.graphs.values()]
+    views = regions_of(gm)
     order = list(dict.fromkeys(key for regions in views for key in regions.ran))
     found: set[str] = set()
     for pattern in patterns:
