@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..ir.containers import children, leaves, map_leaves
+from ..ir.containers import children, equal, leaves, map_leaves, unlike
 from ..ir.ops import other_kind
 from ..torch_internals.tensors import memory_id
 from .fake_tensors import Number
@@ -53,7 +53,7 @@ def alike(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return same_tensors(a, b)
+        return equal(a, b)
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and bool(a.dtype == object or a.tobytes() == b.tobytes())
     if isinstance(a, dict):
@@ -65,18 +65,6 @@ def alike(a: Any, b: Any) -> bool:
     return (a == b or (a != a and b != b)) if isinstance(a, float) else True  # an object without a content: any other will do
 
 
-def same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in dtype, shape and every value; NaN is like NaN."""
-    if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device or a.layout != b.layout:
-        return False
-    if a.is_meta or (type(a) is not torch.Tensor and type(a) is not nn.Parameter):
-        return True
-    try:
-        return torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
-    except RuntimeError:  # a dtype that torch cannot compare
-        return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
 def rounded(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors differ by no more than rounding."""
     if a.shape != b.shape or a.dtype != b.dtype or not a.dtype.is_floating_point:
@@ -85,39 +73,14 @@ def rounded(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def difference(a: Any, b: Any) -> str | None:
-    """What of `b` is not as in `a`, or None where type, structure and every bit are the same."""
-    a, b = (x.item() if isinstance(x, np.generic) else x for x in (a, b))  # a graph gives Python's own numbers
-    if type(a) is not type(b):
-        return f"a {type(b).__name__} instead of a {type(a).__name__}"
-    if isinstance(a, torch.Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return f"{_kind(b)} instead of {_kind(a)}"
-        if a.device != b.device:
-            return f"on {b.device} instead of {a.device}"
-        return None if same_tensors(a, b) else f"{_kind(a)} with other values{_distance(a, b)}"
+    """How `b` differs from `a`, in words; None where type, structure and every bit are the same, and objects hold the same."""
+    return unlike(a, b, same=_hold_the_same)
+
+
+def _hold_the_same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Generator):
-        return None if torch.equal(a.get_state(), b.get_state()) else "another state of the generator"
-    found, other = children(a), children(b)
-    if found is None or other is None:
-        return None if alike(frozen(a), frozen(b)) else f"{b!r} instead of {a!r}"
-    mine, theirs = dict(found), dict(other)
-    if list(mine) != list(theirs):
-        return f"the members {list(theirs)} instead of {list(mine)}"
-    for key in mine:
-        if problem := difference(mine[key], theirs[key]):
-            return f"[{key!r}]{'' if problem.startswith('[') else ' '}{problem}"
-    return None
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"a {str(tensor.dtype).removeprefix('torch.')} tensor {list(tensor.shape)}"
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor) -> str:
-    try:
-        return f" (by up to {(a.to(torch.float64) - b.to(torch.float64)).abs().max().item():.1e})"
-    except RuntimeError:
-        return ""
+        return torch.equal(a.get_state(), b.get_state())
+    return alike(frozen(a), frozen(b))
 
 
 def copied(call: Any, other: str = "") -> Any:

@@ -228,8 +228,8 @@ class Nodes(TorchFunctionMode, Recorder):
         with DisableTorchFunction():
             if tensor.grad_fn is not None:
                 raise TraceError(
-                    f"{self.place()}: '{name}' was computed before the trace, with gradients that a constant of the graph does not "
-                    f"have: trace the model before it is called, let it drop what it keeps, or {self.way_out()}"
+                    f"{self.place()}: '{name}' was computed before the trace, with gradients that a constant does not have: "
+                    f"trace the model before it is called, let it drop what it keeps, or {self.way_out()}"
                 )
         if kind := ops.other_kind(tensor):
             raise TraceError(

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from ...core.errors import FxplugError, MatchError, SpecError
-from ...core.ir.containers import Container
+from ...core.ir.containers import Container, named_tensors
 from ...core.ir.functions import REGION
 from ...core.ir.graph import copy_graph, erase_unused
 from ...core.ir.regions import regions_of
@@ -212,9 +212,8 @@ def _assembled(
     new = TracedModule(tree, dict(graphs), gm._origin, gm._extras)
     new.twin_error = gm.twin_error
     where: dict[int, str] = {}
-    for rows in (new.named_parameters(remove_duplicate=False), new.named_buffers(remove_duplicate=False)):
-        for name, tensor in rows:
-            where.setdefault(id(tensor), name)
+    for name, tensor in named_tensors(new):
+        where.setdefault(id(tensor), name)
     old = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
     new.meta = {
         **gm.meta,
