@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..ir.containers import children, equal, leaves, map_leaves, unlike
+from ..ir.containers import children, leaves, map_leaves, unlike
 from ..ir.ops import other_kind
 from ..torch_internals.tensors import memory_id
 from .fake_tensors import Number
@@ -48,21 +48,14 @@ def frozen(value: Any, depth: int = 0) -> Any:
 
 def alike(a: Any, b: Any) -> bool:
     """Whether two frozen values are the same: tensors in every bit, objects in what they hold."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return equal(a, b)
+    return unlike(a, b, same=_alike) is None
+
+
+def _alike(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and bool(a.dtype == object or a.tobytes() == b.tobytes())
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(alike, a, b))
-    if isinstance(a, (str, bytes, int, complex, type, set)):
-        return bool(a == b)
-    return (a == b or (a != a and b != b)) if isinstance(a, float) else True  # an object without a content: any other will do
+    plain = isinstance(a, (str, bytes, int, float, complex, type, set))
+    return a == b or a != a and b != b if plain else True  # an object without a content: any other will do
 
 
 def rounded(a: torch.Tensor, b: torch.Tensor) -> bool:

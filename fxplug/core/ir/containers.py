@@ -218,12 +218,14 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is b or bool(a == b) or bool(a != a and b != b)
+    return bool(a == b) or bool(a != a and b != b)
 
 
 def unlike(a: Any, b: Any, place: str = "", same: Callable[[Any, Any], bool] = _same) -> str | None:
     """How `b` differs from `a`, nested values of tensors, in words; None where it does not. `same` compares what is neither."""
     at = f" at {place}" if place else ""
+    if a is b:
+        return None
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _tensor_unlike(a, b, at)
     a, b = (x.item() if isinstance(x, np.generic) else x for x in (a, b))  # a graph gives Python's own numbers
