@@ -69,7 +69,7 @@ class Regions:
         """The tensors that enter a region: their ports, the position of the argument, and the node that reads it."""
         if region.leaf is None:
             return region.inputs
-        names = _argument_names(self.root.get_submodule(region.path))
+        names = _argument_names(self._modules[region.path])
         found = []
         for index, value in enumerate([*region.leaf.args, *region.leaf.kwargs.values()]):
             positional = index < len(region.leaf.args)
@@ -109,7 +109,11 @@ class Regions:
     def module(self, path: str) -> nn.Module:
         """The module of a region: the one that replaced it, where a pass did that."""
         _, block = self.replaced.get(path, ("", path))
-        return self.root.get_submodule(block)
+        return self._modules.get(block) or self.root.get_submodule(block)
+
+    @cached_property
+    def _modules(self) -> dict[str, nn.Module]:
+        return dict(self.root.named_modules(remove_duplicate=False))
 
     def inserted(self, path: str) -> bool:
         """Whether a pass put this module in."""
@@ -132,11 +136,10 @@ class Regions:
     @cached_property
     def resized(self) -> dict[str, str]:
         """The layers to which a pass gave another size, with its name: each trains as a whole, and nothing goes beside it."""
-        found, passes = {}, getattr(self.root, "meta", {}).get("passes", [])
-        modules = dict(self.root.named_modules()) if passes else {}  # a plan's blocks are kinds, and no modules
-        for entry in passes:
+        found = {}
+        for entry in getattr(self.root, "meta", {}).get("passes", []):
             for site in entry["sites"]:
-                if getattr(modules.get(site["block"]), "resizes", False):
+                if getattr(self._modules.get(site["block"]), "resizes", False):  # a plan's blocks are kinds, and no modules
                     found[site["path"].partition("@")[0]] = entry["name"]
         return found
 
