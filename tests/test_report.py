@@ -22,12 +22,12 @@ from fxplug.__main__ import app
 from fxplug.core import flow
 from fxplug.core.artifacts.value_json import encode
 from fxplug.core.errors import ArtifactError, SpecError
-from fxplug.core.ir.text import before, changes, listing
 from fxplug.reporting import page as pages
 from fxplug.reporting.contents import Box
 from fxplug.reporting.formats import written
 from fxplug.reporting.kinds import runs as periods
 from fxplug.reporting.layout import place
+from fxplug.reporting.records import before, changes, listing
 from fxplug.reporting.reports import as_json, report_folder
 
 SIZES = {"img_size": 16, "patch_size": 8, "depth": 5, "num_classes": 10, "embed_dim": 48, "num_heads": 3}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core.errors import DEFAULT, ClashError, Limits, SpecError, did_you_mean, shown
-from ..core.ir.regions import Regions
+from ..core.ir.regions import regions_of
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.pass_file import import_target, load_pass, open_pass
 from ..core.spec.rules import COMMON, Pass, is_target
@@ -27,7 +27,7 @@ KEYS = ("files", "slots", "samples", *FILE_KEYS)
 
 def _called(module: TracedModule) -> set[str]:
     """The layers that are called, rather than read by another."""
-    return {region.path for graph in module.graphs.values() for region in Regions(graph, module).by_key.values()}
+    return {region.path for regions in regions_of(module) for region in regions.by_key.values()}
 
 
 def pass_for(

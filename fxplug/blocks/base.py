@@ -108,7 +108,7 @@ def channel_dim(site: Site, value: Value) -> int:
 
     The last dimension is -1, others are counted from the first. Raises SpecError where nothing tells.
     """
-    from ..core.ir import dimensions as channels
+    from . import dimensions as channels
 
     rank = len(value.shape)
     if value.node is None or not rank:

@@ -202,7 +202,7 @@ def _batch_dim(site: Site, kind: str) -> int:
     """Which of the first two dimensions of a layer's input has the samples of the model's batch, as traced; -1 if neither."""
     shape, batch = (() if site.x is None else site.x.shape), site.args[-1].shape[0]
     node = None if site.x is None else site.x.node
-    from ..core.ir import dimensions as batch_dim
+    from . import dimensions as batch_dim
 
     dim = None if node is None else batch_dim.batch_dimension(node, batch)
     if dim is not None:

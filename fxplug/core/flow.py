@@ -18,7 +18,7 @@ from .capture.fake_tensors import lacks_values
 from .capture.tracer import trace
 from .errors import DEFAULT, LONGEST, ArtifactError, FxplugError, SpecError, brief_fields, harmless, outline
 from .ir.containers import parameters
-from .ir.text import changes, diff, patterns
+from .ir.text import diff, patterns
 from .ir.traced_module import TracedModule, class_names
 from .models.example_inputs import added_inputs, default_inputs, example_inputs
 from .models.factory import build, torch_device
@@ -170,7 +170,8 @@ def saved_diff(folder: str | Path, module: TracedModule) -> str:
 def remembered(module: TracedModule) -> dict[str, Any] | None:
     """What a saved rewrite keeps of the model before it: `text`, the diff, and `changes`; None where other passes were applied.
 
-    `checks` is what verification had found, None where it was off. What older versions saved lacks the last two.
+    `changes` are for pages, None without fxplug.reporting; `checks` is what verification had found, None where it was off. What
+    older versions saved lacks both.
     """
     kept, applied = module.meta.get("diff"), [entry["name"] for entry in module.meta.get("passes", [])]
     return kept if isinstance(kept, dict) and kept.get("passes") == applied else None
@@ -180,10 +181,11 @@ def remember(result: Result) -> None:
     """Keep with the module of a result what is said of it later: what it was before, and how it was checked."""
     text, piece = diff(result.base, result.module), DEFAULT.string
     checks = result.report.json()["checks"] if result.report is not None else None
+    changes = extensions.import_part("hooks", "changes")
     result.module.meta["diff"] = {
         "passes": [entry["name"] for entry in result.module.meta.get("passes", [])],
         "text": [text[i : i + piece] for i in range(0, len(text), piece)],
-        "changes": changes(result.base, result.module),
+        "changes": changes and changes(result.base, result.module),
         "checks": checks and [{key: check[key] for key in ("name", "status", "detail")} for check in checks],
     }
 

@@ -16,7 +16,7 @@ from . import extensions
 from .artifacts.artifact import check_savable
 from .capture.fake_tensors import quiet
 from .errors import ArtifactError, VerifyError, brief_fields, outline
-from .ir.containers import leaves, map_leaves, parameters
+from .ir.containers import leaves, map_leaves, named_tensors, parameters
 from .ir.graph import Graph, copy_graph, replace
 from .ir.ops import TO_DENSE, other_kind
 from .ir.traced_module import TracedModule, shell
@@ -178,21 +178,16 @@ def _lint(new: TracedModule) -> str:
 
 
 def _base_untouched(gm: TracedModule, new: TracedModule, entries: list[dict[str, Any]]) -> str:
-    ours = dict(_tensors(new))
-    for name, tensor in _tensors(gm):
+    ours = dict(named_tensors(new))
+    for name, tensor in named_tensors(gm):
         if ours.get(name) is not tensor:
             raise VerifyError(f"the base weight '{name}' is not the object it was")
-    base = dict(_tensors(gm))
+    base = dict(named_tensors(gm))
     prefixes = tuple(f"{entry['name']}." for entry in entries)
     for name in ours:
         if name not in base and not name.startswith(prefixes):
             raise VerifyError(f"the new weight '{name}' does not stand under the name of a pass")
     return f"{len(base)} weights are the same objects"
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 # --- shapes and gradients, on fake tensors
@@ -298,7 +293,7 @@ def _neutral(
 
 def need_values(new: TracedModule, call: Any) -> None:
     """Raises Unchecked for a module or inputs on the meta device."""
-    if any(t.is_meta for _, t in _tensors(new)) or any(isinstance(t, torch.Tensor) and t.is_meta for t in leaves(call)):
+    if any(t.is_meta for _, t in named_tensors(new)) or any(isinstance(t, torch.Tensor) and t.is_meta for t in leaves(call)):
         raise Unchecked("weights or inputs are on the meta device and have no values")
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import fx, nn
 
+from ..core.capture.isolation import in_mode
 from ..core.errors import SpecError, brief_fields, did_you_mean
 from ..core.ir.graph import Graph, copy_graph
 from ..core.ir.traced_module import TracedModule, shell
-from ..core.rewriter.neutrality import _knows_mode, in_mode
+from ..core.rewriter.neutrality import _knows_mode
 from .planning import rows, token_origins
 from .planning.opened_layers import opened
 from .planning.planner import planned, replan

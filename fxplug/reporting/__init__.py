@@ -13,5 +13,9 @@ EXTENSION = Extension(
     verbs={
         "report": "fxplug.reporting.verbs:report",
     },
-    hooks={"report_of_result": "fxplug.reporting.reports:report_of", "show_to": "fxplug.reporting.verbs:show_to"},
+    hooks={
+        "report_of_result": "fxplug.reporting.reports:report_of",
+        "show_to": "fxplug.reporting.verbs:show_to",
+        "changes": "fxplug.reporting.records:changes",
+    },
 )

@@ -6,10 +6,10 @@ import json
 from itertools import pairwise
 from typing import Any
 
-from ..core.ir.text import Listing, Record
 from .contents import Page, RegionKind
 from .page import region_at, svg
 from .pictures import shape
+from .records import Listing, Record
 
 FORMATS = ("model-explorer", "dot", "svg")
 

@@ -12,7 +12,6 @@ from torch import nn
 from ..blocks.step_marks import Mark
 from ..core.errors import ArtifactError, FxplugError, SpecError
 from ..core.flow import remembered
-from ..core.ir.text import Listing, Record, before, changes, listing
 from ..core.ir.traced_module import TracedModule, class_names
 from ..core.reading import read_json
 from ..core.verifier import Report, is_split
@@ -20,6 +19,7 @@ from ..lowerings.pipeline import layer_forms
 from ..step_cache.slices import Slices
 from .contents import Page, PassRow, SiteRow, TableSection
 from .kinds import Kinds
+from .records import Listing, Record, before, changes, listing
 
 BINS = 48  # parts of the model in the chart of what is added where
 VERSIONS = ("fxplug", "torch", "python")

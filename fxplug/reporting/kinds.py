@@ -11,8 +11,8 @@ from typing import Any
 
 import networkx as nx
 
-from ..core.ir.text import Listing, Record
 from .contents import Arrow, Box, GraphLine, RegionKind, State
+from .records import Listing, Record
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 MODEL = ("",)

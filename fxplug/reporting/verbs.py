@@ -47,10 +47,10 @@ def report(
 
 def show_to(module: Any, to: str, region: str, out: Path | None) -> None:
     """Write a module's graph for another tool, to stdout where no file is given. Raises SpecError."""
-    from ..core.ir.text import listing
     from ..core.writing import write_text
     from .formats import FORMATS, written
     from .gather import contents
+    from .records import listing
 
     if to not in FORMATS:
         raise SpecError(f"there is no '{to}' to write{did_you_mean(to, FORMATS)}; there is {', '.join(FORMATS)}")

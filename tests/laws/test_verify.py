@@ -13,8 +13,8 @@ import fxplug
 from fxplug import Match, Pass, Rule
 from fxplug.blocks.base import Block
 from fxplug.blocks.skip import Skip
+from fxplug.core.ir.containers import unlike
 from fxplug.core.ir.graph import copy_graph
-from fxplug.core.rewriter.probe import unlike
 from fxplug.core.verifier import keep_distinct_calls
 
 

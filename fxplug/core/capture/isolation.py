@@ -206,6 +206,24 @@ def mode_reads() -> Iterator[list[bool]]:
         yield reads
 
 
+@contextlib.contextmanager
+def in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
+    """Training or evaluation for the time of a check; each module's own mode is given back. Raises TraceError as train()."""
+    previous = [(m, m.training) for root in modules for m in root.modules()]
+    roots = [(root, root.training) for root in modules]
+    try:
+        for root in modules:
+            root.train(training)
+        yield
+    finally:
+        for root, before in roots:
+            if root.training != before:
+                root.train(before)
+        for module, before in previous:
+            if not isinstance(module, TracedModule):
+                module.training = before
+
+
 COPIED = (list, dict, set, deque, OrderedDict)
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from ..errors import GuardError, TraceError
-from ..ir.containers import Container, leaves, map_leaves
+from ..ir.containers import Container, equal, leaves, map_leaves
 from ..ir.functions import is_random
 from ..ir.ops import other_kind
 from ..ir.traced_module import TracedModule
 from ..torch_internals.tensors import FakeTensor, memory_id
 from .fake_tensors import fake
-from .frozen_values import alike, copied, difference, frozen, of_other_sizes, rounded, same_tensors, value_changes
+from .frozen_values import alike, copied, difference, frozen, of_other_sizes, rounded, value_changes
 from .isolation import (
     SETTINGS,
     Recorded,
@@ -155,10 +155,10 @@ def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State,
             continue  # too large to tell
         problem = ""
         for a, b in zip(mine, others, strict=True):
-            if (a is None) != (b is None) or (a is not None and not (same_tensors(a, b) or rounded(a, b))):
+            if (a is None) != (b is None) or (a is not None and not (equal(a, b) or rounded(a, b))):
                 at = "" if scales == SCALES[0] else " with inputs {} times, weights {} times, and gradients {} times as large"
                 problem = f"other gradients than the model{at.format(*scales)}"
-        if changed := [name for name, b in kept.items() if name in left and not same_tensors(b, left[name])]:
+        if changed := [name for name, b in kept.items() if name in left and not equal(b, left[name])]:
             problem = f"another '{changed[0]}' afterwards, which it writes once and the model again in its backward"
         if problem or not same_random_state(draws, drawn):
             raise TraceError(
@@ -315,16 +315,16 @@ class _Pair:
                 return f"the model fails where the graph does not: {text}"
             return f"the graph fails where the model does not: {text}"
         if problem := difference(a.out, b.out):
-            return f"the output differs: {problem}"
+            return f"the output differs {problem}"
         if problem := difference(a.inputs, b.inputs):
-            return f"the inputs are left otherwise: {problem}"
+            return f"the inputs are left otherwise, {problem}"
         for (name, mine), (_, other) in zip(a.facts, b.facts, strict=True):
             if mine != other and not (self.more_gradients and name == "gradients" and all(map(operator.le, mine, other))):
                 return f"the output has other {name}: {other} instead of {mine}"
         anew = {self.buffer(place) for place in places}
         for name, value in a.buffers.items():
             if name not in anew and name in b.buffers and not alike(value, b.buffers[name]):
-                return f"the buffer '{name}' is left otherwise: {difference(value, b.buffers[name])}"
+                return f"the buffer '{name}' is left otherwise, {difference(value, b.buffers[name])}"
         if problem := self.memory(a, b):
             return problem
         if not same_random_state(a.draws, b.draws) and (threading.active_count() == 1 or self.may_draw()):
@@ -423,7 +423,7 @@ class _Pair:
                 return  # sums in another order each time
             raise TraceError(
                 f"{name} is not a function of its inputs, weights, buffers and torch's random numbers: called twice from the "
-                f"same state its outputs differ ({own}); it may read a clock, a file, a global or a generator of its own. Keep "
+                f"same state its outputs differ {own}; it may read a clock, a file, a global or a generator of its own. Keep "
                 f"the module that does so whole: leaf: [its path], {UNCHECKED}"
             )
         mode = "training" if self.model.training else "evaluation"
@@ -473,7 +473,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 def _close(a: Any, b: Any) -> bool:
     """Whether two results differ by no more than rounding, where a device adds up in another order each time."""
     pairs = [(x, y) for x, y in zip(leaves(a), leaves(b), strict=True) if isinstance(x, torch.Tensor)]
-    return all(same_tensors(x, y) or (x.device.type != "cpu" and rounded(x, y)) for x, y in pairs)
+    return all(equal(x, y) or (x.device.type != "cpu" and rounded(x, y)) for x, y in pairs)
 
 
 def _let_go(tensor: torch.Tensor) -> None:

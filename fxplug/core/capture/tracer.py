@@ -8,7 +8,7 @@ import gc
 import traceback
 import unicodedata
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from .. import quantised
 from ..errors import FxplugError, TraceError, did_you_mean
 from ..ir.containers import leaves as values
+from ..ir.containers import named_tensors
 from ..ir.functions import PATH_KEY
 from ..ir.graph import erase
 from ..ir.ops import TO_DENSE, other_kind
@@ -30,7 +31,7 @@ from . import self_check
 from .edges import Regions
 from .fake_tensors import NeedsValues, Results, Tries, carry_over, lacks_values, no_collection, put_fake_weights, quiet
 from .frozen_values import Kept, drop, find_derived
-from .isolation import Recorded, assemble, exclusive_trace, mode_reads, restored, same_random
+from .isolation import Recorded, assemble, exclusive_trace, in_mode, mode_reads, restored, same_random
 from .modes import patched
 from .module_state import MISSING, Journal, Place, State
 from .recorder import NeedsAutograd, Recording
@@ -80,7 +81,7 @@ def trace(
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
     call: Any = (tuple(args), dict(kwargs or {}))
     options: dict[str, Any] = {"leaf": patterns, "real": real, "keep": []}
-    kept = _find_derived(model, call)
+    kept = _find_derived(model)
     gm = _checked_trace(model, patterns, real, check, call, False, kept)
     if kept and not _holds_beside(model, gm, call, check):  # it is more than what was made of the weights
         options["keep"] = _named(model, kept)
@@ -97,7 +98,7 @@ def trace_again(
 
     With `open_numbers` the numbers in the call are inputs of the graph. `keep` names what modules hold beside their weights.
     """
-    found = _find_derived(model, call)
+    found = _find_derived(model)
     kept = [each for each, name in zip(found, _named(model, found), strict=True) if name not in keep]
     return _checked_trace(model, leaf, real, True, call, open_numbers, kept)
 
@@ -107,19 +108,14 @@ def _named(model: nn.Module, kept: Kept) -> list[list[str]]:
     return [[paths[id(spot.module)], spot.name] for spot in kept]
 
 
-def _find_derived(model: nn.Module, call: Any) -> Kept:
-    """What the modules have computed from their weights before; without values, what they say that they drop."""
-    try:
-        valued = self_check.has_values([t for _, t in _named_tensors(model)], call)
-    except RecursionError:  # of inputs that hold themselves, which the trace refuses
-        valued = False
+def _find_derived(model: nn.Module) -> Kept:
     with exclusive_trace(model):
-        return find_derived(model, call if valued else None)
+        return find_derived(model)
 
 
 def _holds_beside(model: nn.Module, gm: TracedModule, call: Any, check: bool) -> bool:
     """Whether a graph that was made without what the model keeps gives what the model gives with it."""
-    if not self_check.has_values([tensor for _, tensor in _named_tensors(model)], call):
+    if not self_check.has_values([tensor for _, tensor in named_tensors(model)], call):
         return True
     if not check:
         return False
@@ -139,7 +135,7 @@ def _checked_trace(
             stack.enter_context(restored(State(model)))
             drop(kept)
         stack.enter_context(quantised.unpacked(model))  # before the state is noted that each run begins with
-        job = _Job(model, list(_named_tensors(model)), call, _leaf_paths(model, patterns), real, check, open_numbers)
+        job = _Job(model, list(named_tensors(model)), call, _leaf_paths(model, patterns), real, check, open_numbers)
         _refuse_kinds(job)
         quantised.check_ready(model, job.leaves)
         stack.enter_context(no_collection())
@@ -239,10 +235,9 @@ def _trace(job: _Job) -> TracedModule:
     if twin_error is None and (reads or first.reads_training):
         journal = Journal()
         try:
-            with restored(job.state), _as_it_is(gm):
+            with restored(job.state), in_mode(not model.training, gm):
                 with journal:  # layers that merge an update into their weight write it here
                     model.train(not model.training)
-                gm.train(model.training)
                 state, second = State(model), graphs.get(model.training, first)
                 self_check.check(model, gm, call, state)
                 self_check.check_gradients(model, gm, call, state, second)
@@ -251,18 +246,6 @@ def _trace(job: _Job) -> TracedModule:
         finally:
             journal.put_back()
     return gm
-
-
-@contextlib.contextmanager
-def _as_it_is(gm: TracedModule) -> Iterator[None]:
-    """Give a traced module and what is in it the mode back."""
-    modes = [(m, m.training) for m in gm.modules()]
-    try:
-        yield
-    finally:
-        gm.train(modes[0][1])
-        for module, training in modes[1:]:
-            module.training = training
 
 
 def _settled(job: _Job, training: bool | None) -> Recorded:
@@ -421,7 +404,7 @@ def _refuse_anew(
         made = place.now()
         if not kind or (made is None and place.before is MISSING) or any(f"{path}.".startswith(f"{leaf}.") for leaf in whole):
             continue
-        if kind == "module" and not (isinstance(made, nn.Module) and any(True for _ in _named_tensors(made))):
+        if kind == "module" and not (isinstance(made, nn.Module) and any(True for _ in named_tensors(made))):
             continue  # it holds nothing that a graph could be without
         if kind == "buffer" and (place.before is not MISSING or place.key in unsaved):
             continue  # assigned anew, which is recorded; or a constant
@@ -465,6 +448,3 @@ def _check_names(model: nn.Module) -> None:
         warnings.warn(f"the name {unsaved[0]!r} of a module or tensor can be in no artifact; {text}", stacklevel=3)
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)

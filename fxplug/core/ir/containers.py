@@ -9,13 +9,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ..errors import DEFAULT
+from ..torch_internals.tensors import FakeTensor
 
 Keys = tuple[int | str, ...]
+KIND = ("shape", "dtype", "device", "layout")  # of a tensor, beside its values
 
 
 def children(value: Any) -> Iterator[tuple[int | str, Any]] | None:
@@ -109,6 +112,12 @@ def has_tensor(value: Any) -> bool:
     return found is not None and any(has_tensor(member) for _, member in found)
 
 
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module under all of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
 def parameters(module: nn.Module) -> str:
     """How many numbers a module has, and how many each applied pass added."""
     seen: dict[int, int] = {id(p): p.numel() for p in module.parameters()}
@@ -187,6 +196,65 @@ def numbers(value: Tensor) -> Tensor:
     """All numbers of a tensor, real and imaginary parts apart, in float64."""
     value = value.detach()
     return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double().flatten()
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same in kind and in every value: NaN is like NaN, infinities only like themselves.
+
+    Of fake and meta tensors nothing but the kind is known.
+    """
+    if any(getattr(a, what) != getattr(b, what) for what in KIND):
+        return False
+    if a.is_meta or isinstance(a, FakeTensor):
+        return True
+    try:
+        if torch.equal(a, b):
+            return True
+    except (RuntimeError, TypeError):  # a dtype, or a class of tensors, that torch cannot compare
+        return type(a) not in (Tensor, nn.Parameter) or torch.equal(*(t.contiguous().view(torch.uint8) for t in (a, b)))
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    return a.is_floating_point() and a.layout == torch.strided and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a == b) or bool(a != a and b != b)
+
+
+def unlike(a: Any, b: Any, place: str = "", same: Callable[[Any, Any], bool] = _same) -> str | None:
+    """How `b` differs from `a`, nested values of tensors, in words; None where it does not. `same` compares what is neither."""
+    at = f" at {place}" if place else ""
+    if a is b:
+        return None
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _tensor_unlike(a, b, at)
+    a, b = (x.item() if isinstance(x, np.generic) else x for x in (a, b))  # a graph gives Python's own numbers
+    if type(a) is not type(b):
+        return f"in kind{at}: a {type(b).__name__} instead of a {type(a).__name__}"
+    inner, other = children(a), children(b)
+    if inner is None or other is None:
+        return None if same(a, b) else f"in value{at}: {b!r} instead of {a!r}"
+    ours, theirs = dict(inner), dict(other)
+    if list(ours) != list(theirs):
+        return f"in structure{at}: members {list(theirs)} instead of {list(ours)}"
+    rows = (unlike(ours[key], theirs[key], f"{place}[{key!r}]", same) for key in ours)
+    return next((row for row in rows if row is not None), None)
+
+
+def _tensor_unlike(a: Tensor, b: Tensor, at: str) -> str | None:
+    for what in KIND:
+        before, now = getattr(a, what), getattr(b, what)
+        if before != now:
+            shown = [list(v) if what == "shape" else v for v in (now, before)]
+            return f"in {what}{at}: {shown[0]} instead of {shown[1]}"
+    if equal(a, b):
+        return None
+    if not (a.is_floating_point() or a.is_complex()) or a.layout != torch.strided:
+        return f"in value{at}"
+    if not torch.equal(a.isnan(), b.isnan()):
+        return f"in {int((a.isnan() != b.isnan()).sum())} places{at} that are NaN in one of them"
+    gaps = (numbers(a) - numbers(b)).abs()
+    return f"by {gaps[gaps.isfinite() | (gaps == torch.inf)].max().item():.1e}{at}"
 
 
 # names that torch's GraphModule and this one use themselves; a model's attribute of that name stays out

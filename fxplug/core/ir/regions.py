@@ -16,7 +16,7 @@ from torch import fx, nn
 from ..errors import MatchError, brief_fields, did_you_mean
 from ..spec.addresses import EACH, NAMED, Port
 from . import ops
-from .traced_module import class_names
+from .traced_module import TracedModule, class_names
 
 SHOWN = 5  # so many examples are listed in a message
 
@@ -45,49 +45,31 @@ def added(node: fx.Node) -> bool:
 
 
 class Regions:
-    """The regions of one graph in the order they ran, found in one walk."""
+    """The regions of one graph in the order they ran, and what the module that it belongs to says of them.
+
+    The graph is walked once, and again when it has other nodes, targets or another order than at the last walk; of the module
+    nothing is kept. Who edits a graph may add to `by_key` and `readers` what its edits make.
+    """
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
         self.root, self.graph = root, graph
         self._classes: dict[str, tuple[str, ...]] = {}
-        self._passes = {entry["name"] for entry in getattr(root, "meta", {}).get("passes", [])}
+        walk = _walk(graph)
+        self.by_key, self.readers = walk.by_key, walk.readers
+        self._passes = walk.passes | {entry["name"] for entry in getattr(root, "meta", {}).get("passes", [])}
         self.replaced = dict(_replaced(root))
-        self.by_key: dict[str, Region] = {"": Region("")}
-        self.readers: dict[str, list[fx.Node]] = {}  # parameters that the graph itself reads
-        self.constants: dict[str, Any] = {}  # the model's arguments that are a part of the graph
-        for node in graph.nodes:
-            if node.target is ops.same:
-                self.constants.update(zip(node.args[2], node.args[1], strict=True))
-            if "pass" in node.meta:
-                self._passes.add(node.meta["pass"]["name"])
-            if node.op == "get_attr":
-                self.readers.setdefault(str(node.target), []).append(node)
-            stack = node.meta.get("nn_module_stack")
-            if not stack or added(node):
-                continue
-            key = next(reversed(stack))
-            port = node.meta.get("port")
-            region = self.region(port.path if port is not None else key)
-            if node.op == "call_module" and port is not None:
-                region.leaf = node
-            elif port is not None and port.side == "in":
-                region.inputs.append((port, node.meta["index"], node))
-            elif port is not None:
-                region.outputs.append((port, node))
-            elif node.op in ("call_function", "call_method") and getattr(node.target, "__module__", "") != ops.__name__:
-                region.nodes.append(node)
 
-    def region(self, key: str) -> Region:
-        """The region of a key, made where there is none yet."""
-        if key not in self.by_key:
-            self.by_key[key] = Region(key)
-        return self.by_key[key]
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The model's arguments that are a part of the graph."""
+        checks = self.graph.find_nodes(op="call_function", target=ops.same)
+        return {name: value for node in checks for name, value in zip(node.args[2], node.args[1], strict=True)}
 
     def in_ports(self, region: Region) -> list[tuple[Port, int, fx.Node]]:
         """The tensors that enter a region: their ports, the position of the argument, and the node that reads it."""
         if region.leaf is None:
             return region.inputs
-        names = _argument_names(self.root.get_submodule(region.path))
+        names = _argument_names(self._modules[region.path])
         found = []
         for index, value in enumerate([*region.leaf.args, *region.leaf.kwargs.values()]):
             positional = index < len(region.leaf.args)
@@ -127,7 +109,11 @@ class Regions:
     def module(self, path: str) -> nn.Module:
         """The module of a region: the one that replaced it, where a pass did that."""
         _, block = self.replaced.get(path, ("", path))
-        return self.root.get_submodule(block)
+        return self._modules.get(block) or self.root.get_submodule(block)
+
+    @cached_property
+    def _modules(self) -> dict[str, nn.Module]:
+        return dict(self.root.named_modules(remove_duplicate=False))
 
     def inserted(self, path: str) -> bool:
         """Whether a pass put this module in."""
@@ -150,11 +136,10 @@ class Regions:
     @cached_property
     def resized(self) -> dict[str, str]:
         """The layers to which a pass gave another size, with its name: each trains as a whole, and nothing goes beside it."""
-        found, passes = {}, getattr(self.root, "meta", {}).get("passes", [])
-        modules = dict(self.root.named_modules()) if passes else {}  # a plan's blocks are kinds, and no modules
-        for entry in passes:
+        found = {}
+        for entry in getattr(self.root, "meta", {}).get("passes", []):
             for site in entry["sites"]:
-                if getattr(modules.get(site["block"]), "resizes", False):
+                if getattr(self._modules.get(site["block"]), "resizes", False):  # a plan's blocks are kinds, and no modules
                     found[site["path"].partition("@")[0]] = entry["name"]
         return found
 
@@ -179,6 +164,49 @@ class Regions:
         """The names of a module's own parameters that a pattern admits."""
         names = [n for n, p in self.module(path)._parameters.items() if p is not None]
         return [n for n in names if fnmatchcase(n, pattern)]
+
+
+def regions_of(gm: TracedModule) -> list[Regions]:
+    """The regions of each graph of a traced module."""
+    return [Regions(graph, gm) for graph in gm.graphs.values()]
+
+
+@dataclass
+class _Walk:
+    """What one walk finds in a graph that has these nodes and targets."""
+
+    steps: list[Any]
+    by_key: dict[str, Region] = field(default_factory=lambda: {"": Region("")})
+    readers: dict[str, list[fx.Node]] = field(default_factory=dict)  # parameters that the graph itself reads
+    passes: set[str] = field(default_factory=set)
+
+
+def _walk(graph: fx.Graph) -> _Walk:
+    steps = [part for node in graph.nodes for part in (node, node.target)]
+    known: _Walk | None = vars(graph).get("_walk")
+    if known is not None and known.steps == steps:
+        return known
+    walk = graph._walk = _Walk(steps)  # type: ignore[attr-defined]
+    for node in graph.nodes:
+        if "pass" in node.meta:
+            walk.passes.add(node.meta["pass"]["name"])
+        if node.op == "get_attr":
+            walk.readers.setdefault(str(node.target), []).append(node)
+        stack = node.meta.get("nn_module_stack")
+        if not stack or added(node):
+            continue
+        port = node.meta.get("port")
+        key = next(reversed(stack)) if port is None else port.path
+        region = walk.by_key.setdefault(key, Region(key))
+        if node.op == "call_module" and port is not None:
+            region.leaf = node
+        elif port is not None and port.side == "in":
+            region.inputs.append((port, node.meta["index"], node))
+        elif port is not None:
+            region.outputs.append((port, node))
+        elif node.op in ("call_function", "call_method") and getattr(node.target, "__module__", "") != ops.__name__:
+            region.nodes.append(node)
+    return walk
 
 
 def _members(node: fx.Node, key: str, keys: tuple[int | str, ...]) -> Iterator[tuple[Port, fx.Node]]:

@@ -1,4 +1,4 @@
-"""A graph as plain records and as stable text, the difference between two, and what repeats in them, said once.
+"""A graph as stable text, the difference between two, and what repeats in them, said once.
 
 A model has its blocks many times, and a pass does the same to each. Paths that differ in a part become one pattern of the
 pass language (`blocks.{0:28}.attn.{to_q,to_k}`), which can be given to `at:` as it stands; places of a diff that differ in the
@@ -11,8 +11,8 @@ import difflib
 import operator
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -23,7 +23,6 @@ from torch import fx, nn
 from ..spec.addresses import identifier
 from . import functions, ops
 from .graph import without_edges
-from .regions import Regions, added
 from .traced_module import TracedModule, class_names
 
 LETTERS = "ijklmnpqrstuvw"
@@ -274,180 +273,3 @@ def _text(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return repr(value)
-
-
-@dataclass
-class Record:
-    """One node of a graph, the edges of regions left out.
-
-    `kind` is input, output, layer (a module that is called whole), block (what a pass put in), op, weight, or note (sizes and
-    guards: no tensor comes of it). `label` is the class or function, `level` the keys of the regions around it from the model
-    on, `path` the module or tensor that it names, `reads` the nodes whose values it takes, `line` its text. `owner` is the pass
-    that put it in, `site` the place where.
-    """
-
-    name: str
-    kind: str
-    label: str
-    level: tuple[str, ...]
-    reads: tuple[str, ...]
-    line: str
-    path: str = ""
-    shape: tuple[int, ...] | None = None
-    dtype: str = ""
-    owner: str = ""
-    site: str = ""
-    whole: str = ""  # the tuple that this is a member of
-    behind: str = ""  # the node whose readers read this one now
-
-
-@dataclass
-class Listing:
-    """The records of a graph by their names in order, the classes of its regions by key, and what their inputs and results are
-    called: by region, the port for the node whose value goes through."""
-
-    records: dict[str, Record]
-    classes: dict[str, str]
-    ports: dict[str, dict[str, str]] = field(default_factory=dict)
-
-
-def listing(module: TracedModule) -> Listing:
-    """The graph in force as records."""
-    regions = Regions(module.graph, module)
-    stacks: dict[str, tuple[str, ...]] = {"": ("",)}
-    leaves = {key for key, region in regions.by_key.items() if region.leaf is not None}
-    ports: dict[str, dict[str, str]] = {}
-    plain = without_edges(module.graph)
-    levels: dict[str, tuple[str, ...]] = {}
-    for node in module.graph.nodes:
-        stack = tuple(node.meta.get("nn_module_stack") or ("",))
-        port = node.meta.get("port")
-        if node.op == "call_module" and not added(node) and len(stack) > 1:
-            stacks[stack[-1]] = stack
-            stack = stack[:-1]
-        elif node.target is ops.edge:
-            name = ".".join(map(str, port.keys)) or "result"
-            ports.setdefault(port.path, {})[f"{port.side}:{_through(node).name}"] = name
-        if not added(node):
-            stacks.update({stack[i]: stack[: i + 1] for i in range(len(stack)) if stack[i] not in stacks})
-        levels[node.name] = stack
-    records = {}
-    for node in plain.nodes:
-        made = node.meta.get("pass", {}) if "pass" in node.meta else {}
-        level = levels.get(node.name, ("",))
-        if added(node) and len(level) == 1:
-            level = _beside(str(made.get("site", "")), str(made.get("place", "")), stacks, leaves, levels)
-        records[node.name] = _record(module, regions, node, level, made)
-    for record in records.values():
-        if record.owner and record.kind == "block" and record.behind not in records:
-            record.behind = _stood(record, records, ports)
-    paths = {key: key.partition("@")[0] for key in stacks}
-    classes = {key: regions.classes(path)[0] for key, path in paths.items() if key not in leaves}
-    return Listing(records, classes, ports)
-
-
-def _stood(record: Record, records: Mapping[str, Record], ports: Mapping[str, Mapping[str, str]]) -> str:
-    """The value that a block changes, of those that it reads: the result or the input of its site; "" where none is known."""
-    edges = ports.get(record.site, {})
-    given = [name for name in record.reads if name in records and records[name].kind != "note"]
-    at = [n for n in given if n == record.site or records[n].path == record.site or f"out:{n}" in edges or f"in:{n}" in edges]
-    return (given if len(given) == 1 else at[-1:] or [""])[0] if given else ""
-
-
-def _through(node: fx.Node) -> fx.Node:
-    while node.target is ops.edge and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
-def _beside(
-    site: str, place: str, stacks: dict[str, tuple[str, ...]], leaves: set[str], levels: dict[str, tuple[str, ...]]
-) -> tuple[str, ...]:
-    """Where a block stands: in the region around its site; before what is inside of the site's own."""
-    if site in stacks:
-        inside = place == "before" and site not in leaves or not site
-        return stacks[site] if inside else stacks[site][:-1]
-    return levels.get(site, ("",))
-
-
-def _record(module: TracedModule, regions: Regions, node: fx.Node, level: tuple[str, ...], made: Any) -> Record:
-    shape = node.meta.get("shape")
-    is_member = node.op == "call_function" and node.target is operator.getitem and "shape" not in node.all_input_nodes[0].meta
-    kinds = {"placeholder": "input", "output": "output", "get_attr": "weight", "call_module": "layer"}
-    kind = kinds.get(node.op, "op" if shape is not None or any("shape" in user.meta for user in _members(node)) else "note")
-    if kind == "input" and shape is None and not made and not any("shape" in user.meta for user in _members(node)):
-        kind = "note"
-    if added(node) and kind in ("op", "layer"):
-        kind = "block"
-    if node.op == "call_module":
-        path = str(node.target)
-        label = regions.classes(path)[0]
-    else:
-        path = str(node.target) if node.op in ("get_attr", "placeholder") else ""
-        name = functions.names().get(node.target) or getattr(node.target, "__name__", str(node.target))
-        label = str(name).rpartition(".")[2]
-    return Record(
-        name=node.name,
-        kind=kind,
-        label=label,
-        level=level,
-        reads=tuple(n.name for n in node.all_input_nodes),
-        line=line(node),
-        path=path,
-        shape=None if shape is None else tuple(int(size) for size in shape),
-        dtype=str(node.meta.get("dtype", "")).removeprefix("torch."),
-        owner=str(made.get("name", "")),
-        site=str(made.get("site", "")),
-        whole=node.all_input_nodes[0].name if is_member and shape is not None else "",
-        behind=str(node.meta.get("behind", "")) if added(node) else "",
-    )
-
-
-def _members(node: fx.Node) -> list[fx.Node]:
-    return [user for user in node.users if user.target is operator.getitem]
-
-
-def changes(base: TracedModule, new: TracedModule) -> dict[str, Any]:
-    """What stood in the graph of `base` and does not in that of `new`, as plain values that are saved with a module.
-
-    `gone` has the records that are no more, `was` the reads and the line of those that read something else now, `classes` the
-    classes of the regions in which the former stood.
-    """
-    before, after = listing(base), listing(new)
-    gone = [asdict(r) for name, r in before.records.items() if name not in after.records]
-    both = [(r, after.records[name]) for name, r in before.records.items() if name in after.records]
-    keys = {key for r in gone for key in r["level"]}
-    return {
-        "gone": gone,
-        "was": {old.name: [old.reads, old.line] for old, now in both if (old.reads, old.line) != (now.reads, now.line)},
-        "classes": {key: name for key, name in before.classes.items() if key in keys},
-    }
-
-
-def before(after: Listing, changed: Mapping[str, Any] | None) -> dict[str, Record]:
-    """The records that a graph had before its passes, of those that it has and what `changes` kept.
-
-    Where nothing was kept, what read a block reads again what that block stands behind; what passes took out is not known.
-    """
-    if changed is not None:
-        was = changed["was"]
-        gone = {row["name"]: _restored(row) for row in changed["gone"]}
-        kept = {name: r for name, r in after.records.items() if not r.owner}
-        changed_back = {n: replace(r, reads=tuple(was[n][0]), line=was[n][1]) if n in was else r for n, r in kept.items()}
-        return {**changed_back, **gone}
-    stood = {r.name: r.behind for r in after.records.values() if r.owner}
-
-    def old(name: str) -> str:
-        seen: set[str] = set()
-        while stood.get(name) in after.records and name not in seen:
-            seen.add(name)
-            name = stood[name]
-        return name
-
-    rows = {name: replace(r, reads=tuple(map(old, r.reads))) for name, r in after.records.items() if not r.owner}
-    return {name: replace(r, reads=tuple(v for v in r.reads if v in rows)) for name, r in rows.items()}
-
-
-def _restored(row: Mapping[str, Any]) -> Record:
-    shape = row["shape"]
-    return Record(**{**row, "level": tuple(row["level"]), "reads": tuple(row["reads"]), "shape": shape and tuple(shape)})

@@ -14,7 +14,7 @@ from torch import fx, nn
 from ..capture.tracer import trace
 from ..errors import SpecError, TraceError
 from ..ir import ops
-from ..ir.containers import Container, children, leaves, plain_attributes, rebuilt
+from ..ir.containers import Container, children, leaves, named_tensors, plain_attributes, rebuilt
 from ..ir.graph import ENTRY, Graph, insert, meta_of, redirect
 from ..ir.regions import Region, Regions, added
 from ..ir.traced_module import MODES, TracedModule
@@ -102,8 +102,7 @@ class Traces:
         A block that reads the layer it was made for (`site.module.weight`) finds the layer's own weight that way.
         """
         if not self._base:
-            rows = [*tree.named_parameters(remove_duplicate=False), *tree.named_buffers(remove_duplicate=False)]
-            self._base = {_memory(tensor): name for name, tensor in reversed(rows)}
+            self._base = {_memory(tensor): name for name, tensor in reversed(list(named_tensors(tree)))}
         found = {}
         for name, tensor in list(own.named_buffers()):
             path, _, last = name.rpartition(".")

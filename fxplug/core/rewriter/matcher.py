@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import fx
 
 from ..errors import ClashError, MatchError
-from ..ir.regions import Regions, each, find_input, find_output, listed, source
+from ..ir.regions import Regions, each, find_input, find_output, listed, regions_of, source
 from ..ir.regions import members as port_members
 from ..ir.traced_module import TracedModule
 from ..spec.addresses import SLICE, Port, compile_pattern, each_name, is_pattern, parse_port, parse_relative, select
@@ -32,7 +32,7 @@ def find(gm: TracedModule, p: Pass) -> Sites:
         from .networks import join
 
         gm, p = join(gm, p)
-    views = [Regions(graph, gm) for graph in gm.graphs.values()]
+    views = regions_of(gm)
     sites: list[Site] = []
     for rule in p.rules:
         found: dict[tuple[str, str], Site] = {}
@@ -51,7 +51,7 @@ def find(gm: TracedModule, p: Pass) -> Sites:
 
             raise MatchError(wrong_count(views[0], p, rule, list(found.values())))
         if found and not rule.admits(0) and not (p.expect is not None and p.admits(0)):
-            _check_each(views, gm, p, rule)
+            _check_each(gm, p, rule)
         sites.extend(found.values())
     if not p.admits(len(sites)):
         from .near_misses import wrong_total
@@ -356,8 +356,9 @@ def _first(ports: Any) -> Port:
     return next(_first(p) for p in rows if p is not None)
 
 
-def _check_each(views: Sequence[Regions], gm: TracedModule, p: Pass, rule: Rule) -> None:
+def _check_each(gm: TracedModule, p: Pass, rule: Rule) -> None:
     """Raises MatchError for a pattern of several, or a name among several in braces, that matches nothing."""
+    views = regions_of(gm)
     finders = [_Finder(regions, gm, p, rule) for regions in views]
     plain = not rule.match.op and rule.place != "param"  # then each hit is a place
     known = {hit.pattern for regions in views for hit in hits(regions, rule.match)} if plain else set()

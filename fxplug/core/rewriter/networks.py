@@ -203,12 +203,6 @@ def _differences(gm: TracedModule, name: str, module: nn.Module) -> str:
     return "".join(rows[:3]) + (f"\n  ... and {len(rows) - 3} more" if len(rows) > 3 else "")
 
 
-# --- sizes
-
-
-# --- modules
-
-
 # --- into the graph
 
 

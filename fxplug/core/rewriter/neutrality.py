@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.isolation import in_mode
 from ..errors import TraceError, VerifyError
 from ..ir.containers import leaves, map_leaves
 from ..ir.traced_module import TracedModule
@@ -41,23 +42,6 @@ from .probe import (
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-
-@contextlib.contextmanager
-def in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
-    """Training or evaluation for the time of a check; each module's own mode is given back. Raises TraceError as train()."""
-    previous = [(m, m.training) for root in modules for m in root.modules()]
-    roots = [(root, root.training) for root in modules]
-    try:
-        for root in modules:
-            root.train(training)
-        yield
-    finally:
-        for root, before in roots:
-            if root.training != before:
-                root.train(before)
-        for module, before in previous:
-            if not isinstance(module, TracedModule):
-                module.training = before
 
 
 def _knows_mode(module: TracedModule) -> bool:

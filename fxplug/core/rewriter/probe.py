@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import FxplugError, VerifyError
-from ..ir.containers import children, leaves
+from ..ir.containers import equal, leaves, unlike
 from ..ir.ops import AddedInput
 from ..ir.traced_module import TracedModule
 from ..quantised import WithoutValues, is_own_layer
@@ -126,41 +126,27 @@ def swapped(
             table.update(original)
 
 
-def leaves_with_gradient(out: Any) -> set[int]:
-    """The ids of the leaf tensors that a gradient of a result would reach. Follows autograd's graph and computes nothing."""
-    found: set[int] = set()
-    todo: list[Any] = []
-    for t in leaves(out):
-        if isinstance(t, torch.Tensor) and t.requires_grad:
-            todo.append(t.grad_fn)
-            found.add(id(t))
-    seen = set(todo)
+def _functions_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The functions of autograd that tensors come from, each once. Computes nothing."""
+    todo = [t.grad_fn for t in tensors]
+    seen = {None, *todo}
     while todo:
-        function = todo.pop()
-        if function is None:
-            continue
-        if hasattr(function, "variable"):
-            found.add(id(function.variable))
-        fresh = {f for f, _ in function.next_functions if f not in seen}
-        seen |= fresh
-        todo.extend(fresh)
-    return found
+        if (function := todo.pop()) is not None:
+            yield function
+            new = {f for f, _ in function.next_functions} - seen
+            seen |= new
+            todo.extend(new)
+
+
+def leaves_with_gradient(out: Any) -> set[int]:
+    """The ids of the leaf tensors that a gradient of a result would reach."""
+    tensors = [t for t in leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return {id(t) for t in tensors} | {id(f.variable) for f in _functions_behind(tensors) if hasattr(f, "variable")}
 
 
 def has_gradient_path(out: torch.Tensor, goal: Any) -> bool:
     """Whether a gradient of `out` comes to a function of autograd, or to a leaf."""
-    if out is goal or out.grad_fn is goal:
-        return True
-    seen, todo = set(), [out.grad_fn]
-    while todo:
-        function = todo.pop()
-        if function is None or function in seen:
-            continue
-        if function is goal or getattr(function, "variable", None) is goal:
-            return True
-        seen.add(function)
-        todo.extend(f for f, _ in function.next_functions)
-    return False
+    return out is goal or any(f is goal or getattr(f, "variable", None) is goal for f in _functions_behind([out]))
 
 
 def find_gradient_cut(probe: Probe, start: fx.Node) -> fx.Node | None:
@@ -237,50 +223,6 @@ def inserted_source(probe: Probe, node: fx.Node) -> fx.Node | None:
 def is_differentiable(value: Any) -> bool:
     """Whether a value is a tensor of numbers that a gradient can have."""
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def unlike(a: Any, b: Any, place: str = "") -> str | None:
-    """How `b` differs from `a`, nested values of tensors, in words; None where it does not."""
-    at = f" at {place}" if place else ""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return _tensor_unlike(a, b, at)
-    inner, other = children(a), children(b)
-    if type(a) is not type(b):
-        return f"in kind{at}: a {type(b).__name__} instead of a {type(a).__name__}"
-    if inner is None or other is None:
-        return None if a is b or a == b or (a != a and b != b) else f"{'in value' + at}: {b!r} instead of {a!r}"
-    ours, theirs = dict(inner), dict(other)
-    if list(ours) != list(theirs):
-        return f"in structure{at}: members {list(theirs)} instead of {list(ours)}"
-    rows = (unlike(ours[key], theirs[key], f"{place}[{key!r}]") for key in ours)
-    return next((row for row in rows if row is not None), None)
-
-
-def _tensor_unlike(a: torch.Tensor, b: torch.Tensor, at: str) -> str | None:
-    for what in ("shape", "dtype", "device", "layout"):
-        before, now = getattr(a, what), getattr(b, what)
-        if before != now:
-            shown = [list(v) if what == "shape" else v for v in (now, before)]
-            return f"in {what}{at}: {shown[0]} instead of {shown[1]}"
-    if equal(a, b):
-        return None
-    if not is_differentiable(a) or a.layout != torch.strided:
-        return f"in value{at}"
-    if not torch.equal(a.isnan(), b.isnan()):
-        return f"in {int((a.isnan() != b.isnan()).sum())} places{at} that are NaN in one of them"
-    gaps = (a - b).abs()
-    return f"by {gaps[gaps.isfinite() | (gaps == torch.inf)].max().item():.1e}{at}"
-
-
-def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """torch.equal, where NaN equals NaN and infinities only themselves."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    if torch.equal(a, b):
-        return True
-    return a.is_floating_point() and a.layout == torch.strided and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 # --- who it was

@@ -15,7 +15,7 @@ from ..errors import ClashError, MatchError, SpecError, brief_fields, cut
 from ..ir import functions, ops
 from ..ir.containers import children, leaves
 from ..ir.graph import move, redirect, replace, rewire, set_argument
-from ..ir.regions import Regions
+from ..ir.regions import Regions, regions_of
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass, Rule
 from .matches import unmatched_siblings
@@ -129,7 +129,7 @@ class Sites(list[Site]):
     @property
     def left(self) -> str:
         """What the pass left of layers like those it takes, and a pattern that takes them too; an empty text for nothing."""
-        return unmatched_siblings([Regions(graph, self.joined) for graph in self.joined.graphs.values()], self.p, self)
+        return unmatched_siblings(regions_of(self.joined), self.p, self)
 
     @property
     def summary(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...blocks.vera import Projections
-from ..ir.regions import Regions
+from ..ir.regions import regions_of
 from ..ir.traced_module import TracedModule
 from ..quantised import weight_shape
 from ..spec.rules import Match
@@ -17,8 +17,8 @@ def projections(
 ) -> Projections:
     """VeRA's matrices for the widest of the linear layers at these paths. Raises SpecError for a rank below 1."""
     wanted = Match(path=at, module=["Linear", "TransposedLinear"], within=within)
-    every = [Regions(graph, gm) for graph in gm.graphs.values()]
-    modules = [regions.module(hit.key.partition("@")[0]) for regions in every for hit in hits(regions, wanted)]
+    found = ((regions, hit) for regions in regions_of(gm) for hit in hits(regions, wanted))
+    modules = [regions.module(hit.key.partition("@")[0]) for regions, hit in found]
     shapes = [weight_shape(module, module._parameters["weight"]) for module in modules]  # type: ignore[arg-type]
     out, inner = (max((shape[dim] for shape in shapes), default=1) for dim in (0, 1))  # of none, find says so
     return Projections(rank, inner, out, key)

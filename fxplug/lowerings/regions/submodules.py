@@ -11,10 +11,10 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from ...core.errors import FxplugError, MatchError, SpecError
-from ...core.ir.containers import Container
+from ...core.ir.containers import Container, named_tensors
 from ...core.ir.functions import REGION
 from ...core.ir.graph import copy_graph, erase_unused
-from ...core.ir.regions import Regions
+from ...core.ir.regions import regions_of
 from ...core.ir.subgraphs import Cut, changed_input, extract, members, plan, unique_names, written
 from ...core.ir.traced_module import TracedModule, class_names, shell
 from ...core.rewriter.near_misses import misses
@@ -151,7 +151,7 @@ def unrepeatable(cut: Cut, root: nn.Module) -> str | None:
 
 def named(gm: TracedModule, patterns: Sequence[str]) -> list[str]:
     """The outermost regions that the patterns match in any of the graphs, in the order they ran."""
-    views = [Regions(graph, gm) for graph in gm.graphs.values()]
+    views = regions_of(gm)
     order = list(dict.fromkeys(key for regions in views for key in regions.ran))
     found: set[str] = set()
     for pattern in patterns:
@@ -212,9 +212,8 @@ def _assembled(
     new = TracedModule(tree, dict(graphs), gm._origin, gm._extras)
     new.twin_error = gm.twin_error
     where: dict[int, str] = {}
-    for rows in (new.named_parameters(remove_duplicate=False), new.named_buffers(remove_duplicate=False)):
-        for name, tensor in rows:
-            where.setdefault(id(tensor), name)
+    for name, tensor in named_tensors(new):
+        where.setdefault(id(tensor), name)
     old = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
     new.meta = {
         **gm.meta,

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx, nn
 
-from . import ops
-from .traced_module import class_names
+from ..core.ir import ops
+from ..core.ir.traced_module import class_names
 
 # the order of elements stays, only the sizes are others
 SAME_ORDER = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone", "edge")
