@@ -498,6 +498,8 @@ def test_a_network_runs_in_the_same_graph(outer, tmp_path):
         assert torch.equal(ours, model(*outer.args))
     assert new.get_parameter("side.net.fc.weight") is side.fc.weight
     assert fxplug.verify(outer.gm, new, outer.args, {"cond": cond}).ok
+    with pytest.raises(fxplug.VerifyError, match=r"^the example inputs do not fit: .* needs the input 'cond' .*cond=\.\.\.$"):
+        fxplug.verify(outer.gm, new, outer.args)
     inside = fxplug.apply(new, fxplug.load_pass("lora", at="side.net.**", rank=2))
     assert [s["path"] for s in inside.meta["passes"][-1]["sites"]] == ["side.net.fc"]
     fxplug.save(inside, tmp_path / "a")

@@ -99,7 +99,7 @@ def verify(
     *,
     compile: bool = True,
 ) -> Report:
-    """Check a rewritten module `new` against the one it was made of, on example inputs of the model.
+    """Check a rewritten module `new` against the one it was made of, on example inputs of the model and of what passes added.
 
     Lint; base weights the same objects under the same keys; shapes by fake propagation in every mode, and a gradient for
     every new parameter; when all new passes are neutral, results, buffers and inputs that are `torch.equal` after each call,

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from ..errors import FxplugError, VerifyError
 from ..ir.containers import children, leaves
+from ..ir.ops import AddedInput
 from ..ir.traced_module import TracedModule
 from ..quantised import WithoutValues, is_own_layer
 from ..torch_internals.tensors import version
@@ -184,6 +185,8 @@ def locate_error(probe: Probe, error: Exception) -> VerifyError:
     node = probe.at
     assert node is not None
     text = str(error).split("\n")[0]
+    if isinstance(error, AddedInput):
+        return VerifyError(f"the example inputs do not fit: {text}")
     if isinstance(error, FxplugError):
         text = f"{text} (a decision of the original model does not hold after the rewrite)"
     shapes = ", ".join(
