@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fxplug.core.artifacts.value_json import Mark, decode, encode
+from fxplug.core.artifacts.value_json import Placeholder, decode, encode
 from fxplug.core.errors import ArtifactError, FxplugError
 from fxplug.exports import call_signature as signatures
 
@@ -21,7 +21,7 @@ class Out:
     kept: object = None
 
 
-VALUE = {"a": [Mark("tensor", 1), (2, "x", None)], "b": Out(True, torch.float16)}
+VALUE = {"a": [Placeholder("tensor", 1), (2, "x", None)], "b": Out(True, torch.float16)}
 # what packages of format 1 have had since there are any
 WRITTEN = (
     '{"dict": [["a", {"list": [{"tensor": 1}, {"tuple": [{"is": 2}, {"is": "x"}, {"is": null}]}]}],'

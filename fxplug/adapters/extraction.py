@@ -217,7 +217,7 @@ def _in_files(path: Path, stack: contextlib.ExitStack, limits: Limits) -> _Weigh
         if not isinstance(found, Mapping):
             raise ArtifactError(f"{path} is a {type(found).__name__} and names no tensors")
         return _in_memory(str(path), {str(key): value for key, value in found.items()}, model)
-    records: dict[str, tuple[Any, weight_files.Record]] = {}
+    records: dict[str, tuple[Any, weight_files.TensorEntry]] = {}
     for file in files:
         handle = stack.enter_context(reading.opened(file))
         for key, record in weight_files.header(handle, reading.about(file), limits).records.items():

@@ -46,7 +46,7 @@ def _inner(shape: Sequence[int]) -> int:
     return math.prod(shape[1:])
 
 
-def _same(name: str) -> Callable[[Tensors, Options, Sequence[int]], bool]:
+def _of_shape(name: str) -> Callable[[Tensors, Options, Sequence[int]], bool]:
     return lambda t, o, shape: trimmed(t[name].shape) == trimmed(shape)
 
 
@@ -251,8 +251,8 @@ def _rows(w: Tensor, t: Tensors, o: Options) -> Tensor:
 
 
 METHODS = {
-    "diff": Method(lambda w, t, o: w + t["delta"].reshape(w.shape), _same("delta"), ("delta",)),
-    "whole": Method(lambda w, t, o: t["whole"].reshape(w.shape), _same("whole"), ("whole",)),
+    "diff": Method(lambda w, t, o: w + t["delta"].reshape(w.shape), _of_shape("delta"), ("delta",)),
+    "whole": Method(lambda w, t, o: t["whole"].reshape(w.shape), _of_shape("whole"), ("whole",)),
     "tokens": Method(_rows, lambda t, o, s: len(s) == 2 and s[1] == t["rows"].shape[1] and s[0] > max(o["rows"])),
     "glora": Method(
         _glora, lambda t, o, s: tuple(s[:2]) == (len(t["b1"]), t["b2"].shape[1]) and s[1] == len(t["a1"]), ("b1",)

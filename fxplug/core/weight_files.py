@@ -47,7 +47,7 @@ SAVED = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # from its third byte on, how a fil
 
 
 @dataclass(frozen=True)
-class Record:
+class TensorEntry:
     """A tensor of a safetensors file: where its bytes are, from the beginning of the file."""
 
     dtype: torch.dtype
@@ -63,11 +63,11 @@ class Header:
     `start` is what the header was read from: the bytes before those of the first tensor.
     """
 
-    records: Mapping[str, Record]
+    records: Mapping[str, TensorEntry]
     about: Mapping[str, str]
     start: bytes
 
-    def in_file(self) -> list[tuple[str, Record]]:
+    def in_file(self) -> list[tuple[str, TensorEntry]]:
         """The records by where their bytes are."""
         return sorted(self.records.items(), key=lambda item: (item[1].offset, item[1].size))
 
@@ -165,7 +165,7 @@ def tensors(
         yield name, (memory.ne(0) if record.dtype is torch.bool else memory.view(record.dtype)).reshape(record.shape)
 
 
-def _record(name: str, entry: Any, start: int, raises: Raises, limits: Limits) -> Record:
+def _record(name: str, entry: Any, start: int, raises: Raises, limits: Limits) -> TensorEntry:
     if len(name) > limits.text:
         raise raises(f"has a name of {len(name)} characters, and more than {limits.text} are not read; see Limits")
     if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
@@ -181,7 +181,7 @@ def _record(name: str, entry: Any, start: int, raises: Raises, limits: Limits) -
     if math.prod(max(n, 1) for n in shape) >= 1 << 62 or size != offsets[1] - offsets[0]:
         took = offsets[1] - offsets[0]
         raise raises(f"is damaged: {shown(name)} has {took} bytes, which are not those of its shape {shown(shape)}")
-    return Record(dtype, tuple(shape), start + offsets[0], size)
+    return TensorEntry(dtype, tuple(shape), start + offsets[0], size)
 
 
 # --- what torch.save wrote

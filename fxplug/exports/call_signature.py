@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from torch.export import ExportedProgram
 
 from ..core.artifacts.value_json import KINDS as GRAPH_KINDS
-from ..core.artifacts.value_json import TORCH_NAMES, Form, Mark, Read, decode, encode
+from ..core.artifacts.value_json import TORCH_NAMES, Form, Placeholder, Read, decode, encode
 from ..core.errors import DEFAULT, ArtifactError, FxplugError, GuardError, Limits, shown
 from ..core.ir.containers import children, leaves, rebuilt
 from ..core.torch_internals import modules as pytree
@@ -51,7 +51,7 @@ def describe(program: ExportedProgram, parameters: Mapping[str, inspect.Paramete
     tensors: list[Json] = []
     for i, (value, name) in enumerate(zip(flat, names, strict=True)):
         if isinstance(value, torch.Tensor):
-            marks[i] = Mark("tensor", len(tensors))
+            marks[i] = Placeholder("tensor", len(tensors))
             sizes = [size if isinstance(size, int) else size_name(size) for size in nodes[str(name)].meta["val"].shape]
             tensors.append({"dtype": str(value.dtype).removeprefix("torch."), "shape": sizes})
     some_args, some_kwargs = pytree.tree_unflatten(marks, spec)
@@ -81,7 +81,8 @@ def _result(program: ExportedProgram) -> Any:
         if spec.kind.name == "USER_OUTPUT":
             # a constant has a place in the list of results too, with nothing of use in it
             number = type(spec.arg).__name__ in ("SymIntArgument", "SymFloatArgument", "SymBoolArgument")
-            flat.append(spec.arg.value if hasattr(spec.arg, "value") else Mark("number" if number else "tensor", len(flat)))
+            kind = "number" if number else "tensor"
+            flat.append(spec.arg.value if hasattr(spec.arg, "value") else Placeholder(kind, len(flat)))
         elif spec.kind.name not in ("BUFFER_MUTATION", "TOKEN"):
             raise FxplugError(f"a program with the result {i} of kind {spec.kind.name} cannot be packed")
     return pytree.tree_unflatten(flat, program.call_spec.out_spec)
@@ -110,11 +111,11 @@ def encoded(value: Any) -> Json:
 
 def _plain(value: Any) -> Any:
     """A nested value as lists, tuples and dicts; what is no plain data is kept by its text."""
-    if isinstance(value, (Mark, *PLAIN)):
+    if isinstance(value, (Placeholder, *PLAIN)):
         return value
     members = children(value)
     if members is None:
-        return Mark("like", repr(value))
+        return Placeholder("like", repr(value))
     made = {key: _plain(member) for key, member in members}
     return list(made.values()) if isinstance(value, list) else tuple(made.values()) if isinstance(value, tuple) else made
 
@@ -270,10 +271,10 @@ def _parameter(entry: Json) -> inspect.Parameter:
 
 
 def _position(kind: str) -> Form:
-    def read(body: int, _: Read, limits: Limits) -> Mark:
+    def read(body: int, _: Read, limits: Limits) -> Placeholder:
         if not 0 <= body < LONGEST:
             raise ValueError(f"{shown(body)} is no position of a tensor")
-        return Mark(kind, body)
+        return Placeholder(kind, body)
 
     return int, read
 
@@ -285,7 +286,7 @@ def _scalar(body: Any, read: Read, limits: Limits) -> Any:
 
 
 MARKS: dict[str, Form] = {
-    "like": (str, lambda body, read, limits: Mark("like", body)),
+    "like": (str, lambda body, read, limits: Placeholder("like", body)),
     "tensor": _position("tensor"),
     "number": _position("number"),
 }
@@ -305,12 +306,12 @@ def _decoded(data: Any, marks: tuple[str, ...]) -> Any:
 
 def _positions(value: Any) -> list[int]:
     """Which tensors a value has."""
-    return [leaf.content for leaf in leaves(value) if isinstance(leaf, Mark) and leaf.kind == "tensor"]
+    return [leaf.content for leaf in leaves(value) if isinstance(leaf, Placeholder) and leaf.kind == "tensor"]
 
 
 def _fill(wanted: Any, value: Any, where: str, flat: list[Any], made: str) -> None:
     """Put the tensors of a value where the program wants them; everything else has to be as it was compiled in."""
-    if isinstance(wanted, Mark) and wanted.kind == "tensor":
+    if isinstance(wanted, Placeholder) and wanted.kind == "tensor":
         if not isinstance(value, torch.Tensor):
             raise FxplugError(f"{where} has to be a tensor, not {_short(value)}")
         flat[wanted.content] = value
@@ -318,7 +319,7 @@ def _fill(wanted: Any, value: Any, where: str, flat: list[Any], made: str) -> No
     found = None if isinstance(value, torch.Tensor) else children(value)
     inside, given = children(wanted), None if found is None else dict(found)
     if inside is None:
-        like = isinstance(wanted, Mark)
+        like = isinstance(wanted, Placeholder)
         if not (repr(value) == wanted.content if like else type(value) is type(wanted) and value == wanted):
             raise FxplugError(
                 f"{where} is {_short(value)}; this {made} with {_text(wanted)} for it: "
@@ -335,7 +336,7 @@ def _fill(wanted: Any, value: Any, where: str, flat: list[Any], made: str) -> No
 
 
 def _rebuild(tree: Any, flat: list[Any]) -> Any:
-    if isinstance(tree, Mark):
+    if isinstance(tree, Placeholder):
         found = tree.content if tree.kind == "like" else flat[tree.content]
         return found.item() if tree.kind == "number" else found
     members = children(tree)
@@ -343,7 +344,7 @@ def _rebuild(tree: Any, flat: list[Any]) -> Any:
 
 
 def _path(tree: Any, index: int) -> str | None:
-    if isinstance(tree, Mark):
+    if isinstance(tree, Placeholder):
         return "" if tree.kind == "tensor" and tree.content == index else None
     for key, member in children(tree) or ():
         found = _path(member, index)
@@ -353,7 +354,7 @@ def _path(tree: Any, index: int) -> str | None:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, Mark):
+    if isinstance(value, Placeholder):
         return str(value.content) if value.kind == "like" else f"a {value.kind}"
     return repr(value) if children(value) is None else f"a {type(value).__name__}"
 

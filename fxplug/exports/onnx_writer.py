@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import __version__
 from ..blocks.base import NAME
-from ..core.artifacts.value_json import Mark
+from ..core.artifacts.value_json import Placeholder
 from ..core.errors import FxplugError, shown
 from ..core.ir.containers import children, rebuilt
 from ..core.ir.graph import change
@@ -100,7 +100,7 @@ def _marked(value: Any, flat: list[torch.Tensor]) -> Any:
     dtype = NUMBERS.get(type(value))
     if dtype is not None or isinstance(value, torch.Tensor):
         flat.append(value if dtype is None else torch.scalar_tensor(value, dtype=dtype))
-        return Mark("tensor" if dtype is None else "number", len(flat) - 1)
+        return Placeholder("tensor" if dtype is None else "number", len(flat) - 1)
     members = children(value)
     return value if members is None else rebuilt(value, {key: _marked(member, flat) for key, member in members})
 

@@ -125,7 +125,7 @@ class Unportable(Exception):
     """A value that has no JSON form."""
 
 
-class Mark:
+class Placeholder:
     """Stands among values for one that is not itself there, such as a tensor by its number: `{kind: content}` in JSON."""
 
     __slots__ = ("content", "kind")
@@ -150,7 +150,7 @@ def encode(value: Any, explicit: bool = False, kinds: Mapping[str, ValueKind] | 
             return {"float": repr(float(value))}
         scalar = value if value is None or isinstance(value, bool) else _base(value)
         return {"is": scalar} if explicit else scalar
-    if isinstance(value, Mark):
+    if isinstance(value, Placeholder):
         return {value.kind: value.content}
     if isinstance(value, fx.Node):
         return {"node": value.name}

@@ -31,7 +31,7 @@ from .recorder import Recording
 CONSTANTS = (bool, int, float, str)  # arguments that an edge remembers
 
 
-class Regions:
+class RegionEdges:
     """The edges of module calls in one recording."""
 
     def __init__(self, recording: Recording, leaves: set[str]) -> None:
@@ -193,7 +193,7 @@ OPAQUE = (torch.Generator,)
 CAN_BE_INPUTS = "only tensors, torch.Generator, plain values, and tuples, lists and dicts of them can be inputs of a graph"
 
 
-def run(recording: Recording, regions: Regions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def run(recording: Recording, regions: RegionEdges, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the model on the examples, from placeholders to output."""
     model = recording.model
     signature = inspect.signature(model.forward)
@@ -203,7 +203,7 @@ def run(recording: Recording, regions: Regions, args: tuple[Any, ...], kwargs: d
         raise TraceError(
             f"{type(model).__name__}.forward does not take these example inputs: {error}; its signature is {signature}"
         ) from None
-    entry = _Entry(recording)
+    entry = _InputBinding(recording)
     values = entry.bind(signature, bound.arguments)
     entry.check()
     positional: list[Any] = []
@@ -229,7 +229,7 @@ def run(recording: Recording, regions: Regions, args: tuple[Any, ...], kwargs: d
     insert(recording.graph, "output", "output", (result,), meta={"nn_module_stack": recording.frame.stack})
 
 
-class _Entry:
+class _InputBinding:
     """The inputs of a graph while they are bound, and the checks that hold them to their kind."""
 
     def __init__(self, recording: Recording) -> None:
@@ -271,7 +271,7 @@ class _Entry:
         open_here = name.partition("[")[0] in self.open
         if open_here and type(value) in KINDS:
             self.numbers.append((node, type(value).__name__, name))
-            return self.recording.held(node, value)
+            return self.recording.wrap_number(node, value)
         kinds = {type(x) for x in leaves(value)}
         if not has_tensor(value) and kinds.isdisjoint(OPAQUE) and not (open_here and kinds & KINDS.keys()):
             if not _printable(value):

@@ -16,7 +16,7 @@ from ..ir.containers import children, leaves, map_leaves, unlike
 from ..ir.ops import other_kind
 from ..torch_internals.tensors import memory_id
 from .fake_tensors import Number
-from .isolation import restored
+from .isolation import restore_after
 from .module_state import State
 
 DEPTH = 40  # nested deeper than this, values count as equal
@@ -194,7 +194,7 @@ def find_derived(model: nn.Module) -> Kept:
     """
     found = [Spot(m, name, True) for m in model.modules() for name in vars(m) if _is_cached_property(m, name)]
     if own := [module for module in model.modules() if _says_what_to_drop(module)]:
-        with restored(State(model)):
+        with restore_after(State(model)):
             found += [Spot(m, name, False) for m in own for name in _dropped(m)]
     return list({(id(spot.module), spot.name): spot for spot in reversed(found)}.values())[::-1]
 

@@ -317,7 +317,7 @@ class Nodes(TorchFunctionMode, Recorder):
                 out = self.alias(out)
             return self.mark(out, node)
         if type(out) in NUMBERS:
-            return self.held(node, out)
+            return self.wrap_number(node, out)
         members = children(tuple(out) if isinstance(out, torch.Size) else out)
         if members is None:
             return out
@@ -333,7 +333,7 @@ class Nodes(TorchFunctionMode, Recorder):
             return type(out)(list(new.values()))
         return type(out)(*new.values()) if type(out) is not tuple else tuple(new.values())
 
-    def held(self, node: fx.Node, value: Any) -> Any:
+    def wrap_number(self, node: fx.Node, value: Any) -> Any:
         """A plain value that a node gives, as Python gets it: numbers remember their node, what is true or false is decided."""
         node.meta["value"] = value
         kind = KINDS.get(type(value))

@@ -25,7 +25,7 @@ from ..ir.ops import CASTING
 from ..ir.traced_module import OWN_STATE, TracedModule, class_names
 from ..torch_internals.modules import CALL, COMPILED, call_with_hooks, set_grad_enabled
 from ..torch_internals.tensors import memory_id
-from .module_state import Journal, Place, State, keys_of, storage_of
+from .module_state import Journal, State, StatePlace, keys_of, storage_of
 
 MOMENT = 0.01  # seconds in which a thread ends the layer that it was in, and had not read its weights yet
 PATIENCE = 600.0  # seconds that a call of a model waits for the trace of it that another thread runs
@@ -113,7 +113,7 @@ SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 @contextlib.contextmanager
-def restored(state: State) -> Iterator[None]:
+def restore_after(state: State) -> Iterator[None]:
     """Give back what a run of `forward` changes in what was noted in `state`, random generators, and modes of torch.
 
     No cache of a function may keep a fake tensor. The values of tensors are given back where they are written: see `Journal`.
@@ -150,7 +150,7 @@ def random_state() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
-def same_random_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+def equal_random_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     """Whether two of what `random_state` gives are the same."""
     tensors = zip([a[2], *a[3]], [b[2], *b[3]], strict=False)
     return a[0] == b[0] and _same_numpy(a[1], b[1]) and all(torch.equal(x, y) for x, y in tensors)
@@ -170,7 +170,7 @@ def set_random_state(state: tuple[Any, ...]) -> None:
 
 
 @contextlib.contextmanager
-def same_random(model: nn.Module) -> Iterator[None]:
+def refuse_python_random(model: nn.Module) -> Iterator[None]:
     """Refuse a model that draws from Python's or numpy's generator: the graph would repeat that one draw forever."""
     random.seed("fxplug")  # a state that no other run has left
     np.random.seed(7919)
@@ -234,7 +234,7 @@ class Recorded(NamedTuple):
     constants: dict[str, torch.Tensor]
     called: set[str]
     reads_training: bool
-    written: list[Place]
+    written: list[StatePlace]
     checkpointed: str  # where code is recorded that the model's backward runs again
     inlined: str  # where a function of autograd's with a backward of its own is recorded as its forward
 

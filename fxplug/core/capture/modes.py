@@ -20,7 +20,7 @@ from ..ir import functions, ops
 from ..torch_internals import CHECKPOINTS
 from ..torch_internals.modules import autocast_settings, set_grad_enabled
 from ..torch_internals.tensors import NATIVE
-from .edges import Regions
+from .edges import RegionEdges
 from .fake_tensors import Number, recorded_math
 from .isolation import calls
 from .module_state import MISSING
@@ -241,7 +241,7 @@ def _refusing(recording: Recording, original: Callable[..., Any], name: str, doe
     return refuse
 
 
-class _Type(type):
+class _TypeMeta(type):
     """The class of what stands for `type`."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -256,12 +256,12 @@ class _Type(type):
         return issubclass(value, type)
 
 
-class Type(type, metaclass=_Type):
+class Type(type, metaclass=_TypeMeta):
     """Stands for `type` in the model's source files, where `type(x.shape[0]) is int` must be true."""
 
 
 @contextlib.contextmanager
-def patched(recording: Recording, regions: Regions, training: bool | None) -> Iterator[None]:
+def patched(recording: Recording, regions: RegionEdges, training: bool | None) -> Iterator[None]:
     """For the time of one run: module calls, `module.training`, autocast, gradient modes and `math` report to it."""
 
     def read_training(module: nn.Module) -> bool:

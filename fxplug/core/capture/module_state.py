@@ -119,7 +119,7 @@ def storage_of(value: Any) -> torch.UntypedStorage | None:
             return None
 
 
-class Kind(NamedTuple):
+class StateKind(NamedTuple):
     """How to note what a value holds, to tell whether it changed, and to give it back."""
 
     note: Callable[[Any], Any]
@@ -180,28 +180,28 @@ def _same_generators(a: torch.Generator, b: torch.Generator) -> bool:
         return torch.equal(a.get_state(), b.get_state())
 
 
-KINDS: dict[type, Kind] = {
-    dict: Kind(items, identical_items, put_items),
-    list: Kind(lambda v: list(list.__iter__(v)), _identical, _put_list),
-    deque: Kind(lambda v: list(deque.__iter__(v)), _identical, _put_members),
-    set: Kind(lambda v: set(set.__iter__(v)), lambda a, b: a == b, _put_members),
-    bytearray: Kind(bytes, lambda a, b: a == b, _put_list),
-    array.array: Kind(lambda v: v[:], lambda a, b: a.tobytes() == b.tobytes(), _put_list),
-    np.ndarray: Kind(lambda v: v.copy(), _same_arrays, _put_array),
-    torch.Generator: Kind(lambda v: v.clone_state(), _same_generators, lambda v, s: v.set_state(s.get_state())),
-    random.Random: Kind(lambda v: v.getstate(), lambda a, b: a == b, lambda v, s: v.setstate(s)),
-    np.random.RandomState: Kind(lambda v: v.get_state(), lambda a, b: repr(a) == repr(b), lambda v, s: v.set_state(s)),
-    np.random.Generator: Kind(lambda v: v.bit_generator.state, lambda a, b: repr(a) == repr(b), _put_bit_state),
+KINDS: dict[type, StateKind] = {
+    dict: StateKind(items, identical_items, put_items),
+    list: StateKind(lambda v: list(list.__iter__(v)), _identical, _put_list),
+    deque: StateKind(lambda v: list(deque.__iter__(v)), _identical, _put_members),
+    set: StateKind(lambda v: set(set.__iter__(v)), lambda a, b: a == b, _put_members),
+    bytearray: StateKind(bytes, lambda a, b: a == b, _put_list),
+    array.array: StateKind(lambda v: v[:], lambda a, b: a.tobytes() == b.tobytes(), _put_list),
+    np.ndarray: StateKind(lambda v: v.copy(), _same_arrays, _put_array),
+    torch.Generator: StateKind(lambda v: v.clone_state(), _same_generators, lambda v, s: v.set_state(s.get_state())),
+    random.Random: StateKind(lambda v: v.getstate(), lambda a, b: a == b, lambda v, s: v.setstate(s)),
+    np.random.RandomState: StateKind(lambda v: v.get_state(), lambda a, b: repr(a) == repr(b), lambda v, s: v.set_state(s)),
+    np.random.Generator: StateKind(lambda v: v.bit_generator.state, lambda a, b: repr(a) == repr(b), _put_bit_state),
 }
 
 
-def kind_of(value: Any) -> Kind:
+def kind_of(value: Any) -> StateKind:
     """The kind of a value of a class in KINDS, or of one derived from it."""
     return _kind_of(type(value))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _kind_of(cls: type) -> Kind:
+def _kind_of(cls: type) -> StateKind:
     return next(kind for base, kind in KINDS.items() if issubclass(cls, base))
 
 
@@ -227,7 +227,7 @@ class Home(NamedTuple):
         return f"'{self.path}'" if self.path else self.kind.__name__
 
 
-class Place(NamedTuple):
+class StatePlace(NamedTuple):
     """Where something changed: the container, the key in it (None: all of it), and what it held before."""
 
     owner: Any
@@ -253,7 +253,7 @@ class Place(NamedTuple):
         return (items(self.owner) if isinstance(self.owner, dict) else own(self.owner)).get(self.key, MISSING)
 
 
-class _TensorRecord(NamedTuple):
+class _TensorState(NamedTuple):
     """A tensor that was there, with what code can change of it without an operation."""
 
     tensor: torch.Tensor
@@ -292,7 +292,7 @@ class State:
         self.notes: list[tuple[Any, Any, Any, Link]] = []
         self.members: list[tuple[Any, dict[str, Any], Link]] = []  # of objects with slots, and of tensors
         self.hooks: list[tuple[dict[str, Any], dict[str, dict[Any, Any]], Link]] = []
-        self.tensors: dict[int, _TensorRecord] = {}
+        self.tensors: dict[int, _TensorState] = {}
         self.todo: list[tuple[Any, Link]] = []
         self.opaque = False  # whether there is an object, such as an iterator, of which nobody can tell what it keeps
         self.modules = {id(m): (m, name) for root in roots for name, m in root.named_modules()}
@@ -358,14 +358,14 @@ class State:
             grad = tensor.grad if tensor.is_leaf else None
             writes = 0 if tensor.is_inference() else version(tensor)
             flags = tensor.requires_grad, grad, link, gradient_hooks(tensor)
-            self.tensors[id(tensor)] = _TensorRecord(tensor, tensor.detach(), writes, *flags)
+            self.tensors[id(tensor)] = _TensorState(tensor, tensor.detach(), writes, *flags)
         attributes = own_attributes(tensor)
         self.members.append((tensor, attributes, link))
         self._later(attributes.items(), link)
 
     # --- what became of it
 
-    def changes(self) -> list[Place]:
+    def changes(self) -> list[StatePlace]:
         """The places that hold something else than they did; tensors changed in place are none."""
         found = []
         for value, kind, before, link in self.notes:
@@ -374,8 +374,8 @@ class State:
                     continue  # most are, and need no copy
                 found += _differing(value, before, items(value), link)
             elif not kind.same(before, kind.note(value)):
-                found.append(Place(value, None, before, link))
-        found += [Place(hooks, None, before, (link, key)) for hooks, before, link, key in self._changed_hooks()]
+                found.append(StatePlace(value, None, before, link))
+        found += [StatePlace(hooks, None, before, (link, key)) for hooks, before, link, key in self._changed_hooks()]
         for owner, members, link in self.members:
             found += _differing(owner, members, own(owner), link)
         return found
@@ -487,9 +487,9 @@ def written(link: Link) -> str:
     return text
 
 
-def _differing(owner: Any, before: dict[Any, Any], now: dict[Any, Any], link: Link) -> list[Place]:
+def _differing(owner: Any, before: dict[Any, Any], now: dict[Any, Any], link: Link) -> list[StatePlace]:
     return [
-        Place(owner, key, before.get(key, MISSING), link)
+        StatePlace(owner, key, before.get(key, MISSING), link)
         for key in dict.fromkeys([*before, *now])
         if before.get(key, MISSING) is not now.get(key, MISSING)
     ]

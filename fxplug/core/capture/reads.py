@@ -62,7 +62,7 @@ class Dtypes:
             self.last[id(user), source.held[place]] = read
         return answer
 
-    def given(self, dtype: torch.dtype) -> Any:
+    def dtype_argument(self, dtype: torch.dtype) -> Any:
         """A dtype among the arguments of a call: the node that reads it, or the dtype where none is known."""
         frame = user_frame()
         place = None if frame is None else position(frame)
@@ -80,7 +80,7 @@ class Dtypes:
         return {read.node: read for read in reversed(self.all) if not read.given}.values()
 
 
-class Use(NamedTuple):
+class DtypeUse(NamedTuple):
     """One dtype among the arguments of a call: read there, `x.to(y.dtype)`, or held by a local name, `x.to(dtype)`."""
 
     read: Place | None
@@ -88,12 +88,12 @@ class Use(NamedTuple):
 
 
 @dataclass
-class Source:
+class SourceDtypes:
     """What a source file does with dtypes."""
 
     given: set[Place]  # reads that are an argument of a torch function
     held: dict[Place, str]  # reads that go into a local name, which is an argument of torch functions and nothing else
-    uses: dict[Place, list[Use]]  # by call
+    uses: dict[Place, list[DtypeUse]]  # by call
 
 
 def _place(node: ast.expr) -> Place:
@@ -101,8 +101,8 @@ def _place(node: ast.expr) -> Place:
 
 
 @lru_cache(maxsize=256)
-def _reads(file: str) -> Source:
-    found = Source(set(), {}, {})
+def _reads(file: str) -> SourceDtypes:
+    found = SourceDtypes(set(), {}, {})
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Call) and (uses := _uses(node)):
             found.uses[_place(node)] = uses
@@ -112,7 +112,7 @@ def _reads(file: str) -> Source:
     return found
 
 
-def _uses(call: ast.Call) -> list[Use]:
+def _uses(call: ast.Call) -> list[DtypeUse]:
     """The dtypes among the arguments of a call that converts or makes a tensor."""
     function = call.func
     if not isinstance(function, ast.Attribute):
@@ -126,9 +126,9 @@ def _uses(call: ast.Call) -> list[Use]:
     uses = []
     for arg in args:
         if isinstance(arg, ast.Attribute) and arg.attr == "dtype":
-            uses.append(Use(_place(arg), ""))
+            uses.append(DtypeUse(_place(arg), ""))
         elif isinstance(arg, ast.Name):
-            uses.append(Use(None, arg.id))
+            uses.append(DtypeUse(None, arg.id))
     return uses
 
 
@@ -188,7 +188,7 @@ class RecordedNumbers(Nodes):
         """A number whose node is made once for all that ask with the same key."""
         if key not in self.numbers:
             self.numbers[key] = self.node(op, target, args, {}, name)
-        return self.held(self.numbers[key], value)
+        return self.wrap_number(self.numbers[key], value)
 
     def number(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
         """`target(*args)` on recorded numbers."""

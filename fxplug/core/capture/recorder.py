@@ -171,7 +171,7 @@ class Recording(RecordedNumbers):
             return self.dtypes.read(tensor, out, sys._getframe(2))
         if name in (*ops.QUESTIONS, *OUTSIDE) and asker(sys._getframe(2)) is not None:
             if name in ops.QUESTIONS:
-                return self.asked(tensor, name)
+                return self.query_autograd(tensor, name)
             raise TraceError(f"{self.place()}: reads '{name}' of a tensor, which a graph cannot say; {self.way_out()}")
         if not isinstance(out, torch.Tensor) or name == "grad":
             return out
@@ -284,14 +284,14 @@ class Recording(RecordedNumbers):
         self.guard(node, tensor.tolist(), does=f"takes values that it computes out of torch ({name})")
 
     def dynamic_dtype(self, dtype: torch.dtype) -> Any:
-        return self.dtypes.given(dtype)
+        return self.dtypes.dtype_argument(dtype)
 
     def finish(self) -> None:
         for read in self.dtypes.decided():
             self.guard_after(read.node, read.node.meta["value"], (read.where, read.line, describe(read.node)))
         super().finish()
 
-    def asked(self, tensor: torch.Tensor, question: str) -> Any:
+    def query_autograd(self, tensor: torch.Tensor, question: str) -> Any:
         """What autograd knows of a tensor: an answer that holds as long as it is the same."""
         if not self.autograd:
             raise NeedsAutograd

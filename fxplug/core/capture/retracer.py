@@ -16,7 +16,7 @@ from ..ir.traced_module import TracedModule
 from ..ir.variants import LIMIT, TransientRefusal, VariantCache, Variants, as_kind
 from ..torch_internals.modules import forward_hooks
 from .fake_tensors import KINDS
-from .tracer import trace_again
+from .tracer import retrace
 
 V = TypeVar("V", bound=Variants)
 
@@ -83,9 +83,9 @@ class Retracer:
         with _with_tensors_of(owner, self.model):
             if any(type(x) in KINDS for x in leaves(call)):
                 with contextlib.suppress(Exception):  # the model's, which is reported below
-                    return trace_again(self.model, call, True, **options)
+                    return retrace(self.model, call, True, **options)
             try:
-                return trace_again(self.model, call, False, **options)
+                return retrace(self.model, call, False, **options)
             except FxplugError:
                 raise
             except Exception as error:  # the model's

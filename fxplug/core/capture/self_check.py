@@ -22,14 +22,14 @@ from .frozen_values import alike, copied, difference, frozen, of_other_sizes, ro
 from .isolation import (
     SETTINGS,
     Recorded,
+    equal_random_state,
     process_settings,
     random_state,
-    restored,
-    same_random_state,
+    restore_after,
     set_process_settings,
     set_random_state,
 )
-from .module_state import Journal, Place, State, storage_of
+from .module_state import Journal, State, StatePlace, storage_of
 from .recorder import Recording
 
 DRAWS = "the random generators are left otherwise: the graph draws more numbers than the model, or fewer"
@@ -60,9 +60,9 @@ def check(model: nn.Module, gm: TracedModule, call: Any, state: State, more_grad
         stack.enter_context(torch.inference_mode(False))  # which enables gradients
         stack.enter_context(torch.set_grad_enabled(grad))
         # modules that the graph keeps whole are copies, and may keep things as well
-        whole = State(*_whole(gm))
-        stack.enter_context(restored(state))
-        stack.enter_context(restored(whole))
+        whole = State(*_opaque_modules(gm))
+        stack.enter_context(restore_after(state))
+        stack.enter_context(restore_after(whole))
         # what autograd saves is let go at once; a model that differentiates in its forward needs it. A guard may hold
         # what the inputs are to what they were.
         ways = [(_Pair.one_call_is_enough, True, value_changes(call)[0])]
@@ -105,7 +105,7 @@ def one_call(
         for mode in (torch.inference_mode(False), torch.enable_grad() if backward else torch.no_grad()):
             stack.enter_context(mode)
         stack.callback(journal.put_back)
-        stack.enter_context(restored(state))
+        stack.enter_context(restore_after(state))
         args, kwargs = copied(call)
         try:
             with journal:
@@ -160,7 +160,7 @@ def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State,
                 problem = f"other gradients than the model{at.format(*scales)}"
         if changed := [name for name, b in kept.items() if name in left and not equal(b, left[name])]:
             problem = f"another '{changed[0]}' afterwards, which it writes once and the model again in its backward"
-        if problem or not same_random_state(draws, drawn):
+        if problem or not equal_random_state(draws, drawn):
             raise TraceError(
                 f"{where} has a backward of its own, which runs code, and the graph has what its forward does, and "
                 f"{problem or 'other random numbers afterwards'}; turn checkpointing off, give the function tensors and plain "
@@ -168,7 +168,7 @@ def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State,
             )
 
 
-def _whole(gm: TracedModule) -> list[nn.Module]:
+def _opaque_modules(gm: TracedModule) -> list[nn.Module]:
     """The modules that are kept whole and are none of torch's: their code may keep things from call to call."""
     return [m for m in gm.modules() if type(m).__module__.partition(".")[0] not in ("torch", "fxplug")]
 
@@ -177,7 +177,7 @@ def check_kept(
     model: nn.Module,
     call: Any,
     state: State,
-    written: list[Place],
+    written: list[StatePlace],
     recording: Recording,
     leaves: set[str],
     put_fakes: Callable[[], object],
@@ -243,7 +243,7 @@ class _Pair:
         args, kwargs = inputs = copied(self.example if example is None else example, self.other if step == 1 else "")
         given = [t for t in leaves(inputs) if isinstance(t, torch.Tensor)]
         lean = self.lean and torch.is_grad_enabled()
-        hooks = torch.autograd.graph.saved_tensors_hooks(_let_go, _gone) if lean else contextlib.nullcontext()
+        hooks = torch.autograd.graph.saved_tensors_hooks(_let_go, _raise_saved_freed) if lean else contextlib.nullcontext()
         out: Any = None
         error: Exception | None = None
         try:
@@ -305,7 +305,7 @@ class _Pair:
             self.refuse(*found, theirs, ours)
         return True
 
-    def unlike(self, a: _Outcome, b: _Outcome, places: list[Place]) -> str | None:
+    def unlike(self, a: _Outcome, b: _Outcome, places: list[StatePlace]) -> str | None:
         """What the graph's call gave or left otherwise than the model's."""
         if a.error or b.error:
             if a.error and b.error:
@@ -327,7 +327,7 @@ class _Pair:
                 return f"the buffer '{name}' is left otherwise, {difference(value, b.buffers[name])}"
         if problem := self.memory(a, b):
             return problem
-        if not same_random_state(a.draws, b.draws) and (threading.active_count() == 1 or self.may_draw()):
+        if not equal_random_state(a.draws, b.draws) and (threading.active_count() == 1 or self.may_draw()):
             return DRAWS
         for (name, _, _), mine, other in zip(SETTINGS, a.settings, b.settings, strict=True):
             if mine != other and name != "gradients":  # a graph gives them back also where the model leaves them switched
@@ -352,12 +352,12 @@ class _Pair:
                 return f"the tensor {held} is left otherwise"
         return None
 
-    def buffer(self, place: Place) -> str | None:
+    def buffer(self, place: StatePlace) -> str | None:
         """The name of a buffer that was assigned anew."""
         table = self.tables.get(id(place.owner))
         return None if table is None or place.key is None else f"{table[0]}{place.key}"
 
-    def is_in_leaf(self, place: Place) -> bool:
+    def is_in_leaf(self, place: StatePlace) -> bool:
         """Whether a module holds a place that is kept whole: the graph calls it, and it keeps what it keeps."""
         try:
             return bool(path := place.path()) and not isinstance(self.gm.get_submodule(path), Container)
@@ -367,7 +367,7 @@ class _Pair:
     # --- what the model keeps from call to call
 
     def refuse_kept(
-        self, first: _Outcome, second: _Outcome, ours: list[_Outcome], places: list[Place], values: list[Any]
+        self, first: _Outcome, second: _Outcome, ours: list[_Outcome], places: list[StatePlace], values: list[Any]
     ) -> None:
         """Refuse a model whose second call leaves other things behind when it does not find what the first one left."""
         recorded = {}
@@ -391,7 +391,7 @@ class _Pair:
         if kept:
             raise TraceError(_text_of_kept(kept[0]))
 
-    def refuse_noted(self, noted: list[Place], places: list[Place]) -> None:
+    def refuse_noted(self, noted: list[StatePlace], places: list[StatePlace]) -> None:
         """Refuse a model that notes plain values, such as the largest size so far, that matter to a call of another size."""
         for other in of_other_sizes(self.example):
             fresh = self.call(self.model, 0, other)
@@ -435,13 +435,13 @@ class _Pair:
         ) from error
 
 
-def _content(place: Place) -> Any:
+def _content(place: StatePlace) -> Any:
     now = place.now()
     # a hook has another key each time
     return frozen(list(now.values()) if place.key is None and isinstance(now, dict) else now)
 
 
-def _text_of_kept(place: Place) -> str:
+def _text_of_kept(place: StatePlace) -> str:
     return (
         f"forward keeps {place} for its next call, and a graph cannot: keep a tensor in a buffer "
         "(register_buffer) and write it there, which is recorded, or keep the module whole: "
@@ -480,5 +480,5 @@ def _let_go(tensor: torch.Tensor) -> None:
     return None
 
 
-def _gone(_: None) -> torch.Tensor:
+def _raise_saved_freed(_: None) -> torch.Tensor:
     raise RuntimeError("what autograd saved was let go")

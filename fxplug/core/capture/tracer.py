@@ -28,12 +28,12 @@ from ..spec.addresses import select
 from ..torch_internals.tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from . import edges as model_edge
 from . import self_check
-from .edges import Regions
+from .edges import RegionEdges
 from .fake_tensors import NeedsValues, Results, Tries, carry_over, lacks_values, no_collection, put_fake_weights, quiet
 from .frozen_values import Kept, drop, find_derived
-from .isolation import Recorded, assemble, exclusive_trace, in_mode, mode_reads, restored, same_random
+from .isolation import Recorded, assemble, exclusive_trace, in_mode, mode_reads, refuse_python_random, restore_after
 from .modes import patched
-from .module_state import MISSING, Journal, Place, State
+from .module_state import MISSING, Journal, State, StatePlace
 from .recorder import NeedsAutograd, Recording
 from .user_code import is_user_code, shortened, source_line
 
@@ -91,7 +91,7 @@ def trace(
     return gm
 
 
-def trace_again(
+def retrace(
     model: nn.Module, call: Any, open_numbers: bool, leaf: list[str], real: bool | None, keep: list[list[str]]
 ) -> TracedModule:
     """The trace of another call, which is (args, kwargs), with the options that `meta["trace"]` has of the first.
@@ -132,7 +132,7 @@ def _checked_trace(
 ) -> TracedModule:
     with exclusive_trace(model), contextlib.ExitStack() as stack:
         if kept:
-            stack.enter_context(restored(State(model)))
+            stack.enter_context(restore_after(State(model)))
             drop(kept)
         stack.enter_context(quantised.unpacked(model))  # before the state is noted that each run begins with
         job = _Job(model, list(named_tensors(model)), call, _leaf_paths(model, patterns), real, check, open_numbers)
@@ -235,7 +235,7 @@ def _trace(job: _Job) -> TracedModule:
     if twin_error is None and (reads or first.reads_training):
         journal = Journal()
         try:
-            with restored(job.state), in_mode(not model.training, gm):
+            with restore_after(job.state), in_mode(not model.training, gm):
                 with journal:  # layers that merge an update into their weight write it here
                     model.train(not model.training)
                 state, second = State(model), graphs.get(model.training, first)
@@ -330,13 +330,13 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
     recording = Recording(model, mode, device, bool(job.real), results, tries)
     weights: list[tuple[torch.Tensor, torch.Tensor]] = []
     grad = torch.is_grad_enabled()
-    regions = Regions(recording, leaves)
+    regions = RegionEdges(recording, leaves)
     with contextlib.ExitStack() as stack:
         stack.callback(recording.unmark)
-        stack.enter_context(restored(state))
+        stack.enter_context(restore_after(state))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(same_random(model))
+        stack.enter_context(refuse_python_random(model))
         if mode is not None:
             weights = put_fake_weights(state, mode, device, recording.parameters, tries.autograd)
             stack.callback(recording.overwritten.put_back)
@@ -387,7 +387,7 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
 
 
 def _refuse_anew(
-    state: State, originals: dict[str, torch.Tensor], names: dict[int, str], written: list[Place], whole: set[str]
+    state: State, originals: dict[str, torch.Tensor], names: dict[int, str], written: list[StatePlace], whole: set[str]
 ) -> None:
     """Refuse a forward that gives a module a parameter, a child or a buffer of its state dict that it did not have: the
     traced model would be without it.

@@ -27,7 +27,7 @@ ALIASING_MODULES = (nn.Identity, DropoutNd, nn.Flatten, nn.Unflatten)
 
 
 @dataclass
-class Cut:
+class RegionCut:
     """What it takes to cut a region out of one graph."""
 
     key: str
@@ -68,7 +68,7 @@ def members(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     return found
 
 
-def plan(key: str, nodes: list[fx.Node], root: nn.Module) -> Cut | str:
+def plan(key: str, nodes: list[fx.Node], root: nn.Module) -> RegionCut | str:
     """How a region is cut out of its graph, or why it cannot be: in words that go on after "'path' ".
 
     Nodes that a pass put in between are taken along where the region needs them and they need it. Those that a pass put in
@@ -94,10 +94,10 @@ def plan(key: str, nodes: list[fx.Node], root: nn.Module) -> Cut | str:
     if reason := _reordered(nodes, before, after, root) or _unpaired(nodes, inside):
         return reason
     given = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside and a.op != "get_attr")
-    return Cut(key, nodes, before, list(given), [n for n in nodes if any(u not in inside for u in n.users)])
+    return RegionCut(key, nodes, before, list(given), [n for n in nodes if any(u not in inside for u in n.users)])
 
 
-def extract(cut: Cut, target: str, name: str, stack: dict[str, Any]) -> tuple[Graph, fx.Node]:
+def extract(cut: RegionCut, target: str, name: str, stack: dict[str, Any]) -> tuple[Graph, fx.Node]:
     """Take a region out of its graph: `target` is called in its place. Gives the region's own graph, and the call."""
     graph = cut.nodes[0].graph
     for node in cut.before:

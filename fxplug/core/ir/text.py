@@ -96,11 +96,11 @@ def folded(diff: str) -> str:
             continue
         letters = dict(zip(kinds, LETTERS, strict=False))
         shown = [f"{{{letters[column]}}}" if column in letters else column[0] for column in columns]
-        rows.append(f"@@ x{len(alike)}{_told(letters)} @@{_filled(key, shown)}")
+        rows.append(f"@@ x{len(alike)}{_letter_ranges(letters)} @@{_filled(key, shown)}")
     return "\n".join(rows) + "\n" if rows else ""
 
 
-def _told(letters: dict[tuple[str, ...], str]) -> str:
+def _letter_ranges(letters: dict[tuple[str, ...], str]) -> str:
     """What the letters are in the places that are alike."""
     if not letters:
         return ""

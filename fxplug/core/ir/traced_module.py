@@ -85,12 +85,12 @@ def _with(module: TracedModule, values: Mapping[str, torch.Tensor]) -> TracedMod
     for graph in made.graphs.values():
         for node in graph.find_nodes(op="placeholder"):
             if (name := str(node.target)) in values:
-                _hold(graph, node, name, values[name])
+                _add_default(graph, node, name, values[name])
         _check_order(graph)
     return module.derived(made, made.graphs)  # type: ignore[arg-type]
 
 
-def _hold(graph: fx.Graph, node: fx.Node, name: str, value: torch.Tensor) -> None:
+def _add_default(graph: fx.Graph, node: fx.Node, name: str, value: torch.Tensor) -> None:
     meta: dict[str, Any] = {key: node.meta[key] for key in ("nn_module_stack", "shape", "dtype") if key in node.meta}
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     held = insert(graph, "get_attr", f"{HOME}.{name}", after=last, name=f"{HOME}_{name}", meta=meta)

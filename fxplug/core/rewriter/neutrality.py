@@ -23,10 +23,10 @@ from ..torch_internals.tensors import memory_id, version
 from .applying import apply
 from .probe import (
     Call,
+    CallDifference,
     CallOutcome,
-    Difference,
+    DigestRecorder,
     Probe,
-    Record,
     Unchecked,
     Watch,
     check_writes,
@@ -230,13 +230,13 @@ class _Comparison:
             return VerifyError(f"the rewritten model fails{mode.which(0)}: {type(error).__name__}: {_first_line(error)}")
         return locate_error(probes[-1], error)
 
-    def raise_located(self, mode: CallMode, finding: Difference) -> str:
+    def raise_located(self, mode: CallMode, finding: CallDifference) -> str:
         """Raises VerifyError with the pass and the site where the difference begins."""
         before: dict[str, Any] = {}
         watches: list[Watch] = []
 
         def recorded(module: TracedModule, index: int, call: Call) -> Any:
-            return Record(module, module.graph, call, before if index == finding.index else {}).run_graph()
+            return DigestRecorder(module, module.graph, call, before if index == finding.index else {}).run_graph()
 
         def watched(module: TracedModule, index: int, call: Call) -> Any:
             watches.append(Watch(module, module.graph, call, before if index == finding.index else {}))

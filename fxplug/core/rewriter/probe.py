@@ -241,7 +241,7 @@ def _digest(value: Any) -> Any:
     return rows
 
 
-class Record(Probe):
+class DigestRecorder(Probe):
     """Runs the model and notes a digest of each node's value."""
 
     def __init__(self, module: fx.GraphModule, graph: fx.Graph, call: Any, into: dict[str, Any]) -> None:
@@ -326,7 +326,7 @@ class CallOutcome:
 
 
 @dataclass
-class Difference:
+class CallDifference:
     """How what two calls left differs: in which of the calls, in words."""
 
     index: int
@@ -350,19 +350,19 @@ def named_leaves(module: nn.Module, kind: str) -> Iterator[tuple[str, torch.Tens
     yield from module.named_parameters() if kind == "parameter" else module.named_buffers()
 
 
-def first_difference(base: list[CallOutcome], new: list[CallOutcome]) -> Difference | None:
+def first_difference(base: list[CallOutcome], new: list[CallOutcome]) -> CallDifference | None:
     """The first thing that calls of two modules left otherwise."""
     for index, (a, b) in enumerate(zip(base, new, strict=True)):
         if off := unlike(a.out, b.out):
-            return Difference(index, f"outputs differ {off}")
+            return CallDifference(index, f"outputs differ {off}")
         if off := unlike(a.inputs, {**b.inputs} if isinstance(b.inputs, dict) else common_part(a.inputs, b.inputs)):
-            return Difference(index, f"the inputs after the call differ {off}")
+            return CallDifference(index, f"the inputs after the call differ {off}")
         for name in a.state.keys() & b.state.keys():
             if off := unlike(a.state[name], b.state[name]):
-                return Difference(index, f"'{name}' after the call differs {off}")
+                return CallDifference(index, f"'{name}' after the call differs {off}")
         if lost := sorted(a.reached - b.reached):
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            return Difference(index, f"no gradient reaches {', '.join(lost[:3])}{more} any more")
+            return CallDifference(index, f"no gradient reaches {', '.join(lost[:3])}{more} any more")
     return None
 
 

@@ -123,15 +123,15 @@ def is_error_of_dynamo(error: BaseException) -> bool:
     return dynamo is not None and isinstance(error, dynamo.TorchDynamoException)
 
 
-class _Recorder(Protocol):
+class _RecorderProtocol(Protocol):
     active: bool
 
 
-class _Number(Protocol):
+class _NumberProtocol(Protocol):
     value: Any
 
     @property
-    def recorder(self) -> _Recorder: ...
+    def recorder(self) -> _RecorderProtocol: ...
 
     def __int__(self) -> int: ...
 
@@ -149,7 +149,7 @@ class Node:
     constant = None
     shape_env = None
 
-    def __init__(self, number: _Number) -> None:
+    def __init__(self, number: _NumberProtocol) -> None:
         self.number = number
 
     def int_(self) -> int:

@@ -12,7 +12,7 @@ from torch import fx, nn
 from ...core.errors import SpecError
 from ...core.ir import functions
 from ...core.ir.regions import added
-from ...core.ir.subgraphs import Cut, aliases
+from ...core.ir.subgraphs import RegionCut, aliases
 from ...core.ir.traced_module import TracedModule, class_names
 
 SMALL = 1e-3  # a region of less than this share of the model's activations is not worth a second run
@@ -32,8 +32,8 @@ def choose(
     graph: fx.Graph,
     members: Mapping[str, list[fx.Node]],
     root: nn.Module,
-    cut: Callable[[str, list[fx.Node]], Cut | str],
-    kind: Callable[[Cut], object] = lambda cut: None,
+    cut: Callable[[str, list[fx.Node]], RegionCut | str],
+    kind: Callable[[RegionCut], object] = lambda cut: None,
 ) -> list[str]:
     """Disjoint repeated regions of a graph, in the order they run; none where nothing is repeated.
 
@@ -49,7 +49,7 @@ def choose(
     structures = {key: hash(_structure(nodes, root)) for key, nodes in members.items() if not _is_leaf(key, nodes)}
     alike = Counter(structures.values())
     repeated = [key for key, structure in structures.items() if alike[structure] > 1]
-    cuts = {key: found for key in repeated if isinstance(found := cut(key, members[key]), Cut)}
+    cuts = {key: found for key in repeated if isinstance(found := cut(key, members[key]), RegionCut)}
     kinds = {key: (structures[key], kind(found)) for key, found in cuts.items()}
     same = Counter(kinds.values())
     leaving = {key: sum(map(_bytes, cuts[key].outputs)) for key in kinds if same[kinds[key]] > 1}

@@ -17,7 +17,7 @@ from ...core.ir import ops
 from ...core.ir.containers import Container, plain_attributes
 from ...core.ir.functions import REGION
 from ...core.ir.graph import Graph, change, copy_graph, copy_nodes, erase_unused, insert, replace
-from ...core.ir.subgraphs import Cut, aliases, changed_input, extract, members, plan, unique_names
+from ...core.ir.subgraphs import RegionCut, aliases, changed_input, extract, members, plan, unique_names
 from ...core.ir.traced_module import TracedModule, class_names, shell
 from ...core.torch_internals.modules import as_listened, constant_floats, is_compiling
 from ...core.torch_internals.tensors import memory_id
@@ -116,7 +116,7 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
                 kinds[kind] = _name(gm, key, kinds.values())
             target = f"{home}.{kinds[kind]}"
             cut = _cut(key, nodes, gm)  # once more: what it reads are results of calls by now
-            assert isinstance(cut, Cut)
+            assert isinstance(cut, RegionCut)
             own, call = extract(cut, target, names[key], stack_around(cut))
             body, given = _functional(own, key)
             if kinds[kind] not in holder._modules:
@@ -176,7 +176,7 @@ def _chosen(graph: fx.Graph, gm: TracedModule, patterns: Sequence[str] | None) -
     kinds: dict[str, Any] = {}
     sizes: dict[str, int] = {}
 
-    def kind(cut: Cut) -> Any:
+    def kind(cut: RegionCut) -> Any:
         kinds[cut.key], sizes[cut.key] = _kind(cut, gm), sum(n.op != "get_attr" for n in cut.nodes)
         return kinds[cut.key]
 
@@ -199,7 +199,7 @@ def _chosen(graph: fx.Graph, gm: TracedModule, patterns: Sequence[str] | None) -
     return {key: (inside[key], kinds[key]) for key in keys}
 
 
-def _cut(key: str, nodes: list[fx.Node], root: nn.Module) -> Cut | str:
+def _cut(key: str, nodes: list[fx.Node], root: nn.Module) -> RegionCut | str:
     """How a region is cut out to be compiled on its own, or why it cannot be.
 
     A compiled caller takes the results of a region for memory of their own: none may be a view of an input or of another
@@ -224,7 +224,7 @@ def _cut(key: str, nodes: list[fx.Node], root: nn.Module) -> Cut | str:
     return cut
 
 
-def _shares_memory(cut: Cut, root: nn.Module) -> bool:
+def _shares_memory(cut: RegionCut, root: nn.Module) -> bool:
     """Whether a region reads two tensors of one storage: torch gives a nested region no inputs that overlap."""
     read: dict[int, Tensor] = {}
     for node in cut.nodes:
@@ -243,7 +243,7 @@ def _shares_memory(cut: Cut, root: nn.Module) -> bool:
 # --- what is alike
 
 
-def _kind(cut: Cut, root: nn.Module) -> Any:
+def _kind(cut: RegionCut, root: nn.Module) -> Any:
     """What a region computes, from layers of which sizes, whatever their names: equal means that one code does for both."""
     where: dict[fx.Node, int] = {node: i for i, node in enumerate(cut.inputs)}
     roots: dict[str, int] = {}

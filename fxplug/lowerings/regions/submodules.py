@@ -15,7 +15,7 @@ from ...core.ir.containers import Container, named_tensors
 from ...core.ir.functions import REGION
 from ...core.ir.graph import copy_graph, erase_unused
 from ...core.ir.regions import regions_of
-from ...core.ir.subgraphs import Cut, changed_input, extract, members, plan, unique_names, written
+from ...core.ir.subgraphs import RegionCut, changed_input, extract, members, plan, unique_names, written
 from ...core.ir.traced_module import TracedModule, class_names, shell
 from ...core.rewriter.near_misses import misses
 from ...core.spec.addresses import select
@@ -43,9 +43,9 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     inside = {mode: members(graph) for mode, graph in graphs.items()}
 
-    def cut_at(key: str, nodes: list[fx.Node]) -> Cut | str:
+    def cut_at(key: str, nodes: list[fx.Node]) -> RegionCut | str:
         cut = plan(key, nodes, gm)
-        return unrepeatable(cut, gm) or cut if checkpoint and isinstance(cut, Cut) else cut
+        return unrepeatable(cut, gm) or cut if checkpoint and isinstance(cut, RegionCut) else cut
 
     train = True in graphs
     keys = choose(graphs[train], inside[train], gm, cut_at) if regions is None else named(gm, regions)
@@ -57,7 +57,7 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
     for key in keys:
         plans = {mode: cut_at(key, inside[mode][key]) for mode in graphs if key in inside[mode]}
         reason = next((p for p in plans.values() if isinstance(p, str)), None)
-        cuts = {mode: p for mode, p in plans.items() if isinstance(p, Cut)}
+        cuts = {mode: p for mode, p in plans.items() if isinstance(p, RegionCut)}
         if reason is not None and regions is not None:
             raise SpecError(f"'{key}' {reason}: name a region around it, or regions inside it")
         if reason is None:
@@ -143,7 +143,7 @@ def _put(buffers: list[Tensor], values: list[Tensor]) -> None:
         buffer.copy_(value)
 
 
-def unrepeatable(cut: Cut, root: nn.Module) -> str | None:
+def unrepeatable(cut: RegionCut, root: nn.Module) -> str | None:
     """Why a region cannot run a second time on the same inputs."""
     node = changed_input(cut.nodes, cut.inputs, root)
     return None if node is None else f"cannot be checkpointed, as '{node.name}' changes its input in place"
@@ -168,7 +168,7 @@ def named(gm: TracedModule, patterns: Sequence[str]) -> list[str]:
     return [key for key in order if key in found and not found & (stacks.get(key, {key}) - {key})]
 
 
-def stack_around(cut: Cut) -> dict[str, Any]:
+def stack_around(cut: RegionCut) -> dict[str, Any]:
     """The regions around a region, for the node that calls it."""
     node = next(n for n in cut.nodes if cut.key in n.meta["nn_module_stack"])
     found = {}

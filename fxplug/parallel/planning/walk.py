@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...core.capture.isolation import restored
+from ...core.capture.isolation import restore_after
 from ...core.capture.module_state import State
 from ...core.capture.user_code import short_path
 from ...core.errors import FxplugError, SpecError
@@ -144,7 +144,7 @@ def bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 @contextlib.contextmanager
 def state_restored(gm: TracedModule) -> Iterator[None]:
     """Give a module's buffers, and all else that a call may write, back what they have now; and random generators."""
-    with restored(State(gm)), buffers_restored(gm):
+    with restore_after(State(gm)), buffers_restored(gm):
         yield
 
 

@@ -1,0 +1,63 @@
+"""Names: a class name stands for one thing, and functions and classes are not called by participles that say nothing."""
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import fxplug
+
+ROOT = Path(fxplug.__file__).parent
+# participles, pronouns and idioms that name no thing and no action
+HABITS = set(
+    "told said asked answered held given found again whole mine undone forgotten restored turns births standing wearing lies"
+    " blamed excused hindered hindrance gone".split()
+)
+# what users' code and files name, and words of torch: `unfold`'s given size is none of these
+ALLOWED = {
+}
+
+
+def _definitions():
+    for file in sorted(ROOT.rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        for owner in [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef))]:
+            for node in owner.body:
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    path = file.relative_to(ROOT).as_posix()
+                    yield path, f"{owner.name}.{node.name}" if isinstance(owner, ast.ClassDef) else node.name, node
+
+
+def _words(name):
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2]).lower().strip("_").split("_")
+
+
+def collisions(definitions):
+    """The files of each class name, without the underscore that says it is private, that stands for several classes."""
+    files = defaultdict(list)
+    for path, name, node in definitions:
+        if isinstance(node, ast.ClassDef):
+            files[node.name.lstrip("_")].append(f"{path} {name}")
+    return {name: places for name, places in files.items() if len(places) > 1}
+
+
+def habits(definitions):
+    """The functions and classes whose name is a habit, or ends in one."""
+    return [f"{path} {name}" for path, name, _ in definitions if _words(name)[-1] in HABITS or _words(name) == ["same"]]
+
+
+def test_a_class_name_stands_for_one_thing():
+    assert collisions(_definitions()) == {}
+
+
+def test_no_name_is_a_habit():
+    assert sorted(set(habits(_definitions())) - set(ALLOWED)) == []
+
+
+@pytest.mark.parametrize("code", ["class Plan: pass\nclass _Plan: pass", "class A:\n    def told(self): pass"])
+def test_what_breaks_the_rules_is_seen(code, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    (tmp_path / "module.py").write_text(code)
+    assert collisions(_definitions()) or habits(_definitions())
