@@ -1,6 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS := .venv/.docs
 CASES := 10000
 SEED := 0
 SEEDS := seeds
@@ -65,10 +66,12 @@ pages: install  ## write what the code says of itself below docs/reference: pass
 	$(BIN)/fxplug passes --pages docs/reference/passes
 	$(BIN)/python .ci/reference.py docs/reference
 
-docs: $(STAMP)  ## build the documentation into out/docs: open out/docs/index.html
-	$(BIN)/python -c 'import mkdocs, mkdocs_jupyter, mkdocstrings, material' 2> /dev/null \
-		|| $(BIN)/python -m pip install -e '.[docs]' -c constraints.txt
+docs: $(DOCS)  ## build the documentation into out/docs: open out/docs/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .ci/mkdocs.yml
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install -e '.[docs]' -c constraints.txt || $(BIN)/python -m pip install -e '.[docs]'
+	touch $@
 
 zoo: install  ## trace the model zoo and print what is exact
 	$(BIN)/python benchmarks/exactness.py

@@ -143,7 +143,7 @@ def execute(command: str, where: str) -> str:
 def read(data: Any) -> None:
     """Read YAML as what it is a part of: a pass, or a configuration, whose passes are read with their parameters."""
     if isinstance(data, dict) and "rules" in data:
-        fxplug.load_pass(data)
+        fxplug.load_pass(data, name="page")
         return
     data = {"passes": data} if isinstance(data, list) else data
     fxplug.load_config({"model": "resnet18", **data})
