@@ -22,7 +22,7 @@ from .ir.ops import TO_DENSE, other_kind
 from .ir.traced_module import TracedModule, shell
 from .quantised import cut_gradient, described
 from .rewriter import neutrality
-from .rewriter.neutrality import buffers_restored
+from .rewriter.neutrality import restore_buffers
 from .rewriter.probe import Probe, Unchecked, empty, find_gradient_cut, leaves_with_gradient, locate_error, on_meta, swapped
 from .torch_internals.tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode, version
 
@@ -134,11 +134,11 @@ def verify(
     ]
     if compile:
         tests.append(("one graph", lambda: _one_graph(gm, new, call)))
-    with buffers_restored(gm, new), as_first_rank(new):
+    with restore_buffers(gm, new), as_first_rank(new):
         _run(tests, report, known)
     if report.ok:
         more = [(name, partial(extensions.import_part("checks", name), subject)) for name in extensions.parts("checks")]
-        with buffers_restored(gm, new):
+        with restore_buffers(gm, new):
             _run(more, report, known)
     if not report.ok:
         failed = [c.detail for c in report.checks if c.status == "failed"]

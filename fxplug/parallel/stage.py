@@ -19,7 +19,7 @@ from .planning.opened_layers import opened
 from .planning.planner import planned, replan
 from .planning.sharding_plan import ShardingPlan, Unsplittable, node_label
 from .planning.trials import ShardTrials
-from .planning.walk import Walk, state_restored, walk
+from .planning.walk import Walk, restore_state, walk
 from .runtime.collectives import Collective
 from .runtime.mesh import SEQUENCE, World, all_degrees
 from .runtime.pretended import placed
@@ -84,7 +84,7 @@ def _plan_graph(
 @contextlib.contextmanager
 def in_one_mode(mode: bool, gm: TracedModule) -> Iterator[None]:
     """A mode for a time, for a model with a graph for each, of which nothing is left."""
-    with state_restored(gm), in_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
+    with restore_state(gm), in_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
         yield
 
 

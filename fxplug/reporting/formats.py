@@ -9,7 +9,7 @@ from typing import Any
 from .contents import Page, RegionKind
 from .page import region_at, svg
 from .pictures import shape
-from .records import Listing, NodeRecord
+from .records import Listing, NodeText
 
 FORMATS = ("model-explorer", "dot", "svg")
 
@@ -33,7 +33,7 @@ def model_explorer(title: str, after: Listing) -> dict[str, Any]:
     return {"label": title, "graphs": [{"id": title, "nodes": nodes}]}
 
 
-def _node(record: NodeRecord, after: Listing, shown: dict[str, NodeRecord]) -> dict[str, Any]:
+def _node(record: NodeText, after: Listing, shown: dict[str, NodeText]) -> dict[str, Any]:
     attributes = {"name": record.name, "path": record.path, "pass": record.owner, "site": record.site, "code": record.line}
     sources = [name for name in record.reads if name in shown]
     outputs = [{"key": "tensor_shape", "value": f"{record.dtype}{list(record.shape)}"}] if record.shape is not None else []

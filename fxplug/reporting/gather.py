@@ -19,7 +19,7 @@ from ..lowerings.pipeline import layer_forms
 from ..step_cache.slices import Slices
 from .contents import Page, PassRow, SiteRow, TableSection
 from .kinds import Kinds
-from .records import Listing, NodeRecord, before, changes, listing
+from .records import Listing, NodeText, before, changes, listing
 
 BINS = 48  # parts of the model in the chart of what is added where
 VERSIONS = ("fxplug", "torch", "python")
@@ -80,7 +80,7 @@ def _facts(new: TracedModule, after: Listing, manifest: Mapping[str, Any] | None
     return said
 
 
-def _value(record: NodeRecord) -> str:
+def _value(record: NodeText) -> str:
     return f"{record.path or record.name} {list(record.shape)}" if record.shape is not None else record.path or record.name
 
 
@@ -126,7 +126,7 @@ def _pass(module: TracedModule, entry: Mapping[str, Any]) -> PassRow:
 
 
 def _sites(module: TracedModule, entry: Mapping[str, Any], after: Listing, added: Mapping[str, int]) -> list[SiteRow]:
-    blocks: dict[str, NodeRecord] = {}
+    blocks: dict[str, NodeText] = {}
     for record in after.records.values():
         if record.owner == entry["name"]:
             blocks.setdefault(record.path or record.site, record)
@@ -150,7 +150,7 @@ def _sites(module: TracedModule, entry: Mapping[str, Any], after: Listing, added
     return rows
 
 
-def _shapes(record: NodeRecord | None, after: Listing) -> str:
+def _shapes(record: NodeText | None, after: Listing) -> str:
     if record is None:
         return ""
     given = next((after.records[name].shape for name in record.reads if name in after.records), None)
@@ -235,7 +235,7 @@ def _collectives(module: TracedModule, after: Listing) -> list[TableSection]:
     return tables
 
 
-def _dims(module: TracedModule, record: NodeRecord) -> str:
+def _dims(module: TracedModule, record: NodeText) -> str:
     return module.get_submodule(record.path).extra_repr()
 
 

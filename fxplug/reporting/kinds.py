@@ -12,7 +12,7 @@ from typing import Any
 import networkx as nx
 
 from .contents import Arrow, Box, GraphLine, RegionKind, State
-from .records import Listing, NodeRecord
+from .records import Listing, NodeText
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 MODEL = ("",)
@@ -27,7 +27,7 @@ class Level:
     key: str
     boxes: dict[str, Box] = field(default_factory=dict)
     arrows: dict[tuple[str, str], State] = field(default_factory=dict)
-    rows: list[tuple[NodeRecord, State]] = field(default_factory=list)
+    rows: list[tuple[NodeText, State]] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)  # of values that stand or enter here
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -43,7 +43,7 @@ class Kinds:
     def __init__(
         self,
         after: Listing,
-        before: dict[str, NodeRecord],
+        before: dict[str, NodeText],
         sizes: dict[str, int],
         added: dict[str, int],
         classes: dict[str, str],
@@ -64,7 +64,7 @@ class Kinds:
         for record, state in order:
             self._stand(record, state)
         arrows: dict[State, set[tuple[tuple[str, ...], str, str]]] = {}
-        sides: list[tuple[State, dict[str, NodeRecord]]] = [("gone", self.before), ("added", self.after.records)]
+        sides: list[tuple[State, dict[str, NodeText]]] = [("gone", self.before), ("added", self.after.records)]
         for state, records in sides:
             arrows[state] = {found for r in records.values() if r.kind != "note" for found in self._flows(r, records)}
         for level, source, target in sorted(arrows["gone"] | arrows["added"]):
@@ -72,22 +72,22 @@ class Kinds:
                 "gone" if (level, source, target) in arrows["gone"] else "added")  # fmt: skip
             self.levels[level].arrows[source, target] = state
 
-    def _order(self) -> list[tuple[NodeRecord, State]]:
+    def _order(self) -> list[tuple[NodeText, State]]:
         """All records, those that are gone where they stood."""
-        waiting: dict[str, list[NodeRecord]] = defaultdict(list)
+        waiting: dict[str, list[NodeText]] = defaultdict(list)
         last = ""
         for name, record in self.before.items():
             if name in self.after.records:
                 last = name
             else:
                 waiting[last].append(record)
-        rows: list[tuple[NodeRecord, State]] = [(r, "gone") for r in waiting[""]]
+        rows: list[tuple[NodeText, State]] = [(r, "gone") for r in waiting[""]]
         for name, record in self.after.records.items():
             rows.append((record, "kept" if name in self.before else "added"))
             rows += [(r, "gone") for r in waiting[name]]
         return rows
 
-    def _stand(self, record: NodeRecord, state: State) -> None:
+    def _stand(self, record: NodeText, state: State) -> None:
         for depth in range(1, len(record.level)):
             outer = self.levels[record.level[:depth]]
             key = record.level[depth]
@@ -112,7 +112,7 @@ class Kinds:
             blocks={record.owner: 1} if record.kind == "block" and record.path else {},
         )  # fmt: skip
 
-    def _called(self, record: NodeRecord, level: Level) -> str:
+    def _called(self, record: NodeText, level: Level) -> str:
         if record.kind == "layer":
             return level.free(_inside(record.path, level.key.partition("@")[0]))
         if record.kind == "weight":
@@ -121,7 +121,7 @@ class Kinds:
             return level.free(f"{record.owner}: {_inside(record.site, level.key) or record.label}")
         return level.free(record.name if record.kind in ("input", "output") else record.label)
 
-    def _flows(self, record: NodeRecord, records: dict[str, NodeRecord]) -> Any:
+    def _flows(self, record: NodeText, records: dict[str, NodeText]) -> Any:
         """The arrows of all that a record reads, in every region on the way."""
         for name in record.reads:
             value = records[name]
@@ -151,7 +151,7 @@ class Kinds:
                 target = record.name if depth == len(record.level) else record.level[depth]
                 yield inner, self._port(inner, "in", name, value), target
 
-    def _port(self, at: tuple[str, ...], side: str, name: str, value: NodeRecord) -> str:
+    def _port(self, at: tuple[str, ...], side: str, name: str, value: NodeText) -> str:
         """The box of the port through which a value goes, made where there is none."""
         level = self.levels[at]
         ports = self.after.ports.get(level.key, {})
@@ -203,7 +203,7 @@ class Kinds:
             self.kinds.append(kind)
         return self._known[text]
 
-    def _renamed(self, record: NodeRecord, level: Level) -> str:
+    def _renamed(self, record: NodeText, level: Level) -> str:
         """A line with the names that values have in this region. What is called keeps its name, whatever values are called."""
         short = {}
         for name in (*record.reads, record.name):

@@ -17,7 +17,7 @@ from ..core.ir.traced_module import TracedModule
 
 
 @dataclass
-class NodeRecord:
+class NodeText:
     """One node of a graph, the edges of regions left out.
 
     `kind` is input, output, layer (a module that is called whole), block (what a pass put in), op, weight, or note (sizes and
@@ -46,7 +46,7 @@ class Listing:
     """The records of a graph by their names in order, the classes of its regions by key, and what their inputs and results are
     called: by region, the port for the node whose value goes through."""
 
-    records: dict[str, NodeRecord]
+    records: dict[str, NodeText]
     classes: dict[str, str]
     ports: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -86,7 +86,7 @@ def listing(module: TracedModule) -> Listing:
     return Listing(records, classes, ports)
 
 
-def _stood(record: NodeRecord, records: Mapping[str, NodeRecord], ports: Mapping[str, Mapping[str, str]]) -> str:
+def _stood(record: NodeText, records: Mapping[str, NodeText], ports: Mapping[str, Mapping[str, str]]) -> str:
     """The value that a block changes, of those that it reads: the result or the input of its site; "" where none is known."""
     edges = ports.get(record.site, {})
     given = [name for name in record.reads if name in records and records[name].kind != "note"]
@@ -110,7 +110,7 @@ def _beside(
     return levels.get(site, ("",))
 
 
-def _record(module: TracedModule, regions: Regions, node: fx.Node, level: tuple[str, ...], made: Any) -> NodeRecord:
+def _record(module: TracedModule, regions: Regions, node: fx.Node, level: tuple[str, ...], made: Any) -> NodeText:
     shape = node.meta.get("shape")
     is_member = node.op == "call_function" and node.target is operator.getitem and "shape" not in node.all_input_nodes[0].meta
     kinds = {"placeholder": "input", "output": "output", "get_attr": "weight", "call_module": "layer"}
@@ -126,7 +126,7 @@ def _record(module: TracedModule, regions: Regions, node: fx.Node, level: tuple[
         path = str(node.target) if node.op in ("get_attr", "placeholder") else ""
         name = functions.names().get(node.target) or getattr(node.target, "__name__", str(node.target))
         label = str(name).rpartition(".")[2]
-    return NodeRecord(
+    return NodeText(
         name=node.name,
         kind=kind,
         label=label,
@@ -164,14 +164,14 @@ def changes(base: TracedModule, new: TracedModule) -> dict[str, Any]:
     }
 
 
-def before(after: Listing, changed: Mapping[str, Any] | None) -> dict[str, NodeRecord]:
+def before(after: Listing, changed: Mapping[str, Any] | None) -> dict[str, NodeText]:
     """The records that a graph had before its passes, of those that it has and what `changes` kept.
 
     Where nothing was kept, what read a block reads again what that block stands behind; what passes took out is not known.
     """
     if changed is not None:
         was = changed["was"]
-        gone = {row["name"]: _restored(row) for row in changed["gone"]}
+        gone = {row["name"]: _fill_in(row) for row in changed["gone"]}
         kept = {name: r for name, r in after.records.items() if not r.owner}
         changed_back = {n: replace(r, reads=tuple(was[n][0]), line=was[n][1]) if n in was else r for n, r in kept.items()}
         return {**changed_back, **gone}
@@ -188,6 +188,6 @@ def before(after: Listing, changed: Mapping[str, Any] | None) -> dict[str, NodeR
     return {name: replace(r, reads=tuple(v for v in r.reads if v in rows)) for name, r in rows.items()}
 
 
-def _restored(row: Mapping[str, Any]) -> NodeRecord:
+def _fill_in(row: Mapping[str, Any]) -> NodeText:
     shape = row["shape"]
-    return NodeRecord(**{**row, "level": tuple(row["level"]), "reads": tuple(row["reads"]), "shape": shape and tuple(shape)})
+    return NodeText(**{**row, "level": tuple(row["level"]), "reads": tuple(row["reads"]), "shape": shape and tuple(shape)})

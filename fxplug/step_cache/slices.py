@@ -272,7 +272,7 @@ class Slices:
                 continue
             copy_nodes([node], graph, values)
             if cut is not None and gives:
-                kept[cut.name] = self._given(graph, cut, values)
+                kept[cut.name] = self._cached_input(graph, cut, values)
         result = fx.node.map_arg(self.output.args[0], values.__getitem__)
         insert(graph, "output", "output", ((result, kept) if gives else result,), meta=self.output.meta)
         graph.lint()
@@ -293,7 +293,7 @@ class Slices:
             return self._node(graph, "call_function", operator.add, (values[cut.base], given), cut.node, cut)
         return self._unchanged(graph, cut, given)
 
-    def _given(self, graph: Graph, cut: _CachedValue, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def _cached_input(self, graph: Graph, cut: _CachedValue, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
         if cut.base is not None:
             return self._differ(graph, values[cut.node], values[cut.base], cut.node, cut)
         return self._unchanged(graph, cut, values[cut.node])

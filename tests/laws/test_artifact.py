@@ -896,7 +896,7 @@ def test_texts_stay_texts(folder: Path, first: str) -> None:
     """A text in the graph is data: it comes out as it went in, or the artifact is refused; it never runs."""
 
     def change(document: dict) -> None:
-        names = node(document, target="fxplug.ops.same")
+        names = node(document, target="fxplug.ops.check_constants")
         names["args"][1]["tuple"][0] = first
         names["args"].append({"tuple": ['], "b")', first]})
         node(document, "placeholder", "note")["args"] = [first]

@@ -115,7 +115,7 @@ def parse_path(text: str) -> str:
     parts = reader.path()
     reader.skip()
     if reader.at < len(text):
-        reader.fail(f"expected the end of the path, found {reader.found()}")
+        reader.fail(f"expected the end of the path, found {reader.next_token()}")
     return ModuleSide(parts).pattern()
 
 
@@ -159,9 +159,9 @@ class _LineReader:
 
     def expect(self, token: str, what: str) -> None:
         if not self.take(token):
-            self.fail(f"expected '{token}' {what}, found {self.found()}")
+            self.fail(f"expected '{token}' {what}, found {self.next_token()}")
 
-    def found(self) -> str:
+    def next_token(self) -> str:
         word = WORD.match(self.text, self.at)
         return f"'{word[0] if word else self.text[self.at]}'" if self.at < len(self.text) else "the end of the line"
 
@@ -169,7 +169,7 @@ class _LineReader:
         self.skip()
         found = NAME.match(self.text, self.at)
         if not found:
-            self.fail(f"expected {what}, found {self.found()}")
+            self.fail(f"expected {what}, found {self.next_token()}")
         self.at = found.end()
         return found[0]
 
@@ -208,7 +208,7 @@ class _LineReader:
                 self.fail("expected '->' between two modules, found '('")
             if rest == "{":
                 self.fail(BESIDE)
-            self.fail(f"expected '->' or the end of the line, found {self.found()}")
+            self.fail(f"expected '->' or the end of the line, found {self.next_token()}")
         text = self.text[start:before].strip(" \n\t`>,")
         try:
             insertions, notes = _paired(points)
@@ -228,7 +228,7 @@ class _LineReader:
                 self.fail(BESIDE, before[0][2])
             word = WORD.match(self.text, self.at)
             hint = f"; a module stands in brackets: '({word[0]})'" if word else "; an arrow leads to a module, or to '...'"
-            self.fail(f"expected '...' or a module such as '(fc2)', found {self.found()}{hint}")
+            self.fail(f"expected '...' or a module such as '(fc2)', found {self.next_token()}{hint}")
         parts = self.path()
         self.expect(")", "behind the module")
         behind = self.points()
@@ -261,7 +261,7 @@ class _LineReader:
                 self.skip()
                 word = WORD.match(self.text, self.at)
                 if not word:
-                    self.fail(f"expected a name behind the dot, found {self.found()}")
+                    self.fail(f"expected a name behind the dot, found {self.next_token()}")
                 parts.append(word[0])
                 self.at = word.end()
             elif self.take("["):
@@ -271,7 +271,7 @@ class _LineReader:
                 longer = re.compile(INDEX.pattern.split("|")[-1]).match(self.text, self.at)
                 found = longer if longer and (not found or longer.end() > found.end()) else found
                 if not found or not found[0].strip():
-                    self.fail(f"expected a number, a range such as 0:12, or a variable such as i, found {self.found()}")
+                    self.fail(f"expected a number, a range such as 0:12, or a variable such as i, found {self.next_token()}")
                 text = re.sub(r"\s+", "", found[0])
                 if re.fullmatch(r"-?\d*:-?\d*:-?0+", text):
                     self.fail("the step of a range cannot be 0")

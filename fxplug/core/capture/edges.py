@@ -333,7 +333,8 @@ class _InputBinding:
         """Record the checks: plain arguments are part of the graph, tensors keep their rank and dtype."""
         if self.constants:
             nodes, values, names = zip(*self.constants, strict=True)
-            self.recording.node("call_function", ops.same, (nodes, values, names), {}, "same", effect=True)
+            args = (nodes, values, names)
+            self.recording.node("call_function", ops.check_constants, args, {}, "check_constants", effect=True)
         if self.numbers:
             columns = tuple(zip(*self.numbers, strict=True))
             self.recording.node("call_function", ops.check_numbers, columns, {}, "check_numbers", effect=True)

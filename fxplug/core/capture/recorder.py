@@ -146,7 +146,8 @@ class Recording(RecordedNumbers):
         new = self.call(torch.Tensor.detach, "detach", (new,), {})
         if not tensor.is_floating_point():
             return new
-        asked = self.node("call_function", ops.asked, (self.lookup(tensor), "requires_grad"), {}, self.named("requires_grad"))
+        args = (self.lookup(tensor), "requires_grad")
+        asked = self.node("call_function", ops.autograd_query, args, {}, self.named("requires_grad"))
         return self.mark(new, self.node("call_method", "requires_grad_", (self.lookup(new), asked), {}, "copied"))
 
     def text(self, frame: types.FrameType) -> None:
@@ -299,11 +300,11 @@ class Recording(RecordedNumbers):
         while (of := getattr(root, "_fxplug_of", None)) is not None:
             root = of
         with DisableTorchFunction():
-            answer = ops.asked(root, question)
+            answer = ops.autograd_query(root, question)
             found = root.grad_fn
         frame = user_frame()
         if frame is None or not decides_nothing(frame):
-            node = self.node("call_function", ops.asked, (self.lookup(tensor), question), {}, self.named(question))
+            node = self.node("call_function", ops.autograd_query, (self.lookup(tensor), question), {}, self.named(question))
             node.meta["value"] = answer
             self.guard(node, answer)
         return answer if question != "grad_fn" else None if found is None else Function(self)
@@ -434,7 +435,8 @@ class Recording(RecordedNumbers):
             if cls is nn.Parameter and self.recording_here() and asker(sys._getframe(1)) is not None:
                 node = self.recorded(value) if isinstance(value, torch.Tensor) else None
                 if node is not None:
-                    asked = self.node("call_function", ops.asked, (node, "is_parameter"), {}, self.named("is_parameter"))
+                    args = (node, "is_parameter")
+                    asked = self.node("call_function", ops.autograd_query, args, {}, self.named("is_parameter"))
                     self.guard_after(asked, found, (*source_line(), "whether it is a parameter"))
             return found
 

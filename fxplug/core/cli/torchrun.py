@@ -33,7 +33,7 @@ def together(call: Callable[[], None], everywhere: bool) -> None:
     codes = {rank: code}
     for other in range(world) if rank == 0 or everywhere else [0]:
         if other != rank:
-            found = _asked(store, f"fxplug/exit/{other}", GRACE if any(codes.values()) else LONG)
+            found = _poll(store, f"fxplug/exit/{other}", GRACE if any(codes.values()) else LONG)
             codes[other] = 1 if found is None else int(found)
     if rank and code and not codes[0]:
         print("".join(f"process {rank}: {line}\n" for line in text.splitlines()), end="", file=sys.stderr, flush=True)
@@ -68,7 +68,7 @@ def _store() -> Any:
     return dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
 
 
-def _asked(store: Any, key: str, seconds: float) -> bytes | None:
+def _poll(store: Any, key: str, seconds: float) -> bytes | None:
     try:
         store.wait([key], timedelta(seconds=seconds))
         found: bytes = store.get(key)

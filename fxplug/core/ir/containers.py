@@ -217,11 +217,11 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return a.is_floating_point() and a.layout == torch.strided and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_equal(a: Any, b: Any) -> bool:
     return bool(a == b) or bool(a != a and b != b)
 
 
-def unlike(a: Any, b: Any, place: str = "", same: Callable[[Any, Any], bool] = _same) -> str | None:
+def unlike(a: Any, b: Any, place: str = "", same: Callable[[Any, Any], bool] = _is_equal) -> str | None:
     """How `b` differs from `a`, nested values of tensors, in words; None where it does not. `same` compares what is neither."""
     at = f" at {place}" if place else ""
     if a is b:

@@ -88,9 +88,10 @@ NAMESPACES = {
 }
 OPERATORS = """add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor neg pos abs invert eq ne lt le gt ge
 getitem setitem contains iadd isub imul itruediv""".split()  # noqa: SIM905
-OPS = """edge guard check_state asked dtype_of same is_same same_dtype tried check_inputs check_numbers check_members
-put_members check_generator check_added given device_of any_gradients enter_autocast exit_autocast enter_grad
-exit_grad""".split()  # noqa: SIM905
+OPS = """edge guard check_state autograd_query dtype_of check_constants is_same same_dtype tried check_inputs check_numbers
+check_members put_members check_generator check_added input_or_default device_of any_gradients enter_autocast exit_autocast
+enter_grad exit_grad""".split()  # noqa: SIM905
+OLD_OPS = {"asked": "autograd_query", "same": "check_constants", "given": "input_or_default"}  # in earlier versions' artifacts
 MATH = "sqrt log log2 log10 exp pow sin cos tan atan ceil floor trunc gcd fabs".split()  # noqa: SIM905
 # kept from the import: while a model is traced, `math` itself has functions that record
 MATH_FUNCTIONS = {name: getattr(math, name) for name in MATH}
@@ -192,6 +193,7 @@ def functions() -> dict[str, Callable[..., Any]]:
     table["builtins.round"] = builtins.round
     table["builtins.pow"] = builtins.pow
     table.update({f"fxplug.ops.{n}": getattr(ops, n) for n in OPS})
+    table.update({f"fxplug.ops.{old}": getattr(ops, n) for old, n in OLD_OPS.items()})
     return table
 
 

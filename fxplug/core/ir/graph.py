@@ -313,8 +313,8 @@ leave_module(locks)
 
 
 # what checks how a graph is called, before it computes anything
-ENTRY = (ops.same, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_numbers)
-AT_ENTRY = (*ENTRY, operator.getitem, ops.edge, ops.device_of, ops.given)
+ENTRY = (ops.check_constants, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_numbers)
+AT_ENTRY = (*ENTRY, operator.getitem, ops.edge, ops.device_of, ops.input_or_default)
 HARMLESS = (
     *ENTRY, ops.guard, ops.tried, ops.check_state, ops.check_added, ops.any_gradients, ops.enter_grad, ops.exit_grad,
     ops.enter_autocast, ops.exit_autocast,
@@ -347,7 +347,7 @@ def _entry(graph: fx.Graph, module: nn.Module) -> Callable[..., None]:
     head, values = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         first = node.op == "call_function" and node.target in AT_ENTRY
-        held = node.op == "get_attr" and any(user.target is ops.given for user in node.users)
+        held = node.op == "get_attr" and any(user.target is ops.input_or_default for user in node.users)
         if node.op == "placeholder" or held or first and all(read in values for read in node.all_input_nodes):
             copy_nodes([node], head, values)
         elif node.op != "get_attr" and not first:

@@ -91,7 +91,7 @@ def _describe(decision: Decision | str, expected: Any) -> str:
     return f"{where}: '{line}' was decided on {what}, {brief(expected, 40)} when traced{hint}"
 
 
-def asked(x: torch.Tensor, question: str) -> bool:
+def autograd_query(x: torch.Tensor, question: str) -> bool:
     """What autograd knows of a tensor, one of `QUESTIONS`; `grad_fn` is whether there is one."""
     return bool(QUESTIONS[question](x))
 
@@ -132,7 +132,7 @@ def tried(x: Any) -> None:
     """Keep an operation that the model's code has in a `try`: where it fails, the model goes on, and the graph must not."""
 
 
-def same(values: tuple[Any, ...], expected: tuple[Any, ...], names: tuple[str, ...]) -> None:
+def check_constants(values: tuple[Any, ...], expected: tuple[Any, ...], names: tuple[str, ...]) -> None:
     """Hold the arguments that are no tensors to the values they were traced with. Raises GuardError."""
     for value, old, name in zip(values, expected, names, strict=True):
         alike = type(value) is type(old) or any(isinstance(value, k) and isinstance(old, k) for k in (list, dict))  # FX's own
@@ -319,7 +319,7 @@ class Record(dict[str, Any]):
         return tuple(value for value in self.values() if value is not None)
 
 
-def given(value: Any, held: torch.Tensor) -> Any:
+def input_or_default(value: Any, held: torch.Tensor) -> Any:
     """An input where it is given, else what the module holds for it."""
     return held if value is None else value
 

@@ -62,7 +62,7 @@ class Regions:
     @property
     def constants(self) -> dict[str, Any]:
         """The model's arguments that are a part of the graph."""
-        checks = self.graph.find_nodes(op="call_function", target=ops.same)
+        checks = self.graph.find_nodes(op="call_function", target=ops.check_constants)
         return {name: value for node in checks for name, value in zip(node.args[2], node.args[1], strict=True)}
 
     def in_ports(self, region: Region) -> list[tuple[Port, int, fx.Node]]:
@@ -172,7 +172,7 @@ def regions_of(gm: TracedModule) -> list[Regions]:
 
 
 @dataclass
-class _Walk:
+class _RegionWalk:
     """What one walk finds in a graph that has these nodes and targets."""
 
     steps: list[Any]
@@ -181,12 +181,12 @@ class _Walk:
     passes: set[str] = field(default_factory=set)
 
 
-def _walk(graph: fx.Graph) -> _Walk:
+def _walk(graph: fx.Graph) -> _RegionWalk:
     steps = [part for node in graph.nodes for part in (node, node.target)]
-    known: _Walk | None = vars(graph).get("_walk")
+    known: _RegionWalk | None = vars(graph).get("_walk")
     if known is not None and known.steps == steps:
         return known
-    walk = graph._walk = _Walk(steps)  # type: ignore[attr-defined]
+    walk = graph._walk = _RegionWalk(steps)  # type: ignore[attr-defined]
     for node in graph.nodes:
         if "pass" in node.meta:
             walk.passes.add(node.meta["pass"]["name"])
@@ -292,11 +292,11 @@ def input_value(found: tuple[Port, int, fx.Node], region: Region) -> fx.Node:
 def each(regions: Regions, port: Port) -> list[Port]:
     """The ports that one with `[*]` in its keys stands for. Raises MatchError when there is none."""
     region = region_of(regions, port)
-    wanted = port.keys[:-1] if port.whole else port.keys
+    wanted = port.keys[:-1] if port.with_members else port.keys
     ports: list[tuple[Port, int | None]] = [(found, None) for found, _ in regions.out_ports(region)]
     if port.side == "in":
         ports = [(found, index) for found, index, _ in regions.in_ports(region)]
-    if port.whole:  # each of these values with all its members
+    if port.with_members:  # each of these values with all its members
         ports = list(dict.fromkeys((replace(p, keys=p.keys[: len(wanted)]), index) for p, index in ports))
         return [replace(p, keys=(*p.keys, port.keys[-1])) for p, index in ports if _is(wanted, p.keys, index)]
     chosen = [p for p, index in ports if _is(wanted, p.keys, index)]

@@ -238,7 +238,7 @@ def line(node: fx.Node) -> str:
         return f"{node.name} = {args[0]}.{node.target}({', '.join(args[1:])})"
     if node.target is ops.guard:
         return f"guard {args[0]} is {args[1]}"
-    if node.target is ops.same:
+    if node.target is ops.check_constants:
         pairs = zip(node.args[2], node.args[1], strict=True)  # type: ignore[arg-type]
         return "constant " + ", ".join(f"{name}={value!r}" for name, value in pairs)
     if node.target is ops.check_inputs:

@@ -94,7 +94,7 @@ def _add_default(graph: fx.Graph, node: fx.Node, name: str, value: torch.Tensor)
     meta: dict[str, Any] = {key: node.meta[key] for key in ("nn_module_stack", "shape", "dtype") if key in node.meta}
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     held = insert(graph, "get_attr", f"{HOME}.{name}", after=last, name=f"{HOME}_{name}", meta=meta)
-    given = insert(graph, "call_function", ops.given, (node, held), after=held, name=f"{name}_given", meta=meta)
+    given = insert(graph, "call_function", ops.input_or_default, (node, held), after=held, name=f"{name}_given", meta=meta)
     redirect(node, given)
     change(node, args=(None,))
 
@@ -393,14 +393,14 @@ class TracedModule(fx.GraphModule):
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
-        new = memo[id(self)] = self._again(lambda value: copy.deepcopy(value, memo))
+        new = memo[id(self)] = self._rebuilt(lambda value: copy.deepcopy(value, memo))
         return new
 
     def __copy__(self) -> TracedModule:
         """The same graphs on the same tensors and children."""
-        return self._again(lambda value: value.copy() if isinstance(value, (dict, set)) else value)
+        return self._rebuilt(lambda value: value.copy() if isinstance(value, (dict, set)) else value)
 
-    def _again(self, copied: Callable[[Any], Any]) -> TracedModule:
+    def _rebuilt(self, copied: Callable[[Any], Any]) -> TracedModule:
         tree: Any = Container(self.classes)
         with read_lock(locks_of(self), "read"):
             for key, value in vars(self).items():

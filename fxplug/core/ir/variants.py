@@ -60,7 +60,7 @@ def _checked(module: TracedModule) -> Mapping[str, str]:
         if node.op != "call_function":
             continue
         args: Any = node.args
-        if node.target is ops.same:
+        if node.target is ops.check_constants:
             rows.update({name: f"{name}={shown(value, 60)}" for value, name in zip(args[1], args[2], strict=True)})
         elif node.target is ops.check_numbers:
             rows.update({name: f"{name}: {kind}" for kind, name in zip(args[1], args[2], strict=True)})

@@ -239,13 +239,13 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
             graphs = _edited({True: one, False: one}, tree, gm, p, traces, sites, blocks)
     new = gm.derived(tree, graphs, passes=[*applied, record(gm, p, sites, blocks)])
     left = {(str(site.port), site.node) for site in sites} if isinstance(given, Sites) else None
-    new.made_by(partial(_again, replace(p, loads=()), left), host)
+    new.made_by(partial(_apply_to_variant, replace(p, loads=()), left), host)
     if p.loads:
         extensions.need_hook("fill_slots", "adapters")(new, p)
     return new
 
 
-def _again(p: Pass, left: set[tuple[str, str]] | None, gm: TracedModule) -> TracedModule:
+def _apply_to_variant(p: Pass, left: set[tuple[str, str]] | None, gm: TracedModule) -> TracedModule:
     """The same pass on another graph of the model, at the same places. Raises MatchError."""
     sites = find(gm, p)
     if left is not None:

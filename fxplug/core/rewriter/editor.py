@@ -183,7 +183,7 @@ class Editor(OpenedGraph):
         """Refuse a result that is nested otherwise than the value it takes the place of."""
         if isinstance(result, fx.Node) and result.op == "call_module":
             return  # what a block returns that is called is known when it runs
-        tree = members(self.regions, site.port) if site.port.whole else site.port
+        tree = members(self.regions, site.port) if site.port.with_members else site.port
         if not same_structure(result, tree):
             where = f"{site.rule.where}: " if str(site.rule.where) else ""
             raise SpecError(
@@ -222,7 +222,7 @@ class Editor(OpenedGraph):
                 value = next(a for a in node.all_input_nodes if "shape" in a.meta)
                 return [((), ValueUse(value, node))]
             return [((), ValueUse(self.newest(node)))]
-        if not site.port.whole:
+        if not site.port.with_members:
             return [((), self.slot(site.port))]
         return [(keys, self.slot(port)) for keys, port in flat_ports(members(self.regions, site.port))]
 
@@ -258,7 +258,7 @@ class Editor(OpenedGraph):
         if value.kind == "operand":
             node: fx.Node = self.by_name[site.node]
             given = [a for a in node.all_input_nodes if "shape" in a.meta]
-            if value.port.whole:
+            if value.port.with_members:
                 return tuple(given)
             return node if value.port.side == "out" else given[int(value.port.keys[0]) if value.port.keys else 0]
         return self.value_at(value.port, site)
@@ -267,7 +267,7 @@ class Editor(OpenedGraph):
         """The value at a port as it is now: of a parameter, of one port, or of all that a whole one has."""
         if port.side == "param":
             return self.parameter(port)
-        if port.whole:
+        if port.with_members:
             return map_ports(members(self.regions, port), lambda one: self.now(one, site))
         return self.now(port, site)
 

@@ -108,7 +108,7 @@ class _Finder:
         port = self.named(hit)
         if port.each:
             return [_Place(hit, one) for one in each(self.regions, port)]
-        if port.whole:
+        if port.with_members:
             port_members(self.regions, port)
             return [_Place(hit, port)]
         if port.side == "in":
@@ -153,7 +153,7 @@ class _Finder:
 
     def order(self, port: Port) -> fx.Node:
         """When the value at a port was computed: nodes compare by their place in the graph."""
-        node = source(self.regions, port if not port.whole else _first(port_members(self.regions, port)))
+        node = source(self.regions, port if not port.with_members else _first(port_members(self.regions, port)))
         region = self.regions.by_key[port.path]
         if port.side == "in" and region.leaf is None:
             given = node.args[0]
@@ -172,7 +172,7 @@ class _Finder:
             values = {"x": _value("x", x, X, "operand"), "y": _value("y", node, Y, "operand")}
         else:
             values = {side: self.edge(hit.key, side, port) for side in ("x", "y")}
-        if (changed := values[own]) is not None and port.side != "param" and not port.whole:
+        if (changed := values[own]) is not None and port.side != "param" and not port.with_members:
             values[own] = replace(changed, kind="changed")
         values["value"] = values[own]
         path = self.regions.by_key[hit.key].path
@@ -181,7 +181,7 @@ class _Finder:
             parameter = module._parameters[str(port.keys[0])]
             assert parameter is not None
             values["value"] = Value(str(port), tuple(parameter.shape), parameter.dtype, kind="changed")
-        elif port.whole:
+        elif port.with_members:
             values["value"] = self.read(str(port), port)
         return Site(
             path=hit.key,
@@ -202,7 +202,7 @@ class _Finder:
     def edge(self, key: str, name: str, port: Port) -> Value | None:
         """x or y of a region: the port that is changed, else its first input and its only result, if there is one."""
         side = "in" if name == "x" else "out"
-        chosen = port if port.side == side and not port.whole else Port(key, side)
+        chosen = port if port.side == side and not port.with_members else Port(key, side)
         try:
             return _value(str(chosen), source(self.regions, chosen), chosen)
         except MatchError:
@@ -236,7 +236,7 @@ class _Finder:
     def operand(self, node: fx.Node, text: str, port: Port) -> Value:
         """`x[1]` of an operation: its second tensor; `x[:]`: all of them, in a tuple."""
         given = [a for a in node.all_input_nodes if "shape" in a.meta]
-        if port.side == "in" and port.whole:
+        if port.side == "in" and port.with_members:
             return Value(text, members=tuple(_value(text, one, port, "operand") for one in given), port=port, kind="operand")
         if port.side == "out" or len(port.keys) != 1 or not isinstance(port.keys[0], int) or port.keys[0] >= len(given):
             raise MatchError(f"'{node.name}' has no '{text}'; it reads {len(given)} tensors, x[0] to x[{len(given) - 1}], x[:]")
@@ -251,7 +251,7 @@ class _Finder:
                 raise MatchError(f"'{address}' is no parameter")
             shape = self.regions.module(port.path)._parameters[names[0]].shape  # type: ignore[union-attr]
             return Value(str(port), tuple(shape), port=port)
-        if port.whole:
+        if port.with_members:
             return Value(str(port), members=_values(self.regions, port_members(self.regions, port)), port=port)
         found = _value(str(port), source(self.regions, port), port)
         assert found is not None

@@ -286,7 +286,8 @@ def _last_check(graph: fx.Graph) -> fx.Node:
     """The last of the nodes at a graph's head: placeholders and what looks at them."""
     last = head(graph)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in (ops.check_inputs, ops.check_numbers, ops.same, ops.check_added):
+        checks = (ops.check_inputs, ops.check_numbers, ops.check_constants, ops.check_added)
+        if node.op == "call_function" and node.target in checks:
             last = max(last, node)
     return last
 
@@ -371,7 +372,7 @@ class _Arguments:
     def at(self, port: Port) -> Any:
         if port.each:
             return tuple(self.at(one) for one in each(self.regions, port))
-        return self.nodes(members(self.regions, port)) if port.whole else source(self.regions, port)
+        return self.nodes(members(self.regions, port)) if port.with_members else source(self.regions, port)
 
     def nodes(self, ports: Any) -> Any:
         if isinstance(ports, Port):

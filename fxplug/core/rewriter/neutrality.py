@@ -72,7 +72,7 @@ def _reads_mode(kind: type[nn.Module]) -> bool:
 
 
 @contextlib.contextmanager
-def buffers_restored(*modules: nn.Module) -> Iterator[None]:
+def restore_buffers(*modules: nn.Module) -> Iterator[None]:
     """Give the buffers of modules the values back that they have now: a block may write those that it keeps as its own."""
     values = [(b, b.detach().clone(), version(b)) for m in modules for b in m.buffers() if not (b.is_meta or b.is_inference())]
     try:

@@ -42,7 +42,7 @@ class Port:
         return text + "".join(f"[{key}]" if isinstance(key, int) or key in MARKS else f".{key}" for key in self.keys)
 
     @property
-    def whole(self) -> bool:
+    def with_members(self) -> bool:
         """Whether this stands for a value with all its members."""
         return self.keys[-1:] == (WHOLE,) or self.keys == (NAMED,)
 

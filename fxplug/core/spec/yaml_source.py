@@ -315,7 +315,7 @@ def checked(read: Callable[[Any], Any], written: Any = Any) -> PlainValidator:
     return PlainValidator(read_value, json_schema_input_type=written)
 
 
-def whole(least: int, *others: Any) -> PlainValidator:
+def integer_validator(least: int, *others: Any) -> PlainValidator:
     """The validator of a whole number of at least so many, or of one of some other values."""
 
     def read(value: Any) -> Any:

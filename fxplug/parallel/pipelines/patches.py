@@ -55,14 +55,14 @@ def added(x: Tensor, kept: Tensor | None, patch: int, patches: int) -> Tensor:
     return torch.where(kept[1:].isnan().any(), kept[0], now.sum(0))
 
 
-def whole(x: Tensor, patch: int, patches: int, dim: int, *sizes: int) -> int:
+def global_size(x: Tensor, patch: int, patches: int, dim: int, *sizes: int) -> int:
     """The size that a split dimension has in one patch."""
     return x.shape[dim] // layouts.counts(sizes, patches)[patch] * sum(sizes)
 
 
 def numel(x: Tensor, patch: int, patches: int, dim: int, *sizes: int) -> int:
     """The number of elements that a split tensor has in one patch."""
-    return x.numel() // x.shape[dim] * whole(x, patch, patches, dim, *sizes)
+    return x.numel() // x.shape[dim] * global_size(x, patch, patches, dim, *sizes)
 
 
 def attended(
@@ -174,7 +174,7 @@ class Patcher(PlanWriter):
         given = [self.input("kept")] if kind in (Gather, AllReduce) else []
         dim, inner, born = (settings[1:] + (0, 1, False)[len(settings) - 1 :])
         more: tuple[Any, ...] = {Split: (dim, inner, born), Gather: (dim, inner), AllReduce: ()}.get(kind, (dim,))
-        function: Any = {Split: part, Gather: put, AllReduce: added, GlobalSize: whole, Numel: numel}[kind]
+        function: Any = {Split: part, Gather: put, AllReduce: added, GlobalSize: global_size, Numel: numel}[kind]
         args = (value, *given, self.patch, self.patches, *more, *sizes)
         node = insert(self.graph, "call_function", function, args, after=where.get("after"), before=where.get("before"))
         if value in self.origin:

@@ -20,7 +20,7 @@ from .trials import ShardTrials, is_value, leaves_of, name_of, numbered
 from .walk import Walk
 
 CHECKS = (*ENTRY, ops.guard, ops.check_added, ops.check_state)
-FACTS = (ops.device_of, ops.dtype_of, ops.asked)  # of a tensor, the same for its parts
+FACTS = (ops.device_of, ops.dtype_of, ops.autograd_query)  # of a tensor, the same for its parts
 MOST = 4  # inputs that are split together in one try
 MANY = 12  # choices of numbers that are scaled
 LONG = 32  # a dimension that is longer is shorter in a try

@@ -18,7 +18,7 @@ from ...core.capture.user_code import short_path
 from ...core.errors import FxplugError, SpecError
 from ...core.ir.ops import TO_DENSE, other_kind
 from ...core.ir.traced_module import TracedModule
-from ...core.rewriter.neutrality import buffers_restored
+from ...core.rewriter.neutrality import restore_buffers
 from ...core.torch_internals import modules as pytree
 from ...core.torch_internals import tensors as kernels
 from ...core.torch_internals.tensors import TorchDispatchMode, memory_id, schema, version
@@ -142,9 +142,9 @@ def bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 
 
 @contextlib.contextmanager
-def state_restored(gm: TracedModule) -> Iterator[None]:
+def restore_state(gm: TracedModule) -> Iterator[None]:
     """Give a module's buffers, and all else that a call may write, back what they have now; and random generators."""
-    with restore_after(State(gm)), buffers_restored(gm):
+    with restore_after(State(gm)), restore_buffers(gm):
         yield
 
 

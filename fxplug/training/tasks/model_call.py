@@ -44,7 +44,7 @@ def inputs_of(module: nn.Module) -> dict[str, ModuleInput]:
     fixed: dict[str, Any] = {}
     optional: set[str] = set()
     for node in (n for n in module.graph.nodes if n.op == "call_function"):
-        if node.target is ops.same:
+        if node.target is ops.check_constants:
             fixed.update(zip(node.args[2], node.args[1], strict=True))
         elif node.target is ops.check_added and not node.args[4]:
             optional.add(node.args[1])
