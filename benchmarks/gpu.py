@@ -25,7 +25,7 @@ from typing import Any
 
 import roofline
 import torch
-from fxplug.lowerings.linear.measuring import calls_of
+from fxplug.lowerings.linear.measurement import calls_of
 from roofline import FORMS, Device
 from timing import Call, difference, turns
 

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import models
 import torch
 import torch.nn.functional as F
-from fxplug.lowerings.linear.measuring import case_of
+from fxplug.lowerings.linear.measurement import case_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

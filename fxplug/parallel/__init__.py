@@ -13,8 +13,8 @@ EXTENSION = Extension(
     name="parallel",
     extra="parallel",
     names={
-        "localize": "fxplug.parallel.localizing:localize",
-        "whole_state": "fxplug.parallel.localizing:whole_state",
+        "localize": "fxplug.parallel.local_weights:localize",
+        "whole_state": "fxplug.parallel.local_weights:whole_state",
         "in_steps": "fxplug.parallel.pipelines.entry:in_steps",
         "pipefusion": "fxplug.parallel.pipelines.entry:pipefusion",
         "stale_sequence": "fxplug.parallel.pipelines.entry:stale_sequence",
