@@ -454,7 +454,7 @@ def test_a_mode_that_cannot_be_split_is_told(monkeypatch):
             raise fxplug.parallel.plan.Unsplittable("'dropout' stands in the way")
         return found(gm, mode, *rest)
 
-    monkeypatch.setattr(fxplug.parallel.plan, "found_along", only_evaluation)
+    monkeypatch.setattr(fxplug.parallel.plan, "plan_axis", only_evaluation)
     plan = fxplug.parallel_plan(gm.eval(), inputs, ulysses=2)
     assert "no graph for training: 'dropout' stands in the way" in str(plan)
     new = fxplug.parallelize(gm, plan)
