@@ -105,7 +105,7 @@ def test_a_folder_that_peft_wrote(kind, tmp_path):
 
 
 def magnitudeless(entry):
-    return files.LayerUpdate(**vars(entry) | {"kind": "lora"}) if entry.kind == "dora" else entry
+    return files.Entry(**vars(entry) | {"kind": "lora"}) if entry.kind == "dora" else entry
 
 
 def test_peft_adapters_by_name_and_without_a_configuration():
