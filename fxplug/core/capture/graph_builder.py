@@ -225,12 +225,6 @@ class Nodes(TorchFunctionMode, Recorder):
                 f"an extension), so it cannot be recorded; {self.way_out()}"
             )
         name = self.attribute_name(tensor) or "constant"
-        with DisableTorchFunction():
-            if tensor.grad_fn is not None:
-                raise TraceError(
-                    f"{self.place()}: '{name}' was computed before the trace, with gradients that a constant does not have: "
-                    f"trace the model before it is called, let it drop what it keeps, or {self.way_out()}"
-                )
         if kind := ops.other_kind(tensor):
             raise TraceError(
                 f"{self.place()}: '{name}' is a {kind} tensor, which no graph can hold: {ops.TO_DENSE}, "

@@ -81,7 +81,7 @@ def trace(
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
     call: Any = (tuple(args), dict(kwargs or {}))
     options: dict[str, Any] = {"leaf": patterns, "real": real, "keep": []}
-    kept = _find_derived(model)
+    kept = _find_derived(model, call)
     gm = _checked_trace(model, patterns, real, check, call, False, kept)
     if kept and not _holds_beside(model, gm, call, check):  # it is more than what was made of the weights
         options["keep"] = _named(model, kept)
@@ -98,7 +98,7 @@ def retrace(
 
     With `open_numbers` the numbers in the call are inputs of the graph. `keep` names what modules hold beside their weights.
     """
-    found = _find_derived(model)
+    found = _find_derived(model, call)
     kept = [each for each, name in zip(found, _named(model, found), strict=True) if name not in keep]
     return _checked_trace(model, leaf, real, True, call, open_numbers, kept)
 
@@ -108,9 +108,14 @@ def _named(model: nn.Module, kept: Kept) -> list[list[str]]:
     return [[paths[id(spot.module)], spot.name] for spot in kept]
 
 
-def _find_derived(model: nn.Module) -> Kept:
+def _find_derived(model: nn.Module, call: Any) -> Kept:
+    """What the modules have computed from their weights before; without values, what they say that they drop."""
+    try:
+        valued = self_check.has_values([t for _, t in named_tensors(model)], call)
+    except RecursionError:  # of inputs that hold themselves, which the trace refuses
+        valued = False
     with exclusive_trace(model):
-        return find_derived(model)
+        return find_derived(model, call if valued else None)
 
 
 def _holds_beside(model: nn.Module, gm: TracedModule, call: Any, check: bool) -> bool:
