@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -258,6 +259,17 @@ def test_regions_are_kept_as_long_as_a_graph_has_the_same_nodes(edit):
     assert now.by_key is not regions.by_key
     names = [node.name for node in Regions(copy_graph(gm.graph), gm).by_key[""].nodes]
     assert [node.name for node in now.by_key[""].nodes] == names
+
+
+def test_a_walk_that_fails_leaves_no_half_of_the_regions(net):
+    wanted = [*regions_of(net)[0].by_key]
+    gm = copy.deepcopy(net)
+    last = next(reversed(gm.graph.nodes))
+    last.meta["pass"] = {}
+    with pytest.raises(KeyError):
+        regions_of(gm)
+    del last.meta["pass"]
+    assert [*regions_of(gm)[0].by_key] == wanted
 
 
 def test_modules_of_regions_are_asked_anew(net):

@@ -186,7 +186,7 @@ def _walk(graph: fx.Graph) -> _RegionWalk:
     known: _RegionWalk | None = vars(graph).get("_walk")
     if known is not None and known.steps == steps:
         return known
-    walk = graph._walk = _RegionWalk(steps)  # type: ignore[attr-defined]
+    walk = _RegionWalk(steps)
     for node in graph.nodes:
         if "pass" in node.meta:
             walk.passes.add(node.meta["pass"]["name"])
@@ -206,6 +206,7 @@ def _walk(graph: fx.Graph) -> _RegionWalk:
             region.outputs.append((port, node))
         elif node.op in ("call_function", "call_method") and getattr(node.target, "__module__", "") != ops.__name__:
             region.nodes.append(node)
+    graph._walk = walk  # type: ignore[attr-defined]  # whole: another thread may read it from now on
     return walk
 
 
