@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_artifact import restamp
+from torch import nn
 
 import fxplug
 from fxplug.core.artifacts.modules import block_classes
+from fxplug.core.ir import functions, ops
 from fxplug.core.spec.pass_file import import_target, present
 
 KEPT = Path(__file__).parents[1] / "data/kept"
@@ -58,3 +61,28 @@ def test_what_is_saved_again_has_the_import_paths_of_today(tmp_path):
 
 def test_a_pass_may_name_a_block_by_an_old_path():
     assert import_target("fxplug.weights:Loha") is import_target("fxplug.blocks:Loha")
+
+
+@pytest.mark.parametrize("old", functions.OLD_OPS)
+def test_a_function_of_a_graph_is_read_under_its_old_name(old):
+    assert functions.functions()[f"fxplug.ops.{old}"] is getattr(ops, functions.OLD_OPS[old])
+    assert functions.names()[getattr(ops, functions.OLD_OPS[old])] == f"fxplug.ops.{functions.OLD_OPS[old]}"
+
+
+def test_an_artifact_with_old_names_of_functions_loads(tmp_path):
+    class Net(nn.Module):
+        def forward(self, x, flag=True):
+            y = x if x.requires_grad else x * 2
+            return y + 1 if flag else y
+
+    x = torch.randn(2, 3)
+    gm = fxplug.trace(Net(), x, {"flag": True})
+    fxplug.save(gm, tmp_path / "saved")
+    text = (tmp_path / "saved/graph.json").read_text()
+    old = text
+    for name, present_name in functions.OLD_OPS.items():
+        old = old.replace(f'"fxplug.ops.{present_name}"', f'"fxplug.ops.{name}"')
+    assert old != text
+    (tmp_path / "saved/graph.json").write_text(old)
+    restamp(tmp_path / "saved")
+    assert torch.equal(fxplug.load(tmp_path / "saved")(x, flag=True), gm(x, flag=True))
