@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from fxplug.core.errors import SpecError
-from fxplug.core.spec.pass_file import check_options, taken
+from fxplug.core.spec.pass_file import accepted_arguments, check_options
 
 
 class Made:
@@ -22,11 +22,11 @@ class Free:
 
 
 def test_what_is_taken():
-    found = taken(Made, given=1)
+    found = accepted_arguments(Made, given=1)
     assert found.names == ("alpha", "scale") and found.required == ("rank", "alpha") and not found.free
-    assert taken(functools.partial(Made, 1, 2, 3)).names == ("scale",)
-    assert taken(Free).free and taken(Free, leave=("host",)).required == ()
-    assert taken(type("C", (deque,), {})).names == taken(dict).names == ()  # these show no signature
+    assert accepted_arguments(functools.partial(Made, 1, 2, 3)).names == ("scale",)
+    assert accepted_arguments(Free).free and accepted_arguments(Free, leave=("host",)).required == ()
+    assert accepted_arguments(type("C", (deque,), {})).names == accepted_arguments(dict).names == ()  # these show no signature
 
 
 @pytest.mark.parametrize(

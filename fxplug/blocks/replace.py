@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..core.errors import SpecError
-from ..core.spec.pass_file import check_known, taken
+from ..core.spec.pass_file import accepted_arguments, check_known
 from .base import Block, torch_class
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Replace(Block):
         """Raises SpecError for a class that torch.nn has not, an option it does not take, and one it needs and has not got."""
         kind = torch_class(to)
         given = dict(options or {})
-        known = taken(kind, leave=("device", "dtype")).names
+        known = accepted_arguments(kind, leave=("device", "dtype")).names
         check_known(given, known, f"{to} takes no")
         for name in known:
             if name not in given and hasattr(site.module, name):

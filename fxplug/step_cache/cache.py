@@ -159,12 +159,12 @@ class StepCache(Stepped):
             if self._in_full(old, gauges, args, kwargs):
                 result, kept = self.rest(**carried)
                 return self._store(number, old, kept, gauges, shapes, result)
-            out = self.short(**carried, **self._taken(old, gauges))
+            out = self.short(**carried, **self._start_partial_step(old, gauges))
         elif self._in_full(old, gauges, args, kwargs):
             result, kept = self.full(*args, **kwargs)
             return self._store(number, old, kept, gauges, shapes, result)
         else:
-            out = self.shallow(*args, **kwargs, **self._taken(old, gauges))
+            out = self.shallow(*args, **kwargs, **self._start_partial_step(old, gauges))
         return out
 
     @eager
@@ -205,7 +205,7 @@ class StepCache(Stepped):
         return result
 
     @eager
-    def _taken(self, old: _RunCache | None, gauges: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    def _start_partial_step(self, old: _RunCache | None, gauges: tuple[Tensor, ...]) -> dict[str, Tensor]:
         assert old is not None
         self.counts["shallow"] += 1
         old.before = tuple(self._owned(dict(enumerate(gauges))).values())

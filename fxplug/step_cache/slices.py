@@ -268,11 +268,11 @@ class Slices:
                 continue
             cut = self.cuts.get(node)
             if cut is not None and takes:
-                values[node] = self._taken(graph, cut, inputs[cut.name], values)
+                values[node] = self._from_cache(graph, cut, inputs[cut.name], values)
                 continue
             copy_nodes([node], graph, values)
             if cut is not None and gives:
-                kept[cut.name] = self._cached_input(graph, cut, values)
+                kept[cut.name] = self._value_to_cache(graph, cut, values)
         result = fx.node.map_arg(self.output.args[0], values.__getitem__)
         insert(graph, "output", "output", ((result, kept) if gives else result,), meta=self.output.meta)
         graph.lint()
@@ -288,12 +288,12 @@ class Slices:
             found[cut.name].meta["effect"] = True
         return found
 
-    def _taken(self, graph: Graph, cut: _CachedValue, given: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def _from_cache(self, graph: Graph, cut: _CachedValue, given: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
         if cut.base is not None:
             return self._node(graph, "call_function", operator.add, (values[cut.base], given), cut.node, cut)
         return self._unchanged(graph, cut, given)
 
-    def _cached_input(self, graph: Graph, cut: _CachedValue, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def _value_to_cache(self, graph: Graph, cut: _CachedValue, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
         if cut.base is not None:
             return self._differ(graph, values[cut.node], values[cut.base], cut.node, cut)
         return self._unchanged(graph, cut, values[cut.node])

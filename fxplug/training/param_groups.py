@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..core.errors import SpecError, TrainError, did_you_mean
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.addresses import is_pattern, select
-from ..core.spec.pass_file import check_known, taken
+from ..core.spec.pass_file import accepted_arguments, check_known
 from ..core.spec.train_section import Train, Use
 from ..core.torch_internals.tensors import lerp_all
 from .tasks.task import Task, construct, imported
@@ -143,14 +143,14 @@ def make_optimizer(use: Use, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     known = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim) if _is_optimizer(getattr(torch.optim, name))}
     kind = _find(use, known, "optimizer")
     given = [{"params": g["params"], "name": g["name"], "lr": g["lr"], "weight_decay": g["weight_decay"]} for g in groups]
-    if "weight_decay" not in taken(kind).names:
+    if "weight_decay" not in accepted_arguments(kind).names:
         for group in given:
             if group.pop("weight_decay"):
                 raise SpecError(f"{kind.__name__} has no weight_decay", path=("train", "weight_decay"))
     made = construct(kind, use, ("train", "optimizer"), given)
     if not isinstance(made, torch.optim.Optimizer):
         raise SpecError(f"'{use.name}' made a {type(made).__name__}, no torch optimizer", path=("train", "optimizer"))
-    if "closure" in taken(made.step).required:
+    if "closure" in accepted_arguments(made.step).required:
         finding = f"{use.name} computes the loss several times a step, which a step here does not do: take another one"
         raise SpecError(finding, path=("train", "optimizer"))
     return made
@@ -188,7 +188,7 @@ def make_scheduler(use: Use | None, optimizer: torch.optim.Optimizer, steps: int
     package = torch.optim.lr_scheduler
     known = {name.lower(): getattr(package, name) for name in package.__all__ if name != "LRScheduler"}
     kind = _find(use, known, "scheduler", SHAPES)
-    wanted = taken(kind).names
+    wanted = accepted_arguments(kind).names
     own = {"T_max": length, "total_steps": length, "max_lr": [group["lr"] for group in optimizer.param_groups]}
     replaced_by = {"total_steps": {"epochs", "steps_per_epoch"}}
     filled = {

@@ -201,7 +201,7 @@ class SinglePluginBlock(BasePluginBlock, WrapablePlugin):
         self.target = hook_param
         if _inside(self, host):
             setattr(host, name, self)
-            if hook_param is None:
+            if hook_param is None:  # hooks of the trace alone, as `_hook` has them
                 host.register_forward_hook(self.layer_hook)
             else:
                 host.register_forward_pre_hook(self.pre_hook)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ...core.errors import SpecError, did_you_mean
+from ...core.spec.pass_file import accepted_arguments as options_of
 from ...core.spec.pass_file import check_known
-from ...core.spec.pass_file import taken as options_of
 from ...core.spec.yaml_source import Source, shown
 from .base_classes import (
     BasePluginBlock,

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...core.errors import FxplugError, SpecError, TraceError, did_you_mean, shown
 from ...core.spec.addresses import searched
-from ...core.spec.pass_file import check_options, import_target, taken
+from ...core.spec.pass_file import accepted_arguments, check_options, import_target
 from ..kept_state import MethodCall
 from .base_classes import MAKING, BasePluginBlock, Making, MultiPluginBlock, PatchPluginBlock, PluginBlock, SinglePluginBlock
 
@@ -67,7 +67,7 @@ def make(
     for key in options:
         if key in given and key != "hook_param":
             raise SpecError(f"'{key}' is given to a plugin by its place, and is no option")
-    known = taken(kind)
+    known = accepted_arguments(kind)
     host_given = {k: v for k, v in given.items() if k in known.names or known.free}
     if "lora_id" in known.names and "name" not in known.names:
         host_given.pop("name", None)

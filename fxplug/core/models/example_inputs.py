@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import SpecError
 from ..ir.traced_module import TracedModule
 from ..spec.model_section import Constant, InputSpec, Tensor
-from ..spec.pass_file import check_known, taken
+from ..spec.pass_file import accepted_arguments, check_known
 from ..spec.run_config import Config, resolved
 from .factory import torch_device
 
@@ -25,7 +25,7 @@ def example_inputs(
     Without `inputs` a timm model gets an image of the size it was made for; another model's parameters are named
     in the SpecError. `later` names inputs that passes will add: they are left out.
     """
-    found = taken(model.forward)
+    found = accepted_arguments(model.forward)
     given = {name: spec for name, spec in config.inputs.items() if name not in later or name in found.names}
     specs = given or _default_inputs(config, model)
     for name in () if found.free else specs:
@@ -73,7 +73,7 @@ def _default_inputs(config: Config, model: nn.Module) -> dict[str, Tensor]:
     shape[0] = options.get("in_chans", shape[0])
     size = options.get("img_size", shape[1:])
     shape[1:] = [size, size] if isinstance(size, int) else size
-    name = taken(model.forward).names[0]
+    name = accepted_arguments(model.forward).names[0]
     batch = 2 if config.mode == "train" else 1  # batch normalisation in training needs two
     return {name: Tensor(shape=(batch, *shape))}
 

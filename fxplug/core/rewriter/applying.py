@@ -18,7 +18,7 @@ from ..errors import ClashError, FxplugError, SpecError, shown
 from ..ir.containers import CodeInGraph, Container
 from ..ir.graph import Graph, copy_graph
 from ..ir.traced_module import TracedModule, class_names, shell
-from ..spec.pass_file import check_known, check_options, import_target, taken
+from ..spec.pass_file import accepted_arguments, check_known, check_options, import_target
 from ..spec.rules import Pass, Rule, is_target
 from .editor import Editor
 from .graft import BothModes, Traces
@@ -51,7 +51,8 @@ def make_block(
         pass
     try:
         _check_options(kind, rule.options)
-        shares = rule.carries and rule.name in owners and "beside" in taken(kind.at, 1).names  # type: ignore[attr-defined]
+        at: Any = getattr(kind, "at", None)
+        shares = rule.carries and rule.name in owners and "beside" in accepted_arguments(at, 1).names
         beside = {"beside": owners[rule.name]} if shares else {}
         block = _make(kind, site, weight, beside).train(tree.training)
     except FxplugError as error:
@@ -102,7 +103,7 @@ def block_class(rule: Rule) -> type[nn.Module]:
 def _check_options(kind: Any, options: Mapping[str, Any]) -> None:
     check_options(kind.at, options, kind.__name__, given=1, says="takes no option")
     if getattr(kind, "hands_on", False):  # to its constructor, whose other parameters the site gives
-        own, at = taken(kind), taken(kind.at, 1)
+        own, at = accepted_arguments(kind), accepted_arguments(kind.at, 1)
         known = dict.fromkeys([*(name for name in own.names if name not in own.required), *at.names])
         check_known(options, known, f"{kind.__name__} takes no option")
 

@@ -87,7 +87,7 @@ def _near(module: str, where: Where) -> str:
 
 
 @dataclass(frozen=True)
-class Taken:
+class AcceptedArguments:
     """What a callable takes by name: `required` has no default, and `free` says that it takes any other name as well."""
 
     names: tuple[str, ...]
@@ -95,7 +95,7 @@ class Taken:
     free: bool
 
 
-def taken(target: Callable[..., Any], given: int = 0, leave: Collection[str] = ()) -> Taken:
+def accepted_arguments(target: Callable[..., Any], given: int = 0, leave: Collection[str] = ()) -> AcceptedArguments:
     """What a callable takes; its first `given` parameters and those that `leave` names are none of a user's.
 
     A class that shows no signature, as one written in C, takes nothing.
@@ -107,7 +107,7 @@ def taken(target: Callable[..., Any], given: int = 0, leave: Collection[str] = (
     free = any(p.kind is p.VAR_KEYWORD for p in parameters)
     ours = [p for p in parameters[given:] if p.name not in leave and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     required = tuple(p.name for p in ours if p.default is p.empty)
-    return Taken(tuple(p.name for p in ours if p.kind is not p.POSITIONAL_ONLY), required, free)
+    return AcceptedArguments(tuple(p.name for p in ours if p.kind is not p.POSITIONAL_ONLY), required, free)
 
 
 def check_options(
@@ -121,8 +121,11 @@ def check_options(
     path: tuple[str, ...] = (),
     where: object = "",
 ) -> None:
-    """SpecError, about `name`, where a callable does not take the options, or needs more; `given` and `leave` as of `taken`."""
-    found = taken(target, given, leave)
+    """SpecError, about `name`, where a callable does not take the options, or needs more.
+
+    `given` and `leave` are those of `accepted_arguments`.
+    """
+    found = accepted_arguments(target, given, leave)
     if not found.free:
         check_known(options, found.names, f"{name} {says}", path=path, where=where)
     missing = [f"'{option}'" for option in found.required if option not in options]

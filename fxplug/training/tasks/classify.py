@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ...core.errors import SpecError, did_you_mean, shown
-from ...core.spec.pass_file import check_known, taken
+from ...core.spec.pass_file import accepted_arguments, check_known
 from ...core.spec.train_section import Use, read_use
 from ..random_draws import Draws, preserve_random_state
 from .model_call import ModuleCall, check_labels, image_of, inputs_of
@@ -175,7 +175,7 @@ def _augmentation(given: Any) -> dict[str, Any]:
         return {} if given == "auto" else {"no_aug": True}
     if not isinstance(given, Mapping):
         raise SpecError(f"must be auto, none, or options of timm's create_transform, not {shown(given)}", path=("augment",))
-    parameters = taken(timm.data.create_transform).names
+    parameters = accepted_arguments(timm.data.create_transform).names
     known = parameters[parameters.index("no_aug") : parameters.index("tf_preprocessing")]
     ours = [name for name in known if name not in PREPROCESS or name == "interpolation"]
     check_known(given, ours, "create_transform has no option", path=("augment",))

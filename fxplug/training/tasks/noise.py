@@ -13,7 +13,7 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 from torch import Tensor
 
 from ...core.errors import SpecError, did_you_mean, shown
-from ...core.spec.pass_file import check_known, taken
+from ...core.spec.pass_file import accepted_arguments, check_known
 from ...core.spec.train_section import Use
 from ...core.spec.yaml_source import no_such_file
 from ..random_draws import Draws
@@ -49,7 +49,7 @@ class Noise:
         scheduler.set_timesteps(steps, **options)
         # what the loop itself draws, image by image
         own = [torch.Generator().manual_seed(seed + n) for n in range(len(noise))]
-        drawn = {"generator": own} if "generator" in taken(scheduler.step).names else {}
+        drawn = {"generator": own} if "generator" in accepted_arguments(scheduler.step).names else {}
         x = noise * scheduler.init_noise_sigma if hasattr(scheduler, "init_noise_sigma") else noise
         for t in scheduler.timesteps:
             given = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
@@ -200,7 +200,7 @@ def open_noise(
     kind, config = _scheduler(use, base)
     flow = hasattr(kind, "scale_noise")
     name = kind.__name__
-    if not flow and not {"beta_schedule", "prediction_type"} <= {*taken(kind).names}:
+    if not flow and not {"beta_schedule", "prediction_type"} <= {*accepted_arguments(kind).names}:
         raise SpecError(
             f"{name} has no betas and no sigmas to train on; DDPMScheduler and its relatives have, and "
             "FlowMatchEulerDiscreteScheduler",
@@ -215,7 +215,7 @@ def open_noise(
         if "flow" in (prediction or given):
             text += "; flow matching needs FlowMatchEulerDiscreteScheduler"
         raise SpecError(text, path=("prediction",))
-    if latents and "clip_sample" in taken(kind).names:
+    if latents and "clip_sample" in accepted_arguments(kind).names:
         config.setdefault("clip_sample", False)  # clipping is for pixels in [-1, 1]
     if not flow:
         for key, value, wanted in (("weighting", weighting, "none"), ("time_scale", time_scale, 1.0)):
@@ -245,7 +245,7 @@ def _scheduler(use: Use, base: Path) -> tuple[type, dict[str, Any]]:
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
         known = [n for n in dir(diffusers) if n.endswith("Scheduler")]
         raise SpecError(f"diffusers has no scheduler '{name}'{did_you_mean(name, known)}", path=("scheduler",))
-    check_known(use.options, taken(kind).names, f"{name} has no option", path=("scheduler", use.name))
+    check_known(use.options, accepted_arguments(kind).names, f"{name} has no option", path=("scheduler", use.name))
     config = {**_shared(kind, config), **use.options}
     try:
         kind.from_config(config)  # type: ignore[attr-defined]
@@ -257,5 +257,5 @@ def _scheduler(use: Use, base: Path) -> tuple[type, dict[str, Any]]:
 
 def _shared(kind: type, config: Mapping[str, Any]) -> dict[str, Any]:
     """Those options that a scheduler has."""
-    known = taken(kind).names
+    known = accepted_arguments(kind).names
     return {key: value for key, value in config.items() if key in known}
