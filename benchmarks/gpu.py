@@ -25,11 +25,11 @@ from typing import Any
 
 import roofline
 import torch
-from fxplug.lowerings.linear.measurement import calls_of
 from roofline import FORMS, Device
 from timing import Call, difference, turns
 
 from fxplug.lowerings.linear.forms import Case
+from fxplug.lowerings.linear.measurement import calls_of
 
 TENTH = 0.1
 TURN = 2e-3  # seconds of one turn of a form on a GPU, at least

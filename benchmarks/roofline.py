@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 import models
 import torch
 import torch.nn.functional as F
-from fxplug.lowerings.linear.measurement import case_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -42,6 +41,7 @@ from torch.utils.flop_counter import flop_registry
 from fxplug.lowerings.linear import operators
 from fxplug.lowerings.linear.forms import Case
 from fxplug.lowerings.linear.layers import layers
+from fxplug.lowerings.linear.measurement import case_of
 
 PAGE = Path(__file__).parent.parent / "docs/measured.md"
 KERNEL, DISPATCH = 2e-6, 5e-6  # seconds of a kernel beside its work, and of the host to launch one in eager mode

@@ -255,7 +255,8 @@ class PlanWriter:
             if self.found.hangs_on_sizes(one):
                 path = self.block(RowScale, self.axis, near.place.dim, inner)
                 args = (self.whole_number(one), rows, self.size(given), *(() if wide is None else (wide,)))
-                table[self.node(one)] = self.marked(insert(self.graph, "call_module", path, args, before=twin), twin, "RowScale")
+                scaled = insert(self.graph, "call_module", path, args, before=twin)
+                table[self.node(one)] = self.marked(scaled, twin, "RowScale")
         rewire(twin, table)
         cut, name = (self.axis, near.out.dim, *both), f"{twin.name}_parallel"
         self.instead(twin, self.call(Cut, cut, twin, (given, gives), numbers=more, after=twin, name=name))
