@@ -249,7 +249,7 @@ def test_bytes_are_those_of_the_papers():
     from fxplug.parallel.costs.prediction import LINKS, predict, winners
 
     gm = fxplug.trace(Tokens().eval(), torch.randn(2, 64, 16)).eval().to("meta")
-    rows = predict(gm, [torch.empty(2, 64, 16, device="meta")], {}, [2, 4], LINKS["pcie"], pixels=128)
+    rows = predict(gm, torch.empty(2, 64, 16, device="meta"), {}, [2, 4], LINKS["pcie"], pixels=128)
     found = {row.method: row for row in rows}
     all_tokens, layers = 2 * 64 * 16 * 4, 3
     for n in (2, 4):

@@ -100,7 +100,7 @@ def test_each_shape_is_measured_once_and_kept(new, folder):
         assert timing.form == "stock" or timing.ratios[timing.form][0] < measurement.FASTER
     assert found.file.parent == folder and "15 rows, 8 -> 16, rank 2, float32: 1 layers" in str(found)
     assert {case: entry["form"] for case, entry in forms.measured(CPU).items()} == {t.case: t.form for t in found.timings}
-    measurement.tune(new, (torch.randn(1, 7, 8),), turns=1)
+    measurement.tune(new, torch.randn(1, 7, 8), turns=1)
     assert sorted({case.rows for case in forms.measured(CPU)}) == [7, 15]
 
 

@@ -78,7 +78,7 @@ class Tuned:
 
 def tune(
     gm: TracedModule,
-    args: Sequence[Any] = (),
+    args: Sequence[Any] | torch.Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     compiled: bool = False,
@@ -93,6 +93,7 @@ def tune(
     Raises SpecError for what is no traced module, or has no such layer.
     """
     check_traced(gm, "tune")
+    args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     rows = rows_of(gm, args, kwargs or {}) if args or kwargs else {}
     found: dict[Case, list[Any]] = {}
     device = torch.device("cpu")

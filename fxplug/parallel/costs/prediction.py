@@ -65,7 +65,7 @@ def link_of(text: str) -> tuple[float, float]:
 
 def predict(
     gm: TracedModule,
-    args: Sequence[Any],
+    args: Sequence[Any] | torch.Tensor,
     kwargs: Mapping[str, Any],
     devices: Sequence[int],
     link: tuple[float, float],
@@ -78,8 +78,9 @@ def predict(
     ulysses and ring send is counted, with half of the samples where guidance is split; what tensor and pipefusion send are the
     formulas of Megatron-LM (two sums of the tokens a layer) and PipeFusion. Raises SpecError where no tokens can be split.
     """
+    args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     plan = parallel_plan(gm, args, kwargs, ulysses=2, check=False)
-    step = _StepCost(gm, plan, (tuple(args), dict(kwargs)), link, speed * 1e12, pixels)
+    step = _StepCost(gm, plan, (args, dict(kwargs)), link, speed * 1e12, pixels)
     rows: list[Cost | None] = [step.cost(1, "one", 0, 0, step.work / step.speed)]
     for count in devices:
         for batch in (1, 2):
