@@ -345,7 +345,7 @@ def _expression(node: Any, depth: int) -> str:
             for a, text in zip(node.args, args, strict=True)
         ]
         return f"{args[0]} {OPERATORS[short]} {args[1]}"
-    if short == "asked":
+    if short == "autograd_query":
         return f"{args[0]}.{node.args[1]}"
     if node.op == "call_method":
         return f"{args[0]}.{short}({', '.join(args[1:])})"
