@@ -1,4 +1,4 @@
-"""Packages that bring names, verbs, checks, blocks and passes, found by the entry point group `fxplug.core.extensions`.
+"""Packages that bring names, verbs, checks, blocks and passes, found by the entry point group `fxplug.extensions`.
 
 An entry point names an `Extension`, a table of import paths. fxplug's own extensions and other people's are found alike, and
 what a table names is imported when it is used. An extension that is missing or fails when it is imported is named in the error
@@ -18,7 +18,7 @@ from typing import Any
 
 from .errors import ClashError, FxplugError, SpecError, brief_fields
 
-GROUP = "fxplug.core.extensions"
+GROUP = "fxplug.extensions"
 CONTRACT = 1  # raised when an `Extension` of before no longer works
 KINDS = ("names", "verbs", "checks", "accessors", "hooks", "passes")
 
