@@ -33,7 +33,7 @@ def measurements(tmp_path_factory):
 
     def brief(device, case, fewer, until):
         found = {"form": "fused", "ratios": {"stock": [1.0, 1.0], "fused": [0.5, 0.5]}, "milliseconds": {}}
-        return {case._replace(compiled=compiled): found for compiled in (0, 1)}
+        return {case._replace(compiled=compiled): found for compiled in (0, 1)}, True
 
     from fxplug.core.extensions import extensions
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,6 +73,7 @@ def clockwork(monkeypatch):
     monkeypatch.setattr(measurement, "calls_of", calls)
     monkeypatch.setattr(measurement, "_emitted", lambda device, case: ("products", case))
     monkeypatch.setattr(measurement, "_time", spent)
+    monkeypatch.setattr(measurement, "BUSY", math.inf)
 
     def told(**given):
         seconds.clear()
@@ -176,10 +179,41 @@ def test_what_was_measured_is_not_measured_again(new, clockwork, folder):
     assert json.loads(next(folder.iterdir()).read_text())["cases"]
 
 
-def test_a_form_that_is_faster_only_at_times_is_not_taken(new, clockwork):
-    spent = itertools.cycle([0.2, 0.2, 0.2, 2.0, 2.0])
-    clockwork(fused=lambda case: next(spent), blas=1.1)
-    assert first_form(new) == "stock"
+def test_a_form_that_is_faster_only_at_times_is_not_taken_and_is_measured_again(new, clockwork):
+    spent = itertools.cycle([0.2, 0.2, 2.0])
+    timed = clockwork(fused=lambda case: next(spent), blas=1.1)
+    with pytest.warns(UserWarning, match="not certain for every shape"):
+        assert first_form(new) == "stock"
+    assert not forms.measured(CPU)
+    timed.clear()
+    assert first_form(new) == "stock" and timed
+    timed = clockwork(fused=0.5)
+    assert first_form(new) == "fused" and timed
+    assert {entry["form"] for entry in forms.measured(CPU).values()} == {"fused"}
+
+
+def test_nothing_is_kept_of_a_time_in_which_others_had_the_processor(new, clockwork, monkeypatch):
+    clockwork(fused=0.5)
+    ticks = itertools.count(1)
+    slow = SimpleNamespace(perf_counter=lambda: 2.0 * next(ticks), thread_time=lambda: float(next(ticks)))
+    monkeypatch.setattr(measurement, "time", slow)
+    monkeypatch.setattr(measurement, "BUSY", 1.2)
+    with pytest.warns(UserWarning, match="not certain for every shape"):
+        assert first_form(new) == "fused"
+    assert not forms.measured(CPU)
+
+
+def test_a_shape_gets_as_many_turns_as_its_form_needs(new, clockwork, monkeypatch):
+    monkeypatch.setattr(measurement, "BUDGET", 1e9)
+    timed = clockwork(fused=0.5)
+    first_form(new)
+    few = len(timed)
+    forms.cache_file(CPU).unlink()
+    measurement.MEASURED.clear()
+    spent = itertools.cycle([0.94, 1.0, 1.06, 0.97, 1.1])
+    timed = clockwork(fused=lambda case: next(spent))
+    first_form(new)
+    assert len(timed) > few
 
 
 def test_forms_are_chosen_where_nothing_can_be_kept(new, clockwork, folder):
@@ -194,6 +228,8 @@ def test_forms_are_chosen_where_nothing_can_be_kept(new, clockwork, folder):
 def test_measuring_ends_and_leaves_the_process_as_it_was(new, monkeypatch):
     monkeypatch.setattr(measurement, "_brief", BRIEF)
     monkeypatch.setattr(measurement, "BUDGET", 0.05)
+    monkeypatch.setattr(measurement, "CERTAIN", math.inf)
+    monkeypatch.setattr(measurement, "BUSY", math.inf)
     before, torch_state = torch.get_rng_state(), (torch.is_grad_enabled(), torch.get_default_dtype())
     with torch.inference_mode():
         made = fxplug.lower(new)
@@ -250,6 +286,8 @@ def test_a_module_without_updates_has_nothing_to_tune():
 def test_any_shape_and_dtype_gets_a_form(case, monkeypatch):
     monkeypatch.setattr(measurement, "_brief", BRIEF)
     monkeypatch.setattr(measurement, "BUDGET", 0)
+    monkeypatch.setattr(measurement, "CERTAIN", math.inf)
+    monkeypatch.setattr(measurement, "BUSY", math.inf)
     form, text = measurement.chosen(measurement.settle({(CPU, case)})[CPU], case)
     assert set(re.sub(r" \([^()]*\)", "", text).split(", ")) == set(form.split(",")) <= set(forms.FORMS)
 
@@ -259,7 +297,7 @@ def test_many_and_large_shapes_are_measured_with_fewer_rows(monkeypatch, folder)
 
     def brief(device, case, fewer, until):
         asked.append((case, fewer))
-        return {each: {"form": "stock", "ratios": {}} for each in (case, case._replace(compiled=1))}
+        return {each: {"form": "stock", "ratios": {}} for each in (case, case._replace(compiled=1))}, True
 
     monkeypatch.setattr(measurement, "_brief", brief)
     measurement.settle({(CPU, Case("float32", 10**7, 64 * n, 4096, 16, 0)) for n in range(1, 41)})

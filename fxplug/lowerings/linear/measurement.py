@@ -24,10 +24,12 @@ from .layers import Layer, argument, check_traced, layers
 
 FASTER = 0.97  # a form is taken whose median is below this, and three quarters of whose turns are below 1
 LEAST = 2e-3  # seconds that one turn of a form takes at least
-TURNS, FEWEST = 9, 4  # of `settle`: at most, and at least
+TURNS, FEWEST = 24, 4  # of `settle`: at most, and at least
+CERTAIN = 1.05  # the most that a form may surely take over any other if it is to be kept
+BUSY = 1.2  # of the time that measuring took, over that in which this thread had the processor: nothing is kept
 BRIEF = 2e-4  # seconds that one turn takes at least there
 BUDGET = 2.0  # seconds of this process that all cases together may take before they get no more turns than the fewest
-HOPELESS = 1.3  # a form that takes so much longer than the fastest in the first turn gets no other
+HOPELESS = 1.3  # a form that takes so much longer than the fastest in the best of two turns gets no other
 PRODUCTS = 1.5e9  # multiplications of one call of all cases there: what has more is measured with fewer rows
 LARGEST = 1.5e8  # and of one case
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -254,10 +256,11 @@ def _emitted(device: torch.device, case: Case) -> Callable[[], Any]:
 def settle(seen: set[tuple[torch.device, Case]]) -> dict[torch.device, dict[Case, dict[str, Any]]]:
     """What is measured of these cases on each device, in all of `operators.MODES`; what is not there is measured now.
 
-    A few shapes take some BUDGET seconds together. What is found is kept as `tune` keeps its own, which goes before, and in
-    this process where the file cannot be written. Forms are timed as eager code calls them. What compiled code calls is the
-    same but for the stock form, of which only the products are counted, so that no other is taken for the sake of a sum that
-    costs nothing there; `tune(compiled=True)` compiles them.
+    A few shapes take some BUDGET seconds together, less where few turns are enough. What is certain is kept as `tune` keeps its
+    own, which goes before, and in this process where the file cannot be written; what is not is given, and measured again by
+    the next call. Forms are timed as eager code calls them. What compiled code calls is the same but for the stock form, of
+    which only the products are counted, so that no other is taken for the sake of a sum that costs nothing there;
+    `tune(compiled=True)` compiles them.
     """
     found: dict[torch.device, dict[Case, dict[str, Any]]] = {}
     for device in {device for device, _ in seen}:
@@ -268,16 +271,23 @@ def settle(seen: set[tuple[torch.device, Case]]) -> dict[torch.device, dict[Case
         missing = [case for case in missing if any(forms.choose(found[device], each) is None for each in _both(case))]
         if device.type not in ("cpu", "cuda") or not missing:
             continue
-        begun, new = clock(), dict[Case, dict[str, Any]]()
+        begun, sure, all_certain = clock(), dict[Case, dict[str, Any]](), True
         for index, case in enumerate(missing):
             rows = int(min(LARGEST, PRODUCTS / len(missing)) / (case.inner * case.outer))
             fewer = case._replace(rows=min(case.rows, max(rows, 32)))
-            new.update(_brief(device, case, fewer, begun + BUDGET * (index + 1) / len(missing)))
-        new = {case: entry for case, entry in new.items() if case not in found[device]}
-        found[device].update(new)
-        kept.update(new)
+            entries, certain = _brief(device, case, fewer, begun + BUDGET * (index + 1) / len(missing))
+            new = {each: entry for each, entry in entries.items() if each not in found[device]}
+            found[device].update(new)
+            sure.update(new if certain else {})
+            all_certain = all_certain and certain
+        kept.update(sure)
+        if not all_certain:
+            forms.say(
+                "which form of a layer is fastest was not certain for every shape, as the machine was busy: these were chosen "
+                "for this module alone, and the next fuse measures them again; 'fxplug tune' on a quiet machine settles them"
+            )
         try:
-            forms.write(device, new)
+            forms.write(device, sure)
         except SpecError as error:
             forms.say(f"what was measured is kept in this process alone: {error}")
     return found
@@ -298,25 +308,44 @@ MEASURED: dict[Path, dict[Case, dict[str, Any]]] = {}  # by this process: the fi
 
 
 @torch.inference_mode(False)
-def _brief(device: torch.device, case: Case, fewer: Case, until: float) -> dict[Case, dict[str, Any]]:
-    """The entries of a case in eager and compiled code, measured in few turns, with the rows of `fewer`."""
+def _brief(device: torch.device, case: Case, fewer: Case, until: float) -> tuple[dict[Case, dict[str, Any]], bool]:
+    """The entries of a case in eager and compiled code, measured with the rows of `fewer`, and whether they are certain.
+
+    It ends when they are, or at `until`, or after so many turns.
+    """
+    begun, had = time.perf_counter(), time.thread_time()
     with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(bool(case.grad)):
         calls = {**calls_of(device, fewer), "products": _emitted(device, fewer)}
-        first = {form: seconds[0] for form, seconds in _time_alternating(device, calls, 1, 0).items()}
+        first = {form: min(seconds) for form, seconds in _time_alternating(device, calls, 2, 0).items()}
         hopeless = {form for form in first if first[form] > HOPELESS * min(first.values())} - {"stock", "products"}
         calls = {form: call for form, call in calls.items() if form not in hopeless}
         times: dict[str, list[float]] = {form: [] for form in calls}
+        certain, new = False, dict[Case, dict[str, Any]]()
         for turn in range(0, TURNS, 2):
-            if turn < FEWEST or clock() < until:
+            if turn < FEWEST or not (certain or clock() > until):
                 for form, seconds in _time_alternating(device, calls, 2, BRIEF).items():
                     times[form] += seconds
-    new = {}
-    for mode, over in zip(_both(case), ("stock", "products"), strict=True):
-        spent = {"stock": times[over], **{form: times[form] for form in times if form not in ("stock", "products")}}
-        ratios = _ratios(spent, "stock")
-        milliseconds = {form: 1000 * statistics.median(each) for form, each in spent.items()}
-        new[mode] = {"form": _best(ratios), "ratios": ratios, "milliseconds": milliseconds}
-    return new
+                found = [_entry(times, over) for over in ("stock", "products")]
+                new = {mode: entry for mode, (entry, _) in zip(_both(case), found, strict=True)}
+                certain = all(each for _, each in found)
+    spent, had = time.perf_counter() - begun, time.thread_time() - had
+    return new, certain and (device.type != "cpu" or spent < BUSY * had)
+
+
+def _entry(times: Mapping[str, Sequence[float]], over: str) -> tuple[dict[str, Any], bool]:
+    """The entry of a case by the seconds of each turn, `over` in the place of the stock form; whether its form is certain."""
+    spent = {"stock": times[over], **{form: times[form] for form in times if form not in ("stock", "products")}}
+    ratios = _ratios(spent, "stock")
+    milliseconds = {form: 1000 * statistics.median(each) for form, each in spent.items()}
+    form = _best(ratios)
+    bounds = [_bound_of_median([a / b for a, b in zip(spent[form], each, strict=True)]) for each in spent.values()]
+    return {"form": form, "ratios": ratios, "milliseconds": milliseconds}, max(bounds) < CERTAIN
+
+
+def _bound_of_median(ratios: Sequence[float]) -> float:
+    """What the median of more such turns is below in five cases of six: the value half a root of their number above it."""
+    count = len(ratios)
+    return sorted(ratios)[min(count - 1, round(count / 2 + math.sqrt(count) / 2))]
 
 
 def chosen(found: Mapping[Case, dict[str, Any]], case: Case) -> tuple[str, str]:
