@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .lowerings.merging.fold import merge, unmerge
     from .lowerings.pipeline import lower
     from .lowerings.pruning import prune
+    from .parallel.costs.prediction import fastest_plan
     from .parallel.local_weights import localize, whole_state
     from .parallel.pipelines.entry import in_steps, pipefusion, stale_sequence
     from .parallel.pipelines.pipeline import PipeFusion
@@ -115,6 +116,7 @@ __all__ = [
     "diff",
     "export",
     "extract",
+    "fastest_plan",
     "find",
     "fuse",
     "in_steps",

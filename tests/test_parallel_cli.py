@@ -27,6 +27,7 @@ from fxplug.core.spec.rules import STEP_KEYS, WAYS, PlanOptions
 from fxplug.parallel import processes as cli_processes
 from fxplug.parallel.comparison import check_pretended, degrees_of, pretending
 from fxplug.parallel.runtime.attention import Attention
+from fxplug.parallel.runtime.pretended import placed
 from fxplug.parallel.stage import alone
 
 CLOSE = 1e-5
@@ -268,6 +269,39 @@ def test_bytes_are_those_of_the_papers():
     assert found["ulysses 2 x ring 2"].bytes == plan.bytes()
 
 
+def test_the_fastest_plan_is_the_one_that_is_predicted_to_be(monkeypatch):
+    from fxplug.parallel.costs import prediction
+
+    base = small.vit()
+    figures, speed = prediction.link_of("100gbe"), 0.001
+    rows = prediction.predict(base.gm, base.args, base.kwargs, [2], figures, speed)
+    wanted = sorted((row for row in rows if row.ways), key=lambda row: row.seconds)
+    plan = fxplug.fastest_plan(base.gm, base.args, base.kwargs, devices=2, link="100gbe", speed=speed)
+    assert {axis: n for axis, n in plan.ways.items() if n > 1} == {axis: n for axis, n in wanted[0].ways.items() if n > 1}
+    text = str(plan)
+    assert "at 10 GB/s and 30 us a call, 0.001 TFLOP/s a device" in text and all(row.method in text for row in rows)
+    new = fxplug.parallelize(base.gm, plan)
+    with pretending(placed(plan.ways, 0)):
+        new(*base.args, **base.kwargs)
+
+    def refuse(gm, args, kwargs, **given):
+        if given == {**wanted[0].ways, "check": True}:
+            raise fxplug.SpecError("not here")
+        return fxplug.parallel_plan(gm, args, kwargs, **given)
+
+    monkeypatch.setattr(prediction, "parallel_plan", refuse)
+    plan = fxplug.fastest_plan(base.gm, base.args, base.kwargs, devices=2, link="100gbe", speed=speed)
+    assert {axis: n for axis, n in plan.ways.items() if n > 1} == {axis: n for axis, n in wanted[1].ways.items() if n > 1}
+    assert f"{wanted[0].method}: not here" in str(plan)
+
+
+def test_the_fastest_ways_are_taken_and_printed():
+    Path("c.yaml").write_text(TOKENS)
+    text = run("parallel", "c.yaml", "--ways", "auto", "--devices", "2", "--link", "pcie", "--plan-only")
+    chosen, _, plan = text.partition("batch 2\nbatch_parallel")
+    assert chosen.startswith("chosen among, at 20 GB/s") and "ulysses 2" in chosen and plan
+
+
 @pytest.mark.slow
 def test_a_prediction_is_printed_and_drawn():
     from xml.etree import ElementTree
@@ -290,6 +324,9 @@ def test_a_prediction_is_printed_and_drawn():
         (["--predict", "128", "--devices", "1"], "--devices '1': must be whole numbers, 2 or more"),
         (["--predict", "128", "--link", "nvlnk"], "--link 'nvlnk': no such link .did you mean 'nvlink'.*or GB/s"),
         (["--predict", "128", "--link", "measured"], "measures between processes: start with torchrun"),
+        (["--ways", "auto"], "--ways auto is for one number of processes, not 2,4,8: give --devices 2"),
+        (["--ways", "auto", "--devices", "67"], "no way to split this model over 67 processes: .*tensor"),
+        (["--ways", "auto", "--devices", "2", "--link", "measured"], "measures between processes: start with torchrun"),
     ],
 )
 def test_wrong_predictions(args, text):

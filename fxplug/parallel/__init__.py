@@ -13,6 +13,7 @@ EXTENSION = Extension(
     name="parallel",
     extra="parallel",
     names={
+        "fastest_plan": "fxplug.parallel.costs.prediction:fastest_plan",
         "localize": "fxplug.parallel.local_weights:localize",
         "whole_state": "fxplug.parallel.local_weights:whole_state",
         "in_steps": "fxplug.parallel.pipelines.entry:in_steps",

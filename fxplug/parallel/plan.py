@@ -50,6 +50,7 @@ class Plan:
     example: tuple[Any, Any] = field(repr=False)
     costs: dict[int, list[tuple[str, int, int]]] = field(default_factory=dict, repr=False)
     away: float | None = None  # how far an output was from one process's, once that was looked at
+    alternatives: list[str] = field(default_factory=list, repr=False)  # what other ways would cost, where it was chosen
 
     __repr__ = brief_fields
 
@@ -103,7 +104,7 @@ class Plan:
         lines.append(checked)
         if self.written.twin_error and self.stages:
             lines.append(f"no graph for {'evaluation' if self.mode else 'training'}: {self.written.twin_error}")
-        return "\n".join([*lines, *list_costs(self.collectives())])
+        return "\n".join([*lines, *list_costs(self.collectives()), *self.alternatives])
 
 
 def parallel_plan(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
 def parallel(
     subject: Subject,
     ways: Annotated[
-        str, typer.Option("--ways", metavar="AXIS=N,...", help=f"Processes along each axis: {', '.join(AXES)}.")
+        str,
+        typer.Option(
+            "--ways",
+            metavar="AXIS=N,...",
+            help=f"Processes along each axis: {', '.join(AXES)}; auto takes what is predicted to be the fastest.",
+        ),
     ] = "",
     plan_only: Annotated[
         bool, typer.Option("--plan-only", help="Find and print the plan, on the meta device where that can be.")
@@ -38,11 +44,13 @@ def parallel(
     predict: Annotated[
         str, typer.Option("--predict", metavar="PIXELS,...", help="What each way will cost at these resolutions.")
     ] = "",
-    devices: Annotated[str, typer.Option("--devices", metavar="N,...", help="With --predict: how many devices.")] = "2,4,8",
+    devices: Annotated[
+        str, typer.Option("--devices", metavar="N,...", help="With --predict: how many devices; with --ways auto one number.")
+    ] = "2,4,8",
     link: Annotated[
-        str, typer.Option("--link", help="With --predict: nvlink, pcie, 100gbe, GB/s, or measured (under torchrun).")
+        str, typer.Option("--link", help="With these: nvlink, pcie, 100gbe, GB/s, or measured (under torchrun).")
     ] = "nvlink",
-    speed: Annotated[float, typer.Option("--speed", help="With --predict: teraFLOP a second of a device.")] = 300.0,
+    speed: Annotated[float, typer.Option("--speed", help="With these: teraFLOP a second of a device.")] = 300.0,
     at: Annotated[int, typer.Option("--at", help="With --predict: the resolution that the example inputs are for.")] = 0,
     set: Set = None,
     allow: Allow = None,
@@ -51,13 +59,15 @@ def parallel(
     """Split a model over processes: print the plan, check it, save the model. Runs under torchrun too."""
     if plan_only and (check or out):
         raise typer.BadParameter("--plan-only has no values: leave out --check and --out")
-    given = parse_degrees(ways)
+    given = {} if ways.strip() == "auto" else parse_degrees(ways)
     if predict:
         if ways or check or plan_only:
             raise typer.BadParameter("--predict compares all ways: leave out --ways, --check and --plan-only")
         sizes = _numbers(predict, "--predict"), _numbers(devices, "--devices", 2)
         _predicted(subject, *sizes, link, speed, at, out, set)
         return
+    if ways.strip() == "auto":
+        given = _fastest(subject, devices, link, speed, set, allow)
     if "patches" in given and "stages" not in given:
         raise SpecError("--ways patches=... says how stages are run: give stages=2,patches=4")
     module, plan, call, config = _planned(subject, given, plan_only, set, allow)
@@ -88,7 +98,7 @@ def _predicted(
 ) -> None:
     from ..core.flow import rewrite
     from .costs.plot import svg
-    from .costs.prediction import link_of, predict, table
+    from .costs.prediction import format_figures, link_of, predict, table
 
     if Path(subject).is_dir():
         raise SpecError(f"'{subject}' is a saved rewrite: --predict takes its configuration, {subject}/config.yaml")
@@ -107,11 +117,33 @@ def _predicted(
         with progress(f"predict {side}"):
             rows += predict(result.module, *result.inputs, devices, found, speed, side)
     kinds = {str(p.dtype).removeprefix("torch.") for p in result.module.parameters()}
-    print(f"{', '.join(sorted(kinds))}, {found[0] / 1e9:g} GB/s and {found[1] * 1e6:.3g} us a call, {speed:g} TFLOP/s a device")
+    print(f"{', '.join(sorted(kinds))}, {format_figures(found, speed)}")
     print(table(rows))
     if out is not None:
         out.write_text(svg(rows), "utf-8")
         print(f"saved in {out}")
+
+
+def _fastest(subject: str, devices: str, link: str, speed: float, set: Any, allow: Any) -> dict[str, int]:
+    """The ways that are predicted to be the fastest for so many processes, those of torchrun if it started this one."""
+    from ..core.flow import rewrite, saved_inputs
+    from .costs.prediction import fastest_plan
+
+    counts = [int(os.environ["WORLD_SIZE"])] if "TORCHELASTIC_RUN_ID" in os.environ else _numbers(devices, "--devices", 2)
+    if len(counts) != 1:
+        raise SpecError(f"--ways auto is for one number of processes, not {devices}: give --devices {counts[0]}")
+    if Path(subject).is_dir():
+        module = load_saved(subject, set, allow)
+        call = saved_inputs(subject, module)
+    else:
+        config = read_config(subject, set)
+        config = config.model_copy(update={"passes": [p for p in config.passes if not p.parallel]})
+        result = rewrite(config, dry_run=True, verify=False, progress=progress)
+        module, call = result.module, result.inputs
+    with progress("choose"):
+        plan = fastest_plan(module, *call, devices=counts[0], link=link, speed=speed, check=False)
+    print("\n".join(plan.alternatives))
+    return {axis: number for axis, number in plan.ways.items() if number > 1}
 
 
 def _side(inputs: Mapping[str, Any]) -> int:

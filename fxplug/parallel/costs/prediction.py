@@ -1,23 +1,25 @@
 """What ways of splitting a model will cost, before anything runs: bytes, calls and time by resolution and number of devices.
 
-Bytes and calls are those of the written graph, run on the meta device with nothing travelling. Time is a formula: work over
+Bytes and calls are those of the written graph, run without values and with nothing travelling. Time is a formula: work over
 the device's speed, bytes over the link's, a moment for each call; keys and values that go around a ring travel while the
 attention to what came before is computed (Liu et al. 2023, arXiv 2310.01889), everything else is waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ...core.errors import FxplugError, SpecError, brief_fields, did_you_mean
+from ...core.errors import FxplugError, SpecError, brief_fields, did_you_mean, shown
 from ...core.ir.containers import leaves, map_leaves
 from ...core.ir.traced_module import TracedModule
+from ...core.rewriter.probe import empty, swapped
 from ...core.torch_internals import tensors as kernels
 from ..comparison import Runner, pretending
 from ..plan import Plan, parallel_plan
@@ -35,7 +37,10 @@ SPEED = 300.0  # teraFLOP a second
 
 @dataclass(frozen=True)
 class Cost:
-    """One way of splitting one step: what a process sends and computes, and seconds; `ways` empty for one device."""
+    """One way of splitting one step: what a process sends and computes, and seconds.
+
+    `ways` are the arguments that `parallel_plan` takes for it: none for one device, and for what no plan is.
+    """
 
     pixels: int
     devices: int
@@ -45,6 +50,7 @@ class Cost:
     seconds: float
     speedup: float
     compute: float  # the share of the time in which it computes
+    ways: Mapping[str, int]
 
     __repr__ = brief_fields
 
@@ -74,20 +80,71 @@ def predict(
 ) -> list[Cost]:
     """The cost of a call on inputs of one resolution, for each number of devices and each way of splitting that is possible.
 
-    `speed` is in teraFLOP a second, `pixels` is what the rows are called. Weights and inputs belong on the meta device. What
+    `speed` is in teraFLOP a second, `pixels` is what the rows are called. What
     ulysses and ring send is counted, with half of the samples where guidance is split; what tensor and pipefusion send are the
     formulas of Megatron-LM (two sums of the tokens a layer) and PipeFusion. Raises SpecError where no tokens can be split.
     """
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     plan = parallel_plan(gm, args, kwargs, ulysses=2, check=False)
     step = _StepCost(gm, plan, (args, dict(kwargs)), link, speed * 1e12, pixels)
-    rows: list[Cost | None] = [step.cost(1, "one", 0, 0, step.work / step.speed)]
+    rows: list[Cost | None] = [step.cost(1, "one", 0, 0, step.work / step.speed, {})]
     for count in devices:
         for batch in (1, 2):
             for inner in (n for n in range(1, count + 1) if count % (batch * n) == 0):
                 rows.append(step.split({"batch": batch, "ulysses": inner, "ring": count // batch // inner}))
         rows += [step.tensor(count), step.pipeline(count)]
     return [row for row in rows if row is not None]
+
+
+def fastest_plan(
+    gm: TracedModule,
+    args: Sequence[Any] | torch.Tensor = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    devices: int,
+    link: str = "nvlink",
+    speed: float = SPEED,
+    check: bool = True,
+) -> Plan:
+    """The plan for so many processes that `predict` expects to be the fastest; its text lists what the others would cost.
+
+    `link` is `nvlink`, `pcie`, `100gbe`, GB/s as text, or `measured` between the processes that torchrun has started, which
+    takes `speed` from them too; `speed` is in teraFLOP a second. A way that turns out to be none for this model makes room for
+    the next. Chosen among are batch, ulysses, ring, their mixes, and tensor; PipeFusion, which is no plan, is listed alone.
+    Raises SpecError where no tokens can be split, or in no way over so many.
+    """
+    if type(devices) is not int or devices < 2:
+        raise SpecError(f"devices is a number of processes, 2 or more, not {shown(devices)}")
+    if link == "measured":
+        from ..processes import measured
+
+        figures, speed = measured()
+    else:
+        figures = link_of(link)
+    args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    rows = predict(gm, args, kwargs or {}, [devices], figures, speed)
+    why = []
+    for row in sorted((row for row in rows if row.ways), key=lambda row: row.seconds):
+        try:
+            plan = parallel_plan(gm, args, kwargs, **dict(row.ways), check=check)  # type: ignore[arg-type]
+        except SpecError as error:
+            why.append(f"{row.method}: {error}")
+            continue
+        plan.alternatives = [f"chosen among, at {format_figures(figures, speed)}:", *table(rows).splitlines(), *why]
+        return plan
+    raise SpecError(f"no way to split this model over {devices} processes: {'; '.join(why) or 'it has fewer tokens'}")
+
+
+def format_figures(link: tuple[float, float], speed: float) -> str:
+    """What a prediction goes by."""
+    return f"{link[0] / 1e9:g} GB/s and {link[1] * 1e6:.3g} us a call, {speed:g} TFLOP/s a device"
+
+
+@contextlib.contextmanager
+def _without_values(module: TracedModule, call: Any) -> Iterator[Any]:
+    """A module's weights and a call without values, each on its device, for a time; gives the call."""
+    with torch.no_grad(), kernels.FakeTensorMode(allow_non_fake_inputs=True), swapped(module, empty):
+        yield map_leaves(call, lambda t, _: empty(t))
 
 
 class _StepCost:
@@ -97,8 +154,8 @@ class _StepCost:
         self.plan, self.call, self.link, self.speed, self.pixels = plan, call, link, speed, pixels
         self.layers = self.width = 0
         counter = kernels.flop_counter()
-        with torch.no_grad(), counter:
-            out = Runner(gm, gm.graph, self.each).run(*bound(gm, *call))
+        with _without_values(gm, call) as inputs, counter:
+            out = Runner(gm, gm.graph, self.each).run(*bound(gm, *inputs))
         self.work = counter.get_total_flops()
         self.result = sum(t.numel() * t.element_size() for t in _tensors(out))
         self.samples = {t.shape[0] for t in _tensors(call) if t.dim() > 1}
@@ -110,11 +167,13 @@ class _StepCost:
             self.width = max(self.width, value.numel() * value.element_size())
         return value
 
-    def cost(self, count: int, method: str, calls: int, size: int, seconds: float, work: float | None = None) -> Cost:
+    def cost(
+        self, count: int, method: str, calls: int, size: int, seconds: float, ways: Mapping[str, int], work: float | None = None
+    ) -> Cost:
         """The cost of a way in which a process sends so many bytes and computes `work`, or without it an even part of all."""
         compute = (self.work / count if work is None else work) / self.speed
         speedup = self.work / self.speed / seconds
-        return Cost(self.pixels, count, method, calls, size, seconds, speedup, compute / seconds)
+        return Cost(self.pixels, count, method, calls, size, seconds, speedup, compute / seconds, ways)
 
     def split(self, ways: dict[str, int]) -> Cost | None:
         """Samples and tokens split in these ways; None where there are fewer of them than processes."""
@@ -137,8 +196,8 @@ class _StepCost:
 
         if ways["ulysses"] * ways["ring"] > 1:
             try:
-                with torch.no_grad(), pretending(placed(all_degrees({**ways, "batch": 1}), 0)):
-                    Runner(written, written.graphs[self.plan.mode], each).run(*bound(written, *call))
+                with _without_values(written, call) as inputs, pretending(placed(all_degrees({**ways, "batch": 1}), 0)):
+                    Runner(written, written.graphs[self.plan.mode], each).run(*bound(written, *inputs))
             except FxplugError:
                 return None
         if batch > 1:
@@ -154,14 +213,14 @@ class _StepCost:
         compute = work / self.speed
         total = compute + waited + max(0.0, around - compute * _attention(self.plan))  # a ring's turns hide behind attention
         calls, size = sum(len(n) for _, n in sent), sum(sum(n) for _, n in sent)
-        return self.cost(math.prod(ways.values()), format_degrees(ways), calls, size, total, work)
+        return self.cost(math.prod(ways.values()), format_degrees(ways), calls, size, total, ways, work)
 
     def tensor(self, count: int) -> Cost:
         """Tensor parallelism by its formula (Shoeybi et al. 2019, arXiv 1909.08053): two sums of all tokens a layer."""
         calls = 2 * self.layers
         size = calls * 2 * (count - 1) * self.width // count
         total = self.work / count / self.speed + size / self.link[0] + calls * self.link[1]
-        return self.cost(count, f"tensor {count} (formula)", calls, size, total)
+        return self.cost(count, f"tensor {count} (formula)", calls, size, total, {"tensor": count})
 
     def pipeline(self, count: int) -> Cost:
         """PipeFusion by its formula (Fang et al. 2024, arXiv 2405.14430): what goes from layer to layer, sent on once a step.
@@ -169,7 +228,7 @@ class _StepCost:
         It travels while another patch is computed, and no stage is idle after the first steps.
         """
         total = max(self.work / count / self.speed, self.width / self.link[0] + count * self.link[1])
-        return self.cost(count, f"pipefusion {count} (formula)", count, self.width, total)
+        return self.cost(count, f"pipefusion {count} (formula)", count, self.width, total, {})
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -191,7 +250,7 @@ def table(rows: Sequence[Cost]) -> str:
     for row in rows:
         mark = "*" if row in best and row.devices > 1 else " "
         lines.append(
-            f"{row.pixels:>7} {row.devices:>7} {mark} {row.method:<28} {row.calls:>6} {row.bytes / 1e6:>10,.1f} "
+            f"{row.pixels or '':>7} {row.devices:>7} {mark} {row.method:<28} {row.calls:>6} {row.bytes / 1e6:>10,.1f} "
             f"{row.seconds * 1e3:>9,.1f} {row.speedup:>8.2f} {row.compute:>9.0%}"
         )
     return "\n".join(lines)
