@@ -209,6 +209,7 @@ def installed(tmp_path_factory):
     for name, text in re.findall(r'```\w+ title="(\S+)"\n(.*?)```', page, re.DOTALL):
         (source / name).write_text(text)
     assert sorted(path.name for path in source.iterdir()) == ["halve.py", "halve.yaml", "setup.cfg"]
+    assert "\nfxplug.extensions =\n" in (source / "setup.cfg").read_text()  # a name that other people's packages go by
     (source / "setup.py").write_text("import setuptools; setuptools.setup()")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*command, "--target", str(target), str(source)], check=True, capture_output=True)
