@@ -117,6 +117,7 @@ MISTAKES = {
         "p: 'blocks.*.mlp' matched 0 places, expected >=1\n"
         "  the class is what fails: 2 places meet the path, for example\n"
         "    blocks.0.mlp (Sequential)\n    blocks.1.mlp (Sequential)\n"
+        "  inside of these there are some: 'blocks.*.mlp.**' matches 4 places\n"
         "  of the wanted class there are: blocks.0.attn.qkv, blocks.0.attn.proj, blocks.0.mlp.0, blocks.0.mlp.2, "
         "blocks.1.attn.qkv, blocks.1.attn.proj, blocks.1.mlp.0, blocks.1.mlp.2, head",
     ),

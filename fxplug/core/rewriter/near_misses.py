@@ -60,13 +60,23 @@ def misses(regions: Regions, match: Match) -> list[str]:
     if match.module and not set(by_path) & set(by_class):
         rows = [f"    {k} ({regions.classes(regions.by_key[k].path)[0]})" for k in by_path[:SHOWN]]
         what = f"  the class is what fails: {len(by_path)} place{'s' * (len(by_path) != 1)} meet the path, for example"
-        return [what, *rows, f"  of the wanted class there are: {listed(by_class)}"]
+        return [what, *rows, *_below(regions, match), f"  of the wanted class there are: {listed(by_class)}"]
     everywhere = [n for r in regions.by_key.values() for n in operations(r, match)]
     if everywhere:
         return [f"  the path is what fails: the operation is found at {listed([n.name for n in everywhere])}"]
     known = sorted({functions.short_name(n.target) for r in regions.by_key.values() for n in r.nodes})
     names = [op if isinstance(op, str) else functions.short_name(op) for op in match.op or ()]
     return [f"  no operation {', '.join(names)} here{did_you_mean(names[0], known)}; there are {', '.join(known)}"]
+
+
+def _below(regions: Regions, match: Match) -> list[str]:
+    """The pattern for what is inside of the places that meet a path, where that has the wanted class."""
+    for pattern in match.patterns:
+        if not pattern.startswith("re:") and ":" not in pattern and not pattern.endswith("**"):
+            deeper = f"{pattern}*" if pattern.split(".")[-1] == "*" else f"{pattern}.**"
+            if count := len(hits(regions, replace(match, path=deeper))):
+                return [f"  inside of these there are some: '{deeper}' matches {_places(count)}"]
+    return []
 
 
 def _near_paths(regions: Regions, match: Match, pattern: str, by_class: list[str]) -> list[str]:
