@@ -1,4 +1,4 @@
-"""What was trained and what is served are the same numbers: a module as it is saved and loaded gives the bits of the trained one."""
+"""What was trained and what is served are the same numbers: a saved and loaded module gives the bits of the trained one."""
 
 from __future__ import annotations
 
