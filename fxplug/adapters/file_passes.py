@@ -44,7 +44,7 @@ def pass_for(
     samples: str | None = None,
     limits: Limits = DEFAULT,
 ) -> Pass:
-    """The pass that holds the adapters of a file, or of several: their layers, each in its form and of its rank.
+    """Make the pass that an adapter file, or several, need: their layers, each in its form and of its rank.
 
     A file is what `adapters.load` takes; of a file on the disk no weights are read, and `gm` may be on the meta device. LoRA
     becomes `lora`, DoRA, LoHa and LoKr keep their factors, what is none of these becomes `delta`. `slots` is how many

@@ -161,7 +161,7 @@ def inspect_adapter(
     guess: bool = False,
     limits: Limits = DEFAULT,
 ) -> Inspection:
-    """What an adapter file is, and with a `model` (any module, on the meta device too) what of it fits, and the pass for it.
+    """Say what an adapter file is, and with a `model` (any module, on meta too) what of it fits, and the pass for it.
 
     The source and the other arguments are those of `adapters.load`. The weights of a file are not read, so that a large one
     takes as long as a small one, and numbers that are not finite are not seen.

@@ -111,22 +111,22 @@ class Adapters:
     # --- what a package of another kind does in its own way
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter or buffer by its name in the state dict; it is written in place."""
+        """Give a parameter or buffer by its name in the state dict; it is written in place."""
         found = self.there(name)
         if found is None:
             raise KeyError(name)
         return found
 
     def there(self, name: str) -> Tensor | None:
-        """The same; None where there is none of that name."""
+        """Give the same; None where there is none of that name."""
         return tensor_of(self.module, self.where.get(name, name))
 
     def shapes(self) -> dict[str, Sequence[int]]:
-        """The weights of the whole model, by layer."""
+        """List the weights of the whole model, by layer."""
         return weights_of(self.module)
 
     def passes_of(self, lock: StateLock) -> list[str]:
-        """The passes whose tables have this lock."""
+        """List the passes whose tables have this lock."""
         homes = {p: self.where.get(f"{p}.gates.table.weights", f"{p}.gates.table.weights") for p in self.banks}
         return [p for p, name in homes.items() if lock in locks_of(self.module.get_submodule(name.rpartition(".")[0]))]
 
@@ -134,7 +134,7 @@ class Adapters:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """While this is entered nobody changes the adapters: several calls, such as the steps of one picture, see one choice.
+        """Keep everybody from changing the adapters: several calls within, such as the steps of one picture, see one choice.
 
         Changes of other threads wait, calls go on; a change of this thread raises SpecError.
         """
@@ -143,7 +143,7 @@ class Adapters:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """While this is entered no other thread calls the module or changes its adapters: for several changes at once.
+        """Keep other threads from calling the module or changing its adapters: for several changes at once.
 
         The other tensors of the slots may be written too, as an optimizer does; what is merged is made anew at the end. Raises
         SpecError within a call of this thread.
@@ -245,11 +245,11 @@ class Adapters:
         return table
 
     def names_of(self, p: str) -> list[str]:
-        """The adapters in the slots of one pass, each an empty text where a slot is free."""
+        """List the adapters in the slots of one pass, each an empty text where a slot is free."""
         return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in self._table(p, "names").tolist()]
 
     def check_known(self, name: Any) -> str:
-        """The name, if an adapter of that name is loaded. Raises SpecError."""
+        """Give the name, if an adapter of that name is loaded. Raises SpecError."""
         known = self.names
         if name not in known:
             listed = f"; there are {', '.join(known)}" if known else "; none is loaded yet"
@@ -387,7 +387,7 @@ class Adapters:
         return write(content(held, as_, self.about(), there=self.there, **options), path, as_)
 
     def about(self) -> About:
-        """What is known of the model."""
+        """Say what is known of the model."""
         return about_of(self.module)
 
     # --- use
@@ -412,7 +412,7 @@ class Adapters:
 
     @contextmanager
     def using(self, what: str | Weights | Sequence[Any] | Tensor | None) -> Iterator[None]:
-        """Calls within this block take other adapters than `use` says: `with module.adapters.using("ink"): module(x)`.
+        """Let calls within this block take other adapters than `use` says: `with module.adapters.using("ink"): module(x)`.
 
         It holds for the calls of this thread, or of this asyncio task, and of what is run in its context
         (`asyncio.to_thread`); another thread, also one of an executor, begins without it. `what` is as for `use`; blocks may
@@ -439,7 +439,7 @@ class Adapters:
         return [self._weights(entry, i) for i, entry in self._entries(what)], False
 
     def tables(self, rows: list[dict[str, float]], single: bool) -> dict[str, tuple[Tensor, int]]:
-        """What such rows are in the table of each pass: weights, and the number of entries. Raises SpecError as `use`."""
+        """Give such rows in the table of each pass: weights, and the number of entries. Raises SpecError as `use`."""
         made: dict[str, tuple[Tensor, int]] = {}
         for p in self.banks:
             weights = self._table(p, "weights")
@@ -459,7 +459,7 @@ class Adapters:
         return made
 
     def strengths(self, weights: Weights) -> dict[str, Tensor]:
-        """What a batch would take of each pass's slots, float32 (slots,), if these were used. Raises SpecError as `use`."""
+        """Give what a batch would take of each pass's slots, float32 (slots,), if these were used. Raises as `use`."""
         row = {"": 0.0, **self._weights(weights)}
         return {p: torch.tensor([row.get(name, 0.0) for name in self.names_of(p)]) for p in self.banks}
 

@@ -104,7 +104,7 @@ class Package:
         return self._signature.unflatten(out)
 
     def state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """The constants of the program and the tensors of the passes: their names, dtypes and shapes."""
+        """List the constants of the program and the tensors of the passes: their names, dtypes and shapes."""
         constants = self.manifest["constants"].items()
         own = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
         return {**{name: (getattr(torch, entry["dtype"]), tuple(entry["shape"])) for name, entry in constants}, **own}

@@ -29,7 +29,7 @@ def lower(
     fuse: str | bool | None = "auto",
     outline: str | bool | Sequence[str] | None = None,
 ) -> TracedModule:
-    """A faster form of a rewritten module: merged, fused, outlined, in this order; `gm` stays as it is.
+    """Make a faster form of a rewritten module: merged, fused, outlined, in this order; `gm` stays as it is.
 
     `merge`: None leaves the adapters beside their layers; "fold" or True folds them into copies of the weights for good, as
     `fold.merge`; "live" folds what is in the slots and again whenever that changes, as `live.live`. "auto" is the stated

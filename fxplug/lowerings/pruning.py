@@ -15,7 +15,7 @@ from .merging.fold import check_unlowered
 
 @with_read_lock
 def prune(gm: TracedModule) -> TracedModule:
-    """The module without the submodules, parameters and buffers that no node of any graph uses; `gm` stays as it is.
+    """Leave out the submodules, parameters and buffers that no node of any graph uses; `gm` stays as it is.
 
     Artifacts of it are as much smaller, and a `state_dict` of the model fits it with `strict=False` only. What passes have put
     in stays, and so do the names of tied weights. Variants stay; further ones, which would trace the whole model, are refused.

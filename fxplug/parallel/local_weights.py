@@ -46,7 +46,7 @@ def localize(gm: TracedModule, mesh: DeviceMesh | None = None) -> TracedModule:
 
 
 def whole_state(gm: TracedModule) -> dict[str, Tensor]:
-    """The state_dict of a module of which processes keep parts, with whole weights: every process of the mesh must call it."""
+    """Gather the state_dict of a module that processes keep parts of, with whole weights: all processes of the mesh call it."""
     state = dict(gm.state_dict())
     for name, (part, sizes) in _parts(gm).items():
         if name in gm.meta.get(PARTS, ()):

@@ -60,7 +60,7 @@ class Plan:
         return min((stage.found.share() for stage in self.stages), default=1.0)
 
     def collectives(self, rank: int = 0) -> list[tuple[str, int, int]]:
-        """Node, calls and bytes sent of each collective in a call with the example inputs, for the process of a rank.
+        """List node, calls and bytes sent of each collective in a call with the example inputs, for the process of a rank.
 
         The graph runs as that process would run it, and nothing travels.
         """
@@ -70,7 +70,7 @@ class Plan:
         return self.costs[rank]
 
     def bytes(self, rank: int = 0) -> int:
-        """What a process sends in one call on the example inputs."""
+        """Count the bytes that a process sends in one call on the example inputs."""
         return sum(row[2] for row in self.collectives(rank))
 
     def check(self) -> float:
@@ -206,7 +206,7 @@ def _packed(gm: TracedModule) -> str:
 
 
 def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) -> TracedModule:
-    """The module that runs on every process of a plan; `gm` stays as it was, weights are shared.
+    """Write a plan into the graphs: the module runs on every process; `gm` stays as it was, weights are shared.
 
     `mesh` has the plan's axes by name; without one it is made of all processes of torch.distributed, when there are some, else
     at the first call. One graph serves every process. With one process along every axis it is the same graph again. Of weights

@@ -131,7 +131,7 @@ class SettingsProxy(nn.Module):
 
 
 def controlnet_of(module: TracedModule) -> Any:
-    """What stands at `pipe.controlnet` of a pipeline of diffusers while the network is in the graph of its UNet.
+    """Make what a pipeline of diffusers has as `pipe.controlnet` while the network is in the graph of its UNet.
 
     `module` is the graph that `trace_pipeline(pipe, ..., join=True)` gives, or what was made of it. The result is of the class
     that the pipeline asks for (ControlNetModel or MultiControlNetModel), has no weights, and hands the UNet what the network is

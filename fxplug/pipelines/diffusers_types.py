@@ -79,7 +79,7 @@ class PipelinePart(Variants):
 
 
 def pipeline_part(gm: TracedModule, model: nn.Module | None = None, limit: int = LIMIT) -> PipelinePart:
-    """A traced module on the same weights, as a part of a diffusers pipeline: `pipe.unet = fxplug.pipeline_part(gm, unet)`.
+    """Make a traced module a part of a diffusers pipeline, on the same weights: `pipe.unet = fxplug.pipeline_part(gm, unet)`.
 
     It is of its model's class to `isinstance`, and the pipeline's methods for adapters, `save_pretrained` and `from_pretrained`
     work with it. With the `model` that it was traced from it answers other forms of call as well, as `fxplug.variants` says, in

@@ -33,7 +33,7 @@ def rewrite_pipeline(
     variants: int | None = None,
     **call: Any,
 ) -> P:
-    """The pipeline itself, with models that `trace_pipeline(pipe, **call)` has traced, and passes have changed, put in.
+    """Put models that `trace_pipeline(pipe, **call)` has traced, and passes have changed, into a pipeline; gives the pipeline.
 
     `passes` has one pass or several for each model, by the name that it has in the pipeline. `adapters` are files by the names
     that the adapters shall have: they are put in `slots` of the models that they have layers for, as many as files if None,

@@ -36,7 +36,7 @@ def trace_pipeline(
     join: bool = False,
     **call: Any,
 ) -> dict[str, nn.Module]:
-    """The traced models of a pipeline by the names that they have in it: what `pipe(*args, **call)` calls, each as it is
+    """Trace the models of a pipeline, by the names that they have in it: what `pipe(*args, **call)` calls, each as it is
     called first.
 
     `pipe` is any object with models in its attributes, or with diffusers' `components`; it is called once without gradients, as
@@ -92,7 +92,7 @@ def _joined(pipe: Any) -> Any:
 
 
 def save_pipeline(pipe: Any, folder: str | os.PathLike[str]) -> Path:
-    """`pipe.save_pretrained(folder)` of diffusers: traced modules are artifacts in the folders of their names, and made
+    """Do as `pipe.save_pretrained(folder)` of diffusers: traced modules are artifacts in the folders of their names, and made
     parts of the pipeline before, as `pipeline_part` does, where they are none. Raises ArtifactError as `save` does.
     """
     for name, model in models_of(pipe).items():
@@ -103,7 +103,7 @@ def save_pipeline(pipe: Any, folder: str | os.PathLike[str]) -> Path:
 
 
 def load_pipeline(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), **options: Any) -> Any:
-    """The pipeline of a folder that was saved with traced modules in it. diffusers' own `from_pretrained` reads it, too;
+    """Load the pipeline of a folder that was saved with traced modules in it. diffusers' own `from_pretrained` reads it, too;
     `allow` is that of `load`, which it does not have, and `options` are those that it has. Raises ArtifactError for an artifact
     that cannot be read, and what diffusers raises for the rest.
     """

@@ -28,7 +28,7 @@ def report(
     checks: Report | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> Page:
-    """A page about a module: what it is, what its passes changed and where, what they add, and how that was checked.
+    """Write a page about a module: what it is, what its passes changed and where, what they add, and how that was checked.
 
     `base` is the module before the rewrite; None takes what a rewrite kept with a saved one. `checks` is what `verify` gave,
     None takes what was kept, too. `folder` is where the module was saved, or the folder of its training run: the page then has

@@ -85,7 +85,7 @@ class FastAttention(Stepped):
     # --- the parts
 
     def row(self, index: int) -> dict[str, Do]:
-        """What each place does in a step."""
+        """Give what each place does in a step."""
         return {key: self._do(index, key) for key in self.places}
 
     def _method(self, index: int, key: str) -> str:
@@ -99,7 +99,7 @@ class FastAttention(Stepped):
         return Do(method, residual, bool(later) and later[0] == "step" and method != "step")
 
     def part(self, index: int) -> TracedModule:
-        """The graph of a step: (*args, **kwargs, what it takes) -> (result, {name: what later ones take})."""
+        """Give the graph of a step: (*args, **kwargs, what it takes) -> (result, {name: what later ones take})."""
         return self._of(self.row(index))
 
     def _of(self, row: Mapping[str, Do]) -> TracedModule:

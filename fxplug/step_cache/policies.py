@@ -86,7 +86,7 @@ class TeaCache:
         object.__setattr__(self, "coefficients", tuple(map(float, self.coefficients)))
 
     def rescaled(self, move: float) -> float:
-        """The polynomial."""
+        """Evaluate the polynomial."""
         found = 0.0
         for coefficient in self.coefficients:
             found = found * move + coefficient
@@ -99,7 +99,7 @@ class TeaCache:
     def fitted(
         cls, changes: Iterable[tuple[float, float]], limit: float = 0.1, *, degree: int = 4, steps: int | None = None
     ) -> TeaCache:
-        """The policy whose polynomial is the least-squares fit of pairs (move of the gauge, change of the output).
+        """Fit a policy's polynomial by least squares to pairs (move of the gauge, change of the output).
 
         `StepCache.measured` gives them. Raises SpecError where there are fewer than `degree` + 1 different moves.
         """

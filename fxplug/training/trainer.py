@@ -273,7 +273,7 @@ class Trainer:
         self.plugins.call("on_training_end", global_step=self.progress.seen)
 
     def counts(self) -> tuple[int, int]:
-        """Parameters that train, and all."""
+        """Count the parameters that train, and all."""
         return sum(p.numel() for p in self.trained.values()), sum(p.numel() for p in self.module.parameters())
 
     def _epoch(self) -> None:
@@ -392,7 +392,7 @@ class Trainer:
     # --- looking at what was learnt
 
     def test(self) -> dict[str, float]:
-        """The task's metrics on the test data, over all processes; the average of the weights is tested when there is one."""
+        """Compute the task's metrics on the test data, over all processes; those of the averaged weights, if there are any."""
         if self.tests is None:
             raise TrainError("there is nothing to test on: give 'test' in the data section, or test=...")
         begun = time.perf_counter()
@@ -445,7 +445,7 @@ class Trainer:
         set_mode(self.runner, self.module, self.settings.mode)
 
     def moved(self, batch: Batch) -> Batch:
-        """A batch on the device of the run."""
+        """Move a batch to the device of the run."""
         device = self.accelerator.device
         return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
 

@@ -1,6 +1,7 @@
 """Names: a class name stands for one thing, and functions and classes are not called by participles that say nothing."""
 
 import ast
+import inspect
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -27,6 +28,24 @@ def _definitions():
                     yield path, f"{owner.name}.{node.name}" if isinstance(owner, ast.ClassDef) else node.name, node
 
 
+# with which no sentence begins that says what to do
+NO_VERBS = set("a an all another as at both called calls each every for from how in it its no of one same the this".split())
+NO_VERBS |= set("what when where whether which while whose with".split())
+
+
+def summaries():
+    """The first line of what documents each public function, and each method of a public class, by name; what torch names so
+    is documented there."""
+    for name in fxplug.__all__:
+        thing = getattr(fxplug, name)
+        members = vars(thing) if isinstance(thing, type) else {"": thing}
+        for key, member in members.items():
+            function = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
+            inherited = key in ("extra_repr", "graphs_of")
+            if inspect.isfunction(function) and not key.startswith("_") and not inherited:
+                yield f"{name}.{key}".rstrip("."), (function.__doc__ or "").strip().partition("\n")[0]
+
+
 def _words(name):
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2]).lower().strip("_").split("_")
 
@@ -51,6 +70,12 @@ def test_a_class_name_stands_for_one_thing():
 
 def test_no_name_is_a_habit():
     assert habits(_definitions()) == []
+
+
+def test_a_public_function_is_documented_by_what_it_does():
+    found = dict(summaries())
+    assert len(found) > 100
+    assert {name: line for name, line in found.items() if line.partition(" ")[0].lower() in {"", *NO_VERBS}} == {}
 
 
 @pytest.mark.parametrize("code", ["class Plan: pass\nclass _Plan: pass", "class A:\n    def told(self): pass"])

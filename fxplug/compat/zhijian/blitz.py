@@ -28,7 +28,7 @@ def blitz(
     train: bool = True,
     where: Where = NOWHERE,
 ) -> Pass:
-    """A pass out of one or more lines of ZhiJian's syntax, such as `(MLPAddin.adapt_input): ...->{inout1}(fc2)->...`.
+    """Make a pass of one or more lines of ZhiJian's syntax, such as `(MLPAddin.adapt_input): ...->{inout1}(fc2)->...`.
 
     `{inout1}` before or behind a module is where the add-in's method changes a value; the value at `{in1}` is its
     `inputs_cache`, and its result goes to `{out1}`. `blocks[0:12].mlp` are several modules, `blocks[i].mlp` all of them;

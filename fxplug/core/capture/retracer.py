@@ -22,7 +22,7 @@ V = TypeVar("V", bound=Variants)
 
 
 def variants(gm: TracedModule, model: nn.Module, limit: int = LIMIT) -> Variants:
-    """The module on the same weights, which also answers calls that its graph does not hold for.
+    """Let a traced module also answer calls that its graph does not hold for, on the same weights.
 
     `gm` is a trace of `model`, or what `apply`, `lower` and `bind` have made of one. A call that the guards of `gm` refuse (a
     number for a tensor, another dtype, an optional input, another size that Python decides on) is traced from the model when it

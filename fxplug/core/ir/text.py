@@ -149,13 +149,13 @@ def counted(diff: str, passes: Sequence[str]) -> str:
 
 
 def show(module: fx.GraphModule) -> str:
-    """The graph as text: `name = target(arguments)`, modules by path, edges of regions left out; its variants, a line each."""
+    """Print a graph as text: `name = target(arguments)`, modules by path, edges of regions left out; a line a variant."""
     more = module.variants if isinstance(module, TracedModule) else []
     return "\n".join([*_lines(module.graph), *(f"# variant: {label}" for label in more)]) + "\n"
 
 
 def diff(before: fx.GraphModule, after: fx.GraphModule, context: int = 1) -> str:
-    """What changed between two graphs, as a unified diff without its header; empty when nothing did."""
+    """Compare two graphs as text: a unified diff without its header, empty where nothing changed."""
     old, new = _lines(before.graph), _lines(after.graph)
     rows: list[str] = []
     for group in _Alike(None, old, new).get_grouped_opcodes(context):

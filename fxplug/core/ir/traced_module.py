@@ -273,7 +273,7 @@ class TracedModule(fx.GraphModule):
         return in_turn(by_regions(forward))
 
     def bind(self, **inputs: Any) -> TracedModule:
-        """This module with inputs that it holds itself, for callers who do not know of them: `bind(cond=image, strength=0.7)`.
+        """Keep inputs in the module, for callers who do not know of them: `bind(cond=image, strength=0.7)`.
 
         Values are tensors, or numbers where a pass has added the input; they lie in `bound`, and move and are saved with the
         module. An input that is given in a call comes before what is held. To bind what is bound already changes the value, in
@@ -317,7 +317,7 @@ class TracedModule(fx.GraphModule):
         return []
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, between calls: those that run are waited for."""
+        """Do as torch's `load_state_dict`, between calls: those that run are waited for."""
         with write_lock(locks_of(self)):
             return super().load_state_dict(*args, **kwargs)
 
@@ -370,7 +370,7 @@ class TracedModule(fx.GraphModule):
         return [self]
 
     def derived(self, tree: nn.Module, graphs: dict[bool, Graph], **meta: Any) -> TracedModule:
-        """The same model computed in another way: other graphs on another tree, and `meta` over the meta of this module.
+        """Derive the same model computed in another way: other graphs on another tree, and `meta` over the meta of this module.
 
         What makes the same of another trace of the model is not known until `made_by` says it.
         """
@@ -379,12 +379,12 @@ class TracedModule(fx.GraphModule):
         return new
 
     def made_by(self, step: Step, source: TracedModule) -> TracedModule:
-        """This module, which `step` made of `source`, and makes so of any other trace of the model."""
+        """Note that `step` made this module of `source`, and makes so of any other trace of the model; gives the module."""
         self._steps = None if source._steps is None else (*source._steps, step)
         return self
 
     def copied(self) -> TracedModule:
-        """The same graphs again on the same tensors, in a tree of its own."""
+        """Copy the graphs, on the same tensors, in a tree of its own."""
         return self._copy_on(shell(self))
 
     def _copy_on(self, tree: nn.Module) -> TracedModule:

@@ -190,7 +190,7 @@ def check_traced(gm: Any) -> None:
 
 
 def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
-    """The module that the passes make of `gm`, which stays as it was.
+    """Rewrite the graphs of a traced module by passes, on copies: `gm` stays as it was.
 
     Graph and module tree are copied, weights are shared. The passes run in the order given and each sees what the former
     left; all sites of a pass are found before any edit, or are given as `find` found them. New parameters live under

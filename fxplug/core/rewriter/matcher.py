@@ -22,7 +22,7 @@ from .sites import Site, Sites, Value, input_name, local, own_inputs
 
 
 def find(gm: TracedModule, p: Pass) -> Sites:
-    """Every site of a pass on a traced module, rule by rule in the order the regions ran. Changes nothing; `apply` takes them.
+    """List every site of a pass on a traced module, rule by rule in the order the regions ran. Changes nothing.
 
     Raises MatchError when a rule matches another number of places than it expects, with the nearest misses; ClashError
     when two rules of the pass want the same place; SpecError for an address that cannot be read.

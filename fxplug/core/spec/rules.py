@@ -133,7 +133,7 @@ class Rule:
         return self.name is not None and self.name in self.args
 
     def admits(self, count: int) -> bool:
-        """Whether `expect` allows this many sites."""
+        """Say whether `expect` allows this many sites."""
         return _COUNTS[self.expect[0]](count, self.expect[1])
 
     @property
@@ -218,7 +218,7 @@ class Pass:
 
 
     def admits(self, count: int) -> bool:
-        """Whether `expect` of the pass allows this many sites of all its rules together; its rules have their own."""
+        """Say whether `expect` of the pass allows this many sites of all its rules together; its rules have their own."""
         sign, number = _check_expect(">=0" if self.expect is None else self.expect)
         return _COUNTS[sign](count, number)
 

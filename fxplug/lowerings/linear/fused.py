@@ -16,7 +16,7 @@ from .layers import WEIGHTS, Layer, call_instead, check_traced, layer_at, lowere
 
 
 def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = None) -> TracedModule:
-    """The same module whose linear layers, and `Lora`s behind them, are the functions of `operators`: faster steps and calls.
+    """Join each `nn.Linear` and the `Lora` behind it in one function, for faster steps and calls; `gm` stays as it is.
 
     Graph and module tree are copied, parameters are shared, so what it trains is trained in `gm`: save and export that one.
     Results and gradients are those of `gm` but for rounding. Second derivatives of the layers are not there. A layer with a

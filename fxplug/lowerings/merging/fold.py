@@ -30,7 +30,7 @@ from .updates import FoldStep, ParameterUse, accumulator, changed, mapped
 def merge(
     gm: TracedModule, passes: Sequence[str] | None = None, adapters: Mapping[str, float] | None = None
 ) -> TracedModule:
-    """The module with passes folded into a copy of the weights; `gm`, and every tensor of it, stays as it is.
+    """Fold passes into a copy of the weights; `gm`, and every tensor of it, stays as it is.
 
     Folded are low-rank updates and scales beside a layer, and all blocks that map a parameter; with slots, the adapters in
     use. Sums are in float32 (float64 stays) and rounded once to the weight's dtype. Graph, modules and
@@ -56,7 +56,7 @@ def merge(
 
 
 def unmerge(merged: TracedModule) -> TracedModule:
-    """The module that `merge` was given, bit for bit; on the device and in the dtype that the merged one was moved to.
+    """Give back what `merge` was given, bit for bit; on the device and in the dtype that the merged one was moved to.
 
     Raises SpecError for a module that was not merged, was merged and loaded from a file, or got passes after that.
     """

@@ -106,7 +106,7 @@ def fastest_plan(
     speed: float = SPEED,
     check: bool = True,
 ) -> Plan:
-    """The plan for so many processes that `predict` expects to be the fastest; its text lists what the others would cost.
+    """Make the plan for so many processes that is predicted to be the fastest; its text lists what the others would cost.
 
     `link` is `nvlink`, `pcie`, `100gbe`, GB/s as text, or `measured` between the processes that torchrun has started, which
     takes `speed` from them too; `speed` is in teraFLOP a second. A way that turns out to be none for this model makes room for

@@ -42,7 +42,7 @@ def pipefusion(
     mesh: DeviceMesh | None = None,
     check: bool = True,
 ) -> PipeFusion:
-    """A denoiser in stages on patches of its tokens (PipeFusion; Fang et al. 2024, arXiv 2405.14430).
+    """Run a denoiser in stages on patches of its tokens (PipeFusion; Fang et al. 2024, arXiv 2405.14430).
 
     `args` and `kwargs` are example inputs; where tokens are born and meet is found as for `parallel_plan`, and the graph is
     cut where little goes from stage to stage, into stages of about equal work. `warmup` steps at the beginning of an image and
@@ -83,7 +83,7 @@ def stale_sequence(
     mesh: DeviceMesh | None = None,
     check: bool = True,
 ) -> StaleSequence:
-    """A denoiser whose tokens are split over processes that exchange a step late (DistriFusion; Li et al. 2024, 2402.19481).
+    """Split a denoiser's tokens over processes that exchange them a step late (DistriFusion; Li et al. 2024, 2402.19481).
 
     As `pipefusion`, without stages: each of `ways` processes runs all layers on its patch, with the keys and values that the
     others had at the step before, which travel while a step is computed. Without torch.distributed one process runs all. The
@@ -106,7 +106,7 @@ def in_steps(
     mesh: DeviceMesh | None = None,
     check: bool = True,
 ) -> PipeFusion:
-    """What the pass `pipefusion`, or `sequence_parallel` with `stale`, says of a rewritten or loaded module.
+    """Run a rewritten or loaded module as its pass `pipefusion`, or `sequence_parallel` with `stale`, says.
 
     Those passes change no graph, but write down how it is to be run: this calls `pipefusion` or `stale_sequence` with what they
     say. Raises SpecError for a module of which nothing is said, and what those raise.

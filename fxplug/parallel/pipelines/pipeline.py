@@ -68,7 +68,7 @@ class PipeFusion(nn.Module):
     def with_options(
         self, patches: int | None = None, warmup: int | None = None, correct: int | None = None, links: Links | None = None
     ) -> Self:
-        """The same graphs with other numbers, or as one process of several runs them."""
+        """Give the same graphs with other numbers, or as one process of several runs them."""
         rows = zip((patches, warmup, correct), (self.patches, self.warmup, self.correct), strict=True)
         numbers = [old if new is None else new for new, old in rows]
         return type(self)(
@@ -88,20 +88,20 @@ class PipeFusion(nn.Module):
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The next step of an image, for the arguments that the model takes. Raises GuardError for others."""
+        """Compute the next step of an image, for the arguments that the model takes. Raises GuardError for others."""
         inputs = self.bound(args, kwargs)
         run = self.begin(inputs)
         return self.step(run, inputs, self.is_full_step(run))
 
     def is_full_step(self, run: ImageRun) -> bool:
-        """Whether the next step of a run is one for all tokens."""
+        """Say whether the next step of a run is one for all tokens."""
         entire = run.index < self.warmup or self.is_last(run.index)
         run.index += 1
         self.counts["entire" if entire else "patches"] += 1
         return entire
 
     def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The arguments in the order of the signature, with defaults. Raises GuardError for a call that it does not take."""
+        """List the arguments in the signature's order, with defaults. Raises GuardError for a call that it does not take."""
         try:
             given = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -110,7 +110,7 @@ class PipeFusion(nn.Module):
         return list(given.arguments.values())
 
     def begin(self, inputs: list[Any]) -> ImageRun:
-        """The run that this call is a step of: a new one where an image begins and for inputs of other shapes."""
+        """Give the run that this call is a step of: a new one where an image begins and for inputs of other shapes."""
         new, number = self.clock.tick(inputs)
         shapes = tuple((x.shape, x.dtype) for x in leaves(inputs) if isinstance(x, Tensor))
         if new:
@@ -120,7 +120,7 @@ class PipeFusion(nn.Module):
         return self.runs[number]
 
     def is_last(self, index: int) -> bool:
-        """Whether the step of this number is one of the last `correct`."""
+        """Say whether the step of this number is one of the last `correct`."""
         if not self.correct:
             return False
         steps = self.steps() if callable(self.steps) else self.steps
@@ -128,7 +128,7 @@ class PipeFusion(nn.Module):
         return index >= steps - self.correct
 
     def step(self, run: ImageRun, inputs: list[Any], entire: bool) -> Any:
-        """The result for all tokens, in one piece or patch by patch."""
+        """Compute the result for all tokens, in one piece or patch by patch."""
         if self.links is not None:
             self.links.device = self.device
         patches = 1 if entire else self.patches
@@ -141,7 +141,7 @@ class PipeFusion(nn.Module):
         return self.end(run, inputs, values, entire)
 
     def early(self, number: int, run: ImageRun, inputs: list[Any]) -> Any:
-        """What a stage computes that is the same for all patches."""
+        """Compute what is the same for all patches of a stage."""
         stage = self.plan.stages[number]
         return stage.early(*inputs, *(run.fixed[name] for name in stage.fixed_used))
 
@@ -181,7 +181,7 @@ class PipeFusion(nn.Module):
             run.cells[row.node] = keep(run.cells.get(row.node), value, patch, patches, row.dim, row.inner, sizes)
 
     def end(self, run: ImageRun, inputs: list[Any], values: dict[str, Any], entire: bool) -> Any:
-        """What comes behind the last stage, in every process."""
+        """Compute what comes behind the last stage, in every process."""
         plan = self.plan
         if self.links is not None:
             last = len(plan.stages) - 1
@@ -200,7 +200,7 @@ class PipeFusion(nn.Module):
         return self.ended(run, inputs, run.cells, others)
 
     def ended(self, run: ImageRun, inputs: list[Any], cells: Mapping[Any, Tensor], others: Sequence[Any]) -> Any:
-        """What comes behind the last stage."""
+        """Compute what comes behind the last stage."""
         wholes = [cells[row.node].clone() for row in self.plan.wholes]  # results may be views of them, which are written again
         return self.plan.tail(*inputs, *(run.fixed[name] for name in self.plan.fixed), *wholes, *others)
 
@@ -228,7 +228,7 @@ class PipeFusion(nn.Module):
                 self.links.send(to, found, (run.shapes, patch, patches))
 
     def between(self, source: int, to: int, entire: bool) -> tuple[list[str], list[str]]:
-        """The names of what one stage sends another: values, and in a step in one piece numbers too."""
+        """List the names of what one stage sends another: values, and in a step in one piece numbers too."""
         stage = self.plan.stages[to]
         fixed = dict(stage.fixed_taken)
         if to == len(self.plan.stages) - 1:
@@ -269,7 +269,7 @@ class PipeFusion(nn.Module):
         return getattr(self.module, name)
 
     def train(self, mode: bool = True) -> PipeFusion:
-        """As torch's for `mode` False. Raises SpecError for True: there are no gradients."""
+        """Do as torch's `train` for `mode` False. Raises SpecError for True: there are no gradients."""
         if mode:
             raise SpecError("PipeFusion computes no gradients: train the module that it was made of")
         return super().train(False)

@@ -61,22 +61,22 @@ class Task:
     trains = False  # whether something of `encoder` trains too
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
-        """Called once, with the module as it was rewritten, before anything else. Raises SpecError for what does not fit."""
+        """Get ready, once, with the rewritten module, before anything else. Raises SpecError for what does not fit."""
 
     def transform(self, train: bool) -> Callable[[Any, tuple[int, int]], Tensor] | None:
-        """What makes a tensor [c, h, w] of a PIL image and a size; None is the loader's own, in [-1, 1]."""
+        """Give what makes a tensor [c, h, w] of a PIL image and a size; None is the loader's own, in [-1, 1]."""
         return None
 
     def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor | tuple[Tensor, Mapping[str, float | Tensor]]:
-        """The mean loss of a batch, a scalar in float32; numbers to be logged may come with it."""
+        """Compute the mean loss of a batch, a scalar in float32; numbers to be logged may come with it."""
         raise NotImplementedError(f"{type(self).__name__} needs a method 'loss(module, batch, draw)'")
 
     def parts(self) -> dict[str, Any]:
-        """What plugins may look at beside the module: `text_encoder`, `tokenizer`, `scheduler` (of noise), `vae`."""
+        """List what plugins may look at beside the module: `text_encoder`, `tokenizer`, `scheduler` (of noise), `vae`."""
         return {}
 
     def test(self, module: nn.Module, batches: Iterable[Batch]) -> Totals:
-        """For each metric a sum over the batches, and what it is a sum of; `means` makes the metrics of it.
+        """Sum each metric over the batches, with what it is a sum of; `means` makes the metrics of it.
 
         The module is in evaluation and no gradients are kept. Several processes see a part of the test data each and add
         their totals up. Empty where the task has no test.
@@ -84,11 +84,11 @@ class Task:
         return {}
 
     def samples(self, module: nn.Module, draw: Draws) -> Tensor | None:
-        """Pictures float32 [n, c, h, w] in [0, 1] of what the module can do, with fixed seeds; None where there are none."""
+        """Draw pictures float32 [n, c, h, w] in [0, 1] of what the module can do, with fixed seeds; None for none."""
         return None
 
     def beside_samples(self) -> tuple[Tensor | None, list[str]]:
-        """What samples are to be held to: pictures of the data as those are, and what each sample is of."""
+        """Give what samples are compared with: pictures of the data as those are, and what each sample is of."""
         return None, []
 
 
