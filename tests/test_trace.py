@@ -1308,6 +1308,15 @@ def test_a_name_that_torch_itself_refuses_is_refused(name: str) -> None:
             fxplug.trace(model, X())
 
 
+@pytest.mark.parametrize("name", ["torch", "slice", "inf", "nan", "NoneType"])
+def test_an_argument_that_hides_a_name_of_the_code_is_refused(name: str) -> None:
+    space: dict[str, Any] = {}
+    exec(f"def forward(self, x, {name}=None): return x[:1] * 2", space)
+    model = type("Hiding", (nn.Module,), {"forward": space["forward"]})()
+    with pytest.raises(fxplug.TraceError, match=f"an argument '{name}', which hides a name .*: rename it"):
+        fxplug.trace(model, X())
+
+
 def test_what_an_operation_says_about_dtypes_is_held() -> None:
     for function in (
         lambda self, x: x * torch.result_type(x, 1.0).itemsize, lambda self, x: x * len(x.type()),

@@ -190,6 +190,7 @@ def argument_names(module: nn.Module, count: int) -> list[str]:
 
 # objects that a model hands on to torch functions without looking into them
 OPAQUE = (torch.Generator,)
+USED_BY_CODE = ("torch", "slice", "inf", "nan", "NoneType")  # names in the code that FX writes
 CAN_BE_INPUTS = "only tensors, torch.Generator, plain values, and tuples, lists and dicts of them can be inputs of a graph"
 
 
@@ -245,6 +246,8 @@ class _InputBinding:
         recording = self.recording
         nodes, examples = {}, {}
         for name, parameter in signature.parameters.items():
+            if name in USED_BY_CODE:
+                raise TraceError(f"forward has an argument '{name}', which hides a name in the code of the graph: rename it")
             star = "*" * (parameter.kind is parameter.VAR_POSITIONAL) + "**" * (parameter.kind is parameter.VAR_KEYWORD)
             default = parameter.default
             if default is not parameter.empty:
