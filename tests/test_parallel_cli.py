@@ -322,8 +322,9 @@ def test_a_prediction_is_printed_and_drawn():
     [
         (["--predict", "1k"], "--predict '1k': must be whole numbers, 1 or more"),
         (["--predict", "128", "--devices", "1"], "--devices '1': must be whole numbers, 2 or more"),
-        (["--predict", "128", "--link", "nvlnk"], "--link 'nvlnk': no such link .did you mean 'nvlink'.*or GB/s"),
+        (["--predict", "128", "--link", "nvlnk"], "link 'nvlnk': no such link .did you mean 'nvlink'.*or GB/s"),
         (["--predict", "128", "--link", "measured"], "measures between processes: start with torchrun"),
+        (["--ways", "auto", "--devices", "2", "--speed", "0"], "speed is in teraFLOP a second, above 0, not 0.0"),
         (["--ways", "auto"], "--ways auto is for one number of processes, not 2,4,8: give --devices 2"),
         (["--ways", "auto", "--devices", "67"], "no way to split this model over 67 processes: .*tensor"),
         (["--ways", "auto", "--devices", "2", "--link", "measured"], "measures between processes: start with torchrun"),

@@ -57,6 +57,7 @@ class Cost:
 
 def link_of(text: str) -> tuple[float, float]:
     """Bytes a second and seconds a call of a link by name, or by its GB/s. Raises SpecError."""
+    text = str(text)
     if text in LINKS:
         return LINKS[text]
     try:
@@ -66,7 +67,7 @@ def link_of(text: str) -> tuple[float, float]:
     except ValueError:
         pass
     known = [*LINKS, "measured"]
-    raise SpecError(f"--link '{text}': no such link{did_you_mean(text, known)}; one of {', '.join(known)}, or GB/s")
+    raise SpecError(f"link '{text}': no such link{did_you_mean(text, known)}; one of {', '.join(known)}, or GB/s")
 
 
 def predict(
@@ -85,7 +86,12 @@ def predict(
     formulas of Megatron-LM (two sums of the tokens a layer) and PipeFusion. Raises SpecError where no tokens can be split.
     """
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    plan = parallel_plan(gm, args, kwargs, ulysses=2, check=False)
+    if not (isinstance(speed, (int, float)) and math.isfinite(speed) and speed > 0):
+        raise SpecError(f"speed is in teraFLOP a second, above 0, not {shown(speed)}")
+    try:
+        plan = parallel_plan(gm, args, kwargs, ulysses=2, check=False)
+    except SpecError as error:
+        raise SpecError(f"{error}; parallel_plan splits samples (batch=...) or images (rows=...)") from error
     step = _StepCost(gm, plan, (args, dict(kwargs)), link, speed * 1e12, pixels)
     rows: list[Cost | None] = [step.cost(1, "one", 0, 0, step.work / step.speed, {})]
     for count in devices:
