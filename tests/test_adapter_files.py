@@ -588,12 +588,12 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(ArtifactError, match="is a list and names no layers"):
         files.read(tmp_path / "a.pt")
     torch.save({"model": nn.Linear(2, 2)}, tmp_path / "b.pt")
-    with pytest.raises(ArtifactError, match="is a pickle of more than weights"):
+    with pytest.raises(ArtifactError, match="is the pickle contains objects other than tensors"):
         files.read(tmp_path / "b.pt")
     (tmp_path / "ink").mkdir()
     (tmp_path / "adapter_config.json").write_text("{")
     torch.save(pairs("blocks.0.to_q"), tmp_path / "adapter_model.bin")
-    with pytest.raises(ArtifactError, match="adapter_config.json is no JSON"):
+    with pytest.raises(ArtifactError, match="adapter_config.json is not JSON"):
         files.read(tmp_path)
 
 
@@ -609,7 +609,7 @@ def test_a_header_of_any_length_is_one(tmp_path):
     [
         ("unet:12:up", "half an update: 'unet:12' has no down"),
         ("w_a_000", "'w_b_000' is missing"),
-        ("base_model.model.k_proj.ia3_l", "has an ia3_l of .2, 2., which is no gate for each of its channels"),
+        ("base_model.model.k_proj.ia3_l", "has an ia3_l of .2, 2., which is not a gate for each of its channels"),
         ("conv.weight", "its keys are like 'conv.weight'"),
     ],
 )

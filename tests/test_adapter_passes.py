@@ -249,7 +249,7 @@ def test_names_that_look_like_patterns_are_names():
     model = nn.Sequential()
     model.add_module("a[0]*", nn.Linear(4, 4))
     model.add_module("b", nn.Linear(4, 4))
-    with pytest.warns(UserWarning, match="can be in no artifact"):
+    with pytest.warns(UserWarning, match="cannot be in an artifact"):
         gm = fxplug.trace(model, (torch.randn(1, 4),))
     p = fxplug.pass_for(lora(model, {"a[0]*": 2}, start=""), gm)
     assert [site.path for site in fxplug.find(gm, p)] == ["a[0]*"]

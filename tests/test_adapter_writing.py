@@ -500,7 +500,7 @@ def test_two_updates_of_one_layer_are_not_mixed(tmp_path):
         fxplug.save_adapter(new, tmp_path / "a", as_="fxplug")
 
 
-UNSAVED = pytest.mark.filterwarnings("ignore:the name .* can be in no artifact")
+UNSAVED = pytest.mark.filterwarnings("ignore:the name .* cannot be in an artifact")
 
 
 class Odd(nn.Module):
@@ -720,7 +720,7 @@ def test_what_is_not_beside_each_call_of_a_layer_is_left_out(tmp_path):
         with pytest.raises(SpecError, match="that is not beside each call of the layer, on its input"):
             fxplug.save_adapter(fxplug.apply(gm, given), tmp_path / "b")
     weights_ = fxplug.apply(gm, fxplug.load_pass("lora_weight", at=["attn", "lin"], param="*weight"))
-    with pytest.raises(ArtifactError, match="peft cannot hold 1 of 2 layers: 'attn' is no layer with a weight"):
+    with pytest.raises(ArtifactError, match="peft cannot hold 1 of 2 layers: 'attn' is not a layer with a weight"):
         fxplug.save_adapter(weights_, tmp_path / "b")
     assert os.listdir(tmp_path) == ["a"]
 

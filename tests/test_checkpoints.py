@@ -124,7 +124,7 @@ REFUSED = [
     ({"merge": {"ink": float("nan")}}, SpecError, "the weight of 'ink' must be a finite number"),
     ({"merge": {"lora": 1.0}}, SpecError, "the pass 'lora' has slots: name the adapters in them"),
     ({"merge": {"ink": 1e300}}, FxplugError, "merged so, '.*' has numbers beyond torch.float32"),
-    ({"to": "timm"}, FxplugError, "is a UNet2DConditionModel, which is no model class of timm"),
+    ({"to": "timm"}, FxplugError, "is a UNet2DConditionModel, which is not a model class of timm"),
     ({"to": "difusers"}, FxplugError, r"no checkpoint of 'difusers' \(did you mean 'diffusers'\?\)"),
     ({"first": True}, FxplugError, "to='safetensors'"),
     ({"largest": 0}, FxplugError, "a whole number of bytes"),

@@ -209,7 +209,7 @@ def test_a_task_of_ones_own():
         ("pose", "no task 'pose'; there are classify, denoise, or 'package.module:Class' for one of your own"),
         ({"test_classify:Mine": {"weigth": 1}}, "Mine has no option 'weigth' (did you mean 'weight'?); it takes weight, power"),
         ("test_classify:Mine", "test_classify:Mine needs the option 'weight'"),
-        ("test_classify:batch", "'test_classify:batch' is no subclass of fxplug.Task"),
+        ("test_classify:batch", "'test_classify:batch' is not a subclass of fxplug.Task"),
         ({"classify": {"mixup": -1}}, "train.task.classify.mixup: must be at least 0, not -1"),
         ({"classify": {}, "denoise": {}}, "must be a name, or one name with its options below it, not 2 keys"),
     ):

@@ -241,7 +241,7 @@ def test_the_section_export_has_what_export_has():
         ("model: !!python/object:os.system x", "c.yaml:1: tag"),
         ("model: test_cli:Neet", "(did you mean 'Net'?)"),
         ("model: resnet10x", "timm has no model 'resnet10x' (did you mean 'resnet10t'?)"),
-        ("model: test_cli:Net", "c.yaml:1: inputs: Net needs example inputs"),
+        ("model: test_cli:Net", "c.yaml:1: inputs: Net needs example inputs: a shape for each tensor"),
         (CONFIG + "      at: nowhere", "not valid YAML"),
         (CONFIG.replace("rank: 2", "at: nowhere"), "given at c.yaml:4"),
         (CONFIG.replace("rank: 2", "at: 're:('"), "is not a regular expression"),
@@ -265,7 +265,7 @@ def test_what_a_configuration_gets_wrong(text, expected):
     [
         (["rewrite", "nothere.yaml"], "nothere.yaml: no such file"),
         (["rewrite", "quickstrat"], "no config named 'quickstrat' (did you mean 'quickstart'?)"),
-        (["sites", "c.yaml", "--set", "passes.0.lroa.rank=2"], "leads nowhere"),
+        (["sites", "c.yaml", "--set", "passes.0.lroa.rank=2"], "no such key"),
         (["passes", "lroa"], "no pass named 'lroa' (did you mean 'lora'?)"),
         (["export", "nothere"], "no folder 'nothere'"),
         (["show", "."], "manifest.json"),

@@ -154,7 +154,7 @@ def test_metadata_gives_captions_labels_and_more(tmp_path):
     [
         ('{"file_name": "5.png", "text": "x"}', r"metadata.jsonl:2: no image '5.png' \(did you mean"),
         ('{"file_nam": "0.png"}', "metadata.jsonl:2: missing key 'file_name'"),
-        ("{file_name: 0.png}", r"metadata.jsonl:2: is no JSON: .* column 2"),
+        ("{file_name: 0.png}", r"metadata.jsonl:2: is not JSON: .* column 2"),
         ("[1]", "metadata.jsonl:2: must be a mapping of file_name, text, caption, not a list"),
         ('{"file_name": "0.png", "text": "a"}', "metadata.jsonl:2: '0.png' again in a later line"),
         ('{"file_name": "1.png", "text": "a", "caption": "b"}', "metadata.jsonl:2: both 'text' and 'caption'"),
@@ -308,8 +308,8 @@ def test_columns_are_named_where_features_do_not_tell(saved):
         ),
         ({"dataset": "splits", "split": "tset"}, r"data.split: no split 'tset' \(did you mean 'test'\?\); .* has train, test"),
         ({"dataset": "one", "split": "train"}, "data.split: '.*one' has no splits"),
-        ({"dataset": "one", "columns": {"label": "img"}}, "data.columns.label: column 'img' is no label: it has image"),
-        ({"dataset": "."}, "data.dataset: '.*' is no data set written by save_to_disk"),
+        ({"dataset": "one", "columns": {"label": "img"}}, "data.columns.label: column 'img' is not a label: it has image"),
+        ({"dataset": "."}, "data.dataset: '.*' is not a data set written by save_to_disk"),
     ):
         with pytest.raises(SpecError, match=said):
             opened(saved, **spec)

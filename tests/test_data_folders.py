@@ -146,7 +146,7 @@ def test_folders_of_repeats(tmp_path):
     found = items(top, captions="optional")
     assert found.repeats is None
     (note,) = found.notes
-    assert note == "the number in the name of a folder ('3_sks dog') is no count of repeats: 'repeats: folders' makes it one"
+    assert note == "the number in the name of a folder ('3_sks dog') is not a count of repeats: 'repeats: folders' makes it one"
     found = items(top, repeats="folders")
     assert found.repeats == [3, 3, 1] and not found.notes
     assert texts(found) == {"3_sks dog/a.png": "sks dog", "3_sks dog/b.png": "a dog", "c.png": "c"}
@@ -264,7 +264,7 @@ LISTS = {
     "an object": ("{}", "must be a list of images"),
     "no image": ('[{"caption": "a"}]', r"\[0\] needs 'image'"),
     "a missing file": ('[{"image": "b.png"}]', r"\[0\] '.*b.png' does not exist"),
-    "no JSON": ("[", "list.json"),
+    "not JSON": ("[", "list.json"),
 }
 
 

@@ -133,7 +133,7 @@ WRONG = [
     ({"rank": 1.5}, SpecError, "not 1.5"),
     ({"rank": True}, SpecError, "not True"),
     ({"rank": float("nan")}, SpecError, "not nan"),
-    ({"at": "cnov"}, SpecError, r"'cnov' is no layer of both \(did you mean 'conv'\?\)"),
+    ({"at": "cnov"}, SpecError, r"'cnov' is not a layer of both \(did you mean 'conv'\?\)"),
 ]
 
 

@@ -208,7 +208,7 @@ def test_unequal_lists_show_both():
         ("{_target_: hcp_guide.LoraBlock, rank: 1, layers: ['${x}']}", "no 'x' here or in a _base_ file"),
         ("{_target_: hcp_guide.LoraBlock, _partial_: false, layers: [a]}", "must be true"),
         ("{_target_: hcp_guide.Nothing, layers: [a]}", "module 'hcp_guide' has no attribute 'Nothing'"),
-        ("{_target_: hcp_guide.LowRank, layers: [a]}", "is no plugin class of fxplug.compat.hcp"),
+        ("{_target_: hcp_guide.LowRank, layers: [a]}", "is not a plugin class of fxplug.compat.hcp"),
         ("{_target_: no_such.Plugin, layers: [a]}", "no module named 'no_such'"),
         ("{_target_: hcp_guide.Skip.wrap_model, from_layer: [a], to_layer: [b]}", "Skip has no wrap_model"),
         ("{_target_: hcp_guide.ControlNetPlugin, from_layers: [a], to_layers: [b]}", "--input cond="),

@@ -162,7 +162,7 @@ def test_a_reference_in_a_base_is_to_the_merged_file():
         ("${a}", "a: ${b}\nb: ${a}", "b: '\\${a}' refers to itself: a -> b -> a|refers to itself"),
         ("${..rank}", "a: 1", "no 'lora_unet.rank'|no '"),
         ("${.rank}", "a: 1", r"refers to itself: lora_unet\[0\].rank -> lora_unet\[0\].rank"),
-        ("${......x}", "a: 1", "is no path of the configuration"),
+        ("${......x}", "a: 1", "is not a path of the configuration"),
         ("${hcp.eval:\"2*2\"}", "a: 1", "calls the resolver 'hcp.eval': write its value"),
         ("${oc.env:HOME}", "a: 1", "calls the resolver 'oc.env'"),
         ("${a", "a: 1", "without a '}' that ends it"),

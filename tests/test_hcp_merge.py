@@ -234,7 +234,7 @@ def test_layers_are_chosen_by_whole_names():
     assert selected(names, ["layers.1"], "a") == ["layers.1.fc"]  # HCP-Diffusion takes the beginning of a name: both
     assert selected(names, [r"re:layers\.\d$", "head"], "a") == ["layers.1.fc", "head"]
     assert selected(names, ["re:"], "a") == selected(names, "all", "a") == names
-    with pytest.raises(SpecError, match="'layers.2' is no layer that a has weights of .did you mean"):
+    with pytest.raises(SpecError, match="'layers.2' is not a layer that a has weights of .did you mean"):
         selected(names, ["layers.2"], "a")
 
 
@@ -246,7 +246,7 @@ def test_layers_are_chosen_by_whole_names():
         ({"file": "a.ckpt", "alhpa": 1}, "unknown key 'alhpa' .did you mean 'alpha'"),
         ({"file": "a.ckpt", "alpha": float("nan")}, "must be a number"),
         ({"file": "a.ckpt", "ema": True}, "has none of the sections 'base_ema', 'lora_ema'"),
-        ({"file": "a.ckpt", "layers": ["up_blocks"]}, "is no layer that a.ckpt has weights of"),
+        ({"file": "a.ckpt", "layers": ["up_blocks"]}, "is not a layer that a.ckpt has weights of"),
         ({"file": "text.ckpt"}, "cannot be read"),
         ({"file": "kohya.pt"}, "an adapter file of kohya's scripts"),
         ({"file": "half.ckpt"}, "lacks the up half of"),

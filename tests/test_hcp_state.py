@@ -257,7 +257,7 @@ def test_inputs_are_fed_before_the_hooks():
     driver = drivers.SinglePlugin(Fed("fed", nn.Linear(3, 4), 2), nn.Linear(3, 4), feeds=["cond"])
     gm = fxplug.trace(driver, ((x,), y, cond))
     assert torch.equal(gm((x,), y, cond), y * cond)
-    with pytest.raises(TraceError, match=r"asks for 'cond', which is no input of the pass \(did you mean 'conds'"):
+    with pytest.raises(TraceError, match=r"asks for 'cond', which is not an input of the pass \(did you mean 'conds'"):
         fxplug.trace(drivers.SinglePlugin(driver.plugin, nn.Linear(3, 4), feeds=["conds"]), ((x,), y, cond))
     plain = LoraBlock("plain", nn.Linear(3, 4), 2)
     with pytest.raises(TraceError, match="takes no inputs"):

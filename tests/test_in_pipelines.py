@@ -293,7 +293,7 @@ def test_a_pipeline_is_saved_with_what_is_in_it(traced, folder, tmp_path, capfd)
     pipe.unet = fxplug.load(tmp_path / "again" / "unet")  # no part of a pipeline yet
     fxplug.save_pipeline(pipe, tmp_path / "third")
     assert (tmp_path / "third" / "unet" / "lora.safetensors").is_file()
-    with pytest.raises(fxplug.ArtifactError, match="is no pipeline"):
+    with pytest.raises(fxplug.ArtifactError, match="is not a pipeline"):
         fxplug.load_pipeline(tmp_path / "unet")
 
 

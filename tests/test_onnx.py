@@ -519,10 +519,10 @@ BANK = {"path": "lin", "block": "lora.lin.Lora", "kind": "Linear", "slots": 3, "
         ({"views": {"x": {"of": "gone", "shape": [2], "stride": [1], "start": 0}}}, "views is none that export writes"),
         ({"data": {"name": "../../secret.data", "sha256": "0" * 64}}, "manifest's .*none that export writes"),
         ({"data": {"name": "model.data", "sha256": "0" * 64}}, "model.data does not exist"),
-        ({"text": "[" * 100_000}, "is no JSON, or nested more than 64 deep"),
+        ({"text": "[" * 100_000}, "is not JSON, or nested more than 64 deep"),
         ({"text": '{"format": 1, "format": 1}'}, "has the key 'format' twice"),
-        ({"text": "{}"}, "has the format .*, which is no version"),
-        ({"text": '{"format": NaN}'}, "holds NaN, which is no JSON"),
+        ({"text": "{}"}, "has the format .*, which is not a version"),
+        ({"text": '{"format": NaN}'}, "holds NaN, which is not JSON"),
     ],
 )
 def test_hostile_metadata(made, tmp_path, facts, message):
@@ -533,7 +533,7 @@ def test_hostile_metadata(made, tmp_path, facts, message):
 
 def test_metadata_that_is_huge(made, tmp_path):
     file = changed(made[1], tmp_path / "huge.onnx", text=" " * (1 << 20))
-    with pytest.raises(ArtifactError, match="more than 65536 are not read; see Limits"):
+    with pytest.raises(ArtifactError, match="the limit is 65536; fxplug.Limits can raise it"):
         fxplug.load_onnx(file, limits=fxplug.Limits(json=1 << 16))
 
 

@@ -275,7 +275,7 @@ def changed(path, target, **facts):
         ({"features": ["AVX9000"]}, "for a processor with AVX9000, which this one does not have: export it again here"),
         ({"machine": "riscv64"}, "was compiled for linux riscv64, and this is linux"),
         ({"format": 2, "fxplug": "9.9"}, "has format 2, written by fxplug 9.9; this version reads up to 1"),
-        ({"format": "x"}, "the format 'x', which is no version"),
+        ({"format": "x"}, "the format 'x', which is not a version"),
         ({"signature": {"parameters": 3}}, "the signature in the package cannot be read"),
         ({"constants": {"gone": {"dtype": "int8", "shape": [1]}}}, "the program does not know gone"),
         ({"operators": ["fxplug::product", "nowhere::fast"]}, "calls the operator nowhere::fast, which is not here"),

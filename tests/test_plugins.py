@@ -207,7 +207,7 @@ def test_hooks_that_do_not_exist():
     text = finding(on_epoch_strat=lambda self, **kwargs: None)
     assert "there is no hook 'on_epoch_strat' (did you mean 'on_epoch_start'?)" in text
     assert "there is no hook 'transform_captions'" in finding(transform_captions=lambda self, caption: caption)
-    assert "Mine is no plugin: it has none of the methods on_model_load" in finding(run=lambda self: None)
+    assert "Mine is not a plugin: it has none of the methods on_model_load" in finding(run=lambda self: None)
     with pytest.raises(SpecError, match="no hook 'on_step_stop'"):
         Plugins([type("Mine", (BasePlugin,), {"on_step_stop": lambda self, **kwargs: None})])
     assert Plugins([type("Empty", (BasePlugin,), {}), made(on_gpu=True, on_epoch_end=lambda self: None)])  # a value is no hook

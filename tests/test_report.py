@@ -217,7 +217,7 @@ class Named(nn.Module):
 def named(tmp_path_factory):
     """The page of such a model; its artifact would not be read."""
     folder = tmp_path_factory.mktemp("named")
-    with pytest.warns(UserWarning, match="can be in no artifact"):
+    with pytest.warns(UserWarning, match="cannot be in an artifact"):
         gm = fxplug.trace(Named(), torch.randn(2, 4))
     fxplug.report(None, fxplug.apply(gm, fxplug.load_pass("lora", at="**")), folder / "x.html")
     return folder
@@ -374,7 +374,7 @@ def test_an_artifact_that_does_not_load_has_a_page_that_says_why(saved, tmp_path
     (art / "manifest.json").write_text(json.dumps({"format": 9, "torch": [], "files": odd}))
     assert list(report_folder(art, out).files) == ["a", "<b>"] and "&lt;b&gt;" in out.read_text()
     (art / "manifest.json").write_bytes(b"{")
-    assert "manifest.json is no JSON" in report_folder(art, out).trouble
+    assert "manifest.json is not JSON" in report_folder(art, out).trouble
 
 
 @pytest.mark.parametrize("wrong", [nn.Linear(2, 2), None, "x"])

@@ -105,10 +105,10 @@ def test_all_linear_is_pefts_of_a_classifier_and_of_a_language_model():
         ("**.attn.{qkv,prj}", "'prj' of the braces in '**.attn.{qkv,prj}' matched 0 places"),
         ("{qvk,prj}", "(did you mean 'qkv'?)\n  no region 'prj'"),
         (["qkv", "{fc1,fc3}"], "'fc3' of the braces in '{fc1,fc3}' matched 0 places"),
-        ("{attn,{mlp,head}}", "braces that do not close, or stand in others"),
-        ("**.{qkv", "braces that do not close"),
-        ("blocks.{0:1,1}.attn.qkv", "a slice stands alone in its braces"),
-        ("{a,b}" * 12, "stands for more than 1000 patterns"),
+        ("{attn,{mlp,head}}", "braces that are not closed, or are nested"),
+        ("**.{qkv", "braces that are not closed"),
+        ("blocks.{0:1,1}.attn.qkv", "a slice must be alone in its braces"),
+        ("{a,b}" * 12, "expands to more than 1000 patterns"),
     ],
 )
 def test_what_misses_says_what_was_meant(at, says):
@@ -188,11 +188,11 @@ def test_the_command_line_says_what_was_left():
 @pytest.mark.parametrize(
     "item, says",
     [
-        ("at=**.qkv", "as text it stands in quotes: --set 'passes.0.lora.at=\"**.qkv\"'"),
-        ("at=*qkv", "as text it stands in quotes"),
-        ("at=[**.qkv]", "a text that begins with * or {, or has braces within [ ] or { }, stands in quotes"),
-        ("at={qkv,proj}", 'in YAML this is text when it stands in quotes: "{qkv,proj}"'),
-        ("at=[head, {qkv,proj}]", 'in YAML this is text when it stands in quotes: "{qkv,proj}"'),
+        ("at=**.qkv", "to give text, quote it: --set 'passes.0.lora.at=\"**.qkv\"'"),
+        ("at=*qkv", "to give text, quote it"),
+        ("at=[**.qkv]", "quote a text that begins with * or {, or has braces within [ ] or { }"),
+        ("at={qkv,proj}", 'quote it in YAML to make it text: "{qkv,proj}"'),
+        ("at=[head, {qkv,proj}]", 'quote it in YAML to make it text: "{qkv,proj}"'),
     ],
 )
 def test_a_value_that_needs_quotes_says_so(item, says):
@@ -203,7 +203,7 @@ def test_a_value_that_needs_quotes_says_so(item, says):
 def test_a_line_of_a_file_that_needs_quotes_says_so(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("model: resnet18\npasses:\n  - lora: {at: **.conv1}\n")
-    with pytest.raises(fxplug.SpecError, match=r"c.yaml:3: .* stands in quotes"):
+    with pytest.raises(fxplug.SpecError, match=r"c.yaml:3: .* quote"):
         fxplug.load_config(file)
 
 

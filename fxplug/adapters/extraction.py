@@ -98,7 +98,7 @@ def extract(
         paths = {key.removesuffix(".weight"): key for key in shared if key.endswith(".weight") and len(second.shapes[key]) > 1}
         chosen = select(at, paths)
         if not chosen:
-            raise SpecError(f"'{at}' is no layer of both{did_you_mean(at, paths)}")
+            raise SpecError(f"'{at}' is not a layer of both{did_you_mean(at, paths)}")
         left = _list_unshared(first, second)
         entries: list[Entry] = []
         errors: dict[str, float] = {}
@@ -125,12 +125,12 @@ def extract(
             if not delta.any():
                 same += path in chosen
             elif path not in chosen:
-                left[key] = f"differs by up to {delta.abs().max():.3g}, and is no weight that a low-rank update changes"
+                left[key] = f"differs by up to {delta.abs().max():.3g}, and is not a weight that a low-rank update changes"
             else:
                 entry, errors[path] = _low_rank(path, delta, value.dtype, rank)
                 entries.append(entry)
         if not entries:
-            others = f"; what differs is no layer's weight: {list_skipped(left)}" if left else ""
+            others = f"; what differs is not a layer's weight: {list_skipped(left)}" if left else ""
             raise SpecError(f"no layer at '{at}' differs between {first.where} and {second.where}{others}")
         whole = About(layers, model.classes, model.config)
         return Extracted(AdapterFile(second.where, tuple(entries)), errors, left, same, whole)

@@ -131,7 +131,7 @@ def changes_of(facts: LayerFacts, tensors: dict[str, Tensor]) -> list[Entry]:
     """The whole changes among a layer's tensors, which are taken out. Raises ArtifactError for one of nothing."""
     for role in tensors.keys() & (WHOLE.keys() | SET.keys()):
         if not tensors[role].numel() or not 1 <= tensors[role].dim() <= 5:
-            raise facts.error(f"has a {role} of {list(tensors[role].shape)}, which is no parameter's")
+            raise facts.error(f"has a {role} of {list(tensors[role].shape)}, which is not a parameter's")
     made = []
     for role in [role for role in tensors if role in WHOLE]:
         value = tensors.pop(role)
@@ -213,7 +213,7 @@ def _vblora(t: Tensors, facts: LayerFacts) -> list[Entry]:
 def _miss(t: Tensors, facts: LayerFacts) -> list[Entry]:
     (block,) = t.values()
     if block.dim() not in (2, 3) or (block.dim() == 3 and block.shape[1] != block.shape[2]):
-        raise facts.error(f"has a block of {list(block.shape)}, which is no square's")
+        raise facts.error(f"has a block of {list(block.shape)}, which is not a square's")
     if block.dim() == 3:
         return [facts.entry("delta", "bat", {"block": block}, rank=block.shape[2])]
     mini = facts.config is not None and facts.config.get("init_weights") == "mini"
@@ -267,14 +267,14 @@ def _oft(t: Tensors, facts: LayerFacts) -> list[Entry]:
 def _boft(t: Tensors, facts: LayerFacts) -> list[Entry]:
     levels, count, size, _ = t["boft_R"].shape
     if levels > 1 and (size % 2 or count % 2 ** (levels - 1)):
-        raise facts.error(f"has a boft_R of {list(t['boft_R'].shape)}, which is no butterflies of squares")
+        raise facts.error(f"has a boft_R of {list(t['boft_R'].shape)}, which is not a butterflies of squares")
     return [facts.entry("boft", "boft", {"rotation": t["boft_R"], "magnitude": t["boft_s"].reshape(-1, 1)}, rank=count)]
 
 
 def _ia3(t: Tensors, facts: LayerFacts) -> list[Entry]:
     gate = t["ia3_l"]
     if gate.numel() != max(gate.shape):
-        raise facts.error(f"has an ia3_l of {list(gate.shape)}, which is no gate for each of its channels")
+        raise facts.error(f"has an ia3_l of {list(gate.shape)}, which is not a gate for each of its channels")
     if gate.dim() == 2:
         side = "output" if gate.shape[1] == 1 and gate.shape[0] > 1 else "input"
     else:  # a convolution's are alike

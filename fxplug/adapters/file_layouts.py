@@ -105,7 +105,7 @@ def on_paths(file: AdapterFile, about: About | None) -> list[Entry]:
         names = _TEXT.match(entry.path) or _T5.match(entry.path)
         if names is None:
             where = other or "another part"
-            raise ArtifactError(f"{file.source}: '{entry.name}' of {where} is no layer that is known without its model")
+            raise ArtifactError(f"{file.source}: '{entry.name}' of {where} is not a layer that is known without its model")
         made.append(replace(entry, path=".".join(filter(None, names.groups())), flat=False))
     return made
 

@@ -173,7 +173,7 @@ class _AdapterFileReader:
         made = changes_of(facts, tensors)
         for entry in made:
             if entry.method == "diff" and largest(entry.tensors, 1.0) > self.limits.update:
-                most = f"changes a {entry.param} by more than {self.limits.update:g}; see Limits"
+                most = f"changes a {entry.param} by more than {self.limits.update:g}; fxplug.Limits can raise it"
                 raise ArtifactError(f"{self.where}: '{layer.name}' {most}")
         if tensors or not made:
             kind = nearest_kind(tensors)
@@ -232,7 +232,7 @@ class _AdapterFileReader:
         if largest(tensors, scale) > self.limits.update:
             raise ArtifactError(
                 f"{self.where}: the update of '{layer.name}' is scaled by {scale:g} and can change a weight by more than "
-                f"{self.limits.update:g}, which no model stands; see Limits"
+                f"{self.limits.update:g}, which no model stands; fxplug.Limits can raise it"
             )
         flat = "." not in layer.name and not layer.own
         return [Entry(layer.name, part_path[1], part_path[0], word, tensors, scale, rank, embedding, flat, assumed)]

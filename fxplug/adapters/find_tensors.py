@@ -80,7 +80,7 @@ def _without_values(key: Any, value: Any) -> Any:
 def object_of(value: Any, where: str) -> dict[str, Any]:
     """A JSON object as it is. Raises ArtifactError for another value; `where` says what it was read from."""
     if not isinstance(value, dict):
-        raise ArtifactError(f"{where} is no JSON object")
+        raise ArtifactError(f"{where} is not JSON object")
     return value
 
 
@@ -115,7 +115,9 @@ def unreadable(value: Tensor) -> str:
         plain: Any = Tensor
         own = [getattr(kind.__torch_function__, "__func__", None), kind.__torch_dispatch__]
         if own != [plain.__torch_function__.__func__, plain.__torch_dispatch__]:
-            return f"is a {kind.__name__}, which is no plain tensor: give its numbers, as of its dequantize() or full_tensor()"
+            return (
+                f"is a {kind.__name__}, which is not a plain tensor: give its numbers, as of its dequantize() or full_tensor()"
+            )
     if value.is_nested:
         return "is a nested tensor, which has no shape"
     if value.layout != torch.strided:

@@ -31,7 +31,7 @@ def refused(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
         known = entry.kind in FORMATS[as_]["kinds"]
         return "" if known else f"has a change of its {entry.param}, whole, for which {as_} has no form"
     if layer is None:
-        return "is no layer with a weight"
+        return "is not a layer with a weight"
     if not entry.fits(layer.shape) and not (layer.kind == "Embedding" and entry.fits(layer.shape[::-1])):
         return f"has an update of another parameter than its weight, which is {list(layer.shape)}"
     if as_ == "fxplug":

@@ -135,7 +135,7 @@ def _checkpoint(weights: Mapping[str, Any] | str, root: nn.Module) -> Mapping[st
     flat = {key.removeprefix("ip_adapter."): t for key, t in weights.items() if key.startswith("ip_adapter.")}
     if not flat:
         first = ", ".join(list(weights)[:3]) or "nothing"
-        raise SpecError(f"this is no checkpoint of IP-Adapter, which has 'ip_adapter' and 'image_proj'; it has {first}")
+        raise SpecError(f"this is not a checkpoint of IP-Adapter, which has 'ip_adapter' and 'image_proj'; it has {first}")
     return flat
 
 

@@ -124,7 +124,7 @@ def _check_saved(folder: Path) -> None:
     if not (folder / "manifest.json").is_file():
         inside = folder / "module"
         hint = f"; of a training run it is {inside}" if (inside / "manifest.json").is_file() else ""
-        raise SpecError(f"'{folder}' is no folder of a saved rewrite{hint}: fxplug rewrite CONFIG --out DIR writes one")
+        raise SpecError(f"'{folder}' is not a folder of a saved rewrite{hint}: fxplug rewrite CONFIG --out DIR writes one")
 
 
 def _write(path: Path, text: str) -> None:

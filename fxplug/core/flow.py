@@ -128,7 +128,7 @@ def saved_config(folder: str | Path) -> dict[str, Any] | None:
         return None
     read = read_yaml(file)
     if not isinstance(read.data, dict):
-        raise SpecError("this is no configuration: it has no keys", where=read.where())
+        raise SpecError("this is not a configuration: it has no keys", where=read.where())
     return read.data
 
 

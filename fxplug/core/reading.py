@@ -107,7 +107,7 @@ def opened(
             before = os.fstat(handle)
             _check_kind(before, raises)
             if limit is not None and before.st_size > limit:
-                raise raises(f"has {before.st_size} bytes, and more than {limit} are not read; see Limits")
+                raise raises(f"has {before.st_size} bytes; the limit is {limit}; fxplug.Limits can raise it")
             yield file
             after = os.fstat(handle)
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
@@ -186,7 +186,7 @@ def read_member(archive: zipfile.ZipFile, name: str, raises: Raises, limit: int 
     """The bytes of a member, at most `limit` of them. Raises what `raises` makes for one that is not as it was written."""
     size = archive.getinfo(name).file_size
     if limit is not None and size > limit:
-        raise raises(f"has {size} bytes in {shown(name)}, and more than {limit} are not read; see Limits")
+        raise raises(f"has {size} bytes in {shown(name)}; the limit is {limit}; fxplug.Limits can raise it")
     try:
         return archive.read(name)
     except Exception as error:  # zipfile tells of damage by many kinds
@@ -208,22 +208,22 @@ def parse_json(data: bytes | str, raises: Raises, limits: Limits = DEFAULT) -> A
     """
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     if len(raw) > limits.json:
-        raise raises(f"has {len(raw)} bytes of JSON, and more than {limits.json} are not read; see Limits")
+        raise raises(f"has {len(raw)} bytes of JSON; the limit is {limits.json}; fxplug.Limits can raise it")
     bare = _QUOTED.sub(b"", _ESCAPED.sub(b"", raw))
     count = sum(map(bare.count, (b"{", b"[", b",")))
     if count > limits.values:
-        raise raises(f"has {count} values of JSON, and more than {limits.values} are not read; see Limits")
+        raise raises(f"has {count} values of JSON; the limit is {limits.values}; fxplug.Limits can raise it")
     nest = bare.translate(None, _NO_BRACKETS)
     for _ in range(limits.depth):
         if not nest:
             break
         nest = nest.replace(b"[]", b"").replace(b"{}", b"")
     if len(nest) > limits.depth:
-        raise raises(f"is no JSON, or nested more than {limits.depth} deep")
+        raise raises(f"is not JSON, or nested more than {limits.depth} deep")
     if long := _LONG.search(bare):
         digits = re.compile(rb"[0-9]*").match(bare, long.start())
         if digits and len(digits[0]) > limits.digits:
-            raise raises(f"has a number of {len(digits[0])} digits, and more than {limits.digits} are not read; see Limits")
+            raise raises(f"has a number of {len(digits[0])} digits; the limit is {limits.digits}; fxplug.Limits can raise it")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -234,16 +234,16 @@ def parse_json(data: bytes | str, raises: Raises, limits: Limits = DEFAULT) -> A
         return found
 
     def refuse(constant: str) -> Any:
-        raise raises(f"holds {constant}, which is no JSON")
+        raise raises(f"holds {constant}, which is not JSON")
 
     try:
         return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=refuse)
     except UnicodeDecodeError as error:
-        raise raises(f"is no JSON: not UTF-8 text (byte {error.start})") from None
+        raise raises(f"is not JSON: not UTF-8 text (byte {error.start})") from None
     except (ValueError, RecursionError) as error:
         if (what := begins(raw[:64])) and not what.startswith(("JSON", "text")):
-            raise raises(f"is no JSON: it is {what}") from None
-        raise raises(f"is no JSON: {shown(str(error), 200)[1:-1] or type(error).__name__}") from None
+            raise raises(f"is not JSON: it is {what}") from None
+        raise raises(f"is not JSON: {shown(str(error), 200)[1:-1] or type(error).__name__}") from None
 
 
 def read_json(path: str | os.PathLike[str], raises: Raises | None = None, limits: Limits = DEFAULT) -> Any:
@@ -259,7 +259,7 @@ def check_format(manifest: Any, newest: int, raises: Raises) -> None:
     """
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if type(version) is not int or version < 1:
-        raise raises(f"cannot be read: its manifest has the format {shown(version)}, which is no version")
+        raise raises(f"cannot be read: its manifest has the format {shown(version)}, which is not a version")
     if version > newest:
         writer = f", written by fxplug {shown(str(manifest['fxplug']))[1:-1]}" if "fxplug" in manifest else ""
         raise raises(f"has format {shown(version)}{writer}; this version reads up to {newest}: update fxplug")

@@ -88,9 +88,9 @@ def read(
         sized = start[8:9] == b"{" and not any(start[4:8])  # behind the length of a header, whose first byte may be any
         if (start[:1] == b"\x80" and not sized) or start[:4] == b"PK\x03\x04":
             if start[:2] == b"PK" and suffix == "safetensors" and b"data.pkl" not in start:
-                raise raises("is no safetensors file, but a zip archive: unpack it")
+                raise raises("is not a safetensors file, but a zip archive: unpack it")
             if suffix == "safetensors":
-                raise raises("is no safetensors file, it was written by torch.save: let its name end in .pt")
+                raise raises("is not a safetensors file, it was written by torch.save: let its name end in .pt")
             return _load_saved(file, path, raises, most), {}
         if not start:
             raise raises("cannot be read: it is empty")
@@ -115,16 +115,16 @@ def header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Header:
     if total < 8 or length > total - 8:
         raise raises(f"cannot be read: it claims a header of {length} bytes, which a file of {total} bytes cannot have")
     if length > limits.json:
-        raise raises(f"has a header of {length} bytes, and more than {limits.json} are not read; see Limits")
+        raise raises(f"has a header of {length} bytes; the limit is {limits.json}; fxplug.Limits can raise it")
     start += file.read(length)
     found = parse_json(start[8:], lambda finding: raises(f"cannot be read: its header {finding}"), limits)
     if type(found) is not dict:
-        raise raises("cannot be read: its header is no JSON object")
+        raise raises("cannot be read: its header is not JSON object")
     said = found.pop("__metadata__", {})
     if type(said) is not dict or not all(type(value) is str for value in said.values()):
         raise raises("cannot be read: its metadata are not texts by name")
     if len(found) > limits.tensors:
-        raise raises(f"has {len(found)} tensors, and more than {limits.tensors} are not read; see Limits")
+        raise raises(f"has {len(found)} tensors; the limit is {limits.tensors}; fxplug.Limits can raise it")
     records = {name: _record(name, entry, 8 + length, raises, limits) for name, entry in found.items()}
     at = 8 + length
     head = Header(records, said, start)
@@ -167,7 +167,7 @@ def tensors(
 
 def _record(name: str, entry: Any, start: int, raises: Raises, limits: Limits) -> TensorEntry:
     if len(name) > limits.text:
-        raise raises(f"has a name of {len(name)} characters, and more than {limits.text} are not read; see Limits")
+        raise raises(f"has a name of {len(name)} characters; the limit is {limits.text}; fxplug.Limits can raise it")
     if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise raises(f"is damaged: {shown(name)} has not just a dtype, a shape and data_offsets")
     dtype = DTYPES.get(entry["dtype"]) if type(entry["dtype"]) is str else None
@@ -318,7 +318,7 @@ def read_onnx(path: Path, raises: Raises, *, meta: bool = False) -> dict[str, Te
             tensor = onnx_tensor(proto, raises)
             tensors[proto.name] = tensor.to("meta") if meta else tensor
         if not tensors:
-            raise raises("cannot be read: it is no ONNX file, or one without weights")
+            raise raises("cannot be read: it is not an ONNX file, or one without weights")
         for node in graph.node:
             weight = node.input[1] if node.op_type == "MatMul" and len(node.input) == 2 else ""
             new = node.name.removeprefix("/").rpartition("/")[0].replace("/", ".") + ".weight"

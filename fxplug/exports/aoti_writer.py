@@ -128,7 +128,7 @@ def _compiled(file: str) -> tuple[set[str], dict[str, str]]:
     """The names of the constants that a compiled program reads, and what AOTInductor says of it."""
 
     def unfit(finding: str) -> Unfit:
-        return Unfit(f"AOTInductor wrote what is no package: it {finding}; leave out the options that ask for it")
+        return Unfit(f"AOTInductor wrote what is not a package: it {finding}; leave out the options that ask for it")
 
     with opened(file, raises=unfit) as handle, folder(TEMPORARY) as work:
         archive = open_archive(handle, unfit)

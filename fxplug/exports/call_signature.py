@@ -166,7 +166,7 @@ class Signature:
             self.ranges = said.ranges
             if (total := sum(map(len, said.guards))) > limits.conditions:
                 raise ValueError(
-                    f"its conditions have {total} characters, and more than {limits.conditions} are not read; see Limits"
+                    f"its conditions have {total} characters; the limit is {limits.conditions}; fxplug.Limits can raise it"
                 )
             self.guards = [(text, parsed(text)) for text in said.guards]
             self.result = _decoded(data["result"], ("tensor", "number"))
@@ -273,7 +273,7 @@ def _parameter(entry: Json) -> inspect.Parameter:
 def _position(kind: str) -> Form:
     def read(body: int, _: Read, limits: Limits) -> Placeholder:
         if not 0 <= body < LONGEST:
-            raise ValueError(f"{shown(body)} is no position of a tensor")
+            raise ValueError(f"{shown(body)} is not a position of a tensor")
         return Placeholder(kind, body)
 
     return int, read
@@ -281,7 +281,7 @@ def _position(kind: str) -> Form:
 
 def _scalar(body: Any, read: Read, limits: Limits) -> Any:
     if not isinstance(body, PLAIN):
-        raise ValueError("it is no plain value")
+        raise ValueError("it is not a plain value")
     return read(body)
 
 

@@ -202,7 +202,7 @@ def _check_timm(kind: str) -> None:
     import timm
 
     if not hasattr(timm.models, kind):
-        raise FxplugError(f"the base of this rewrite is a {kind}, which is no model class of timm: write it to safetensors")
+        raise FxplugError(f"the base of this rewrite is a {kind}, which is not a model class of timm: write it to safetensors")
 
 
 def _check_keys(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], kind: str) -> None:

@@ -50,7 +50,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 def parsed(text: str) -> ast.expr:
     """The tree of a condition. Raises FxplugError for what is none."""
     if not CONDITION.match(text):
-        raise FxplugError("it is no expression")
+        raise FxplugError("it is not an expression")
     try:
         tree: ast.expr = syntax_tree(text, "eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -99,7 +99,7 @@ def evaluate(tree: ast.expr, arguments: Mapping[str, Any]) -> bool | int | float
     except (TypeError, ValueError) as error:  # min of one number, the root of -1
         raise ArithmeticError(str(error)) from None
     if not isinstance(found, (bool, int, float)):
-        raise FxplugError(f"{shown(ast.unparse(tree))[1:-1]} is no size")
+        raise FxplugError(f"{shown(ast.unparse(tree))[1:-1]} is not a size")
     if isinstance(found, int) and found.bit_length() > LARGEST:
         raise OverflowError("the number is too large")
     return found

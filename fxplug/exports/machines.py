@@ -80,7 +80,9 @@ def check_machine(file: Path, manifest: Json, device: torch.device) -> None:
 def pick_device(file: Path, kind: str, device: torch.device | str | None) -> torch.device:
     """The device that code for `kind` runs on. Raises ArtifactError where there is none, or another one is asked for."""
     if kind not in ("cpu", "cuda"):
-        raise ArtifactError(f"{file} was compiled for {shown(kind)}, which is no device of a package's: those are cpu and cuda")
+        raise ArtifactError(
+            f"{file} was compiled for {shown(kind)}, which is not a device of a package's: those are cpu and cuda"
+        )
     wanted = torch.device(kind if device is None else device)
     if wanted.type != kind:
         raise ArtifactError(f"{file} was compiled for {kind} and cannot run on {wanted.type}: export it again from there")

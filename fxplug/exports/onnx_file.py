@@ -29,7 +29,7 @@ PAGE = 4096  # where tensors begin, so that their file can be mapped into memory
 PIECE = 1 << 24
 def _name(text: str) -> str:
     if len(text.encode(errors="replace")) > NAME or not (text.isascii() or text.isprintable()):
-        raise ValueError("it is no name of an adapter")
+        raise ValueError("it is not a name of an adapter")
     return text
 
 
@@ -96,7 +96,7 @@ class OnnxFile:
         found = {entry.key: entry.value for entry in reversed(model.metadata_props)}  # of a key that is there twice, the first
         if METADATA not in found:
             raise raises(
-                "is no ONNX file of fxplug's: it has no metadata of ours; onnxruntime.InferenceSession runs those of others"
+                "is not an ONNX file of fxplug's: it has no metadata of ours; onnxruntime.InferenceSession runs those of others"
             )
         self._check_seal(raises)
         text = found[METADATA]

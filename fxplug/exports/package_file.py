@@ -108,7 +108,7 @@ class Packed:
         start, names = root(self._archive), self._archive.namelist()
         for name in (MANIFEST, TENSORS):
             if start + name not in names:
-                raise raises(f"is no package of fxplug's: {_kind([each.removeprefix(start) for each in names], name)}")
+                raise raises(f"is not a package of fxplug's: {_kind([each.removeprefix(start) for each in names], name)}")
         data = read_member(self._archive, start + MANIFEST, raises, limits.json)
         manifest = parse_json(data, about(f"{path}: {MANIFEST}"), limits)
         self.manifest = check_manifest(manifest, PackageManifest, raises)

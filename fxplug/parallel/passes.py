@@ -53,5 +53,5 @@ def _entered(module: TracedModule, name: str, path: str) -> dict[str, int]:
     rule = Rule(Match(path=path), place="before", args=["x"], expect="==1")
     (site,) = find(module, Pass(name, [rule]))
     if site.x is None or site.x.node is None or len(site.x.shape) < 3:
-        raise SpecError(f"{name}: the first input of '{path}' is no image or feature map")
+        raise SpecError(f"{name}: the first input of '{path}' is not an image or feature map")
     return {site.x.node.name: len(site.x.shape) - 2}

@@ -207,7 +207,7 @@ def _set(module: PipelinePart, names: str | list[str], weights: Any = None) -> N
     values = list(weights) if isinstance(weights, (list, tuple)) else [weights] * len(names)
     if odd := [value for value in values if value is not None and not isinstance(value, (int, float))]:
         raise SpecError(
-            f"set_adapters: {shown(odd[0])} is no number: slots have one strength for all layers; apply a pass with another "
+            f"set_adapters: {shown(odd[0])} is not a number: slots have one strength for all layers; apply a pass with another "
             "name to the layers that shall have another"
         )
     known = module.adapters.names

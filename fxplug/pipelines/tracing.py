@@ -111,7 +111,7 @@ def load_pipeline(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), 
 
     folder = Path(folder)
     if not (folder / "model_index.json").is_file():
-        raise ArtifactError(f"{folder} is no pipeline: it has no model_index.json; fxplug.load reads an artifact")
+        raise ArtifactError(f"{folder} is not a pipeline: it has no model_index.json; fxplug.load reads an artifact")
     parts = {path.parent.name: pipeline_part(load(path.parent, allow=allow)) for path in sorted(folder.glob(f"*/{MANIFEST}"))}
     return DiffusionPipeline.from_pretrained(folder, **{**parts, **options})
 

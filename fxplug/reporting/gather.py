@@ -274,7 +274,7 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
         return None
     found = read_json(file)
     if not isinstance(found, dict):
-        raise ArtifactError(f"{file} is no JSON object")
+        raise ArtifactError(f"{file} is not JSON object")
     return found
 
 

@@ -66,7 +66,7 @@ def report_folder(
     saved = next((path for path in (home / "module", home) if (path / "manifest.json").is_file()), None)
     run = run_of(home)
     if saved is None and run is None:
-        kind = "is no folder" if home.exists() else "does not exist"
+        kind = "is not a folder" if home.exists() else "does not exist"
         why = kind if not home.is_dir() else "has no manifest.json and no log.jsonl"
         raise SpecError(f"{home} {why}: report takes a configuration, the folder of a saved rewrite, or that of a training run")
     if saved is None:

@@ -59,7 +59,7 @@ def places_of(graph: fx.Graph, root: nn.Module) -> dict[str, MarkedRegion]:
             site = str(node.meta["pass"]["site"])
             key = next((key for key in (site, site.partition(":")[0]) if key in regions), "")
             if not key:
-                raise SpecError(f"'{site}' is no module whose attention could be computed in another way: mark one")
+                raise SpecError(f"'{site}' is not a module whose attention could be computed in another way: mark one")
             place = found.setdefault(key, MarkedRegion(key, [], regions[key], []))
             place.marks.append(node)
     for place in found.values():

@@ -147,7 +147,7 @@ def load(spec: Any, local: LocalModules) -> object:
     kind, name = (_import(spec, local), spec) if isinstance(spec, str) else (spec, getattr(spec, "__name__", ""))
     plugin = construct(kind, Use(name, dict(options or {}))) if isinstance(kind, type) else kind
     if not hook_methods(plugin) and not isinstance(plugin, BasePlugin):
-        raise SpecError(f"{type(plugin).__name__} is no plugin: it has none of the methods {', '.join(OFFERED)}")
+        raise SpecError(f"{type(plugin).__name__} is not a plugin: it has none of the methods {', '.join(OFFERED)}")
     return plugin
 
 

@@ -235,7 +235,7 @@ def put_gradients(module: nn.Module, result: Any) -> None:
     named = dict(module.named_parameters())
     for name, gradient in result.items():
         if name not in named:
-            raise TypeError(f"it returned a gradient of '{name}', which is no parameter{did_you_mean(name, named)}")
+            raise TypeError(f"it returned a gradient of '{name}', which is not a parameter{did_you_mean(name, named)}")
         if gradient is not None and not (isinstance(gradient, Tensor) and gradient.shape == named[name].shape):
             found = list(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
             raise TypeError(f"it returned {found} as the gradient of '{name}', which has the shape {list(named[name].shape)}")

@@ -89,7 +89,7 @@ MISTAKES = {
     "a container where one value is needed": (
         one(path="head", args=["value", "blocks"]),
         fxplug.MatchError,
-        "p: 'blocks' (ModuleList) is never called by the model, so it is no region; regions inside it: blocks.0, "
+        "p: 'blocks' (ModuleList) is never called by the model, so it is not a region; regions inside it: blocks.0, "
         "blocks.0.norm, blocks.0.attn, blocks.0.attn.qkv, blocks.0.attn.proj, blocks.0.mlp, blocks.0.mlp.0, "
         "blocks.0.mlp.1, blocks.0.mlp.2, blocks.1, ... (18)",
     ),
@@ -103,7 +103,7 @@ MISTAKES = {
     "a module that is never called": (
         one(path="spare"),
         fxplug.MatchError,
-        "p: 'spare' matched 0 places, expected >=1\n  'spare' (Linear) is never called by the model, so it is no region",
+        "p: 'spare' matched 0 places, expected >=1\n  'spare' (Linear) is never called by the model, so it is not a region",
     ),
     "a class that is not there": (
         one(module="Linaer"),
@@ -150,7 +150,7 @@ MISTAKES = {
     "a port that is not there": (
         one(path="blocks.0:in[2]", place="before"),
         fxplug.MatchError,
-        "p: 'blocks.0:in[2]' is no input of 'blocks.0'; there are 'blocks.0:in.x', 'blocks.0:in.mask'",
+        "p: 'blocks.0:in[2]' is not an input of 'blocks.0'; there are 'blocks.0:in.x', 'blocks.0:in.mask'",
     ),
     "a result that is several": (
         one(path="blocks.0"),
@@ -171,7 +171,7 @@ MISTAKES = {
     "an address that is none": (
         one(path="head", args=["value", "head:inn"]),
         fxplug.SpecError,
-        "'head:inn' is no address of a value: write 'path', 'path:in', 'path:in[1]', 'path:in.name', "
+        "'head:inn' is not an address of a value: write 'path', 'path:in', 'path:in[1]', 'path:in.name', "
         "'path:out[1][0]' or 'path:param.weight'",
     ),
     "patterns that pair unequally": (
@@ -201,7 +201,7 @@ MISTAKES = {
     "no class": (
         one("operator:add", path="head"),
         fxplug.SpecError,
-        "'operator:add' is no module class: a block is an nn.Module",
+        "'operator:add' is not a module class: a block is an nn.Module",
     ),
     "a class that does not exist": (
         one("fxplug.blocks:Lroa", path="head"),
@@ -237,8 +237,8 @@ MISTAKES = {
     "a regex without end": (
         one(path="re:(((.+)+)+)+!"),
         fxplug.SpecError,
-        "'re:(((.+)+)+)+!' backtracks without end on these paths (stopped after 0.5 s): it repeats something that is "
-        "itself a repeat; write it without the inner one",
+        "'re:(((.+)+)+)+!' backtracks without end on these paths (stopped after 0.5 s): it repeats a group that "
+        "itself repeats; remove the inner repeat",
     ),
     "a parameter that is not there": (
         one(path="head", place="param", port="wieght"),
@@ -271,7 +271,7 @@ def test_a_mistake_is_told(net, mistake):
 
 
 def test_lists_of_unequal_length_are_refused_when_read():
-    with pytest.raises(fxplug.SpecError, match=r"args\[1\]: 1 ports for 2 path patterns; they pair up in order"):
+    with pytest.raises(fxplug.SpecError, match=r"args\[1\]: 1 ports for 2 path patterns: they are paired in order"):
         skip(["blocks.0"], ["blocks.1", "head"])
 
 

@@ -121,7 +121,7 @@ def test_no_name_reaches_a_class(folder, name, kind):  # noqa: F811
 @pytest.mark.parametrize("name", ["self", "inf", "nan", "torch", "device", "NoneType", "print", "pytree", "fx_pytree"])
 def test_no_node_has_a_name_that_the_code_uses(folder, name):  # noqa: F811
     craft(folder, lambda d: d["graphs"].update(eval=hostile.renamed(d["graphs"]["eval"], "relu", name)))
-    refused(folder, "is no node name")
+    refused(folder, "is not a node name")
 
 
 BLOCKS = [

@@ -201,7 +201,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch):
         with pytest.raises(ArtifactError):
             reading.read_bytes(tmp_path / name, 100)
     (tmp_path / "file").write_bytes(b"x" * 101)
-    with pytest.raises(ArtifactError, match="101 bytes, and more than 100 are not read"):
+    with pytest.raises(ArtifactError, match="101 bytes; the limit is 100"):
         reading.read_bytes(tmp_path / "file", 100)
     with pytest.raises(ArtifactError, match="changed while it was read"), reading.opened(tmp_path / "file"):
         (tmp_path / "file").write_bytes(b"y")
@@ -297,7 +297,7 @@ ODD_TENSORS = {
     "meta": (lambda t: t.to("meta"), "on the meta device, which holds no values"),
     "sparse": (torch.Tensor.to_sparse, "is sparse .torch.sparse_coo.: give it .to_dense"),
     "rows": (torch.Tensor.to_sparse_csr, "is sparse .torch.sparse_csr.: give it .to_dense"),
-    "wrapped": (lambda t: t.as_subclass(Wrapped), "is a Wrapped, which is no plain tensor: give its numbers"),
+    "wrapped": (lambda t: t.as_subclass(Wrapped), "is a Wrapped, which is not a plain tensor: give its numbers"),
     "nested": (ragged, "is a nested tensor"),
     "whole numbers": (torch.Tensor.int, "holds torch.int32; an adapter's weights are floating point"),
 }
@@ -371,5 +371,5 @@ def test_a_file_of_another_kind_is_called_what_it_is(kind, suffix, tmp_path):
     if kind in ("html", "git-lfs", "picture"):
         fxplug.save(gm, tmp_path / "module")
         (tmp_path / "module" / "manifest.json").write_bytes(data)
-        with pytest.raises(ArtifactError, match=f"manifest.json is no JSON.*{text if kind != 'picture' else ''}"):
+        with pytest.raises(ArtifactError, match=f"manifest.json is not JSON.*{text if kind != 'picture' else ''}"):
             fxplug.load(tmp_path / "module")

@@ -459,7 +459,7 @@ def test_other_files_stay_and_stale_ones_go(tmp_path: Path) -> None:
         fxplug.save(gm, folder, overwrite=False)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("x")
-    with pytest.raises(ArtifactError, match="holds something that is no artifact"):
+    with pytest.raises(ArtifactError, match="holds something that is not an artifact"):
         fxplug.save(gm, tmp_path / "home")
 
 
@@ -677,9 +677,9 @@ def test_damaged_files(folder: Path) -> None:
     weights.unlink()
     refused(folder, "model.safetensors is missing")
     (folder / "manifest.json").write_text("{")
-    refused(folder, "manifest.json is no JSON")
+    refused(folder, "manifest.json is not JSON")
     (folder / "manifest.json").unlink()
-    refused(folder, "is no artifact: it has no manifest.json")
+    refused(folder, "is not an artifact: it has no manifest.json")
     refused(folder / "nowhere", "there is no folder")
 
 
@@ -714,8 +714,8 @@ def test_json_that_is_none(folder: Path) -> None:
     text = (folder / "graph.json").read_text()
     (folder / "graph.json").write_text(text.replace('"format": 1', '"format": NaN'))
     restamp(folder)
-    refused(folder, "NaN, which is no JSON")
-    refused(folder, "more than 100 are not read", limits=fxplug.Limits(json=100))
+    refused(folder, "NaN, which is not JSON")
+    refused(folder, "the limit is 100", limits=fxplug.Limits(json=100))
     (folder / "graph.json").write_text(text.replace('"format": 1', '"format": 1, "format": 1'))
     restamp(folder)
     refused(folder, "twice in one object")
@@ -767,7 +767,7 @@ BAD_NAMES = ["x\nimport os", "a b", "", "import", "a.b", "ü", "1a", 'x"', "relu
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_bad_names(folder: Path, name: object) -> None:
     craft(folder, lambda d: node(d, target="torch.relu").update(name=name))
-    refused(folder, "is no node name")
+    refused(folder, "is not a node name")
 
 
 CHANGES = {
@@ -778,11 +778,11 @@ CHANGES = {
     "placeholder arguments": (lambda d: node(d, "placeholder").update(args=[1, 2]), "arguments that a placeholder cannot have"),
     "attribute dunder": (lambda d: node(d, "get_attr").update(target="offset.__class__"), "a name of Python's own"),
     "attribute code": (lambda d: node(d, "get_attr").update(target='offset") or ("'), "must be letters"),
-    "attribute keyword": (lambda d: node(d, "get_attr").update(target="offset.import"), "no tensor of the artifact"),
-    "attribute unknown": (lambda d: node(d, "get_attr").update(target="forward"), "no tensor of the artifact"),
+    "attribute keyword": (lambda d: node(d, "get_attr").update(target="offset.import"), "not a tensor of the artifact"),
+    "attribute unknown": (lambda d: node(d, "get_attr").update(target="forward"), "not a tensor of the artifact"),
     "module dunder": (lambda d: node(d, "call_module").update(target="a.__init__"), "a name of Python's own"),
     "module unknown": (lambda d: node(d, "call_module").update(target="train"), "no module of the artifact"),
-    "module root": (lambda d: node(d, "call_module").update(target=""), "is no module path"),
+    "module root": (lambda d: node(d, "call_module").update(target=""), "is not a module path"),
     "later node": (lambda d: node(d, target="torch.relu").update(args=[{"node": "output"}]), "not defined before it"),
     "no node": (lambda d: node(d, target="torch.relu").update(args=[{"node": "zzz"}]), "not defined before it"),
     "itself": (lambda d: node(d, target="torch.relu").update(args=[{"node": "relu"}]), "not defined before it"),
@@ -799,7 +799,7 @@ CHANGES = {
         "no kind of value",
     ),
     "dtype": (lambda d: node(d, target="torch.relu").update(args=[{"dtype": "load"}]), "'load' is no dtype"),
-    "two tags": (lambda d: node(d, target="torch.relu").update(args=[{"tuple": [], "list": []}]), "no encoded value"),
+    "two tags": (lambda d: node(d, target="torch.relu").update(args=[{"tuple": [], "list": []}]), "not an encoded value"),
     "entry in node": (lambda d: node(d).update(code="1"), "unknown key 'code'"),
     "entry in meta": (lambda d: node(d)["meta"].update(stack_trace="x"), "unknown key 'stack_trace'"),
     "output first": (lambda d: d["graphs"]["eval"].reverse(), "ArtifactError|not defined|output"),
@@ -818,7 +818,7 @@ CHANGES = {
     ),
     "result name": (
         lambda d: node(d, target="torch.relu").update(target={"result": "a:b c", "fields": ["a"]}),
-        "is no name of a result",
+        "is not a name of a result",
     ),
     "torch.nn class": (
         lambda d: d["modules"]["a"].update({"class": "Linaer"}),
@@ -830,7 +830,7 @@ CHANGES = {
     "module attribute": (lambda d: d["modules"]["a"]["attributes"].update({"_forward_hooks": []}), "part of every module"),
     "module dunder attribute": (lambda d: d["modules"]["a"]["attributes"].update({"__class__": 1}), "part of every module"),
     "container attribute": (lambda d: d["modules"][""]["attributes"].update({"forward": 1}), "part of every module"),
-    "module path": (lambda d: d["modules"].update({"c d": {"kind": "none"}}), "is no module path"),
+    "module path": (lambda d: d["modules"].update({"c d": {"kind": "none"}}), "is not a module path"),
     "orphan": (lambda d: d["modules"].update({"z.y": {"kind": "none"}}), "has no place"),
     "alias": (lambda d: d["modules"].update({"z": {"kind": "same", "as": "y"}}), "does not come before it"),
     "block import": (
@@ -937,7 +937,7 @@ def test_results_need_permission(folder: Path) -> None:
     craft(folder, lambda d: node(d, target="torch.relu").update(target={"result": "subprocess:Popen"}))
     again = fxplug.load(folder)
     assert any(n.target is ops.Record for n in again.graph.nodes)
-    refused(folder, "is no result class", allow=["subprocess"])
+    refused(folder, "is not a result class", allow=["subprocess"])
     craft(folder, lambda d: node(d, target={"result": "subprocess:Popen"}).update(target={"result": "no_such_package:Thing"}))  # type: ignore[arg-type]
     refused(folder, "cannot be imported", allow=["no_such_package"])
 

@@ -453,7 +453,7 @@ REFUSED = [
     ("oft", {"block_size": 2, "terms": 2}, "terms must be a whole number, 3 or more, or 0 for the exact inverse, not 2"),
     ("boft", {}, "block_size 4 does not divide 6"),
     ("boft", {"block_size": 2, "levels": 2}, "levels must be 1 to 1 with 3 blocks of size 2, not 2"),
-    ("weight_norm", {"dim": 2}, r"dim 2 is no dimension of a parameter of shape \[5, 6\]; it has 0 to 1"),
+    ("weight_norm", {"dim": 2}, r"dim 2 is not a dimension of a parameter of shape \[5, 6\]; it has 0 to 1"),
     ("spectral_norm", {"steps": 0}, "steps must be a whole number, 1 or more, not 0"),
     ("ssf", {"dim": 3}, "has no dimension 3"),
     ("bottleneck", {"bottleneck": 0}, "bottleneck must be a whole number, 1 or more, not 0"),

@@ -99,7 +99,7 @@ def _low_rank(
         options["alpha_auto_scale"] = False
     if sort == "loha":
         if half:
-            raise SpecError("an update of half of the batch is no LoHa, which changes a weight that all samples share")
+            raise SpecError("an update of half of the batch is not a LoHa, which changes a weight that all samples share")
         options, kind = _loha(common, given, options, notes), "hcp/loha"
     else:
         options, kind = _lora(common, given, options, notes, dropout), "hcp/half_lora" if half else "hcp/lora"

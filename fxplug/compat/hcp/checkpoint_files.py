@@ -125,7 +125,7 @@ def selected(names: Sequence[str], layers: Any, file: str | Path) -> list[str]:
         here = [name for name in names if any(_is(layer.path, part, layer.regex) for part in _parts(name))]
         if not here:
             hint = did_you_mean(layer.path, {part for name in names for part in _parts(name)})
-            raise SpecError(f"'{layer.text}' is no layer that {file} has weights of{hint}", path=("layers",))
+            raise SpecError(f"'{layer.text}' is not a layer that {file} has weights of{hint}", path=("layers",))
         chosen.update(here)
     return [name for name in names if name in chosen]
 

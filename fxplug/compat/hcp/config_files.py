@@ -136,7 +136,7 @@ class References:
             raise self.source.error(f"{shown(text)} calls the resolver '{name}': write its value", *path)
         read = REFERENCE.fullmatch(reference)
         if read is None or len(read[1]) > len(path):
-            raise self.source.error(f"{shown(text)}: '{reference}' is no path of the configuration", *path)
+            raise self.source.error(f"{shown(text)}: '{reference}' is not a path of the configuration", *path)
         found: Path_ = path[: len(path) - len(read[1])] if read[1] else ()
         for key in re.findall(r"[\w-]+", read[2]):
             around = _at(self.source.data, found)

@@ -112,7 +112,7 @@ def read_input(text: str) -> tuple[str, list[Any]]:
     """`cond=n,3,8*h,8*w` as a name and its sizes. Raises SpecError."""
     name, equals, sizes = text.partition("=")
     if not equals or not name.isidentifier():
-        raise SpecError(f"'{text}' is no input: write NAME=SIZES, as in cond=n,3,8*h,8*w")
+        raise SpecError(f"'{text}' is not an input: write NAME=SIZES, as in cond=n,3,8*h,8*w")
     parts = [part.strip() for part in sizes.split(",") if part.strip()]
     return name, [int(part) if part.isdigit() else part for part in parts]
 

@@ -66,7 +66,7 @@ def make(
     options = dict(options or {})
     for key in options:
         if key in given and key != "hook_param":
-            raise SpecError(f"'{key}' is given to a plugin by its place, and is no option")
+            raise SpecError(f"'{key}' is given to a plugin by its place, and is not an option")
     known = accepted_arguments(kind)
     host_given = {k: v for k, v in given.items() if k in known.names or known.free}
     if "lora_id" in known.names and "name" not in known.names:
@@ -143,7 +143,7 @@ def plugin_class(plugin: str | type) -> type[BasePluginBlock]:
         hint = ""
         if any(name.startswith("hcpdiff") for name in bases):
             hint = ": import its base class from fxplug.compat.hcp instead of hcpdiff.models.plugin"
-        raise SpecError(f"'{plugin}' is no plugin class of fxplug.compat.hcp{hint}")
+        raise SpecError(f"'{plugin}' is not a plugin class of fxplug.compat.hcp{hint}")
     return kind
 
 
@@ -212,8 +212,8 @@ class _Inputs(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise TraceError(
-            f"{self.plugin}: feed_input_data asks for '{key}', which is no input of the pass"
-            f"{did_you_mean(key, self)}; it has {', '.join(self) or 'none'}: declare it in 'inputs' and 'feeds'"
+            f"{self.plugin}: feed_input_data asks for '{key}', which is not an input of the pass{did_you_mean(key, self)}; it "
+            f"has {', '.join(self) or 'none'}: declare it in 'inputs' and 'feeds'"
         )
 
 

@@ -285,7 +285,9 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if not overwrite:
         raise ArtifactError(f"{target} exists; save(..., overwrite=True) replaces it")
     if not (target / MANIFEST).is_file():
-        raise ArtifactError(f"{target} holds something that is no artifact (it has no {MANIFEST}); save into another folder")
+        raise ArtifactError(
+            f"{target} holds something that is not an artifact (it has no {MANIFEST}); save into another folder"
+        )
 
 
 # --- reading
@@ -375,7 +377,7 @@ def _set_modes(module: TracedModule, document: Document, modules: dict[str, nn.M
     module.twin_error = twin_error
     for name in document.modes:
         if name not in modules or not name:
-            raise ArtifactError(f"graph.json: the mode of {shown(name)} is said, which is no module")
+            raise ArtifactError(f"graph.json: the mode of {shown(name)} is said, which is not a module")
         modules[name].training = not document.training
 
 

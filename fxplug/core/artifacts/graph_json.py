@@ -59,7 +59,7 @@ def _find_result(record: Any, allow: Sequence[str]) -> tuple[Any, bool]:
     if is_import_path(path) and allowed(path.partition(":")[0], allow):
         cls = import_class(path, allow)
         if _result_class(cls, {}) is None:
-            raise ArtifactError(f"{path} is no result class: neither a dataclass nor a NamedTuple nor a dict")
+            raise ArtifactError(f"{path} is not a result class: neither a dataclass nor a NamedTuple nor a dict")
         return cls, False
     if fields is None:
         return ops.Record, True
@@ -180,7 +180,7 @@ class GraphReader:
             raise ArtifactError(f"graph.json: node '{name}' has arguments that a {op} cannot have")
         node = insert(graph, op, target, args, kwargs, name=name, meta=meta)
         if node.name != name or name in GENERATED:
-            raise ArtifactError(f"graph.json: '{name}' is no node name: it is a word of Python or torch")
+            raise ArtifactError(f"graph.json: '{name}' is not a node name: it is a word of Python or torch")
         return node
 
     def _target(self, op: str, name: str, target: Any, meta: dict[str, Any]) -> Any:
@@ -200,10 +200,10 @@ class GraphReader:
                 raise ArtifactError(f"graph.json: {shown(target)} is not a method that a graph may call{near}")
         elif op == "get_attr":
             if check_path(target, "attribute") not in self.tensors:
-                raise ArtifactError(f"graph.json: node '{name}' reads {shown(target)}, which is no tensor of the artifact")
+                raise ArtifactError(f"graph.json: node '{name}' reads {shown(target)}, which is not a tensor of the artifact")
         elif op == "call_module":
             if check_path(target, "module path") not in self.modules:
-                raise ArtifactError(f"graph.json: node '{name}' calls {shown(target)}, which is no module of the artifact")
+                raise ArtifactError(f"graph.json: node '{name}' calls {shown(target)}, which is not a module of the artifact")
         elif op == "placeholder":
             plain = check_name(target.removeprefix("*").removeprefix("*") if type(target) is str else target, "argument")
             if plain in ("self", "torch"):
@@ -271,7 +271,7 @@ def check_program(graph: Graph) -> None:
             count += isinstance(part, ast.FunctionDef)
             name = getattr(part, "id", None) or getattr(part, "attr", None)
             if not isinstance(part, SYNTAX) or count > 1 or (name is not None and name not in known):
-                raise SyntaxError(f"{shown(ast.unparse(part))} is no part of the graph")
+                raise SyntaxError(f"{shown(ast.unparse(part))} is not a part of the graph")
     except (SyntaxError, ValueError, MemoryError) as error:
         raise ArtifactError(
             f"graph.json: a text in it would be read as code; the artifact is damaged or hostile: {error}"
@@ -299,6 +299,8 @@ def reach(root: nn.Module, path: str) -> Any:
         except (LookupError, AttributeError, TypeError):
             taken = None
         if taken is not declared[0]:
-            raise ArtifactError(f"{shown(path)} is no path of the model: {shown(key)} is part of every {type(found).__name__}")
+            raise ArtifactError(
+                f"{shown(path)} is not a path of the model: {shown(key)} is part of every {type(found).__name__}"
+            )
         found = declared[0]
     return found

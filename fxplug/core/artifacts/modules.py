@@ -426,7 +426,7 @@ def _empty_state(module: nn.Module, record: ModuleRecord) -> None:
     for names, table in tables:
         for key, there in names.items():
             if "." in check_path(key, "tensor name"):
-                raise ArtifactError(f"graph.json: {shown(key)} is no tensor name: it has a dot")
+                raise ArtifactError(f"graph.json: {shown(key)} is not a tensor name: it has a dot")
             table[key] = torch.empty(0, device="meta") if there else None
 
 

@@ -82,7 +82,7 @@ def parse(data: bytes, name: str = "graph.json", limits: Limits = DEFAULT) -> di
     """The object of a JSON text, within the limits. Raises ArtifactError, which names the file `name`."""
     found = parse_json(data, about(name), limits)
     if type(found) is not dict:
-        raise ArtifactError(f"{name} is no JSON object")
+        raise ArtifactError(f"{name} is not JSON object")
     return found
 
 
@@ -168,7 +168,7 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Sn
     with reported(about(folder)):
         names = os.listdir(folder)
     if MANIFEST not in names:
-        raise ArtifactError(f"{folder} is no artifact: it has no {MANIFEST}")
+        raise ArtifactError(f"{folder} is not an artifact: it has no {MANIFEST}")
 
     def open_file(name: str) -> BinaryIO:
         # no link that leads out of the folder, and nothing that waits or does something when opened
@@ -194,7 +194,7 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Sn
 def _text(file: BinaryIO, name: str, limits: Limits) -> bytes:
     raises, size = about(name), size_of(file)
     if size > limits.json:
-        raise raises(f"has {size} bytes, and more than {limits.json} are not read; see Limits")
+        raise raises(f"has {size} bytes; the limit is {limits.json}; fxplug.Limits can raise it")
     with reported(raises):
         data = file.read(size)
     if len(data) < size:

@@ -56,7 +56,7 @@ def assemble_tensor(record: TensorRecord, parts: dict[str, Tensor], allow: Seque
     """The tensor that these parts make, of the class that a record names, which `allow` has to cover. Raises ArtifactError."""
     cls: Any = import_class(record.cls, allow)
     if not issubclass(cls, Tensor):
-        raise ArtifactError(f"graph.json: {shown(record.cls)} is no class of tensors")
+        raise ArtifactError(f"graph.json: {shown(record.cls)} is not a class of tensors")
     if "context" in record.model_fields_set:
         if not callable(getattr(cls, "__tensor_unflatten__", None)):
             raise ArtifactError(f"graph.json: {shown(record.cls)} cannot be made of plain tensors")
@@ -70,9 +70,9 @@ def assemble_tensor(record: TensorRecord, parts: dict[str, Tensor], allow: Seque
             own = {"has_fp16_weights": True} if data.is_floating_point() else {"CB": data, "SCB": parts["SCB"]}
             made = cls(data, requires_grad=False, **own)
         else:
-            raise ArtifactError(f"graph.json: {shown(record.cls)} is no class whose parts are known")
+            raise ArtifactError(f"graph.json: {shown(record.cls)} is not a class whose parts are known")
     if not is_packed(made):
-        raise ArtifactError(f"graph.json: {shown(record.cls)} is no class of a quantised tensor")
+        raise ArtifactError(f"graph.json: {shown(record.cls)} is not a class of a quantised tensor")
     return made
 
 
@@ -112,7 +112,7 @@ def _context_kinds(allow: Sequence[str] = ()) -> dict[str, ValueKind]:
         path, name = body
         cls = import_class(path, allow)
         if not issubclass(cls, enum.Enum) or name not in cls.__members__:
-            raise ArtifactError(f"graph.json: {shown(body)} is no member of an enumeration")
+            raise ArtifactError(f"graph.json: {shown(body)} is not a member of an enumeration")
         return cls[name]
 
     def write_record(value: Any, write: Write) -> Any:
@@ -126,7 +126,7 @@ def _context_kinds(allow: Sequence[str] = ()) -> dict[str, ValueKind]:
         path, fields = body
         cls = import_class(path, allow)
         if not (dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))):
-            raise ArtifactError(f"graph.json: {shown(path)} is no record")
+            raise ArtifactError(f"graph.json: {shown(path)} is not a record")
         return cls(**read(fields))
 
     return {

@@ -56,7 +56,7 @@ def is_import_path(text: Any) -> bool:
 def import_class(path: str, allow: Sequence[str]) -> type:
     """The class `package.module:Class`, imported only if `allow` covers its module."""
     if not is_import_path(path):
-        raise ArtifactError(f"graph.json: {shown(path)} is no import path 'package.module:Class'")
+        raise ArtifactError(f"graph.json: {shown(path)} is not an import path 'package.module:Class'")
     module, _, qualname = path.partition(":")
     if not allowed(module, allow):
         top = module.partition(".")[0]
@@ -72,7 +72,7 @@ def import_class(path: str, allow: Sequence[str]) -> type:
         if found is None:
             raise ArtifactError(f"{module} has no class {qualname}, which the artifact needs")
     if not isinstance(found, type) or found.__module__ != module:
-        raise ArtifactError(f"{qualname} is no class that {module} defines")
+        raise ArtifactError(f"{qualname} is not a class that {module} defines")
     return found
 
 
@@ -164,7 +164,7 @@ def encode(value: Any, explicit: bool = False, kinds: Mapping[str, ValueKind] | 
     for name, kind in kinds.items():
         if isinstance(value, kind.cls) and (written := kind.write(value, write)) is not None:
             return {name: written}
-    raise Unportable(f"a {type(value).__qualname__} is no plain value")
+    raise Unportable(f"a {type(value).__qualname__} is not a plain value")
 
 
 def _base(value: float | str) -> int | float | str:
@@ -205,7 +205,7 @@ def decode(
         return data
     if kind is str:
         if len(data) > limits.string:
-            raise ArtifactError(f"{where}: a text of {len(data)} characters; more than {limits.string} are not read")
+            raise ArtifactError(f"{where}: a text of {len(data)} characters; the limit is {limits.string}")
         return data
     if kind is float:
         if not math.isfinite(data):
@@ -214,7 +214,7 @@ def decode(
     if kind is list:
         return [decode(v, nodes, limits, forms, where) for v in data]
     if kind is not dict or len(data) != 1:
-        raise ArtifactError(f"{where}: {shown(data)} is no encoded value")
+        raise ArtifactError(f"{where}: {shown(data)} is not an encoded value")
     ((name, body),) = data.items()
     if name == "node":
         if nodes is None:
@@ -240,7 +240,7 @@ Form = tuple[type, Callable[[Any, Read, Limits], Any]]  # how the JSON of a kind
 
 def _float(body: str, read: Read, limits: Limits) -> float:
     if body not in ("inf", "-inf", "nan"):
-        raise ArtifactError(f"graph.json: {shown(body)} is no float")
+        raise ArtifactError(f"graph.json: {shown(body)} is not a float")
     return float(body)
 
 
@@ -265,7 +265,7 @@ def _complex(body: list[Any], read: Read, limits: Limits) -> complex:
 
 def _device(body: str, read: Read, limits: Limits) -> torch.device:
     if body.partition(":")[0] not in DEVICES:
-        raise ArtifactError(f"graph.json: {shown(body)} is no device of a graph{did_you_mean(body, DEVICES)}")
+        raise ArtifactError(f"graph.json: {shown(body)} is not a device of a graph{did_you_mean(body, DEVICES)}")
     return torch.device(body)
 
 
@@ -346,6 +346,6 @@ class Budget(TorchFunctionMode):
 def check_size(value: Any, limit: int, what: str) -> None:
     """Refuse a whole number beyond `limit` among the values of an argument. Raises ArtifactError."""
     if isinstance(value, int) and abs(value) > limit:
-        raise ArtifactError(f"graph.json: {what} is {shown(value)}; more than {limit} is not read")
+        raise ArtifactError(f"graph.json: {what} is {shown(value)}; the limit is {limit}")
     for member in value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ():
         check_size(member, limit, what)

@@ -87,7 +87,7 @@ def plan(key: str, nodes: list[fx.Node], root: nn.Module) -> RegionCut | str:
         if not both:
             break
         if foreign := [n for n in both if not added(n)]:
-            return f"is no whole: what leaves it comes back into it through {_named(foreign)}"
+            return f"is not a whole: what leaves it comes back into it through {_named(foreign)}"
         inside.update(both)
     before = [n for n in between if n in need]
     after = [n for n in between if n not in need and n.op != "get_attr"]

@@ -91,7 +91,7 @@ def block_class(rule: Rule) -> type[nn.Module]:
     assert rule.use is not None
     kind = rule.use if isinstance(rule.use, type) else import_target(rule.use, rule.where)
     if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-        raise SpecError(f"'{rule.use}' is no module class: a block is an nn.Module", where=rule.where)
+        raise SpecError(f"'{rule.use}' is not a module class: a block is an nn.Module", where=rule.where)
     if not callable(getattr(kind, "at", None)):
         raise SpecError(
             f"block class '{kind.__name__}' has no classmethod 'at(site, **options)', which makes a block for a site",

@@ -134,7 +134,7 @@ class _Finder:
         path = self.regions.by_key[hit.key].path
         named = hit.port.side == "param"
         if not named and ":" in self.rule.match.patterns[hit.pattern].removeprefix("re:").partition("{")[0]:
-            raise MatchError(f"'{hit.port}' is no parameter; write '{path}:param.weight', or only the path and a port")
+            raise MatchError(f"'{hit.port}' is not a parameter; write '{path}:param.weight', or only the path and a port")
         if len(hit.port.keys) > 1:
             raise MatchError(f"'{hit.port}': a parameter has one name, such as '{path}:param.weight'")
         pattern = str(hit.port.keys[0]) if named and hit.port.keys else self.rule.port or "weight"
@@ -248,7 +248,7 @@ class _Finder:
         if port.side == "param":
             names = self.regions.parameters(port.path, str(port.keys[0])) if len(port.keys) == 1 else []
             if not names:
-                raise MatchError(f"'{address}' is no parameter")
+                raise MatchError(f"'{address}' is not a parameter")
             shape = self.regions.module(port.path)._parameters[names[0]].shape  # type: ignore[union-attr]
             return Value(str(port), tuple(shape), port=port)
         if port.with_members:

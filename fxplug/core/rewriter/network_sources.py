@@ -43,7 +43,7 @@ def network_module(gm: TracedModule, p: Pass, name: str, spec: Mapping[str, Any]
     except Exception as error:  # the network's constructor, diffusers' or anybody's
         raise SpecError(f"{what}: {use} could not make it from this model: {type(error).__name__}: {error}") from error
     if not isinstance(made, nn.Module):
-        raise SpecError(f"{what}: {use} gave a {type(made).__name__}, no nn.Module")
+        raise SpecError(f"{what}: {use} gave a {type(made).__name__}, not an nn.Module")
     return made
 
 
@@ -86,7 +86,7 @@ def _from_folder(folder: Path, what: str) -> nn.Module:
     read = read_json(file, lambda finding: SpecError(f"{what}: '{file}' {finding}"))
     name = read.get("_class_name") if isinstance(read, dict) else None
     if not isinstance(name, str):
-        raise SpecError(f"{what}: '{file}' is no configuration of a diffusers model: it has no '_class_name'")
+        raise SpecError(f"{what}: '{file}' is not a configuration of a diffusers model: it has no '_class_name'")
     kind = _kind(name, what)
     try:
         return kind.from_pretrained(folder, local_files_only=True)  # type: ignore[no-any-return]

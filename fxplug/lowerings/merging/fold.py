@@ -215,7 +215,7 @@ class FoldPlan:
             name = str(node.target).partition(".")[0] if node.op in ("call_module", "get_attr") else ""
             if made_by is not None and made_by["name"] in self.passes and (added(node) or self.networked(node)):
                 beside = made_by.get("block") in [kind.__name__ for kind in BEHIND]
-                reason = "no layer with a weight stands directly at it" if beside else "it is no function of weights alone"
+                reason = "no layer with a weight stands directly at it" if beside else "it is not a function of weights alone"
                 self.refused(node, quantised.why_not(self.gm, made_by.get("site", "")) or reason)
             elif name in self.passes:
                 self.reasons[name].setdefault("it", f"'{node.name}' reads its weights")

@@ -25,7 +25,7 @@ def compared(block: Lora, layer: Layer, x: Any, tree: nn.Module) -> str | None:
     """Whether a convolution that is written out gives with an update's weight what the update gives: tried on two sizes."""
     shape = getattr(x, "meta", {}).get("shape")
     if shape is None:
-        return "its input is no tensor of a known shape"
+        return "its input is not a tensor of a known shape"
     probe = noise(block)
     gates = torch.ones(probe.slots) if probe.slots else None
     given = {layer.weight: delta(probe, gates, torch.float64)}

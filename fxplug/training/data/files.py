@@ -155,7 +155,7 @@ def _settings(file: Path, given: ImageSettings | None, sidecars: Sidecars, repea
         return settings
     if repeats:
         return ImageSettings(plain=concept[2], multiply=float(concept[1]) or None).under(settings)
-    text = f"the number in the name of a folder ('{concept[0]}') is no count of repeats: 'repeats: folders' makes it one"
+    text = f"the number in the name of a folder ('{concept[0]}') is not a count of repeats: 'repeats: folders' makes it one"
     if not any(note.endswith("makes it one") for note in sidecars.notes):
         sidecars.notes.append(text)
     return settings

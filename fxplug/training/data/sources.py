@@ -173,7 +173,7 @@ def open_dataset(spec: Data, base: Path, split: str = "train") -> OwnItems:
     try:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # datasets', about files of anybody's
-        finding = f"'{folder}' is no data set written by save_to_disk: {error}"
+        finding = f"'{folder}' is not a data set written by save_to_disk: {error}"
         raise SpecError(finding, path=("dataset",)) from error
     dataset: Any = loaded
     if isinstance(loaded, datasets.DatasetDict):
@@ -225,7 +225,7 @@ def _columns(features: dict[str, str], spec: Data, folder: Path) -> dict[str, st
         if sure:
             columns[key] = sure[0]
     if (label := columns.get("label")) and features[label] not in KINDS["label"]:
-        finding = f"column '{label}' is no label: it has {features[label]}, not whole numbers or text"
+        finding = f"column '{label}' is not a label: it has {features[label]}, not whole numbers or text"
         raise SpecError(finding, path=("columns", "label"))
     if "image" not in columns:
         finding = f"no image column in '{folder}', it has {found}; name it with columns: {{image: ...}}"

@@ -33,7 +33,7 @@ class Vae:
         config = load_config(whole, base=base)
         self.module = build(config, device=str(device)).eval().requires_grad_(False)
         if not callable(getattr(self.module, "encode", None)) or not callable(getattr(self.module, "decode", None)):
-            raise SpecError(f"{type(self.module).__name__} has no 'encode' and 'decode': it is no VAE")
+            raise SpecError(f"{type(self.module).__name__} has no 'encode' and 'decode': it is not a VAE")
         self.device, self.dtype = device, next((p.dtype for p in self.module.parameters()), torch.float32)
         found = getattr(self.module, "config", {})
         self.scale = float(found.get("scaling_factor") or 1.0)
