@@ -134,9 +134,9 @@ def test_build_a_diffusers_model():
     "model, expected",
     [
         ("resnet10x", "timm has no model 'resnet10x' (did you mean 'resnet10t'?)"),
-        ({"timm": "resnet10t", "options": {"num_clases": 3}}, "resnet10t(num_clases=3) cannot be made: TypeError"),
+        ({"timm": "resnet10t", "options": {"num_clases": 3}}, "resnet10t(num_clases=3) cannot be built: TypeError"),
         ("test_flow:Nat", "module 'test_flow' has no attribute 'Nat' (did you mean 'Net'?)"),
-        ({"call": "test_flow:Net", "options": {"with": 3}}, "test_flow:Net(with=3) cannot be made: TypeError"),
+        ({"call": "test_flow:Net", "options": {"with": 3}}, "test_flow:Net(with=3) cannot be built: TypeError"),
         ("test_flow:NET", "'test_flow:NET' is not a function or class"),
         ("builtins:dict", "builtins:dict gave a dict, not an nn.Module"),
         ({"diffusers": {**UNET, "_class_name": "UNet2DModl"}}, "no model class 'UNet2DModl' (did you mean 'UNet2DModel'?)"),
@@ -151,7 +151,7 @@ def test_models_that_cannot_be_made(model, expected):
 def test_diffusers_folders_that_do_not_fit():
     Path("pipe/unet").mkdir(parents=True)
     Path("pipe/unet/config.json").write_text(json.dumps(UNET))
-    assert "a pipeline's folder: name one of its models, unet" in message(build, load_config({"model": "pipe"}))
+    assert "the folder of a pipeline; name one of its models, unet" in message(build, load_config({"model": "pipe"}))
     assert "no .safetensors file in 'unet'" in message(build, load_config({"model": "pipe/unet"}))
     Path("pipe/unet/config.json").write_text("{")
     assert "is not JSON" in message(build, load_config({"model": "pipe/unet"}))
@@ -328,7 +328,7 @@ class Evil:
 @pytest.mark.parametrize(
     "name, make, expected",
     [
-        ("w.pth", lambda f: torch.save({"a": Evil()}, f), "is refused, it is the pickle contains objects other than tensors"),
+        ("w.pth", lambda f: torch.save({"a": Evil()}, f), "is refused, its pickle contains objects other than tensors"),
         ("w.pth", lambda f: torch.save([torch.ones(2)], f), "contains a list, not a dict of tensors"),
         ("w.pth", lambda f: torch.save({"a": torch.ones(2), "lr": 3}, f), "must contain a dict of tensors only, but lr (int)"),
         ("w.pth", lambda f: torch.save({}, f), "it is empty"),
@@ -544,7 +544,7 @@ def test_what_a_plain_save_does_not_know():
     module = rewrite(LORA, verify=False).module
     fxplug.save(module, "out")
     assert "without a configuration" in message(saved_inputs, "out", module)
-    assert "not saved by a rewrite" in message(saved_diff, "out", module)
+    assert "not saved by `fxplug rewrite`" in message(saved_diff, "out", module)
 
 
 def test_reading_saved_inputs_runs_nothing_of_the_saved_configuration():

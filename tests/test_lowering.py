@@ -331,5 +331,5 @@ def test_a_live_merge_made_in_inference_mode_is_switched_outside():
 
 
 def test_a_pass_is_not_applied_to_a_lowered_module_which_would_be_saved_without_it():
-    with pytest.raises(fxplug.SpecError, match="lowered already: apply passes to what it was made from"):
+    with pytest.raises(fxplug.SpecError, match="this module is lowered: apply passes to the module it was made from"):
         fxplug.apply(lower(slots(), fuse="fused"), fxplug.load_pass("lora", name="other", at="out"))

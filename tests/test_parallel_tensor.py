@@ -323,7 +323,7 @@ def process(rank, folder):
     assert new.layers[0].q.weight.shape == (WIDTH // 2, WIDTH) and count[1] <= 0.53 * count[0]
     assert gm.layers[0].q.weight.shape == (WIDTH, WIDTH)
     assert distance(gm(*inputs()), new(*inputs())) < CLOSE
-    with pytest.raises(fxplug.ArtifactError, match="this process keeps only its part of .* weights, 'layers.0.k.bias'"):
+    with pytest.raises(fxplug.ArtifactError, match="this process has only its shard of .* weights, such as 'layers.0.k.bias'"):
         fxplug.save(new, folder + "/never")
     loaded = fxplug.localize(fxplug.load(folder))  # saved by one process, whole
     assert loaded.layers[0].q.weight.shape == (WIDTH // 2, WIDTH)

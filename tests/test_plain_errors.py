@@ -53,7 +53,7 @@ def test_a_name_that_a_file_cannot_have_is_told_by_trace_and_refused_by_verify_a
     with pytest.warns(UserWarning, match="cannot be in an artifact; the graph runs, but cannot be saved: rename it"):
         gm = fxplug.trace(model, (torch.randn(2, 4),))
     for refuse in (check_savable, lambda module: fxplug.save(module, tmp_path / "module")):
-        with pytest.raises(ArtifactError, match="is not a module path: .* must be letters, digits and any of"):
+        with pytest.raises(ArtifactError, match="is not a valid module path: .* must be letters, digits and any of"):
             refuse(gm)
     assert not (tmp_path / "module").exists()
 

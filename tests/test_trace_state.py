@@ -417,7 +417,7 @@ def line_of(function: Callable[..., Any]) -> int:
 def test_state_that_a_graph_cannot_have(function: Callable[..., Any], real: bool | None) -> None:
     model = Holding(function)
     before = fingerprint(model)
-    with pytest.raises(fxplug.TraceError, match=r"forward keeps Holding\..*register_buffer"):
+    with pytest.raises(fxplug.TraceError, match=r"forward stores Holding\..*register_buffer"):
         fxplug.trace(model, X(), real=real)
     assert_left(before, model)
 
@@ -831,7 +831,7 @@ def test_attributes_of_weights_without_values_are_read(forward: Callable[..., An
 @pytest.mark.parametrize("real", [None, True])
 def test_an_attribute_of_a_weight_that_forward_counts_up_is_refused(real: bool | None) -> None:
     model = Tagged(counts)
-    with pytest.raises(fxplug.TraceError, match=r"forward keeps Tagged\.weight\.count for its next call"):
+    with pytest.raises(fxplug.TraceError, match=r"forward stores Tagged\.weight\.count for its next call"):
         fxplug.trace(model, torch.ones(2, 3), real=real)
     assert vars(model.weight)["count"] == 0
 

@@ -24,11 +24,11 @@ PARSING, TRIES = threading.Lock(), 20
 Raises = Callable[[str], FxplugError]  # a finding about a file, such as "is a folder", as the error that tells it
 KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device", stat.S_IFLNK: "a link, which may lead out of its folder",
+    stat.S_IFBLK: "a device", stat.S_IFLNK: "a link, which may point outside its folder",
 }  # fmt: skip
 REASONS = {
-    errno.EACCES: "permission denied", errno.EPERM: "permission denied", errno.ELOOP: "a link that leads back to itself",
-    errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "the file would be too large",
+    errno.EACCES: "permission denied", errno.EPERM: "permission denied", errno.ELOOP: "a link that points to itself",
+    errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is exceeded", errno.EFBIG: "the file would be too large",
     errno.EROFS: "the file system is read-only", errno.ENAMETOOLONG: "the name is too long",
 }  # fmt: skip
 # how files begin that are often found where weights should be
@@ -44,13 +44,13 @@ BEGINNINGS = {
     b"mz": "a program",
     b"#!": "a script",
     b"\x89hdf": "an HDF5 file",
-    b"gguf": "a GGUF file, of weights quantised in blocks: take the .safetensors that it was made of, or trace what diffusers "
-    "loads of it (from_single_file with a GGUFQuantizationConfig)",
+    b"gguf": "a GGUF file, whose weights are quantised: use the .safetensors file that it was made from, or trace the model "
+             "that diffusers loads from it (from_single_file with a GGUFQuantizationConfig)",
     b"\x93numpy": "a NumPy array",
     b"\x89png": "a picture (PNG)",
     b"\xff\xd8\xff": "a picture (JPEG)",
     b"%pdf": "a PDF",
-    b"{": "JSON text, as of a configuration or an error of a server",
+    b"{": "JSON text, such as a configuration or a server's error",
 }
 
 
@@ -76,7 +76,7 @@ def reported(raises: Raises, what: str = "cannot be read") -> Iterator[None]:
     except (ValueError, UnicodeError) as error:
         if "null byte" not in str(error) and not isinstance(error, UnicodeError):
             raise
-        raise raises(f"{what}: no file can have this name") from None
+        raise raises(f"{what}: this is not a valid file name") from None
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def _check_kind(found: os.stat_result, raises: Raises) -> None:
 def missing(path: Path) -> str:
     """Why there is no file: `no such file` with the nearest name in that folder, or `no such folder`."""
     if path.is_symlink():
-        return f"is a link to {shown(os.readlink(path))}, where no file is"
+        return f"is a broken link to {shown(os.readlink(path))}"
     if not path.parent.is_dir():
         return f"does not exist: no such folder {shown(str(path.parent), 200)}"
     with reported(about(path.parent)):
@@ -160,9 +160,11 @@ def begins(start: bytes) -> str:
     if what := next((what for mark, what in BEGINNINGS.items() if low.startswith(mark)), ""):
         return what
     if start[:1] == b"\x08" and start[1:2] < b"\x20" and start[2:3] in (b"\x12", b"\x3a", b"\x42"):  # version, producer
-        return "an ONNX file: load_onnx takes one that export wrote, `weights` of a configuration any whose name ends in .onnx"
+        return (
+            "an ONNX file: load_onnx reads one that export wrote, and 'weights' of a configuration any whose name ends in .onnx"
+        )
     printed = len(start) > 8 and all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in start)
-    return "text, and no weights" if printed else ""
+    return "text, not weights" if printed else ""
 
 
 def open_archive(file: BinaryIO, raises: Raises) -> zipfile.ZipFile:
@@ -173,12 +175,12 @@ def open_archive(file: BinaryIO, raises: Raises) -> zipfile.ZipFile:
     try:
         archive = zipfile.ZipFile(file)
     except Exception as error:  # zipfile tells of a damaged directory by many kinds
-        raise raises(f"is damaged, or no zip archive: {shown(str(error), 200)[1:-1]}") from None
+        raise raises(f"is damaged, or not a zip archive: {shown(str(error), 200)[1:-1]}") from None
     members = archive.infolist()
     if any(each.compress_type or each.flag_bits & 1 for each in members) or sum(e.file_size for e in members) > size_of(file):
-        raise raises("has compressed or encrypted members; what torch writes is stored as it is")
+        raise raises("has compressed or encrypted members, which torch never writes")
     if len(archive.NameToInfo) != len(members):
-        raise raises("holds one name twice")
+        raise raises("has the same name twice")
     return archive
 
 
@@ -190,7 +192,9 @@ def read_member(archive: zipfile.ZipFile, name: str, raises: Raises, limit: int 
     try:
         return archive.read(name)
     except Exception as error:  # zipfile tells of damage by many kinds
-        raise raises(f"is damaged: {shown(name, 200)} is not as it was written: {shown(str(error), 200)[1:-1]}") from None
+        raise raises(
+            f"is damaged: {shown(name, 200)} has changed since it was written: {shown(str(error), 200)[1:-1]}"
+        ) from None
 
 
 # --- JSON
@@ -234,7 +238,7 @@ def parse_json(data: bytes | str, raises: Raises, limits: Limits = DEFAULT) -> A
         return found
 
     def refuse(constant: str) -> Any:
-        raise raises(f"holds {constant}, which is not JSON")
+        raise raises(f"has {constant}, which is not JSON")
 
     try:
         return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=refuse)

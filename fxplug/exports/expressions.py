@@ -28,7 +28,7 @@ def _power(base: float, exponent: float) -> Any:
 
 def _round(number: float, places: int = 0) -> Any:
     if abs(places) > LARGEST:
-        raise OverflowError(f"{places} are too many places")
+        raise OverflowError(f"{places} decimal places are too many")
     return round(number, places) if places else round(number)
 
 
@@ -54,12 +54,12 @@ def parsed(text: str) -> ast.expr:
     try:
         tree: ast.expr = syntax_tree(text, "eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise FxplugError("it is no expression") from None
+        raise FxplugError("it is not an expression") from None
     level: list[ast.AST] = [tree]
     for _ in range(DEEPEST):
         level = [inner for outer in level for inner in ast.iter_child_nodes(outer)]
     if level:
-        raise FxplugError("it nests too deeply")
+        raise FxplugError("it is nested too deeply")
     return tree
 
 

@@ -83,7 +83,7 @@ MISTAKES = {
         one(path="layers.*", module="LayerNorm"),
         fxplug.MatchError,
         "p: 'layers.*' matched 0 places, expected >=1\n"
-        "  the path is what fails: 2 places meet the other conditions, for example\n"
+        "  the path does not match: 2 places match the other conditions, for example\n"
         "    blocks.1.norm\n    blocks.0.norm",
     ),
     "a container where one value is needed": (
@@ -96,7 +96,7 @@ MISTAKES = {
     "one of several paths": (
         one(path=["head", "blocks.*.atn"]),
         fxplug.MatchError,
-        "p: 'blocks.*.atn', one of 2 paths, matched 0 places, expected >=1\n  21 regions ran, for example\n"
+        "p: 'blocks.*.atn', one of 2 paths, matched 0 places, expected >=1\n  the model has 21 regions, for example\n"
         "    blocks.1.attn\n    blocks.0.attn\n    blocks.1.attn.qkv\n    blocks.0.attn.qkv\n    blocks.1.attn.proj\n"
         "  (with expect: '>=0' it may match nothing)",
     ),
@@ -115,9 +115,9 @@ MISTAKES = {
         one(path="blocks.*.mlp", module="Linear"),
         fxplug.MatchError,
         "p: 'blocks.*.mlp' matched 0 places, expected >=1\n"
-        "  the class is what fails: 2 places meet the path, for example\n"
+        "  the class does not match: 2 places match the path, for example\n"
         "    blocks.0.mlp (Sequential)\n    blocks.1.mlp (Sequential)\n"
-        "  of the wanted class there are: blocks.0.attn.qkv, blocks.0.attn.proj, blocks.0.mlp.0, blocks.0.mlp.2, "
+        "  of that class there are: blocks.0.attn.qkv, blocks.0.attn.proj, blocks.0.mlp.0, blocks.0.mlp.2, "
         "blocks.1.attn.qkv, blocks.1.attn.proj, blocks.1.mlp.0, blocks.1.mlp.2, head",
     ),
     "an operation that is not there": (
@@ -129,7 +129,7 @@ MISTAKES = {
     "an operation that is elsewhere": (
         one(path="**.mlp", op="softmax"),
         fxplug.MatchError,
-        "p: '**.mlp' matched 0 places, expected >=1\n  the path is what fails: the operation is found at "
+        "p: '**.mlp' matched 0 places, expected >=1\n  the path does not match: the operation is at "
         "blocks_0_attn_softmax, blocks_1_attn_softmax",
     ),
     "a wrong count": (
@@ -140,12 +140,13 @@ MISTAKES = {
     "two rules at one place": (
         rules(({"path": "head"}, {}), ({"module": "Linear"}, {})),
         fxplug.ClashError,
-        "p: two rules put a block after 'head'; narrow one of them",
+        "p: two rules put a block after 'head'; narrow the pattern of one of them",
     ),
     "a rule inside a region that another replaces": (
         rules(({"path": "blocks.0.mlp"}, {"place": "replace"}), ({"path": "blocks.*.mlp.0"}, {})),
         fxplug.ClashError,
-        "p: one rule replaces 'blocks.0.mlp' and another puts a block after 'blocks.0.mlp.0'; narrow one of them",
+        "p: one rule replaces 'blocks.0.mlp' and another puts a block after 'blocks.0.mlp.0'; narrow the "
+        "pattern of one of them",
     ),
     "a port that is not there": (
         one(path="blocks.0:in[2]", place="before"),
@@ -177,7 +178,7 @@ MISTAKES = {
     "patterns that pair unequally": (
         one(path="**.mlp", args=["value", "**.attn.*"]),
         fxplug.MatchError,
-        "p: '**.attn.*' is 4 places and '**.mlp' is 2; they are paired by order, so there must be as many\n"
+        "p: '**.attn.*' matches 4 places and '**.mlp' 2; they are paired in order, so the numbers must be equal\n"
         "  from: blocks.0.attn.qkv, blocks.0.attn.proj, blocks.1.attn.qkv, blocks.1.attn.proj\n"
         "  to:   blocks.0.mlp, blocks.1.mlp",
     ),
@@ -281,22 +282,23 @@ def test_a_region_is_replaced_once_and_an_extended_one_not_at_all(net):
     with pytest.raises(fxplug.ClashError) as caught:
         fxplug.apply(replaced, again)
     assert str(caught.value) == (
-        "q: 'blocks.0.mlp' is replaced by pass 'p' already: narrow one of the two passes, or say in the rule what both give, "
-        "combine: sum (their sum) or combine: chain (one after the other)"
+        "q: 'blocks.0.mlp' is replaced by pass 'p' already: narrow the pattern of one of the two passes, or combine them in "
+        "the rule, with combine: sum (their sum) or combine: chain (one after the other)"
     )
     scaled = fxplug.apply(replaced, one(Scale, "q", path="blocks.*.mlp", args=["y"]))  # its place is there
     assert [s["path"] for s in scaled.meta["passes"][-1]["sites"]] == ["blocks.0.mlp", "blocks.1.mlp"]
-    with pytest.raises(fxplug.MatchError, match="the class is what fails"):
+    with pytest.raises(fxplug.MatchError, match="the class does not match"):
         fxplug.find(replaced, one(Scale, "q", path="blocks.0.mlp", module="Sequential"))
     gone = fxplug.apply(net.gm, one(Add, path="blocks.0.mlp", place="replace", args=["x"]))
     with pytest.raises(fxplug.MatchError) as caught:
         fxplug.apply(gone, lora(at="blocks.0.mlp.0"))
-    assert str(caught.value).endswith("\n  'blocks.0.mlp.0' is gone: pass 'p' replaced 'blocks.0.mlp'")
+    assert str(caught.value).endswith("\n  'blocks.0.mlp.0' is no longer in the graph: pass 'p' replaced 'blocks.0.mlp'")
     inner = fxplug.apply(net.gm, lora(at="blocks.0.mlp.0"))
     with pytest.raises(fxplug.ClashError) as caught:
         fxplug.apply(inner, one(Add, path="blocks.0.mlp", place="replace"))
     assert str(caught.value) == (
-        "p: 'blocks.0.mlp.0' has a block of pass 'lora' (after) and cannot be replaced: narrow one of the two passes"
+        "p: 'blocks.0.mlp.0' has a block of pass 'lora' (after) and cannot be replaced: narrow the pattern of one of the two "
+        "passes"
     )
 
 
@@ -314,7 +316,7 @@ def test_only_traced_modules_are_rewritten(net):
 
 
 def test_a_failing_constructor_is_told_with_its_place_and_its_error(net):
-    with pytest.raises(fxplug.SpecError, match=r"^p: head: Broken.at made no block: KeyError: ") as caught:
+    with pytest.raises(fxplug.SpecError, match=r"^p: head: Broken.at failed: KeyError: ") as caught:
         fxplug.apply(net.gm, one(Broken, path="head"))
     assert type(caught.value.__cause__) is KeyError
 
@@ -331,7 +333,7 @@ def test_a_wrong_width_is_found_at_its_line_with_both_shapes(net, tmp_path, monk
     rule = "{match: {path: blocks.0.mlp.1}, use: 'test_errors:Wide', args: [y]}"
     (tmp_path / "wide.yaml").write_text(f"about: A feature more.\nrules:\n  - {rule}\n")
     assert refused(net, fxplug.load_pass("wide.yaml")).startswith(
-        "wide.yaml:3: wide: block Wide at 'blocks.0.mlp.1' gives [2, 5, 9] where [2, 5, 8] was, and 'blocks_0_mlp_2' cannot "
+        "wide.yaml:3: wide: block Wide at 'blocks.0.mlp.1' returns [2, 5, 9] where [2, 5, 8] was, and 'blocks_0_mlp_2' cannot "
         "take it (wide_blocks_0_mlp_1_Wide [2, 5, 9]): "
     )
 
@@ -345,7 +347,7 @@ def test_a_pass_that_is_not_neutral_is_found_at_its_first_region(net):
 
 def test_a_parameter_without_gradient_is_found(net):
     text = refused(net, one(Unused, path="head"))
-    assert text == "no gradient reaches p.head.Unused.weight: their result does not reach the output"
+    assert text == "no gradient reaches p.head.Unused.weight: the model's output does not depend on their result"
 
 
 def test_verify_says_when_inputs_do_not_fit(net):

@@ -202,9 +202,9 @@ def test_an_adapter_is_replaced_in_its_slot(loaded, files):
         ("inc", "no adapter 'inc' .did you mean 'ink'"),
         ({"ink": float("nan")}, "weight of 'ink' must be a finite number"),
         ({"ink": True}, "must be a finite number"),
-        ({"ink": 1e39}, "a weight is beyond torch.float32"),
+        ({"ink": 1e39}, "a weight is out of range for torch.float32"),
         (["ink", "flim"], "sample 1: no adapter 'flim' .did you mean 'film'"),
-        ([0, 3], "sample 1: there is no adapter at position 3; there are 3: ink, film, clay"),
+        ([0, 3], "sample 1: no adapter at position 3; there are 3: ink, film, clay"),
         (torch.tensor([0.5]), "whole numbers"),
         ([], "use takes a name"),
         (["ink"] * 1025, "up to 1024 samples, not 1025"),
@@ -226,7 +226,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing(traced, files, tmp_path):
         return {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": torch.ones(576, 2)}
 
     refused = [
-        (files["clay"][0], SpecError, r"3 layers of the adapter have a rank above rank_max=4, the highest is 6.*rank_max=6"),
+        (files["clay"][0], SpecError, r"3 layers of the adapter have a rank above rank_max=4, the highest of them 6"),
         (half("blocks.7.attn.qkv"), ArtifactError, "1 of 1 layers are not in the graph: 'blocks.7.attn.qkv'"),
         (half("blocks.0.attn.qkv", torch.nan), ArtifactError, "not finite"),
         (half("blocks.0.attn.qkv", dtype=torch.int32), ArtifactError, "floating point"),
@@ -528,7 +528,7 @@ def test_odd_places_to_switch_in():
         new.adapters.load("\ud800", halves({"q": (8, 8)}))
     for how in ({"fuse": None}, {"fuse": "fused"}, {"merge": "live"}):
         assert fxplug.lower(new, **how)(x[:0].bfloat16()).shape == (0, 3, 8)
-    with pytest.raises(SpecError, match="meta device, which holds no values"):
+    with pytest.raises(SpecError, match="meta device and has no values"):
         new.to("meta").adapters.use("a")
 
 
@@ -642,5 +642,5 @@ def test_samples_go_with_slots_and_have_a_dimension(traced):
     case = next(c for c in zoo.cases() if c.name == "diffusers/UNet2DModel")
     args, kwargs = case.inputs(2)
     gm = fxplug.trace(case.build().eval(), args, {**kwargs, "timestep": torch.tensor(7)})
-    with pytest.raises(SpecError, match="samples: ':in.timestep' is one number when traced, and has no dimension of samples"):
+    with pytest.raises(SpecError, match="samples: ':in.timestep' was one number when traced and has no dimension of samples"):
         fxplug.apply(gm, fxplug.load_pass("lora", at="mid_block.**", slots=2, samples="timestep"))

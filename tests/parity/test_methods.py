@@ -491,7 +491,7 @@ def test_a_map_of_a_vector_or_without_place_param_is_refused():
     rule = fxplug.Rule(fxplug.Match("norm"), use=Loha, place="param")
     with pytest.raises(fxplug.SpecError, match=r"needs 2 dimensions, and .*norm.* is \[5\]: leave it out of the match"):
         fxplug.apply(odd(), fxplug.Pass("loha", rules=[rule]))
-    with pytest.raises(fxplug.SpecError, match="maps no parameter: its rule must say 'place: param'"):
+    with pytest.raises(fxplug.SpecError, match="does not act on a parameter: set 'place: param' in its rule"):
         fxplug.apply(odd(), fxplug.Pass("loha", rules=[fxplug.Rule(fxplug.Match("layer"), use=Loha, args=["y"])]))
 
 

@@ -69,7 +69,7 @@ def listed(data: dict[str, Any], folder: object) -> dict[str, FileRecord]:
     files = check_record(Manifest, data, MANIFEST).files
     for name in files:
         if "/" in name or "\\" in name or name in ("", ".", "..") or "\0" in name:
-            raise ArtifactError(f"{MANIFEST} lists {shown(name)}, which leads out of the folder")
+            raise ArtifactError(f"{MANIFEST} lists {shown(name)}, which is outside the folder")
         if name not in FIXED and not (name.endswith(".safetensors") and PASS_NAME.match(name.removesuffix(".safetensors"))):
             raise ArtifactError(f"{MANIFEST} lists {shown(name)}, a kind of file that an artifact does not have")
     for name in ("model.safetensors", "graph.json"):
@@ -162,7 +162,7 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Sn
     if folder.is_file():
         with opened(folder) as file:
             what = begins(file.read(64))
-        raise ArtifactError(f"{folder} is {what or 'a file'}, and load takes the folder that fxplug.save wrote")
+        raise ArtifactError(f"{folder} is {what or 'a file'}, and load takes a folder that fxplug.save wrote")
     if not folder.is_dir():
         raise ArtifactError(f"there is no folder {folder}")
     with reported(about(folder)):
@@ -182,12 +182,14 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Sn
         file = open_file(name)
         found = size_of(file)
         if found != record.size:
-            what = "truncated: the copy is incomplete" if found < record.size else "longer than it was"
+            what = "truncated: the copy is incomplete" if found < record.size else "longer than when it was saved"
             raise ArtifactError(f"{name} has {found} bytes instead of {shown(record.size)}; it is {what}")
         found_files[name] = (file, record.sha256)
     for name in names:
         if name not in files and Path(name).suffix.lower() in CODE:
-            raise ArtifactError(f"{printable(name)} lies in the artifact and is not listed: code has no place there; remove it")
+            raise ArtifactError(
+                f"{printable(name)} is in the folder of the artifact, and the manifest does not list it: remove it"
+            )
     return Snapshot(found_files, limits)
 
 
@@ -198,10 +200,10 @@ def _text(file: BinaryIO, name: str, limits: Limits) -> bytes:
     with reported(raises):
         data = file.read(size)
     if len(data) < size:
-        raise raises("became shorter while it was read")
+        raise raises("was truncated while it was read")
     return data
 
 
 def _check(name: str, found: Any, digest: str) -> None:
     if found.hexdigest() != digest:
-        raise ArtifactError(f"{name} is not as it was written: its SHA-256 differs from the manifest's")
+        raise ArtifactError(f"{name} has changed since it was saved: its SHA-256 differs from the manifest's")

@@ -25,21 +25,21 @@ IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z
 def check_name(text: Any, what: str) -> str:
     """`text` if it is a plain identifier, else ArtifactError."""
     if type(text) is not str or not text.isidentifier() or not text.isascii() or keyword.iskeyword(text):
-        raise ArtifactError(f"graph.json: {shown(text)} is no {what}: it must be a plain identifier")
+        raise ArtifactError(f"graph.json: {shown(text)} is not a valid {what}: it must be a plain identifier")
     return text
 
 
 def check_path(text: Any, what: str) -> str:
     """`text` if it is a dotted path of identifiers, numbers and keys such as `2-1`, else ArtifactError."""
     if type(text) is not str:
-        raise ArtifactError(f"graph.json: {shown(text)} is no {what}")
+        raise ArtifactError(f"graph.json: {shown(text)} is not a valid {what}")
     for part in text.split("."):
         # the code has what is no identifier as `self.blocks[0]` or `self.blocks['2-1']`
         if not functions.PATH_KEY.match(part):
             signs = "letters, digits and any of _-+:/@=,"
-            raise ArtifactError(f"graph.json: {shown(text)} is no {what}: {shown(part)} must be {signs}")
+            raise ArtifactError(f"graph.json: {shown(text)} is not a valid {what}: {shown(part)} must be {signs}")
         if part.startswith("__"):
-            raise ArtifactError(f"graph.json: {what} {shown(text)} reaches for '{part}', a name of Python's own")
+            raise ArtifactError(f"graph.json: {what} {shown(text)} uses '{part}', a name that Python reserves")
     return text
 
 
@@ -218,19 +218,19 @@ def decode(
     ((name, body),) = data.items()
     if name == "node":
         if nodes is None:
-            raise ArtifactError(f"{where}: a node stands where only a plain value may")
+            raise ArtifactError(f"{where}: only a plain value is allowed here, not a node")
         if type(body) is not str or body not in nodes:
             raise ArtifactError(f"{where}: an argument refers to the node {shown(body)}, which is not defined before it")
         return nodes[body]
     if name not in forms:
-        raise ArtifactError(f"{where}: there is no kind of value {shown(name)}{did_you_mean(name, forms)}")
+        raise ArtifactError(f"{where}: no type of value is called {shown(name)}{did_you_mean(name, forms)}")
     form, read = forms[name][-2:]
     if form is not object and type(body) is not form:
-        raise ArtifactError(f"{where}: {shown(data)} is no {name}")
+        raise ArtifactError(f"{where}: {shown(data)} is not a valid {name}")
     try:
         return read(body, lambda v: decode(v, nodes, limits, forms, where), limits)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ArtifactError(f"{where}: {shown(data)} is no {name}: {shown(str(error))}") from None
+        raise ArtifactError(f"{where}: {shown(data)} is not a valid {name}: {shown(str(error))}") from None
 
 
 Read = Callable[[Any], Any]
@@ -247,7 +247,7 @@ def _float(body: str, read: Read, limits: Limits) -> float:
 def _dict(body: list[Any], read: Read, limits: Limits) -> dict[Any, Any]:
     made = {decode(k, None, limits): read(v) for k, v in body}
     if len(made) < len(body):
-        raise ValueError("it has a key twice")
+        raise ValueError("it has the same key twice")
     return made
 
 
@@ -272,7 +272,7 @@ def _device(body: str, read: Read, limits: Limits) -> torch.device:
 def check_integer(value: Any) -> int:
     """`value` if it is a whole number, else ArtifactError."""
     if type(value) is not int:
-        raise ArtifactError(f"graph.json: {shown(value)} stands where a whole number must")
+        raise ArtifactError(f"graph.json: {shown(value)} must be a whole number")
     return value
 
 
@@ -291,7 +291,7 @@ def _named_kind(name: str, cls: type, table: Mapping[str, Any]) -> ValueKind:
 
     def read(body: str, _: Read, limits: Limits) -> Any:
         if body not in table:
-            raise ArtifactError(f"graph.json: {shown(body)} is no {name} of torch{did_you_mean(body, table)}")
+            raise ArtifactError(f"graph.json: {shown(body)} is not a valid {name} of torch{did_you_mean(body, table)}")
         return table[body]
 
     return ValueKind(cls, lambda value, write: names.get(value), str, read)
@@ -339,7 +339,7 @@ class Budget(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls -= 1
         if self.calls < 0:
-            raise ArtifactError("it makes more than the tensors that the file has for it")
+            raise ArtifactError("it creates tensors that the file does not have")
         return func(*args, **(kwargs or {}))
 
 

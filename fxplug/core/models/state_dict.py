@@ -59,7 +59,7 @@ def read_weights(file: Path, meta: bool = False, limits: Limits = DEFAULT) -> St
     """
     def raises(finding: str) -> SpecError:
         way = "; save its weights alone, as .safetensors" if (
-            "the pickle contains objects other than tensors"
+            "objects other than tensors"
         ) in finding else ""
         return SpecError(f"'{file.name}' {finding}{way}")
 
