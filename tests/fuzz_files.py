@@ -110,7 +110,7 @@ def one(seed: str, folder: Path) -> tuple[str, str]:
         spec = Data(images=".", captions=rng.choice(["required", "optional", "none"]))
         found, refused, wrong = attacked(lambda: open_files(spec, folder), 3 << 20)
         if found is not None and any(not isinstance(value.get("caption", ""), str) for value in found.values):
-            wrong = "a caption that is not a text"
+            wrong = "a caption that is no text"
     return "refused" if refused is not None else "read", wrong
 
 

@@ -292,7 +292,7 @@ def test_a_skip_between_blocks(net):
 def test_a_skip_along_a_dimension_that_follows_the_input_is_refused_at_other_sizes():
     gm = fxplug.trace(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()), torch.randn(2, 3, 5))
     new = fxplug.apply(gm, fxplug.load_pass("skip", **{"from": "0", "to": "1", "dim": -1}))
-    with pytest.raises(fxplug.GuardError, match=r"from width 5 to 5 \(dimension -1\) gets \(2, 3, 7\) and \(2, 3, 7\)"):
+    with pytest.raises(fxplug.GuardError, match=r"from width 5 to 5 \(dimension -1\) got \(2, 3, 7\) and \(2, 3, 7\)"):
         new(torch.randn(2, 3, 7))
 
 

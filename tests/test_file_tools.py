@@ -433,7 +433,8 @@ def test_layers_that_peft_saved_whole_go_along(bias, tmp_path):
         torch.manual_seed(0)
         base = nn.Sequential(OrderedDict(body=nn.Linear(8, 12), head=nn.Linear(12, 5)))
         torch.testing.assert_close(peft.PeftModel.from_pretrained(base, tmp_path / name)(torch.ones(1, 8)), wanted)
-    with pytest.raises(ArtifactError, match="diffusers cannot hold . of . layers: .*'head.bias' is a whole parameter of a new"):
+    with pytest.raises(ArtifactError, match="diffusers cannot represent . of . layers: .*'head.bias' is a whole parameter of a "
+                                            "new"):
         fxplug.convert_adapter(tmp_path / "first", tmp_path / "other", as_="diffusers")
 
 

@@ -154,7 +154,7 @@ def test_unknown_forms_and_modules_that_are_not_traced():
 @pytest.mark.parametrize("name, form", forms.EARLIER.items())
 def test_a_form_that_went_is_taken_for_another_one(banks, name, form):
     forms.say.cache_clear()
-    with pytest.warns(UserWarning, match=f"form '{name}' was never faster than '{form}', which is taken"):
+    with pytest.warns(UserWarning, match=f"form '{name}' was never faster than '{form}', which is used instead"):
         fused = fxplug.fuse(banks, name)
     assert set(fxplug.fuse(banks, name).meta["forms"].values()) == set(fused.meta["forms"].values()) == {form}
 

@@ -125,7 +125,8 @@ def test_other_passes_leave_a_new_head_alone_and_say_where_they_cannot(new):
     for at, p in (("head", "lora"), ("last-layer", "lora")):
         with pytest.raises(fxplug.MatchError, match="'head' was resized by pass 'new_head', which trains all of it"):
             fxplug.find(new, fxplug.load_pass(p, at=at))
-    with pytest.raises(fxplug.SpecError, match="pass 'lora' acts on it at its old size: put the new head before it"):
+    with pytest.raises(fxplug.SpecError, match="pass 'lora' was applied to it at its old size: put the new head before that "
+                                               "pass"):
         fxplug.apply(fxplug.apply(gm, lora), head(classes=37))
 
 

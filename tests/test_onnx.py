@@ -181,7 +181,7 @@ def test_entries_for_another_batch_are_told(pair):
     for adapters in (module.adapters, model.adapters):
         adapters.use(["old", None, {"old": 2.0}])
     same(model, module, batch=3)
-    with pytest.raises(FxplugError, match="the model failed in this call: adapters.use was given one entry per sample, and"):
+    with pytest.raises(FxplugError, match="the model failed in this call: adapters.use has one entry per sample, and"):
         model(*inputs(2), shift=torch.randn(2, 6))
     model.adapters.use(None)
     module.adapters.use(None)

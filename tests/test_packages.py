@@ -152,7 +152,7 @@ def test_every_constant_can_be_changed(pair, tmp_path):
     "given, message",
     [
         ({"lin.bas": torch.zeros(6)}, r"no constant 'lin.bas' \(did you mean 'lin.bias'\?\)"),
-        ({"lin.bias": torch.zeros(5)}, r"lin.bias is \(6,\) in the package, and \(5,\) was given"),
+        ({"lin.bias": torch.zeros(5)}, r"lin.bias has the shape \(6,\) in the package, not \(5,\)"),
         ({"lin.bias": torch.full((6,), torch.nan)}, "lin.bias has values that are not finite"),
     ],
 )

@@ -274,7 +274,7 @@ def test_slots_take_adapters_of_peft_on_quantised_layers(way, tmp_path):
 def test_a_merge_into_quantised_layers_is_refused_by_name(way, merge):
     new = lora(way, slots=2) if merge == "live" else trained(way)
     library = way.rpartition(" ")[2]
-    text = rf"Lora at 'blocks.0.attn.qkv' cannot go into a weight: the layer is quantised \(\w+ of {library}\)"
+    text = rf"Lora at 'blocks.0.attn.qkv' cannot be merged into a weight: the layer is quantised \(\w+ of {library}\)"
     with pytest.raises(SpecError, match=text):
         fxplug.merge(new) if merge == "merge" else fxplug.lower(new, merge=merge)
 

@@ -342,8 +342,8 @@ def test_a_run_without_a_log_says_so(run, tmp_path):
 
 @pytest.mark.parametrize(("subject", "options", "told"), [
     ("nothing", [], "no configuration 'nothing'|no such|nothing"),
-    ("empty", [], "has no manifest.json and no log.jsonl: report takes"),
-    ("art", ["--out", "{art}"], "is a folder, and the page is one file: --out"),
+    ("empty", [], "has no manifest.json and no log.jsonl: give"),
+    ("art", ["--out", "{art}"], "is a folder, and the page is one file: write --out"),
     ("art", ["--out", "/proc/no/x.html"], "cannot be written"),
     ("art", ["--set", "a=1"], "--set changes a configuration"),
 ], ids=["nothing", "empty", "folder", "unwritable", "set"])  # fmt: skip
@@ -473,7 +473,7 @@ def test_dot_and_svg_are_of_one_region(saved, tmp_path):
     root = ET.parse(tmp_path / "x.svg").getroot()
     assert "lora: qkv" in "".join(root.itertext()) and not root.findall(".//{*}a")
     wrong = CliRunner().invoke(app, ["show", str(saved / "art"), "--to", "svgg"])
-    assert "there is no 'svgg' to write (did you mean 'svg'?)" in wrong.output
+    assert "no format 'svgg' (did you mean 'svg'?)" in wrong.output
     wrong = CliRunner().invoke(app, ["show", str(saved / "art"), "--to", "dot", "--region", "blocks.0.atn"])
     assert "there is no region 'blocks.0.atn' (did you mean 'blocks.0.attn'?)" in wrong.output
 

@@ -185,7 +185,7 @@ def test_a_form_that_is_faster_only_at_times_is_not_taken(new, clockwork):
 def test_forms_are_chosen_where_nothing_can_be_kept(new, clockwork, folder):
     folder.write_text("a file in the folder's place")
     timed = clockwork(fused=0.5)
-    with pytest.warns(UserWarning, match="kept in this process alone: .*cannot be written"):
+    with pytest.warns(UserWarning, match="used in this process only: .*cannot be written"):
         assert first_form(new) == "fused"
     timed.clear()
     assert first_form(new) == "fused" and not timed

@@ -274,7 +274,7 @@ def test_a_backward_pass_after_a_change_is_right_or_an_error(form, way):
     except RuntimeError as error:
         assert "modified by an inplace operation" in str(error)
     except FxplugError as error:
-        assert "between a forward and its backward pass" in str(error)
+        assert "between a forward pass and its backward pass" in str(error)
     else:
         assert torch.equal(found, wanted)
 

@@ -207,7 +207,7 @@ def test_an_adapter_is_replaced_in_its_slot(loaded, files):
         ([0, 3], "sample 1: no adapter at position 3; there are 3: ink, film, clay"),
         (torch.tensor([0.5]), "whole numbers"),
         ([], "use takes a name"),
-        (["ink"] * 1025, "up to 1024 samples, not 1025"),
+        (["ink"] * 1025, "at most 1024 samples, not 1025"),
         (7, "use takes a name"),
     ],
 )
@@ -247,7 +247,7 @@ def test_a_module_without_slots_says_so(traced):
         fxplug.Adapters(traced[1])
     with pytest.raises(AttributeError, match="no pass here has slots"):
         _ = traced[1].adapters
-    with pytest.raises(SpecError, match="dropout and slots do not go together"):
+    with pytest.raises(SpecError, match="dropout and slots cannot be used together"):
         slotted(traced[1], dropout=0.1)
 
 
@@ -524,7 +524,7 @@ def test_odd_places_to_switch_in():
         new.adapters.load("a", halves({"q": (8, 8)}))
     new.adapters.use({"a": 0.3})
     assert new.adapters.active == {"a": pytest.approx(0.3, rel=1e-6)}  # not rounded to the model's dtype
-    with pytest.raises(SpecError, match="a text of at most 128 bytes"):
+    with pytest.raises(SpecError, match="text of at most 128 bytes"):
         new.adapters.load("\ud800", halves({"q": (8, 8)}))
     for how in ({"fuse": None}, {"fuse": "fused"}, {"merge": "live"}):
         assert fxplug.lower(new, **how)(x[:0].bfloat16()).shape == (0, 3, 8)

@@ -59,7 +59,7 @@ LIES = {  # how a block lies, and what is said of it
     "writes what others read": (lambda self, y: y.add_(1) + self.weight, "differ by"),
     "infinities": (lambda self, y: y.masked_fill(y == y.max(), torch.inf) + self.weight, "differ by inf"),
     "NaN": (lambda self, y: y.masked_fill(y == y.max(), torch.nan) + self.weight, "NaN in one of them"),
-    "without the base's gradient": (lambda self, y: y.detach() + self.weight, r"no gradient reaches .*b\.weight.* any more"),
+    "without the base's gradient": (lambda self, y: y.detach() + self.weight, r"gradients no longer reach .*b\.weight"),
 }
 
 

@@ -55,7 +55,7 @@ def form_named(how: str) -> str:
     """The form of this name, or `auto`; for the name of an earlier one what took its place. Raises SpecError."""
     known = ["auto", *FORMS]
     if how in EARLIER:
-        say(f"form '{how}' was never faster than '{EARLIER[how]}', which is taken")
+        say(f"form '{how}' was never faster than '{EARLIER[how]}', which is used instead")
         return EARLIER[how]
     if how not in known:
         raise SpecError(f"fuse has no form {shown(how)}{did_you_mean(str(how), known)}; it has {', '.join(known)}")

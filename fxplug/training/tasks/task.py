@@ -129,7 +129,7 @@ def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = (), *g
         except FxplugError:
             raise
         except Exception as error:  # of anybody's class or function
-            raise SpecError(f"{use.name} cannot be made: {type(error).__name__}: {error}") from error
+            raise SpecError(f"{use.name} cannot be built: {type(error).__name__}: {error}") from error
 
 
 def function_of(use: Use, path: tuple[str, ...] = (), given: int = 1) -> Any:
