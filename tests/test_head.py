@@ -47,7 +47,7 @@ def test_the_last_layer_of_a_classifier_is_found(name, path):
     gm = of_timm(name)
     assert {site.path for site in fxplug.find(gm, head(classes=37))} == {path}
     assert fxplug.apply(gm, head(classes=37))(torch.empty(2, 3, 64, 64, device="meta")).shape == (2, 37)
-    with pytest.raises(fxplug.MatchError, match="this model has no single last layer: its result comes from .*timm's "
+    with pytest.raises(fxplug.MatchError, match="this model has no single last layer: its result is from .*timm's "
                                                 "num_classes"):
         fxplug.find(of_timm(name, num_classes=0), head(classes=37))
 
@@ -82,10 +82,10 @@ class Softened(Two):
     "model, says",
     [
         (Two, "this model has 2 last layers, one, two: name the ones to change, at: [...]"),
-        (Residual, "this model has no single last layer: its result comes from body, x"),
+        (Residual, "this model has no single last layer: its result is from body, x"),
         (nn.Identity, "this model has no single last layer"),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "its result comes from 1 (LayerNorm)"),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "its result comes from 1 (ReLU)"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "its result is from 1 (LayerNorm)"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "its result is from 1 (ReLU)"),
     ],
 )
 def test_a_model_without_one_last_layer_says_so(model, says):

@@ -277,7 +277,7 @@ def test_wrong_calls_are_told():
         ({"merge": "liev"}, "merge='liev' is not known .did you mean 'live'"),
         ({"merge": 1}, "merge=1 is not known"),
         ({"pack": "yes"}, "pack must be true or false"),
-        ({"fuse": "fast"}, "fuse has no form 'fast'"),
+        ({"fuse": "fast"}, "fuse must be one of .*, not 'fast'"),
         ({"outline": "blocks.*"}, "outline must be None, 'auto' or a list"),
     ):
         with pytest.raises(fxplug.SpecError, match=found):

@@ -220,7 +220,7 @@ def test_processes_that_measure_at_once_leave_a_whole_file(folder):
     (lambda d: d["cases"].update({"float32 1": {"form": "stock"}}), "is damaged"),
     (lambda d: d["cases"].update({"float32 1 2 3 4 0 0 0": {"form": "stock"}}), "is damaged .KeyError: 'ratios'"),
     (lambda d: d["cases"].update({"float32 1 2 3 4 0 0 0": {"form": "stock", "ratios": 3}}), "is damaged"),
-    (lambda d: d["cases"].update({"float32 1 2 3 4 0 0 0": {"form": "eager"}}), "is damaged .ValueError: no form 'eager'"),
+    (lambda d: d["cases"].update({"float32 1 2 3 4 0 0 0": {"form": "eager"}}), "is damaged .ValueError: unknown form 'eager'"),
     (lambda d: d.update(cases=3), "is damaged"),
     (None, "is damaged"),
 ])

@@ -194,7 +194,7 @@ def _slots(module: TracedModule) -> TableSection | None:
     if not any(entry.get("slots") for entry in module.meta.get("passes", [])):
         return None
     adapters = module.adapters
-    title, about = "Adapters", "What lies in the slots, and how strongly it takes part."
+    title, about = "Adapters", "The adapters in the slots, and the strength of each."
     try:
         active = adapters.active
         said = active if isinstance(active, dict) else {}

@@ -385,8 +385,8 @@ def _result(recording: Recording, value: Any, path: str = "") -> Any:
     if members is None:
         way_out = "call it with use_cache=False" if "Cache" in type(value).__name__ else "turn that part off"
         raise TraceError(
-            f"the model returns a {type(value).__name__}{path and f' ({path!r})'}, which a graph cannot make: a result is a "
-            f"tensor, a plain value, or a tuple, list, dict or dataclass of them; {way_out}, or trace a submodule"
+            f"the model returns a {type(value).__name__}{path and f' ({path!r})'}, which a graph cannot return: a result must "
+            f"be a tensor, a plain value, or a tuple, list, dict or dataclass of them; {way_out}, or trace a submodule"
         )
     new = {key: _result(recording, member, f"{path}.{key}" if path else str(key)) for key, member in members}
     if type(value) in (tuple, list):

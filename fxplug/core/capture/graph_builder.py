@@ -222,7 +222,7 @@ class Nodes(TorchFunctionMode, Recorder):
         """Keep a tensor that was there before the run as a buffer, under the attribute that holds it if there is one."""
         if isinstance(tensor, FakeTensor) or (self.journal is not None and self.journal.makes(tensor)):
             raise TraceError(
-                f"{self.place()}: a tensor comes from a function that torch does not dispatch (numpy, a scripted function, an "
+                f"{self.place()}: a tensor is from a function that torch does not dispatch (numpy, a scripted function, an "
                 f"extension), so it cannot be recorded; {self.way_out()}"
             )
         name = self.attribute_name(tensor) or "constant"

@@ -44,7 +44,7 @@ def last_layer(regions: Regions) -> str:
     if heads:
         raise MatchError(f"this model has {len(heads)} last layers, {listed(heads)}: name the ones to change, at: [...]")
     made = list(dict.fromkeys(path for paths, others in found for path in (*paths, *others)))
-    comes = f"its result comes from {listed(made)}" if made else "its result is made of constants"
+    comes = f"its result is from {listed(made)}" if made else "its result is made of constants"
     raise MatchError(
         f"this model has no single last layer: {comes}, not from one Linear or convolution; name the layer to change, at: ..., "
         "or build the model with one (timm's num_classes)"

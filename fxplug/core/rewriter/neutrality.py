@@ -254,7 +254,7 @@ class _Comparison:
             line = f" ({entry['where']})" if entry.get("where") else ""
             where = f"\n  first region to differ: {entry.get('site', '')} ({entry.get('block', '')}){line}"
         elif watch.first is not None:
-            where = f"\n  first value to differ: '{watch.first.name}', which no block stands before"
+            where = f"\n  first value to differ: '{watch.first.name}', before any block"
         raise VerifyError(f"{names} says it is neutral, but {finding.text}{mode.which(finding.index)}{where}")
 
 

@@ -115,7 +115,7 @@ class WeightsSpec(Section):
         {}, "what the file calls each key of the model, by pattern; a list is joined", {"{a}.weight": "net.{a}.w"}
     )
     ignore: Annotated[list[str], checked(_patterns, str | list[str])] = setting(
-        [], "patterns of keys in the file that the model has no use for", ["head.*"]
+        [], "patterns of keys in the file that the model does not use", ["head.*"]
     )
 
     @model_validator(mode="before")

@@ -77,7 +77,7 @@ class Config(Section):
         "resnet18",
     )
     weights: WeightsSpec | None = setting(
-        None, "a weight file, or where it lies in an installed package; null: the model as it is made", "a.safetensors"
+        None, "a weight file, or where it is in an installed package; null: the model as it is made", "a.safetensors"
     )
     device: str = setting("cpu", "where the model is; `meta` needs no memory", "cuda")
     dtype: Dtype | None = setting(None, "what the model's weights are converted to; null leaves them", "bfloat16")
