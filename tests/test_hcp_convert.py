@@ -298,7 +298,7 @@ def test_hcp_diffusions_own_plugins_are_fxplugs_passes():
     given = entry["controlnet"]
     assert given["name"] == "controlnet1" and given["lr"] == 1e-4 and given["channels"] == 3
     assert given["options"] == {"conditioning_channels": 3, "conditioning_embedding_out_channels": [8, 8]}
-    assert [n for n in convert(write(stock)).notes if "block_out_channels is left out" in n]
+    assert [n for n in convert(write(stock)).notes if "block_out_channels is ignored" in n]
     assert "supported with" in refused(stock.replace("'down_blocks.3'", "'down_blocks.2.resnets.0'"))
     (entry,) = entries("  a: {_target_: hcpdiff.models.lora_layers.LoraLayer.wrap_model, rank: 4, layers: [body.0]}\n")
     assert entry["hcp/lora"] == {"name": "a", "lr": 1e-5, "at": ["body.0"], "rank": 4, "alpha": 1.0, "dropout": 0.0}

@@ -1,6 +1,7 @@
 """Messages are plain English: the words of a habit that said nothing to a reader do not come back."""
 
 import ast
+import functools
 import re
 import runpy
 from pathlib import Path
@@ -27,8 +28,13 @@ IDIOMS = {
 }
 
 
+@functools.cache
 def texts():
     """Each message with its file."""
+    return list(_texts())
+
+
+def _texts():
     package = COLLECTOR["PACKAGE"]
     for file in sorted(package.rglob("*.py")):
         if file.relative_to(package).as_posix() not in COLLECTOR["ELSEWHERE"]:

@@ -186,7 +186,7 @@ def _note_unread_keys(name: str, section: Mapping[str, Any], read: Iterable[str]
     """A note on the keys of a section that are not read; of those that say what is so here anyway, none."""
     left = [key for key in section.keys() - set(read) if not key.startswith("_") and section[key] not in (None, "", {}, [])]
     if left := sorted(key for key in left if section[key] != DEFAULTS.get(key, ...)):
-        notes.append(f"{name}: {', '.join(left)} are not supported")
+        notes.append(f"{name}: {', '.join(left)}: not supported")
 
 
 def _schedule(scheduler: Any, steps: Any, notes: list[str]) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _schedule(scheduler: Any, steps: Any, notes: list[str]) -> dict[str, Any]:
     if warmup is not None and not isinstance(warmup, int):
         left.append(f"num_warmup_steps: {shown(warmup)}")
     if left:
-        notes.append(f"the scheduler {name}: {', '.join(left)} are not supported")
+        notes.append(f"the scheduler {name}: {', '.join(left)}: not supported")
     warmed = isinstance(warmup, int) and warmup > 0 and name != "constant"
     return {"scheduler": {course: {"warmup": warmup}} if warmed else course}
 
@@ -244,7 +244,7 @@ def _data(sets: Mapping[str, Any], train: dict[str, Any], notes: list[str]) -> d
         elif isinstance(side, (int, list)):
             made["size"] = side
         elif ".SizeBucket" not in str(bucket.get("_target_")):
-            notes.append(f"data.{name}.bucket: is not converted: write the size of the images (data.size)")
+            notes.append(f"data.{name}.bucket is not converted: write the size of the images (data.size)")
     if any(entry.get("prompt_template") or entry.get("word_names") or entry.get("text_transforms") for entry in sources):
         notes.append(
             "prompt templates, their text_transforms and learned words are not converted: captions must be beside the images "
