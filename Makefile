@@ -62,9 +62,10 @@ fuzz: install  ## attack readers, tracer and switches with CASES=10000 random ca
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)
 
 pages: export HF_HUB_OFFLINE = 1
-pages: install  ## write what the code says of itself below docs/reference: passes, verbs, keys
+pages: install  ## write what the code says of itself below docs/reference: passes, verbs, keys, messages
 	$(BIN)/fxplug passes --pages docs/reference/passes
 	$(BIN)/python .ci/reference.py docs/reference
+	$(BIN)/python .ci/messages.py docs/reference/messages.md
 
 docs: $(DOCS)  ## build the documentation into out/docs: open out/docs/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .ci/mkdocs.yml

@@ -72,7 +72,7 @@ def rewrite(
     """Build, trace, rewrite and verify a model, and save the result."""
     verify = False if no_verify else None
     if page is not None and page.is_dir():
-        raise SpecError(f"'{page}' is a folder, and the page is one file: --report {page / 'page.html'}")
+        raise SpecError(f"'{page}' is a folder, and the page is one file: write --report {page / 'page.html'}")
     found = read_config(config, set)
     if out is None and not dry_run:
         print("nothing will be saved: --out DIR saves the result", file=sys.stderr)
@@ -148,9 +148,9 @@ def show(
 ) -> None:
     """Print a rewritten model: its graph, its modules, its code, or the forms of its layers; or write it for other tools."""
     if modules + code + forms + (to is not None) > 1:
-        raise typer.BadParameter("--modules, --code, --forms and --to exclude each other")
+        raise typer.BadParameter("use only one of --modules, --code, --forms and --to")
     if to is None and (region or out):
-        raise typer.BadParameter("--region and --out are for --to")
+        raise typer.BadParameter("--region and --out are only for --to")
     dry = not forms  # live merge reads weights
     if Path(subject).is_dir():
         module = load_saved(subject, set, allow)
@@ -186,7 +186,7 @@ def passes(
         return
     if page:
         if name is None:
-            raise typer.BadParameter("--page is about one pass: name it")
+            raise typer.BadParameter("--page needs the name of a pass")
         from .core.cli.pages import page as text
 
         print(text(name), end="")

@@ -185,7 +185,7 @@ def test_a_file_for_another_architecture_says_which_it_looks_like():
     theirs = {path: (shape[0], 3, *shape[2:]) for path, shape in layers("WanTransformer3DModel").items()}
     ours = {path: (shape[0], 3, *shape[2:]) for path, shape in layers("Flux2Transformer2DModel").items()}
     for flat, prefix in ((False, "diffusion_model."), (True, "lora_unet_")):
-        with pytest.raises(ArtifactError, match="are not in the graph: .*; such names are those of Wan"):
+        with pytest.raises(ArtifactError, match="are not in the graph: .*; names like these are used by Wan"):
             files.fit(files.read(adapter(theirs, prefix, flat=flat)), ours).check()
 
 
@@ -269,7 +269,7 @@ def test_parts_of_other_tools_lie_apart():
     assert {e.name: (e.part, e.path) for e in file.entries} == names
     encoder = {f"encoder.layers.{n}.mlp.fc1": (8, 8) for n in (0, 1)}
     both = {name: state[name] for name in state if "clip_l.trans" in name or "clip_g" in name}
-    with pytest.raises(ArtifactError, match="several models that are here: give part= one of 'text_encoder'"):
+    with pytest.raises(ArtifactError, match="several models: give one of 'text_encoder'"):
         files.fit(files.read(both), {f"text_model.{path}": shape for path, shape in encoder.items()})
     for part in ("text_encoder", "text_encoder_2"):
         found = files.fit(files.read(both), encoder, part=part).check()

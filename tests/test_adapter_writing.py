@@ -434,9 +434,9 @@ def test_export_writes_what_a_pass_learned(tmp_path):
     text = run("export", tmp_path / "saved", "--to", "peft", "--out", tmp_path / "peft")
     assert text == f"7 layers\nsaved in {tmp_path / 'peft'}\n"
     text = run("export", tmp_path / "saved", "--to", "kohya", "--out", tmp_path / "ink.safetensors", code=1)
-    assert "kohya cannot hold 1 of 7 layers: 'words' is an embedding, for whose lora kohya has no form" in text
+    assert "kohya cannot represent 1 of 7 layers: 'words' is an embedding with lora, which kohya cannot represent" in text
     text = run("export", tmp_path / "saved", "--to", "kohya", "--out", tmp_path / "ink.safetensors", "--partial")
-    assert text.splitlines()[:2] == ["6 layers", "left out: 'words' is an embedding, for whose lora kohya has no form"]
+    assert text.splitlines()[:2] == ["6 layers", "left out: 'words' is an embedding with lora, which kohya cannot represent"]
     assert json.loads(metadata(tmp_path / "ink.safetensors")["fxplug.config"])["train"] == {"steps": 7}
     assert sorted(os.listdir(tmp_path)) == ["ink.safetensors", "peft", "saved"]
 
@@ -448,15 +448,15 @@ def test_export_writes_an_adapter_of_a_slot(tmp_path):
     fxplug.save(new, tmp_path / "saved")
     out = tmp_path / "a.safetensors"
     text = run("export", tmp_path / "saved", "--to", "lycoris", "--out", out, code=1)
-    assert "--adapter names the one of its slots to write; there is ink, film" in text
+    assert "give --adapter, the name of the adapter to write: there are ink, film" in text
     run("export", tmp_path / "saved", "--to", "lycoris", "--out", out, "--adapter", "ink")
     assert metadata(out)["modelspec.title"] == "ink" and len(load_keys(out)) == 6
     assert "did you mean 'ink'?" in run("export", tmp_path / "saved", "--to", "peft", "--out", out, "--adapter", "inc", code=1)
-    assert "--out says where" in run("export", tmp_path / "saved", "--to", "peft", "--adapter", "ink", code=1)
-    assert "no export to 'kohia' (did you mean 'kohya'?)" in run("export", tmp_path / "saved", "--to", "kohia", code=1)
-    assert "--adapter is for --to peft" in run("export", tmp_path / "saved", "--adapter", "ink", code=1)
+    assert "give --out, the place" in run("export", tmp_path / "saved", "--to", "peft", "--adapter", "ink", code=1)
+    assert "no export format 'kohia' (did you mean 'kohya'?)" in run("export", tmp_path / "saved", "--to", "kohia", code=1)
+    assert "--adapter is only for --to peft" in run("export", tmp_path / "saved", "--adapter", "ink", code=1)
     for to, merge, finding in (
-        ("peft", "ink", "for which peft has no form"), ("timm", "ink=x", "is a number, such as ink=0.8"),
+        ("peft", "ink", "which peft does not support"), ("timm", "ink=x", "must be a number, such as ink=0.8"),
         ("timm", "ink,ink", "is there twice"), ("timm", "=1", "names no adapter"),
     ):  # fmt: skip
         assert finding in run("export", tmp_path / "saved", "--to", to, "--out", out, "--merge", merge, code=1)
@@ -468,21 +468,22 @@ def test_export_writes_an_adapter_of_a_slot(tmp_path):
 def test_a_format_says_what_it_cannot_hold(tmp_path):
     new = fxplug.apply(net().gm, fxplug.load_pass("lora", at="conv", name="a"), fxplug.load_pass("loha", at="point", name="b"))
     new = fxplug.apply(new, fxplug.load_pass("ssf", at="blocks.0.to_q"))
-    with pytest.raises(ArtifactError, match="peft cannot hold 2 of 3 layers: 'blocks.0.to_q' ssf has a Ssf there.*'point' has"):
+    with pytest.raises(ArtifactError, match="peft cannot represent 2 of 3 layers: 'blocks.0.to_q' ssf has a Ssf there.*'point' "
+                                            "has"):
         fxplug.save_adapter(new, tmp_path / "a")
     done = fxplug.save_adapter(new, tmp_path / "a", partial=True)
     assert done.layers == ("conv",) and set(done.left_out) == {"blocks.0.to_q", "point"} and "left out: " in repr(done)
-    with pytest.raises(ArtifactError, match="nothing of this adapter can be written as diffusers: 'point' has loha, for which"):
+    with pytest.raises(ArtifactError, match="nothing of this adapter can be written as diffusers: 'point' has loha, which"):
         fxplug.save_adapter(new, tmp_path / "b", as_="diffusers", passes=["b"], partial=True)
     with pytest.raises(SpecError, match=r"no adapter format 'kohia' \(did you mean 'kohya'\?\)"):
         fxplug.save_adapter(new, tmp_path / "b", as_="kohia")
     with pytest.raises(SpecError, match=r"no pass 'c' is applied here.*; there are a, b, ssf"):
         fxplug.save_adapter(new, tmp_path / "b", passes=["c"])
-    with pytest.raises(SpecError, match="ssf: no low-rank updates: ssf has a Ssf there"):
+    with pytest.raises(SpecError, match="ssf: has no low-rank updates: ssf has a Ssf there"):
         fxplug.save_adapter(new, tmp_path / "b", passes=["ssf"])
-    with pytest.raises(SpecError, match=r"not a text: write \['a'\]"):
+    with pytest.raises(SpecError, match=r"not text: write \['a'\]"):
         fxplug.save_adapter(new, tmp_path / "b", passes="a")
-    with pytest.raises(SpecError, match="the pass 'style' has slots: name the adapter in them"):
+    with pytest.raises(SpecError, match="the pass 'style' has slots: give the name of an adapter in them"):
         fxplug.save_adapter(banked(), tmp_path / "b", passes=["style"])
     with pytest.raises(SpecError, match="no pass without slots is applied here"):
         fxplug.save_adapter(net().gm, tmp_path / "b")
@@ -491,16 +492,16 @@ def test_a_format_says_what_it_cannot_hold(tmp_path):
 
 def test_two_updates_of_one_layer_are_not_mixed(tmp_path):
     new = fxplug.apply(net().gm, *(fxplug.load_pass("lora", at="conv", name=name) for name in "ab"))
-    with pytest.raises(ArtifactError, match="'conv' b has a second update there: choose the passes"):
+    with pytest.raises(ArtifactError, match="'conv' b has a second update there: choose with passes="):
         fxplug.save_adapter(new, tmp_path / "a")
     assert fxplug.save_adapter(new, tmp_path / "a", passes=["b"]).layers == ("conv",)
     new = fxplug.apply(net().gm, fxplug.load_pass("loha", at="conv", rank=2), fxplug.load_pass("delta", at="conv"))
     torch.nn.init.ones_(new.delta.conv.Delta.delta)
-    with pytest.raises(ArtifactError, match="'conv' delta has a second update there: choose the passes"):
+    with pytest.raises(ArtifactError, match="'conv' delta has a second update there: choose with passes="):
         fxplug.save_adapter(new, tmp_path / "a", as_="fxplug")
 
 
-UNSAVED = pytest.mark.filterwarnings("ignore:the name .* can be in no artifact")
+UNSAVED = pytest.mark.filterwarnings("ignore:the name .* cannot be in an artifact")
 
 
 class Odd(nn.Module):
@@ -528,10 +529,10 @@ def odd():
 def test_odd_layers_and_names(name, tmp_path):
     new = fxplug.apply(odd().gm, fxplug.load_pass(name, at="**", rank=2))
     randomised(new.get_submodule(name), "up", "hada")
-    with pytest.raises(ArtifactError, match="'a_b.c' with underscores for dots its name is that of 'a.b_c'"):
+    with pytest.raises(ArtifactError, match="'a_b.c' has the same name as 'a.b_c' when dots become underscores"):
         fxplug.save_adapter(new, tmp_path / "a", as_="kohya")
     if name == "lora":
-        with pytest.raises(ArtifactError, match="'grouped' is a convolution in 4 groups, for whose low-rank updates"):
+        with pytest.raises(ArtifactError, match="'grouped' is a convolution in 4 groups, whose low-rank updates"):
             fxplug.save_adapter(new, tmp_path / "a")
         new = fxplug.apply(odd().gm, fxplug.load_pass(name, at=["grouped", "line"], rank=2))
         randomised(new.get_submodule(name), "up", "hada")
@@ -585,7 +586,7 @@ def test_places_that_are_taken_or_cannot_be_written(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ArtifactError, match="full exists and is not empty: name a new folder"):
+    with pytest.raises(ArtifactError, match="full exists and is not empty: give a new folder"):
         fxplug.save_adapter(new, tmp_path / "full")
     with pytest.raises(ArtifactError, match="file exists and is not a folder"):
         fxplug.save_adapter(new, tmp_path / "file")
@@ -593,10 +594,10 @@ def test_places_that_are_taken_or_cannot_be_written(tmp_path):
         fxplug.save_adapter(new, tmp_path / "file/below", as_="kohya")
     with pytest.raises(ArtifactError, match="cannot be written: the name is too long"):
         fxplug.save_adapter(new, tmp_path / ("x" * 300), as_="kohya")
-    with pytest.raises(ArtifactError, match="no file can have this name"):
+    with pytest.raises(ArtifactError, match="this is not a valid file name"):
         fxplug.save_adapter(new, tmp_path / "a\0b", as_="kohya")
     (tmp_path / "folder.safetensors").mkdir()
-    with pytest.raises(ArtifactError, match="is a folder, and no file is written over it"):
+    with pytest.raises(ArtifactError, match="is a folder, which is not overwritten by a file"):
         fxplug.save_adapter(new, tmp_path / "folder.safetensors", as_="kohya")
     assert fxplug.save_adapter(new, tmp_path / "full", as_="kohya").path == tmp_path / "full/full.safetensors"
     (tmp_path / "link.safetensors").symlink_to(tmp_path / "full/full.safetensors")
@@ -612,7 +613,8 @@ def test_a_dtype_that_has_no_room_says_so(tmp_path):
     with torch.no_grad():
         new.get_submodule("style.conv.Lora").up.weight.mul_(1e6)
         new.get_submodule("style.conv.Lora").down.weight.mul_(1e-4)
-    with pytest.raises(ArtifactError, match="'conv': its up has numbers beyond torch.float16: write it in another dtype"):
+    with pytest.raises(ArtifactError, match="'conv': its up has numbers out of range for torch.float16: write it in another "
+                                            "dtype"):
         fxplug.save_adapter(new, tmp_path / "more", as_="kohya", dtype=torch.float16)
 
 
@@ -688,8 +690,8 @@ def test_lowered_forms_keep_it_as_well(how, tmp_path):
 
 @pytest.mark.parametrize(("options", "finding"), [
     ({"part": "unett"}, r"no part 'unett' of a pipeline \(did you mean 'unet'\?\)"),
-    ({"dtype": torch.int8}, "dtype is torch.float16, for example, not torch.int8"),
-    ({"about": {"a": 1}}, "metadata are texts by name, and 'a' is not"),
+    ({"dtype": torch.int8}, "dtype must be a floating point dtype, such as torch.float16, not torch.int8"),
+    ({"about": {"a": 1}}, "metadata must be a mapping of text to text, and 'a' is not"),
 ])  # fmt: skip
 def test_options_that_are_none(options, finding, tmp_path):
     with pytest.raises(SpecError, match=finding):
@@ -717,10 +719,10 @@ def test_what_is_not_beside_each_call_of_a_layer_is_left_out(tmp_path):
     near(peft.PeftModel.from_pretrained(copy.deepcopy(model), fxplug.save_adapter(new, tmp_path / "a").path)(x), new(x))
     other = fxplug.Pass("odd", rules=[fxplug.Rule(fxplug.Match(path="lin"), use="fxplug.blocks:Lora", args=["y", "y"])])
     for given in (fxplug.load_pass("lora", at="shared@1"), other):
-        with pytest.raises(SpecError, match="that is not beside each call of the layer, on its input"):
+        with pytest.raises(SpecError, match="that does not run beside every call of the layer, on its input"):
             fxplug.save_adapter(fxplug.apply(gm, given), tmp_path / "b")
     weights_ = fxplug.apply(gm, fxplug.load_pass("lora_weight", at=["attn", "lin"], param="*weight"))
-    with pytest.raises(ArtifactError, match="peft cannot hold 1 of 2 layers: 'attn' is no layer with a weight"):
+    with pytest.raises(ArtifactError, match="peft cannot represent 1 of 2 layers: 'attn' is not a layer with a weight"):
         fxplug.save_adapter(weights_, tmp_path / "b")
     assert os.listdir(tmp_path) == ["a"]
 
@@ -728,7 +730,7 @@ def test_what_is_not_beside_each_call_of_a_layer_is_left_out(tmp_path):
 def test_weights_without_values_are_not_written(tmp_path):
     with torch.device("meta"):
         gm = fxplug.trace(Net(), (torch.zeros(1, 2, 3, dtype=torch.int64),))
-    with pytest.raises(ArtifactError, match="the update of 'conv' is on the meta device, which holds no values"):
+    with pytest.raises(ArtifactError, match="the update of 'conv' is on the meta device and has no values"):
         fxplug.save_adapter(fxplug.apply(gm, fxplug.load_pass("lora", at="conv")), tmp_path / "a")
 
 
@@ -810,7 +812,7 @@ def test_a_part_of_a_model_in_one_of_several_processes_is_not_written(tmp_path):
         lambda: fxplug.save_adapter(new, tmp_path / "a"), lambda: slots.adapters.save("ink", tmp_path / "a"),
         lambda: fxplug.save_checkpoint(new, tmp_path / "a", to="safetensors"),
     ):  # fmt: skip
-        with pytest.raises(ArtifactError, match="only its part of 1 weights, 'conv.weight' the first"):
+        with pytest.raises(ArtifactError, match="only its shard of 1 weights, such as 'conv.weight'"):
             save()
     assert os.listdir(tmp_path) == []
 

@@ -67,7 +67,7 @@ def original(model, more):
 
 
 def in_sd3(key):
-    """What the code of Stability AI calls what is no layer's weight or bias in diffusers, and its norms."""
+    """What the code of Stability AI calls what is not a layer's weight or bias in diffusers, and its norms."""
     for ours, theirs in (("pos_embed.pos_embed", "pos_embed"), ("transformer_blocks", "joint_blocks"),
                          (".attn.norm_added_", ".context_block.attn.ln_"), (".attn.norm_", ".x_block.attn.ln_"),
                          (".attn2.norm_", ".x_block.attn2.ln_")):  # fmt: skip
@@ -95,7 +95,8 @@ def test_first_names_are_written_where_they_are_read_back(kind, tmp_path):
     model, (args, kwargs) = case.build(), case.inputs()
     gm = fxplug.trace(model, args, kwargs)
     if kind == "FluxTransformer2DModel":
-        with pytest.raises(FxplugError, match="the first names of FluxTransformer2DModel are not read back"):
+        with pytest.raises(FxplugError, match="diffusers could not read FluxTransformer2DModel in the names of its original "
+                                              "format"):
             fxplug.save_checkpoint(gm, tmp_path / "it", to="safetensors", first=True)
         return
     done = fxplug.save_checkpoint(gm, tmp_path / "it", to="safetensors", first=True)
@@ -147,10 +148,10 @@ def test_weights_that_were_quantised_are_refused(start, tmp_path):
     key = f"{start}joint_blocks.0.x_block.attn.qkv"
     quantised = {f"{key}.weight": state[f"{key}.weight"].to(torch.float8_e4m3fn), f"{key}.scale_weight": torch.ones(1)}
     save_file(state | quantised, tmp_path / "scaled.safetensors")
-    with pytest.raises(SpecError, match=f"'scaled.safetensors' holds quantised weights, which '{key}.scale_weight' scales"):
+    with pytest.raises(SpecError, match=f"'scaled.safetensors' has quantised weights, scaled by '{key}.scale_weight'"):
         loaded(model=config, weights=tmp_path / "scaled.safetensors")
     save_file(state | {f"{key}.weight": state[f"{key}.weight"].to(torch.int8)}, tmp_path / "int8.safetensors")
-    with pytest.raises(SpecError, match=r"holds torch.int8 for '.*attn.to_.\.weight', which is torch.float32"):
+    with pytest.raises(SpecError, match=r"has torch.int8 for '.*attn.to_.\.weight', which is torch.float32"):
         loaded(model=config, weights=tmp_path / "int8.safetensors")
 
 
@@ -189,10 +190,10 @@ def test_an_index_of_several_files(tmp_path):
 
     refused("has no 'weight_map' that names a file for each tensor", weight_map={})
     refused("has no 'weight_map'", weight_map={"conv_in.weight": 3})
-    refused("and the files of an index are weights that lie beside it", weight_map={"a": "../unet/a.safetensors"})
+    refused("an index may only name files of weights in its own folder", weight_map={"a": "../unet/a.safetensors"})
     refused("says that 'odd' is in '.*', which does not have it", weight_map={**read["weight_map"], "odd": shard})
     (tmp_path / "unet" / shard).unlink()
-    refused(f"names '{shard}', which does not lie beside it")
+    refused(f"names '{shard}', which is not in its folder")
 
 
 def test_a_file_of_another_model_says_what_does_not_fit(tmp_path):
@@ -202,7 +203,7 @@ def test_a_file_of_another_model_says_what_does_not_fit(tmp_path):
     with pytest.raises(SpecError, match="does not fit UNet2DConditionModel: 208 keys missing"):
         loaded(model=config, weights=tmp_path / "sd3.safetensors")
     save_file(original(model, str), tmp_path / "unet.safetensors")
-    with pytest.raises(SpecError, match="has neither diffusers' names of SD3Transformer2DModel nor those that"):
+    with pytest.raises(SpecError, match="has neither the key names of diffusers' SD3Transformer2DModel nor any that"):
         loaded(model=config_of(sd3(), tmp_path), weights=tmp_path / "unet.safetensors")
     state = dict(model.state_dict())
     del state["conv_in.weight"]
@@ -214,11 +215,12 @@ def test_a_file_of_another_model_says_what_does_not_fit(tmp_path):
 def test_a_pickle_of_more_than_weights_and_gguf_are_refused(tmp_path):
     config = config_of(unets.sd15().model, tmp_path)
     torch.save({"state_dict": {"a": torch.ones(1)}, "epoch": SpecError("x")}, tmp_path / "a.ckpt")
-    with pytest.raises(SpecError, match="a pickle of more than weights: .*; write its weights alone, as .safetensors"):
+    with pytest.raises(SpecError, match="objects other than tensors: .*; save its weights alone, as "
+                                        ".safetensors"):
         loaded(model=config, weights=tmp_path / "a.ckpt")
     (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(100))
     for sections in ({"model": config, "weights": tmp_path / "a.gguf"}, {"model": tmp_path / "a.gguf"}):
-        with pytest.raises(SpecError, match="it is a GGUF file, of weights quantised in blocks: take the .safetensors"):
+        with pytest.raises(SpecError, match="it is a GGUF file, whose weights are quantised: use the .safetensors"):
             loaded(**sections)
 
 
@@ -236,5 +238,5 @@ def test_one_file_is_a_model_where_its_configuration_is_in_the_cache(tmp_path, m
     config_of(model, repo / "snapshots/a1/unet")
     assert_same(loaded(model=tmp_path / "sd.safetensors"), model)
     save_file({"conv.weight": torch.ones(2)}, tmp_path / "other.safetensors")
-    with pytest.raises(SpecError, match="holds weights, and the model's configuration is not beside them: give"):
+    with pytest.raises(SpecError, match="is a file of weights without the model's configuration beside it: give"):
         loaded(model=tmp_path / "other.safetensors")

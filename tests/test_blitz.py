@@ -49,7 +49,7 @@ def quiet(*args, **kwargs):
 
 
 def read(text):
-    """Lines as plain data: method, and for each insertion where its value comes from and where it goes."""
+    """Lines as plain data: method, and for each insertion where its value is from and where it goes."""
     found = []
     for line in parse(text):
         ends = [(str(i.start or ""), str(i.end)) for i in line.insertions]
@@ -108,36 +108,36 @@ WRONG = [
     ("(MLPAddin^): ...", "expected '.' and a method, as in '(MLPAddin.adapt_input)', found ')'"),
     ("(MLPAddin.^): ...", "expected a method of MLPAddin, found ')'"),
     ("(A.f) ^...->{inout1}(fc2)", "expected ':' behind '(A.f)', found '.'"),
-    ("(A.f): ...->^{inuot1}(fc2)->...", "no point '{inuot1}' (did you mean 'inout'?); a point is '{inout1}'"),
+    ("(A.f): ...->^{inuot1}(fc2)->...", "no point '{inuot1}' (did you mean 'inout'?); a point must be '{inout1}'"),
     ("(A.f): ...->^{on1}(fc2)->...", "no point '{on1}'"),
     ("(A.f): ...->^{inout}(fc2)->...", "'{inout}' has no number: write '{inout1}'"),
     ("(A.f): ...->^{1}(fc2)->...", "no point '{1}'"),
-    ("(A.f): ...->^{in1(fc2)->...", "a point is '{inout1}', '{in1}' or '{out1}'"),
-    ("(A.f): ...->^{inout1}->(fc2)->...", "a point stands directly before or behind a module"),
-    ("(A.f): ...^{inout1}->(fc2)->...", "a point stands directly before or behind a module"),
-    ("(A.f): ...->^fc2{inout1}->...", "a module stands in brackets: '(fc2)'"),
-    ("(A.f): ...->^", "an arrow leads to a module, or to '...'"),
+    ("(A.f): ...->^{in1(fc2)->...", "a point must be '{inout1}', '{in1}' or '{out1}'"),
+    ("(A.f): ...->^{inout1}->(fc2)->...", "a point must be directly before or after a module"),
+    ("(A.f): ...^{inout1}->(fc2)->...", "a point must be directly before or after a module"),
+    ("(A.f): ...->^fc2{inout1}->...", "write a module in brackets: '(fc2)'"),
+    ("(A.f): ...->^", "an arrow must point to a module, or to '...'"),
     ("(A.f): ...^>(fc2){inout1}", "expected '->' or the end of the line, found '>'"),
     ("(A.f): (a){inout1}^(b)", "expected '->' between two modules, found '('"),
-    ("(A.f): (a^]){inout1}", "expected ')' behind the module, found ']'"),
-    ("(A.f): (a.^){inout1}", "expected a name behind the dot, found ')'"),
+    ("(A.f): (a^]){inout1}", "expected ')' after the module, found ']'"),
+    ("(A.f): (a.^){inout1}", "expected a name after the dot, found ')'"),
     ("(A.f): (^){inout1}", "expected the name of a module, as print(model) shows it, found ')'"),
     ("(A.f): (a[^]){inout1}", "expected a number, a range such as 0:12, or a variable such as i, found ']'"),
-    ("(A.f): (a[0:1^.b){inout1}", "expected ']' behind the index, found '.'"),
+    ("(A.f): (a[0:1^.b){inout1}", "expected ']' after the index, found '.'"),
     ("(A.f): (a[^0:4:0]){inout1}", "the step of a range cannot be 0"),
     ("(A.f): (a[^4:4]){inout1}", "the range [4:4] is empty"),
-    ("^(A.f): ...->(fc2)->...", "this line puts the add-in nowhere"),
+    ("^(A.f): ...->(fc2)->...", "this line has no place for the add-in"),
     ("(A.f): (a)^{in1}->...", "'{in1}' has no '{out1}': mark where the add-in's result goes"),
-    ("(A.f): (a)->^{out2}(b)", "'{out2}' has no '{in2}': mark where the add-in's value comes from"),
+    ("(A.f): (a)->^{out2}(b)", "'{out2}' has no '{in2}': mark where the add-in's value is from"),
     ("(A.f): (a)^{in1}->{out2}(b)", "'{in1}' has no '{out1}' (found '{out2}'; partners have the same number)"),
     ("(A.f): (a)^{in1}->{in2}(b)->{in3}(c)", "'{in1}' has no '{out1}'"),
-    ("(A.f): (a){in1}->^{in1}(b)", "a second '{in1}': each point of a line has a number of its own"),
-    ("(A.f): ^{out1}(a)->(b){in1}", "'{out1}' stands before '{in1}', and a value can only flow to what runs later"),
-    ("(A.f): ^{out1}(a){in1}", "'{out1}' stands before '{in1}'"),
-    ("(A.f): (a){inout1}^{inout2}", "two points change the output of 'a': make two passes of it"),
-    ("(A.f): (a[0:12]){in1}->(b)^{out1}", "'{in1}' is at several modules and '{out1}' at one"),
-    ("(A.f): (a[i]){in1}->(b)^{out1}", "'{in1}' is at several modules and '{out1}' at one"),
-    ("(A.f): (a[0:12].n){in1}->(a[0:11].d)^{out1}", "'{in1}' is at 12 modules and '{out1}' at 11; they pair up in order"),
+    ("(A.f): (a){in1}->^{in1}(b)", "'{in1}' is there twice: each point of a line needs its own number"),
+    ("(A.f): ^{out1}(a)->(b){in1}", "'{out1}' runs before '{in1}', and a value can only flow to what runs later"),
+    ("(A.f): ^{out1}(a){in1}", "'{out1}' runs before '{in1}'"),
+    ("(A.f): (a){inout1}^{inout2}", "two points change the output of 'a': make two passes"),
+    ("(A.f): (a[0:12]){in1}->(b)^{out1}", "'{in1}' matches several modules and '{out1}' one"),
+    ("(A.f): (a[i]){in1}->(b)^{out1}", "'{in1}' matches several modules and '{out1}' one"),
+    ("(A.f): (a[0:12].n){in1}->(a[0:11].d)^{out1}", "'{in1}' matches 12 modules and '{out1}' 11; they are paired in order"),
 ]
 
 
@@ -178,7 +178,7 @@ def test_a_damaged_line_is_read_or_refused_with_a_caret(data):
 
 
 def test_what_is_no_text_is_refused():
-    with pytest.raises(SpecError, match="a line is text"):
+    with pytest.raises(SpecError, match="a line must be text"):
         parse(3)
 
 
@@ -234,10 +234,10 @@ LINE = "(Own.adapt): ...->(fc2){inout1}->..."
         ({}, "must have an add-in for each of Own"),
         ({"Own": Own(), "Onw": Own()}, "no line names 'Onw' (did you mean 'Own'?)"),
         ({"Other": Own()}, "no line names 'Other'"),
-        (MLPAddin, "no add-in 'Own' was given; there is MLPAddin"),
+        (MLPAddin, "no add-in 'Own'; there is MLPAddin"),
         ({"use": "a.b:Own", "opt": {}}, "unknown key 'opt' (did you mean 'options'?)"),
         ({"use": "a.b.Own"}, "must look like 'package.module:Name'"),
-        ({"use": "a.b:Onw"}, "no add-in 'Own' was given (did you mean 'Onw'?)"),
+        ({"use": "a.b:Onw"}, "no add-in 'Own' (did you mean 'Onw'?)"),
         ({"use": "a.b:Own", "options": [1]}, "addin.options: must be a mapping"),
         ({"Own": {"use": "a.b"}}, "addin.Own.use: must look like"),
     ],
@@ -383,15 +383,15 @@ class Wrong(AddinBase):
 @pytest.mark.parametrize(
     ("method", "finding"),
     [
-        ("adapt_nothing", "Wrong.adapt_nothing returns nothing behind a module that returns a tensor"),
-        ("adapt_pair", "returns (a tensor, a tensor) behind a module that returns a tensor"),
+        ("adapt_nothing", "Wrong.adapt_nothing returns nothing after a module that returns a tensor"),
+        ("adapt_pair", "returns (a tensor, a tensor) after a module that returns a tensor"),
         ("adapt_kept", "Wrong.adapt_kept sets 'kept' of the add-in"),
         ("adapt_counted", "sets 'steps' of the add-in"),
         ("adapt_seen", "sets 'seen' of the add-in"),
         ("adapt_mean", "sets 'mean' of the add-in"),
-        ("adapt_again", "the add-in calls 'fc', and may only read that module of the base model"),
-        ("adapt_all_weights", "the add-in uses 'parameters' of 'fc', and may only read"),
-        ("adapt_mark", "the add-in sets 'mark' of 'fc', and may only read"),
+        ("adapt_again", "the add-in calls 'fc', and it may only read that module of the base model"),
+        ("adapt_all_weights", "the add-in uses 'parameters' of 'fc', and it may only read"),
+        ("adapt_mark", "the add-in sets 'mark' of 'fc', and it may only read"),
     ],
 )
 def test_what_a_graph_cannot_say_is_refused(method, finding):

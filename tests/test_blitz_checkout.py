@@ -127,7 +127,7 @@ def test_fact_fails_in_its_constructor_here_and_there(name):
     addins, args, model_args = asked(name)
     with pytest.raises(AttributeError, match="get_mlp_attn_1"):
         theirs(vit()[0], addins, args, model_args)
-    with pytest.raises(FxplugError, match="fails in its own constructor, here as in ZhiJian: .*get_mlp_attn_1"):
+    with pytest.raises(FxplugError, match="fails in its constructor, as it does in ZhiJian: .*get_mlp_attn_1"):
         fxplug.apply(vit()[1], fxplug.blitz(addins, use(addins, args, model_args)))
 
 
@@ -153,7 +153,7 @@ def test_vqt_needs_more_of_the_model_than_zhijian_gives():
     bare = SimpleNamespace(**{key: getattr(whole, key) for key in ("hidden_size", "patches_size", "transformer_num_layers")})
     with pytest.raises(AttributeError, match="head_output"):
         theirs(vit()[0], addins, args, bare)
-    with pytest.raises(FxplugError, match="VQT fails in its own constructor, here as in ZhiJian: .*head_output"):
+    with pytest.raises(FxplugError, match="VQT fails in its constructor, as it does in ZhiJian: .*head_output"):
         fxplug.apply(vit()[1], fxplug.blitz(addins, use(addins, args, bare)))
 
 
@@ -231,7 +231,7 @@ def test_each_written_line_is_the_entries_that_zhijian_makes_of_it():
         try:
             ours = [entry for name, hooks in as_hooks(line) for entry in expanded(name, hooks)]
         except SpecError as error:
-            assert expected is None and "they pair up in order" in str(error), line
+            assert expected is None and "they are paired in order" in str(error), line
             continue
         if expected:  # a line with two in points gives nothing there
             assert ours == expected, line

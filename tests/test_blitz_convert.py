@@ -100,7 +100,7 @@ def converted(folder, file, *more):
 def test_a_file_is_converted_and_is_what_its_add_ins_say(modules):
     done = converted(modules, FILE, "--model", str(modules / "model.yaml"))
     assert done.exit_code == 0, done.output
-    assert "left out, as no add-in reads it: pretrained_url" in done.output
+    assert "left out, because no add-in reads it: pretrained_url" in done.output
     made = yaml.safe_load((modules / "ours.yaml").read_text())
     (entry,) = made["passes"]
     assert entry["blitz"]["line"] == FILE["addins"] and made["train"]["trainable"] == ["head", "blocks.1"]
@@ -127,7 +127,7 @@ def test_lines_and_what_trains_in_text_are_converted_too(modules):
         ({"addins": [{"name": "Gian", "location": [["head"]], "hook": [["adapt", "post"]]}]}, "did you mean"),
         ({"addins": {"name": "Gain"}}, "must be a list of add-ins, not a mapping"),
         ({"addins": [{"name": "Gain", "hook": []}]}, "theirs.yaml:2: addins[0]: missing key 'location'"),
-        ({"reuse_keys": [["haed"]]}, "'haed' names nothing of the model (did you mean 'head'?)"),
+        ({"reuse_keys": [["haed"]]}, "'haed' matches no module of the model (did you mean 'head'?)"),
     ],
 )
 def test_a_file_that_is_wrong_says_where(modules, change, finding):
@@ -168,7 +168,7 @@ def test_reuse_keys_are_what_a_trainer_takes(vit, keys, found):
 
 @pytest.mark.parametrize(
     ("keys", "finding"),
-    [("blcoks[0:2]", "'blcoks.{0:2}' names nothing"), ("blocks[0", "expected ']' behind the index"), ("head)", "found ')'")],
+    [("blcoks[0:2]", "'blcoks.{0:2}' matches no module"), ("blocks[0", "expected ']' after the index"), ("head)", "found ')'")],
 )
 def test_reuse_keys_that_name_nothing_are_refused(vit, keys, finding):
     with pytest.raises(SpecError) as error:

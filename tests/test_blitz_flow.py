@@ -47,7 +47,7 @@ def test_what_makes_an_add_in_makes_one_for_each_place(net, addin):
 
 def test_what_cannot_make_an_add_in_is_refused(net):
     for addin, finding in (
-        ({"use": "test_blitz:Own", "options": {"gain": 1}}, "Own cannot be made of the options gain"),
+        ({"use": "test_blitz:Own", "options": {"gain": 1}}, "Own cannot be built with the options gain"),
         ({"use": "test_blitz:Onw"}, "did you mean 'Own'?"),
     ):
         name = addin["use"].rpartition(":")[2]

@@ -234,7 +234,7 @@ def test_dropout_in_an_add_in_draws_what_the_hooks_draw(blocks):
         ("...->(blocks[0].mpl){inout1}->...", "did you mean 'blocks.0.mlp'?"),
         ("...->(norm3)->(blocks[0].mlp){inout1}->...", "the line names 'norm3', and the model has no such module"),
         ("...->(blocks[1].mlp){in1}->(blocks[0].mlp){out1}->...", "flow"),
-        ("...->(blocks[i].mlp){in1}->(blocks[1:].mlp){out1}->...", "paired by order"),
+        ("...->(blocks[i].mlp){in1}->(blocks[1:].mlp){out1}->...", "paired in order"),
     ],
 )
 def test_a_place_that_is_not_there_is_named_with_the_nearest(blocks, line, found):
@@ -328,7 +328,7 @@ def test_a_module_with_several_arguments(net):
         new = fxplug.apply(gm, fxplug.blitz(f"(Pair.{method}): {place}", Pair()))
         reference = hooked(model, [("mix", kind, getattr(Pair(), method))])
         assert torch.equal(new(x), reference(x)) and not torch.equal(new(x), model(x))
-    with pytest.raises(FxplugError, match=r"Pair.adapt_short returns a tensor behind a module that returns \(a tensor, {'b'"):
+    with pytest.raises(FxplugError, match=r"Pair.adapt_short returns a tensor after a module that returns \(a tensor, {'b'"):
         fxplug.apply(gm, fxplug.blitz("(Pair.adapt_short): (mix){inout1}", Pair()))
 
 

@@ -284,11 +284,11 @@ class Sums(AddinBase):
 @pytest.mark.parametrize(
     ("method", "finding"),
     [
-        ("count", "Sums reads 'steps' as the call of the model before left it"),
-        ("gather", "Sums reads 'all' as the call"),
-        ("before", "Sums reads 'last' as the call"),
-        ("first", "Sums reads 'begun' as the call"),
-        ("mark", "'Sums.ready' is a set that its next call would find changed"),
+        ("count", "Sums reads 'steps' from the previous call of the model"),
+        ("gather", "Sums reads 'all' from the previous call"),
+        ("before", "Sums reads 'last' from the previous call"),
+        ("first", "Sums reads 'begun' from the previous call"),
+        ("mark", "'Sums.ready' is a set that changes from call to call"),
         ("parameter", "sets 'made' of the add-in"),
     ],
 )
@@ -374,7 +374,7 @@ class Broken(AddinBase):
 
 
 def test_a_constructor_that_fails_is_told_as_such(vit):
-    with pytest.raises(FxplugError, match="Broken fails in its own constructor, here as in ZhiJian: AttributeError: .*get_ad"):
+    with pytest.raises(FxplugError, match="Broken fails in its constructor, as it does in ZhiJian: AttributeError: .*get_ad"):
         fxplug.apply(vit[1], fxplug.blitz([entry(Broken, ("blocks.0", "adapt_0", "pre"))], Broken))
 
 
@@ -385,9 +385,9 @@ def test_a_constructor_that_fails_is_told_as_such(vit):
         ({"name": "a b"}, "line[0].name: must be the class of an add-in, not 'a b'"),
         ({"location": ["blocks"]}, "line[0].location: must be a list of places such as [blocks, 0, attn], not a list"),
         ({"hook": [["put_0", "before"]]}, "line[0].hook: must be a list of [method, pre] or [method, post]"),
-        ({"hook": [["put_0", "pre"]]}, "line[0].hook: 1 hooks for 3 places; they pair up in order"),
+        ({"hook": [["put_0", "pre"]]}, "line[0].hook: 1 hooks for 3 places; they are paired in order"),
         ({"kwargs": 3}, "line[0].kwargs: must be a mapping, not 3"),
-        ({"kwargs": {"a": 3}}, "line[0].kwargs: has options for Prompts, and that was given ready made"),
+        ({"kwargs": {"a": 3}}, "line[0].kwargs: has options for Prompts, which is an instance"),
         ({"hook": [["put_0", "pre"], ["put_9", "pre"], ["put_1", "pre"]]}, "Prompts has no method 'put_9' (did you mean 'put_"),
     ],
 )

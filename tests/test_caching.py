@@ -387,9 +387,10 @@ def test_a_polynomial_is_fitted_to_what_is_measured():
     assert exact.coefficients == pytest.approx((300.0, 0.0, -1.0, 0.2), abs=1e-6)
     assert exact.rescaled(0.1) == pytest.approx(0.4)
     for given in (changes[:2], [], [(0.1, 0.2)] * 9, [(float("nan"), 0.1)] * 9):
-        with pytest.raises(fxplug.SpecError, match="takes 3 different moves or more to fit, and there are [0-2]: measure more"):
+        with pytest.raises(fxplug.SpecError, match="needs at least 3 different values, and there are [0-2]: measure more"):
             TeaCache.fitted(given, degree=2)
-    with pytest.raises(fxplug.SpecError, match="goes by no gauge: measure with one that does"), cached("own")[2].measured():
+    with pytest.raises(fxplug.SpecError, match="does not use a gauge: measure with a policy "
+                                               "that does"), cached("own")[2].measured():
         pass
     run(cache, base)
     run(cache, base)
@@ -702,7 +703,7 @@ def test_marks_that_do_not_fit_are_refused():
     base = small.unet()
     with pytest.raises(fxplug.SpecError, match="no branch 4: it has marked 4 joins, counted 0 to 3 from the end"):
         StepCache(fxplug.apply(base.gm, fxplug.load_pass("deepcache", branch=4)))
-    with pytest.raises(fxplug.SpecError, match="nothing is marked"):
+    with pytest.raises(fxplug.SpecError, match="no value is marked"):
         StepCache(base.gm)
     with pytest.raises(fxplug.SpecError, match="takes a traced module, not UNet2DConditionModel"):
         StepCache(base.model)
@@ -732,9 +733,9 @@ def test_a_gauge_behind_what_is_kept_is_refused():
 
 def test_a_policy_needs_its_gauge_and_a_clock_is_an_input():
     _, new, cache = cached("own")
-    with pytest.raises(fxplug.SpecError, match="no pass has marked a gauge"):
+    with pytest.raises(fxplug.SpecError, match="no pass has marked one"):
         StepCache(new, Threshold(), clock=None)
-    with pytest.raises(fxplug.SpecError, match="no pass has marked a gauge"):
+    with pytest.raises(fxplug.SpecError, match="no pass has marked one"):
         cache.first  # noqa: B018
-    with pytest.raises(fxplug.SpecError, match="no input 'timestep'.*one of x, t, or clock=None"):
+    with pytest.raises(fxplug.SpecError, match="no input 'timestep'.*one of x, t as clock=, or clock=None"):
         StepCache(new)

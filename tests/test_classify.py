@@ -92,7 +92,7 @@ def test_mixing_is_drawn_from_the_step_and_the_same_on_two_processes():
     kept = b["image"].clone()
     task.loss(vit, b, Draws(0, 0))
     assert torch.equal(kept, b["image"])
-    with pytest.raises(SpecError, match="train.batch: mixup and cutmix mix pairs, and a batch of 7 is odd"):
+    with pytest.raises(SpecError, match="train.batch: mixup and cutmix need an even batch size, not 7"):
         task.loss(vit, batch(7), Draws(0, 0))
 
 
@@ -118,7 +118,7 @@ def test_the_test_counts_hits():
 def test_labels_out_of_range_are_said_before_the_loss():
     vit = small.vit().gm
     b = {**batch(), "label": torch.tensor([0, 3, 10, 1, 12, 0, 0, 0])}
-    said = "'2.png' has the label 10, and the model has 10 outputs, 0 to 9; 2 such in this batch"
+    said = "'2.png' has the label 10, and the model has 10 outputs, 0 to 9; 2 such labels in this batch"
     for call in (lambda task: task.loss(vit, b, Draws(0, 1)), lambda task: task.test(vit, [b])):
         with pytest.raises(SpecError, match=said):
             call(ready())
@@ -126,7 +126,7 @@ def test_labels_out_of_range_are_said_before_the_loss():
         ready(classes=list("abcdefghijkl")).loss(vit, batch(), Draws(0, 1))
     with pytest.raises(SpecError, match="the data has no labels; it has image"):
         ready().loss(vit, {"image": batch()["image"]}, Draws(0, 1))
-    with pytest.raises(SpecError, match="a label is a whole number, not torch.float32"):
+    with pytest.raises(SpecError, match="a label must be a whole number, not torch.float32"):
         ready().loss(vit, {**b, "label": torch.rand(8)}, Draws(0, 1))
 
 
@@ -168,10 +168,10 @@ WRONG = {
     "augment: must be auto, none, or options of timm's create_transform, not 'some'": {"augment": "some"},
     "preprocess: no option 'men' (did you mean 'mean'?)": {"preprocess": {"men": [0.5]}},
     "preprocess: timm has no model 'vit_tiny_patch16_22'": {"preprocess": "vit_tiny_patch16_22"},
-    "preprocess.mean: has 2 numbers, and the model sees 3 channels": {"preprocess": {"mean": [0.5, 0.5]}},
+    "preprocess.mean: has 2 numbers, and the model has 3 input channels": {"preprocess": {"mean": [0.5, 0.5]}},
     "smoothing: must be at least 0 and below 1, not 1.0": {"smoothing": 1.0},
     "mixup: must be at least 0, not -1": {"mixup": -1},
-    "smoothing: is of cross entropy": {"smoothing": 0.1, "criterion": nn.MSELoss()},
+    "smoothing: is an option of cross entropy": {"smoothing": 0.1, "criterion": nn.MSELoss()},
     "no module named 'here'": {"criterion": "here:loss"},
     "CrossEntropyLoss: torch.nn:CrossEntropyLoss has no option": {"criterion": {"torch.nn:CrossEntropyLoss": {"smoothin": 1}}},
 }  # fmt: skip
@@ -209,7 +209,7 @@ def test_a_task_of_ones_own():
         ("pose", "no task 'pose'; there are classify, denoise, or 'package.module:Class' for one of your own"),
         ({"test_classify:Mine": {"weigth": 1}}, "Mine has no option 'weigth' (did you mean 'weight'?); it takes weight, power"),
         ("test_classify:Mine", "test_classify:Mine needs the option 'weight'"),
-        ("test_classify:batch", "'test_classify:batch' is no subclass of fxplug.Task"),
+        ("test_classify:batch", "'test_classify:batch' is not a subclass of fxplug.Task"),
         ({"classify": {"mixup": -1}}, "train.task.classify.mixup: must be at least 0, not -1"),
         ({"classify": {}, "denoise": {}}, "must be a name, or one name with its options below it, not 2 keys"),
     ):

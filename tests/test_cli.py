@@ -196,7 +196,7 @@ def test_export_to_onnx():
     model, x = fxplug.load_onnx("out.onnx"), torch.randn(3, 8)
     torch.testing.assert_close(model(x=x), fxplug.load("out")(x).detach(), rtol=1e-5, atol=1e-5)
     assert model.manifest["opset"] == 18
-    assert "no writer of opset 99" in refused("export", "out", "--to", "onnx", "--opset", "99")
+    assert "not 99" in refused("export", "out", "--to", "onnx", "--opset", "99")
     assert "--opset is for onnx, and this is an export to pt2" in refused("export", "out", "--opset", "18")
 
 
@@ -241,7 +241,7 @@ def test_the_section_export_has_what_export_has():
         ("model: !!python/object:os.system x", "c.yaml:1: tag"),
         ("model: test_cli:Neet", "(did you mean 'Net'?)"),
         ("model: resnet10x", "timm has no model 'resnet10x' (did you mean 'resnet10t'?)"),
-        ("model: test_cli:Net", "c.yaml:1: inputs: Net needs example inputs"),
+        ("model: test_cli:Net", "c.yaml:1: inputs: Net needs example inputs: a shape for each tensor"),
         (CONFIG + "      at: nowhere", "not valid YAML"),
         (CONFIG.replace("rank: 2", "at: nowhere"), "given at c.yaml:4"),
         (CONFIG.replace("rank: 2", "at: 're:('"), "is not a regular expression"),
@@ -265,7 +265,7 @@ def test_what_a_configuration_gets_wrong(text, expected):
     [
         (["rewrite", "nothere.yaml"], "nothere.yaml: no such file"),
         (["rewrite", "quickstrat"], "no config named 'quickstrat' (did you mean 'quickstart'?)"),
-        (["sites", "c.yaml", "--set", "passes.0.lroa.rank=2"], "leads nowhere"),
+        (["sites", "c.yaml", "--set", "passes.0.lroa.rank=2"], "no such key"),
         (["passes", "lroa"], "no pass named 'lroa' (did you mean 'lora'?)"),
         (["export", "nothere"], "no folder 'nothere'"),
         (["show", "."], "manifest.json"),
@@ -360,9 +360,9 @@ def test_adapters_of_a_saved_rewrite():
     text = refused("adapters", "load", "out", "odd", "odd.safetensors")
     assert "1 of 2 layers are not in the graph: 'tow' (did you mean 'two'?)" in text
     text = run("adapters", "load", "out", "odd", "odd.safetensors", "--partial")
-    assert text == "odd: 1 layers\nleft out: 1 layers that are not here\n"
+    assert text == "odd: 1 layers\nleft out: 1 layers that the model does not have\n"
     assert run("adapters", "use", "out", "ink=0.5", "odd") == "in use: ink=0.5 odd\n"
-    assert run("adapters", "list", "out") == "ink  0.5\nodd  1\n2 of 2 slots are taken\n"
+    assert run("adapters", "list", "out") == "ink  0.5\nodd  1\n2 of 2 slots are in use\n"
     run("adapters", "use", "out", "ink", "-", "ink=2", "--by-sample")
     assert run("adapters", "list", "out").startswith("ink  1, 0, 2 by sample\nodd  0 by sample\n")
     assert fxplug.load("out").adapters.active == [{"ink": 1.0}, {}, {"ink": 2.0}]

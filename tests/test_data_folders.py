@@ -146,7 +146,9 @@ def test_folders_of_repeats(tmp_path):
     found = items(top, captions="optional")
     assert found.repeats is None
     (note,) = found.notes
-    assert note == "the number in the name of a folder ('3_sks dog') is no count of repeats: 'repeats: folders' makes it one"
+    assert note == (
+        "the number in the name of a folder ('3_sks dog') is not used as a count of repeats: 'repeats: folders' makes it one"
+    )
     found = items(top, repeats="folders")
     assert found.repeats == [3, 3, 1] and not found.notes
     assert texts(found) == {"3_sks dog/a.png": "sks dog", "3_sks dog/b.png": "a dog", "c.png": "c"}
@@ -220,7 +222,7 @@ def test_a_toml_of_subsets(tmp_path):
     assert found.values[0]["caption"].main == "cat" and len(found.values[0]["caption"].tags) == 2
     assert found.values[0]["flip_p"] == 0.5 and found.values[1]["cond_dropout"] == 0.25
     (note,) = found.notes
-    assert "set.toml: resolution are not read" in note
+    assert "set.toml: resolution are ignored" in note
 
 
 WRONG = {
@@ -249,7 +251,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, case):
 def test_a_folder_that_repeats_its_images_without_end_is_refused(tmp_path, number):
     top = make(tmp_path, {"9_cat/a.png": None})
     (top / "9_cat").rename(top / f"{number}_cat")
-    with pytest.raises(SpecError, match=r"an epoch has 1e\+\d+ samples, of which '\d+_cat.*a.png'"):
+    with pytest.raises(SpecError, match=r"an epoch would have 1e\+\d+ samples, 1e\+\d+ of them from '\d+_cat.*a.png'"):
         items(top, repeats="folders")
 
 
@@ -264,7 +266,7 @@ LISTS = {
     "an object": ("{}", "must be a list of images"),
     "no image": ('[{"caption": "a"}]', r"\[0\] needs 'image'"),
     "a missing file": ('[{"image": "b.png"}]', r"\[0\] '.*b.png' does not exist"),
-    "no JSON": ("[", "list.json"),
+    "not JSON": ("[", "list.json"),
 }
 
 
@@ -282,7 +284,7 @@ def test_what_is_ignored_is_said(tmp_path):
     top = make(tmp_path, {"a.png": None, "b.png": None, "b.txt": "b", "c.png": None, "c.txt": "c", **files})
     made = loader(top, 2, size=4)
     notes = "\n".join(made.notes(Classify()))
-    said = ["batch_id.txt is not gone by", "x.zip is not opened", "'rating' is not gone by", "'loss_scale' of images is not"]
+    said = ["batch_id.txt is ignored", "x.zip is ignored", "'rating' is ignored", "'loss_scale' of images is ignored"]
     said += ["nothing reads 'cond_droput' (did you mean 'cond_dropout'?)", "1 of 3 samples are left out of each epoch"]
     assert [text for text in said if text not in notes] == []
     assert "loss_scale" not in "\n".join(made.notes(Denoise()))

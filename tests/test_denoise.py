@@ -379,7 +379,7 @@ def test_a_controlnet_learns_from_the_condition():
     one.backward()
     assert all(p.grad is not None for k, p in new.named_parameters() if k.startswith("controlnet."))
     assert task.samples(new).shape == (2, 4, SIDE, SIDE)
-    with pytest.raises(SpecError, match="the data has no 'condition', which the model is to be called with"):
+    with pytest.raises(SpecError, match="the data has no 'condition', which 'call' passes to the model"):
         task.loss(new, batch(2, channels=4, caption=["a", "b"]), Draws(0, 7))
 
 
@@ -394,7 +394,7 @@ def test_a_call_can_be_written_out():
     pooled = inputs["added_cond_kwargs"]
     b = batch(2, channels=4, caption=["a", "b"], pooled=pooled["text_embeds"], time_ids=pooled["time_ids"])
     assert task.loss(gm, b, Draws(0, 7)).isfinite()
-    with pytest.raises(SpecError, match=r"needs 'added_cond_kwargs' and nothing says what it gets; write call: \{added_cond"):
+    with pytest.raises(SpecError, match=r"needs 'added_cond_kwargs', and no value is set for it; write call: \{added_cond"):
         ready(gm, text={"test_denoise:words": {"width": 24}})
 
 
@@ -437,34 +437,34 @@ def test_a_scheduler_comes_from_a_folder(tmp_path):
 
 
 WRONG = {
-    "FlowMatchEulerDiscreteScheduler is of flow matching, whose prediction is 'flow' (noise - x0), not 'epsilon'; DDPM":
+    "FlowMatchEulerDiscreteScheduler is for flow matching, where the prediction is 'flow' (noise - x0), not 'epsilon'; DDPM":
         {"scheduler": "FlowMatchEulerDiscreteScheduler", "prediction": "epsilon"},
-    "DDPMScheduler has the predictions epsilon, v_prediction, sample, not 'flow'; flow matching needs FlowMatchEuler":
+    "DDPMScheduler supports the predictions epsilon, v_prediction, sample, not 'flow'; flow matching needs FlowMatchEuler":
         {"prediction": "flow"},
-    "DDPMScheduler has the predictions epsilon, v_prediction, sample, not 'eps'": {"prediction": "eps"},
+    "DDPMScheduler supports the predictions epsilon, v_prediction, sample, not 'eps'": {"prediction": "eps"},
     "rescale_betas_zero_snr makes the last step pure noise": {"scheduler": {"DDPMScheduler": {"rescale_betas_zero_snr": True}}},
     "scheduler: diffusers has no scheduler 'DDPMSheduler' (did you mean 'DDPMScheduler'?)": {"scheduler": "DDPMSheduler"},
     "scheduler.DDPMScheduler: DDPMScheduler has no option 'beta_schedul' (did you mean 'beta_schedule'?)":
         {"scheduler": {"DDPMScheduler": {"beta_schedul": "linear"}}},
-    "DDPMScheduler cannot be made of these options": {"scheduler": {"DDPMScheduler": {"beta_schedule": "quadratic"}}},
-    "KarrasVeScheduler has no betas and no sigmas to train on": {"scheduler": "KarrasVeScheduler"},
+    "DDPMScheduler cannot be built with these options": {"scheduler": {"DDPMScheduler": {"beta_schedule": "quadratic"}}},
+    "KarrasVeScheduler has neither betas nor sigmas to train with": {"scheduler": "KarrasVeScheduler"},
     "'here/there': no such folder": {"scheduler": "here/there"},
     "min-SNR is for epsilon, v_prediction and sample": {"scheduler": "FlowMatchEulerDiscreteScheduler", "snr_gamma": 5.0},
     "weighting is for flow matching": {"weighting": "cosmap"},
     "no weighting 'cosmop' (did you mean 'cosmap'?)": {"scheduler": "FlowMatchEulerDiscreteScheduler", "weighting": "cosmop"},
     "no density 'logit-normal' (did you mean 'logit_normal'?)": {"density": "logit-normal"},
     "density: logit_normal has no option 'sd'": {"density": {"logit_normal": {"sd": 1}}},
-    "dropout needs captions or labels, and the model is called with none": {"dropout": 0.1},
+    "dropout needs captions or labels, and the call of the model uses none": {"dropout": 0.1},
     "dropout: must be at least 0 and below 1, not 1.5": {"dropout": 1.5},
     "guidance needs captions or labels": {"guidance": 5.0},
     "call: the model has no input 'smaple' (did you mean 'sample'?)": {"call": {"smaple": "noisy", "timestep": "time"}},
     "nothing in 'call' is 'noisy'; its inputs are sample [2, 3, 16, 16]": {"call": {"sample": "nosy", "timestep": "time"}},
-    "call.sample: there is no value 'text.pooled'; there are noisy, time, label, condition":
+    "call.sample: no value 'text.pooled'; there are noisy, time, label, condition":
         {"call": {"sample": "text.pooled", "timestep": "time"}},
-    "the model needs 'timestep' and nothing says what it gets": {"call": {"sample": "noisy"}},
-    "the model was traced with class_labels=None, so it takes nothing else there":
+    "the model needs 'timestep', and no value is set for it": {"call": {"sample": "noisy"}},
+    "the model was traced with class_labels=None, which is part of the graph":
         {"call": {"sample": "noisy", "timestep": "time", "class_labels": "label"}},
-    "the model is called with no text; there is encoder_hidden_states; its inputs are sample [2, 3, 16, 16], timestep [2]":
+    "the call of the model uses no text; there are encoder_hidden_states; its inputs are sample [2, 3, 16, 16], timestep [2]":
         {"text": "test_denoise:words"},
     "module 'test_denoise' has no attribute 'wrods'": {"text": "test_denoise:wrods"},
     "test_denoise:words has no option 'widht' (did you mean 'width'?)": {"text": {"test_denoise:words": {"widht": 8}}},
@@ -492,7 +492,7 @@ def test_a_time_without_dimensions_is_said_at_once():
 def test_channels_that_the_model_does_not_take_are_said():
     vae = {"diffusers": {"_class_name": "AutoencoderTiny", "latent_channels": 4, "encoder_block_out_channels": [8, 8, 8, 8],
                          "decoder_block_out_channels": [8, 8, 8, 8]}}  # fmt: skip
-    with pytest.raises(SpecError, match="vae: AutoencoderTiny makes latents of 4 channels, and the model was traced with 3"):
+    with pytest.raises(SpecError, match="vae: AutoencoderTiny gives latents of 4 channels, and the model was traced with 3"):
         ready(traced(), vae=vae)
     with pytest.raises(SpecError, match="the images have 1 channels, and the model was traced with 3: 'channels' says how"):
         ready(traced()).loss(traced(), batch(channels=1), Draws(0, 7))
@@ -502,7 +502,8 @@ def test_labels_that_the_model_does_not_know_are_said():
     module = traced(classes=11)
     with pytest.raises(SpecError, match="'2.png' has the label 11, and the model has 11 rows for classes, 0 to 10"):
         ready(module).loss(module, batch(label=torch.tensor([0, 10, 11, 1])), Draws(0, 7))
-    with pytest.raises(SpecError, match="needs a row for that, and it has 11 for 11 classes: make it with 12"):
+    with pytest.raises(SpecError, match="needs one more row in the embedding of classes, and the model has 11 for 11 classes: "
+                                        "build it with 12"):
         ready(module, dropout=0.1, classes=[str(n) for n in range(11)])
     with pytest.raises(SpecError, match="the data has no captions"):
         ready(traced(text=8), text="test_denoise:words").loss(traced(text=8), batch(), Draws(0, 7))

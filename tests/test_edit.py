@@ -292,7 +292,7 @@ def test_a_skip_between_blocks(net):
 def test_a_skip_along_a_dimension_that_follows_the_input_is_refused_at_other_sizes():
     gm = fxplug.trace(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()), torch.randn(2, 3, 5))
     new = fxplug.apply(gm, fxplug.load_pass("skip", **{"from": "0", "to": "1", "dim": -1}))
-    with pytest.raises(fxplug.GuardError, match=r"from width 5 to 5 \(dimension -1\) gets \(2, 3, 7\) and \(2, 3, 7\)"):
+    with pytest.raises(fxplug.GuardError, match=r"from width 5 to 5 \(dimension -1\) got \(2, 3, 7\) and \(2, 3, 7\)"):
         new(torch.randn(2, 3, 7))
 
 
@@ -418,7 +418,7 @@ def test_what_a_later_rule_keeps_cannot_be_used(vit):
         Rule(Match("blocks.{i}.attn"), Restore, args=["y", "all.{i}"]),
         Rule(Match("blocks.{i}.attn"), Halve, place="before", name="all.{i}", args=["x"]),
     ]
-    with pytest.raises(fxplug.MatchError, match=r"halve: 'all.0' is used before the rule that keeps it: put that rule first"):
+    with pytest.raises(fxplug.MatchError, match=r"halve: 'all.0' is used before the rule that names it: put that rule first"):
         fxplug.apply(vit.gm, Pass("halve", rules))
 
 
@@ -439,11 +439,11 @@ def test_found_sites_are_applied(net):
     fewer = fxplug.apply(net.gm, sites)
     assert len(fewer.meta["passes"][0]["sites"]) == len(sites) == 3
     assert same(call(fewer, net), call(fxplug.apply(net.gm, one(Add, path=[s.path for s in sites], args=["value"])), net))
-    with pytest.raises(fxplug.SpecError, match="p: these sites were found on another traced module .* or give the pass"):
+    with pytest.raises(fxplug.SpecError, match="p: these sites were found in another traced module .* or apply the pass"):
         fxplug.apply(fewer, sites)
-    with pytest.raises(fxplug.SpecError, match="found on another traced module"):
+    with pytest.raises(fxplug.SpecError, match="found in another traced module"):
         fxplug.apply(net.gm, sites, sites)
-    with pytest.raises(fxplug.SpecError, match=rf"p: the site '{sites[0].path} .*' stands in the list twice"):
+    with pytest.raises(fxplug.SpecError, match=rf"p: the site '{sites[0].path} .*' is in the list twice"):
         sites.append(sites[0])
         fxplug.apply(net.gm, sites)
     sites[-1] = fxplug.find(net.gm, p)[0]

@@ -93,7 +93,7 @@ def test_a_gradient_that_a_plugin_takes_away_trains_nothing(tmp_path, plugin):
 
 WRONG = {
     "a float": (lambda self, **kwargs: 1.0, "TypeError: it returned a float, but must return nothing, or gradients"),
-    "a name": (lambda self, **kwargs: {"lroa": None}, "a gradient of 'lroa', which is no parameter"),
+    "a name": (lambda self, **kwargs: {"lroa": None}, "a gradient of 'lroa', which is not a parameter"),
     "a shape": (lambda self, **kwargs: {"head.bias": torch.ones(3)}, r"it returned \[3\] as the gradient of 'head.bias'"),
 }
 

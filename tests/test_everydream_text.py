@@ -247,7 +247,7 @@ class OfPil(BasePlugin):
 
 
 IMAGES = {
-    "Larger": "0.png|png: transform_pil_image made an image of 16x8 of one of 8x8, which is cropped already",
+    "Larger": "0.png|png: transform_pil_image returned an image of 16x8 of one of 8x8, but the size",
     "Unscaled": "it returned floats from 0 to 240; floats go from 0 to 1, uint8 to 255",
     "OfPil": "has no attribute 'point'; img is a numpy array",
 }

@@ -320,16 +320,16 @@ def test_wrong_schedules_and_calls_are_told():
     for schedule, text in [
         ([{}, {"transformer_blocks.0.attn": "step"}], "schedule, step 1: '.*.0.attn' is not marked .did you mean"),
         ([{}, {"transformer_blocks.0.attn1": "steps"}], "step 1: '.*.0.attn1': no method 'steps': there are step"),
-        ([{"transformer_blocks.0.attn1": "step"}], "step 0: .*the first step is in full"),
+        ([{"transformer_blocks.0.attn1": "step"}], "step 0: .*the first step must be full"),
     ]:
         with pytest.raises(fxplug.SpecError, match=text):
             FastAttention(new, schedule, clock=None)
     with pytest.raises(fxplug.SpecError, match="side must be 0 or 1, not 2"):
         FastAttention(new, side=2, clock=None)
     crossed = fxplug.apply(base.gm, fxplug.load_pass("ditfastattn", at="transformer_blocks.*.attn2"))
-    with pytest.raises(fxplug.SpecError, match="has no attention among its own tokens without mask or order"):
+    with pytest.raises(fxplug.SpecError, match="has no self-attention without a mask"):
         FastAttention(crossed, [{}, {"transformer_blocks.0.attn2": "window"}], clock=None)
     odd = FastAttention(new, [{"transformer_blocks.0.attn1": "full half"}], clock=None)
     three = {k: torch.cat([v, v[:1]]) if isinstance(v, torch.Tensor) else v for k, v in base.kwargs.items()}
-    with pytest.raises(fxplug.GuardError, match="a batch of 3 has no halves"):
+    with pytest.raises(fxplug.GuardError, match="a batch of 3 cannot be split into halves"):
         odd(**three)

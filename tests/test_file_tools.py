@@ -85,7 +85,7 @@ def test_tensors_without_values_are_refused(change, tmp_path):
         "convert": lambda: fxplug.convert_adapter(file, tmp_path / "out.safetensors", as_="kohya", model=plain()),
         "merge": lambda: fxplug.merge_adapters([(file, 0.5), (file, 0.5)], tmp_path / "out.safetensors"),
     }
-    with pytest.raises(fxplug.ArtifactError, match="its (down|up) is on the meta device, which holds no values"):
+    with pytest.raises(fxplug.ArtifactError, match="its (down|up) is on the meta device and has no values"):
         calls[change]()
     assert not list(tmp_path.iterdir())
 
@@ -207,17 +207,17 @@ def test_whole_changes_and_other_factors_are_merged_as_what_they_change(tmp_path
     deltas = [0.5 * first * second for first, second in factors]
     (made,) = (e for e in read(tmp_path / "out.safetensors").entries if e.kind == "lora")
     torch.testing.assert_close(made.update((12, 8)), 0.5 * deltas[0] + 2 * deltas[1], rtol=1e-4, atol=1e-4)
-    with pytest.raises(ArtifactError, match="'lora_unet_a' is loha, which 'linear' does not combine, which 'cat'"):
+    with pytest.raises(ArtifactError, match="'lora_unet_a' is loha, which 'linear' cannot merge, which 'cat'"):
         fxplug.merge_adapters(pairs, tmp_path / "out.safetensors", how="linear")
 
 
 WRONG = [
-    ({"how": "tis"}, r"no way 'tis' to merge \(did you mean 'ties'\?\)"),
-    ({"how": "ties"}, "'ties' takes a density above 0, at most 1: .* not None"),
+    ({"how": "tis"}, r"no merge method 'tis' \(did you mean 'ties'\?\)"),
+    ({"how": "ties"}, "'ties' takes a density above 0 and at most 1, .* not None"),
     ({"how": "ties", "density": 0}, "not 0"),
     ({"how": "cat", "density": 0.5}, "'cat' takes no density, not 0.5"),
-    ({"how": "cat", "rank": 4}, "rank is a whole number, 1 or more, for svd and .* alone, and here is cat: not 4"),
-    ({"how": "svd", "clamp": 2}, "clamp is a quantile"),
+    ({"how": "cat", "rank": 4}, "rank must be a whole number, 1 or more, for methods that are svd .*, and this is cat; not 4"),
+    ({"how": "svd", "clamp": 2}, "clamp must be a quantile"),
     ({"how": "ties", "density": 0.5, "sign": "most"}, "'total' or 'frequency'"),
 ]
 
@@ -232,18 +232,18 @@ def test_merges_that_are_none(options, text, tmp_path):
 def test_what_cannot_be_added_is_refused(tmp_path):
     a, b = kohya(tmp_path / "a.safetensors"), kohya(tmp_path / "b.safetensors", rank=2)
     out = tmp_path / "out.safetensors"
-    with pytest.raises(ArtifactError, match="'lora_unet_a' has the ranks 4, 2, and 'linear' combines halves of one rank"):
+    with pytest.raises(ArtifactError, match="'lora_unet_a' has the ranks 4, 2, and 'linear' needs equal ranks"):
         fxplug.merge_adapters({a: 1, b: 1}, out, how="linear")
     c = kohya(tmp_path / "c.safetensors", shapes={"lora_unet_a": (12, 9)})
-    with pytest.raises(ArtifactError, match=r"'lora_unet_a' is of \[1, 8\] in one file and of \[1, 9\] in another"):
+    with pytest.raises(ArtifactError, match=r"'lora_unet_a' has the shape \[1, 8\] in one file and \[1, 9\] in another"):
         fxplug.merge_adapters({a: 1, c: 1}, out)
     for pairs in ({}, {a: float("nan")}, {a: True}):
-        with pytest.raises(SpecError, match="nothing to merge|is a finite number"):
+        with pytest.raises(SpecError, match="nothing to merge|must be a finite number"):
             fxplug.merge_adapters(pairs, out)
     dora = {**load_file(a), "lora_unet_a.dora_scale": torch.ones(12, 1)}
     save_file(dora, tmp_path / "dora.safetensors")
     for call in (lambda f: fxplug.merge_adapters({f: 1}, out), lambda f: fxplug.resize_adapter(f, out, rank=1)):
-        with pytest.raises(ArtifactError, match="'lora_unet_a' is dora, no low-rank product alone: merge it into its model"):
+        with pytest.raises(ArtifactError, match="'lora_unet_a' is dora, not only a low-rank product: merge it into its model"):
             call(tmp_path / "dora.safetensors")
     assert not out.exists()
 
@@ -309,7 +309,8 @@ def test_sizes_that_are_none(tmp_path):
     file = kohya(tmp_path / "a.safetensors")
     both = {"energy": 0.9, "ratio": 2}
     for options in ({}, {"rank": 0}, {"rank": True}, {"energy": 0}, {"energy": 1.5}, {"ratio": 0.5}, both):
-        with pytest.raises(SpecError, match="give rank|rank is a whole number|energy is a share|ratio is a number"):
+        with pytest.raises(SpecError, match="give rank|rank must be a whole number|energy must be a share|ratio must be a "
+                                            "number"):
             fxplug.resize_adapter(file, tmp_path / "out.safetensors", **options)
 
 
@@ -381,7 +382,8 @@ def test_the_second_transformer_stays_the_second(tmp_path):
     found = load_file(both.path)
     assert found.keys() == state.keys() and all(torch.equal(value, state[key]) for key, value in found.items())
     for as_ in ("kohya", "comfy", "lycoris", "peft"):
-        with pytest.raises(SpecError, match="is for one model, and there is transformer, transformer_2: give part="):
+        with pytest.raises(SpecError, match="is for one model, and the file has transformer, transformer_2: give one of them "
+                                            "as part="):
             fxplug.convert_adapter(state, tmp_path / as_, as_=as_, model=model)
     second = fxplug.convert_adapter(state, tmp_path / "second.safetensors", as_="comfy", model=model, part="transformer_2")
     assert torch.equal(load_file(second.path)["diffusion_model.img_in.lora_up.weight"], torch.full((16, 1), 2.0))
@@ -431,16 +433,18 @@ def test_layers_that_peft_saved_whole_go_along(bias, tmp_path):
         torch.manual_seed(0)
         base = nn.Sequential(OrderedDict(body=nn.Linear(8, 12), head=nn.Linear(12, 5)))
         torch.testing.assert_close(peft.PeftModel.from_pretrained(base, tmp_path / name)(torch.ones(1, 8)), wanted)
-    with pytest.raises(ArtifactError, match="diffusers cannot hold . of . layers: .*'head.bias' is a whole parameter of a new"):
+    with pytest.raises(ArtifactError, match="diffusers cannot represent . of . layers: .*'head.bias' is a whole parameter of a "
+                                            "new"):
         fxplug.convert_adapter(tmp_path / "first", tmp_path / "other", as_="diffusers")
 
 
 @pytest.mark.parametrize(
     "config, why",
     [
-        (peft.OFTConfig(oft_block_size=4, target_modules=["body"]), "'body' is oft, for which there is no form without"),
-        (peft.IA3Config(target_modules=["body"], feedforward_modules=[]), "'body' is gate, for which there is no form"),
-        (peft.LoraConfig(target_modules=["body"], bias="lora_only"), "'body.bias' is whole beside an update of its layer"),
+        (peft.OFTConfig(oft_block_size=4, target_modules=["body"]), "'body' is oft, which cannot be converted without"),
+        (peft.IA3Config(target_modules=["body"], feedforward_modules=[]), "'body' is gate, which cannot be converted without"),
+        (peft.LoraConfig(target_modules=["body"], bias="lora_only"), "'body.bias' is a whole parameter beside an update of its "
+                                                                     "layer"),
     ],
     ids=["oft", "ia3", "biases"],
 )
@@ -454,7 +458,8 @@ def test_what_no_file_has_without_its_model_is_refused(config, why, tmp_path):
 def test_one_folder_of_peft_is_for_one_model(tmp_path):
     model = unets.sd15_model()
     first = of_unet(model, tmp_path / "first.safetensors")
-    with pytest.raises(SpecError, match="a folder of PEFT is for one model, and there is unet, text_encoder: give part="):
+    with pytest.raises(SpecError, match="a folder of PEFT is for one model, and the file has unet, text_encoder: give one of "
+                                        "them as part="):
         fxplug.convert_adapter(first, tmp_path / "peft", as_="peft", model=model)
     done = fxplug.convert_adapter(first, tmp_path / "peft", as_="peft", model=model, part="unet")
     near(of(done.path, model), of(first, model))
@@ -467,9 +472,9 @@ def test_paths_of_the_model_need_none(tmp_path):
     for as_ in ("diffusers", "lycoris", "fxplug", "peft"):
         done = fxplug.convert_adapter(file, tmp_path / f"made-{as_}", as_=as_)
         near(of(done.path, net().model), of(file, net().model))
-    with pytest.raises(ArtifactError, match="fits none of sd1, .* at their published sizes: give model="):
+    with pytest.raises(ArtifactError, match="fits none of sd1, .* at their published sizes: give the model"):
         fxplug.convert_adapter(file, tmp_path / "kohya", as_="kohya")
-    with pytest.raises(SpecError, match="there is no family 'sdx'"):
+    with pytest.raises(SpecError, match="no model family 'sdx'"):
         fxplug.convert_adapter(file, tmp_path / "kohya", as_="kohya", family="sdx")
 
 

@@ -134,11 +134,11 @@ def test_build_a_diffusers_model():
     "model, expected",
     [
         ("resnet10x", "timm has no model 'resnet10x' (did you mean 'resnet10t'?)"),
-        ({"timm": "resnet10t", "options": {"num_clases": 3}}, "resnet10t(num_clases=3) cannot be made: TypeError"),
+        ({"timm": "resnet10t", "options": {"num_clases": 3}}, "resnet10t(num_clases=3) cannot be built: TypeError"),
         ("test_flow:Nat", "module 'test_flow' has no attribute 'Nat' (did you mean 'Net'?)"),
-        ({"call": "test_flow:Net", "options": {"with": 3}}, "test_flow:Net(with=3) cannot be made: TypeError"),
+        ({"call": "test_flow:Net", "options": {"with": 3}}, "test_flow:Net(with=3) cannot be built: TypeError"),
         ("test_flow:NET", "'test_flow:NET' is not a function or class"),
-        ("builtins:dict", "builtins:dict gave a dict, no nn.Module"),
+        ("builtins:dict", "builtins:dict gave a dict, not an nn.Module"),
         ({"diffusers": {**UNET, "_class_name": "UNet2DModl"}}, "no model class 'UNet2DModl' (did you mean 'UNet2DModel'?)"),
         ({"diffusers": {**UNET, "sampel_size": 3}}, "UNet2DModel has no option 'sampel_size' (did you mean 'sample_size'?)"),
         ({"diffusers": UNET, "options": {"nom": 1}}, "UNet2DModel has no option 'nom'"),
@@ -151,12 +151,12 @@ def test_models_that_cannot_be_made(model, expected):
 def test_diffusers_folders_that_do_not_fit():
     Path("pipe/unet").mkdir(parents=True)
     Path("pipe/unet/config.json").write_text(json.dumps(UNET))
-    assert "a pipeline's folder: name one of its models, unet" in message(build, load_config({"model": "pipe"}))
-    assert "no .safetensors in 'unet'" in message(build, load_config({"model": "pipe/unet"}))
+    assert "the folder of a pipeline; name one of its models, unet" in message(build, load_config({"model": "pipe"}))
+    assert "no .safetensors file in 'unet'" in message(build, load_config({"model": "pipe/unet"}))
     Path("pipe/unet/config.json").write_text("{")
-    assert "is no JSON" in message(build, load_config({"model": "pipe/unet"}))
+    assert "is not JSON" in message(build, load_config({"model": "pipe/unet"}))
     Path("pipe/unet/config.json").write_text("{}")
-    assert "names no '_class_name'" in message(build, load_config({"model": "pipe/unet"}))
+    assert "has no '_class_name'" in message(build, load_config({"model": "pipe/unet"}))
 
 
 @pytest.mark.parametrize("device", ["quantum", "cuda:99"])
@@ -212,8 +212,8 @@ def test_weights_in_order():
     assert torch.equal(model.two.bias, given["two.bias"])
     saved("w.pth", {"a": given["one.weight"], "b": given["two.weight"]})
     expected = (
-        "not the model's tensors in their order (2 there, 4 here); "
-        "the first to differ is number 1: b [4, 8] there, one.bias [8] here"
+        "are not those of the model in the same order (2 in the file, 4 in the model); "
+        "the first that differs is number 1: b [4, 8] in the file, one.bias [8] in the model"
     )
     assert expected in message(build, load_config({**NET, "weights": {"file": "w.pth", "order": True}}))
 
@@ -234,12 +234,12 @@ def test_weights_under_other_names():
         return message(build, load_config({**NET, "weights": {**spec, **changes}}))
 
     assert "unexpected: old.mean [3]" in refused(ignore=[])
-    assert "'odl.*' is no key of the file" in refused(ignore=["odl.*"])
-    assert "'three.{p}' is no key of the model" in refused(keys={"three.{p}": "x"})
-    assert "'haed.weight', wanted for 'two.weight', is no key of the file (did you mean 'head.weight'?)" in refused(
+    assert "'odl.*' is not a key of the file" in refused(ignore=["odl.*"])
+    assert "'three.{p}' is not a key of the model" in refused(keys={"three.{p}": "x"})
+    assert "'haed.weight', wanted for 'two.weight', is not a key of the file (did you mean 'head.weight'?)" in refused(
         keys={**keys, "two.{p}": "haed.{p}"}
     )
-    assert "tensors of [3, 8], [8] cannot be joined to the [8, 8] of 'one.weight'" in refused(
+    assert "tensors of shapes [3, 8], [8] cannot be concatenated to the [8, 8] of 'one.weight'" in refused(
         keys={**keys, "one.weight": ["l.0.top", "l.0.bias"]}
     )
 
@@ -328,9 +328,9 @@ class Evil:
 @pytest.mark.parametrize(
     "name, make, expected",
     [
-        ("w.pth", lambda f: torch.save({"a": Evil()}, f), "is refused, it is a pickle of more than weights"),
-        ("w.pth", lambda f: torch.save([torch.ones(2)], f), "holds a list, not tensors by name"),
-        ("w.pth", lambda f: torch.save({"a": torch.ones(2), "lr": 3}, f), "tensors by name only, but lr (int)"),
+        ("w.pth", lambda f: torch.save({"a": Evil()}, f), "is refused, its pickle contains objects other than tensors"),
+        ("w.pth", lambda f: torch.save([torch.ones(2)], f), "contains a list, not a dict of tensors"),
+        ("w.pth", lambda f: torch.save({"a": torch.ones(2), "lr": 3}, f), "must contain a dict of tensors only, but lr (int)"),
         ("w.pth", lambda f: torch.save({}, f), "it is empty"),
         ("w.pth", lambda f: Path(f).write_bytes(b"PK\3\4 broken"), "'w.pth'"),
         ("w.pth", lambda f: Path(f).write_bytes(b""), "'w.pth' cannot be read"),
@@ -378,7 +378,9 @@ def test_inputs_that_do_not_fit():
     config = load_config(written("model: test_flow:Net\ninputs: {scale: 2}"))
     assert message(example_inputs, config, Net()).startswith("c.yaml:2: inputs: Net misses the input 'x'")
     text = message(example_inputs, load_config({"model": "test_flow:Net"}), Net())
-    assert "needs example inputs" in text and "forward(x, scale=None)" in text and "    x: [1, 3, 64, 64]" in text
+    assert (
+        "needs example inputs: a shape for each tensor"
+    ) in text and "forward(x, scale=None)" in text and "    x: [1, 3, 64, 64]" in text
 
 
 # --- the whole flow
@@ -433,7 +435,7 @@ def test_a_dry_run_of_a_model_that_needs_values():
         "inputs": {"x": [1, 4], "count": {"shape": [], "fill": 3}},
         "passes": ["lora"],
     }
-    with pytest.warns(UserWarning, match=r"the real model is built: Reads reads a value out of its data \(.*count.item"):
+    with pytest.warns(UserWarning, match=r"the real model is built: Reads reads a value from its data \(.*count.item"):
         result = rewrite(config, dry_run=True)
     assert not any(p.is_meta for p in result.module.parameters()) and len(result.sites["lora"]) == 1
 
@@ -542,7 +544,7 @@ def test_what_a_plain_save_does_not_know():
     module = rewrite(LORA, verify=False).module
     fxplug.save(module, "out")
     assert "without a configuration" in message(saved_inputs, "out", module)
-    assert "not saved by a rewrite" in message(saved_diff, "out", module)
+    assert "not saved by `fxplug rewrite`" in message(saved_diff, "out", module)
 
 
 def test_reading_saved_inputs_runs_nothing_of_the_saved_configuration():

@@ -257,7 +257,7 @@ def test_what_cannot_be_folded_is_refused_with_the_reason():
     with pytest.raises(fxplug.SpecError, match=found):
         merge(gm)
     hold(gm, base, ["lora"])
-    with pytest.raises(fxplug.SpecError, match="'out' cannot go into a weight: no layer with a weight stands"):
+    with pytest.raises(fxplug.SpecError, match="'out' cannot be merged into a weight: there is no layer with a weight"):
         merge(put(base, "adapter", "lora", at="out"), ["lora"])
     with pytest.raises(fxplug.SpecError, match="loha cannot be merged.*\n.*a block of another pass"):
         merge(put(base, "dora", "loha", at="out"), ["loha"])
@@ -296,7 +296,7 @@ def test_what_stands_behind_a_bias_that_stays_mapped(name):
     if name == "lora":  # a sum, in whatever order
         assert torch.allclose(merge(gm, [name])(x), gm(x), atol=1e-6)
     else:
-        with pytest.raises(fxplug.SpecError, match="behind a block of another pass, which is not merged: merge that one too"):
+        with pytest.raises(fxplug.SpecError, match="after a block of another pass, which is not merged: merge that one too"):
             merge(gm, [name])
     assert torch.allclose(merge(gm)(x), gm(x), atol=1e-6)
 
@@ -314,7 +314,7 @@ def test_wrong_calls_are_told():
         merge(gm, [])
     with pytest.raises(fxplug.SpecError, match="takes a traced module, not Linear"):
         merge(nn.Linear(2, 2))
-    with pytest.raises(fxplug.SpecError, match="was not merged here"):
+    with pytest.raises(fxplug.SpecError, match="was not merged in this process"):
         unmerge(gm)
     with pytest.raises(fxplug.SpecError, match="loha was applied, which unmerge would lose"):
         unmerge(fxplug.apply(merge(gm), fxplug.load_pass("loha", at="out")))

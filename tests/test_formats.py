@@ -17,10 +17,10 @@ from fxplug.training import checkpoint
     [
         ({"format": 4, "fxplug": "9.9"}, "f has format 4, written by fxplug 9.9; this version reads up to 3: update fxplug"),
         ({"format": 4}, "f has format 4; this version reads up to 3: update fxplug"),
-        ({"format": True}, "f cannot be read: its manifest has the format True, which is no version"),
-        ({"format": 0}, "f cannot be read: its manifest has the format 0, which is no version"),
-        ({}, "f cannot be read: its manifest has the format None, which is no version"),
-        ([], "f cannot be read: its manifest has the format None, which is no version"),
+        ({"format": True}, "f cannot be read: its manifest has the format True, which is not a version"),
+        ({"format": 0}, "f cannot be read: its manifest has the format 0, which is not a version"),
+        ({}, "f cannot be read: its manifest has the format None, which is not a version"),
+        ([], "f cannot be read: its manifest has the format None, which is not a version"),
     ],
 )
 def test_what_is_refused(manifest, finding):

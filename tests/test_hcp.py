@@ -331,7 +331,7 @@ def test_results_of_several_members_and_arguments_by_name(net, tmp_path):
         plugins = [hooks.single(f"body.{i}", lambda host: Structured("s", host)) for i in range(2)]
         same(net, new, [(plugin, f"s.body.{i}.SinglePlugin.plugin") for i, plugin in enumerate(plugins)])
     (flat,) = passes(tmp_path, "  s: {_target_: test_hcp.Flat, layers: ['body.0']}")
-    with pytest.raises(TraceError, match=r"gives tensor, and its layer's result is \(tensor, \(tensor,\)\)"):
+    with pytest.raises(TraceError, match=r"returns tensor, and its layer's result is \(tensor, \(tensor,\)\)"):
         fxplug.apply(net.gm, flat)
 
 
@@ -558,7 +558,7 @@ def test_patches_at_one_place_add_up(net, tmp_path, apart):
         found = [fxplug.load_pass("hcp/patch", name=n, options=o, **given) for n, o in zip(names, options, strict=True)]
         new = fxplug.apply(net.gm, *found)
         other = {**given, "plugin": "test_hcp:InPlace"}
-        with pytest.raises(SpecError, match=r"a PReLUPatchContainer of 'prelu' is at .* and third wants a Halved"):
+        with pytest.raises(SpecError, match=r"a PReLUPatchContainer of 'prelu' is at .* and third needs a Halved"):
             fxplug.apply(new, fxplug.load_pass("hcp/patch", name="third", **other))
     else:
         new = fxplug.apply(net.gm, p)
@@ -706,16 +706,16 @@ def test_both_methods_around_code_that_is_in_the_graph(net, tmp_path, kind):
 
 def test_what_both_methods_around_a_module_cannot(net, tmp_path):
     (p,) = passes(tmp_path, "  p: {_target_: test_hcp.Leaves, layers: [body.0]}")
-    with pytest.raises(TraceError, match="holds what the last call left"):
+    with pytest.raises(TraceError, match="has the value from the last call"):
         fxplug.apply(net.gm, p)
     (p,) = passes(tmp_path, "  p: {_target_: test_hcp.Both, layers: ['re:body.0$']}")  # not one by one: without the model
     with pytest.raises(SpecError, match="runs the module that it patches.*hcp/patch_around for one with both"):
         fxplug.apply(net.gm, p)
-    with pytest.raises(SpecError, match="the layers are listed one by one here"):
+    with pytest.raises(SpecError, match="list the layers one by one"):
         fxplug.load_pass("hcp/patch_around", plugin="test_hcp:Both", layers="re:body.0$")
     with pytest.raises(SpecError, match="has a pre_forward too.*hcp/patch_around"):
         fxplug.apply(net.gm, fxplug.load_pass("hcp/patch_after", name="p", plugin="test_hcp:Both", layers="body.0"))
-    with pytest.raises(SpecError, match="has a forward of its own: use the pass hcp/patch"):
+    with pytest.raises(SpecError, match="has its own forward: use the pass hcp/patch"):
         fxplug.apply(net.gm, fxplug.load_pass("hcp/patch_after", name="p", plugin="hcp_guide:PReLUPatch", layers="act"))
 
 
@@ -733,7 +733,7 @@ class PostOther(Both):
     "kind, given, message",
     [
         ("PreRaises", {}, "at 'body.0' fails on .*KeyError: 'mine'"),
-        ("PostOther", {}, "post_forward gives tensor, and the module's result is"),
+        ("PostOther", {}, "post_forward returns tensor, and the module's result is"),
         ("Both", {"layers": "bdy.0"}, "no region 'bdy.0' .did you mean 'body.0'"),
         ("Both", {"layers": []}, "must be a list of layers, not an empty one"),
         ("Both", {"layers": 3}, "must be a list, not 3"),

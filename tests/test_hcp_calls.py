@@ -78,7 +78,7 @@ def test_a_patch_of_a_module_that_is_called_with_names(unet, tmp_path, kind):
 
 def test_what_is_given_by_name_is_changed_by_a_rule_of_its_own(unet, tmp_path):
     (p,) = passes(tmp_path, f"  p: {{_target_: test_hcp_calls.AheadOfText, layers: [{ATTN2}]}}")
-    with pytest.raises(TraceError, match="changes what the model gives by name .*port x.name"):
+    with pytest.raises(TraceError, match="changes arguments that the model passes by name .*port x.name"):
         fxplug.apply(unet.gm, p)
 
 
@@ -306,7 +306,7 @@ def test_what_a_plugin_does_not_train_is_no_parameter(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, message", [(OwnForward, "has a forward of its own"), (Greedy, "gives parameters that are not the plugin's")]
+    "kind, message", [(OwnForward, "has its own forward"), (Greedy, "returns parameters that are not the plugin's")]
 )
 def test_what_such_a_plugin_cannot_have(tmp_path, kind, message):
     with pytest.raises(SpecError, match=message):

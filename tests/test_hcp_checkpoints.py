@@ -82,7 +82,7 @@ def test_what_is_written_is_read(tmp_path, suffix):
     assert all(torch.equal(a, b) for a, b in zip(new.state_dict().values(), other.state_dict().values(), strict=True))
     if suffix == ".ckpt":
         assert set(torch.load(tmp_path / "a.ckpt")["lora"]) == set(lora_state())
-    with pytest.raises(SpecError, match="ends in .ckpt or .safetensors"):
+    with pytest.raises(SpecError, match="must end in .ckpt or .safetensors"):
         save_checkpoint(new, tmp_path / "a.bin")
 
 
@@ -92,7 +92,7 @@ def test_the_branches_have_files_of_their_own(tmp_path):
         ("hcp/half_lora", {"name": "p", "half": "second", **how}), ("hcp/half_lora", {"name": "n", "half": "first", **how})
     )
     file = write(tmp_path / "unet-neg-1.ckpt", {"lora": lora_state()})
-    with pytest.raises(SpecError, match=r"p and n both have weights at 'conv': say which"):
+    with pytest.raises(SpecError, match=r"p and n both have weights at 'conv': choose one"):
         load_checkpoint(new, file)
     assert all(name.startswith("n.") for name in load_checkpoint(new, file, passes=["n"]))
     with pytest.raises(SpecError, match="no pass 'm'"):
@@ -174,7 +174,7 @@ def test_every_plugin_has_a_file_that_gives_it_back(tmp_path, case, suffix):
         own = {name for name, value in loud.state_dict().items() if name[:2] in ("p.", "q.") and value.normal_() is value}
     names = ["p", "q"] if "and" in case or "two" in case else ["p"]
     if len(names) > 1:
-        with pytest.raises(SpecError, match="the passes p and q both have weights at 'a': say which"):
+        with pytest.raises(SpecError, match="the passes p and q both have weights at 'a': choose one"):
             save_checkpoint(loud, tmp_path / f"both{suffix}")
     written = [save_checkpoint(loud, tmp_path / f"{name}{suffix}", passes=[name]) for name in names]
     assert {key for names in written for key in names} >= {name for name in own if name in dict(loud.named_parameters())}
@@ -202,11 +202,11 @@ def test_a_controlnets_file_has_the_names_of_the_plugin(tmp_path):
         ({"lora": lora_state(**{"body.___.layer.W_up": torch.zeros(1)})}, SpecError, "weights of 'body', and 2 layers"),
         ({"lora": lora_state(**{"head.___.layer.W_up": torch.zeros(4, 3)})}, SpecError, r"W_up \[4, 3\], and .* is \[4, 2\]"),
         ({"lora": lora_state(**{"head.___.layer.W_mid": torch.zeros(4)})}, SpecError, "'head' has no weight 'layer.W_mid'"),
-        ({"lora": {k: v for k, v in lora_state().items() if "W_up" not in k}}, SpecError, "nothing in it is 'lora_block_0.*up"),
-        ({"lora": {k: v for k, v in lora_state().items() if "head" in k}}, SpecError, "nothing in it is 'lora_block_0.conv"),
+        ({"lora": {k: v for k, v in lora_state().items() if "W_up" not in k}}, SpecError, "it has no 'lora_block_0.*up"),
+        ({"lora": {k: v for k, v in lora_state().items() if "head" in k}}, SpecError, "it has no 'lora_block_0.conv"),
         ({"plugin": {"head.___.w": torch.zeros(1)}}, SpecError, "of 'head', and no pass here has such weights"),
         ({"base": {"head.weight": torch.zeros(1)}}, ArtifactError, "has no low-rank updates and no plugins .*it has base"),
-        ([1], ArtifactError, "is a list, no checkpoint"),
+        ([1], ArtifactError, "contains a list, so it is not a checkpoint"),
     ],
 )
 def test_a_file_of_something_else_changes_nothing(tmp_path, sections, kind, message):
@@ -267,20 +267,20 @@ def test_weights_of_plugins_go_into_a_saved_rewrite(tmp_path, monkeypatch, row):
     [
         (("text.ckpt", "--into", "saved"), 1, "cannot be read"),
         (("other.ckpt", "--into", "saved"), 1, "2 of its 4 layers have no such pass here, and 2 are not in this model"),
-        (("other.ckpt", "--into", "saved"), 1, "those of a CLIP text encoder of 3 layers or more"),
+        (("other.ckpt", "--into", "saved"), 1, "for a CLIP text encoder of 3 layers or more"),
         (("both.ckpt", "--into", "saved"), 1, "twice, under the names of two versions"),
-        (("a.ckpt", "--into", "no"), 1, "'no' is no folder of a saved rewrite"),
+        (("a.ckpt", "--into", "no"), 1, "'no' is not a folder of a saved rewrite"),
         (("a.ckpt", "--into", "run"), 1, "of a training run it is run/module"),
         (("a.ckpt", "--into", "saved", "--pass", "lora"), 1, "no pass 'lora'; there are lora_block_0"),
         (("a.ckpt", "--into", "saved", "--ema"), 1, "none of the sections 'base_ema', 'lora_ema', 'plugin_ema'; it has lora"),
         (("no.ckpt", "--into", "saved"), 1, "no such file"),
-        (("saved", "-o", "a.bin"), 1, "ends in .ckpt or .safetensors"),
+        (("saved", "-o", "a.bin"), 1, "must end in .ckpt or .safetensors"),
         (("saved", "-o", "a.yaml/a.ckpt"), 1, "cannot be written"),
-        (("plain", "-o", "a.ckpt"), 1, "no pass here has weights that a checkpoint of HCP-Diffusion has"),
+        (("plain", "-o", "a.ckpt"), 1, "no pass here has weights that a checkpoint of HCP-Diffusion can store"),
         (("a.ckpt",), 2, "--into DIR"),
-        (("a.yaml", "--into", "saved"), 2, "--into goes with a checkpoint"),
-        (("a.ckpt", "--into", "saved", "-o", "b.yaml"), 2, "--into goes with a checkpoint"),
-        (("saved", "-o", "a.ckpt", "--model", "x"), 2, "--model goes with a configuration"),
+        (("a.yaml", "--into", "saved"), 2, "--into is only for a checkpoint"),
+        (("a.ckpt", "--into", "saved", "-o", "b.yaml"), 2, "--into is only for a checkpoint"),
+        (("saved", "-o", "a.ckpt", "--model", "x"), 2, "--model is only for a configuration"),
     ],
 )
 def test_what_the_verb_gets_wrong_changes_nothing(saved, words, code, message):

@@ -77,7 +77,7 @@ def test_a_layer_is_read(text, path, regex, pre_hook, kind):
         ("prehok:conv_in", r"no prefix 'prehok:' \(did you mean 'prehook'\?\)"),
         ("pre-hook:re:a", r"no prefix 'pre-hook:' \(did you mean 'prehook'\?\)"),
         ("re:(a", "not a regular expression: missing"),
-        (3, "a layer is a text, not 3"),
+        (3, "a layer must be text, not 3"),
     ],
 )
 def test_a_layer_that_cannot_be_read(text, found):
@@ -106,7 +106,7 @@ def test_places_are_those_of_hcp_diffusion():
         (["re:.*z$"], r"'re:.*z\$' matches none of 6 modules"),
         (["a.xx"], r"no module 'a.xx' \(did you mean 'a.x'\?\)"),
         (["a", "pre_hook:a"], "'a' and 'pre_hook:a' both name 'a'"),
-        (["a", "a"], "a layer stands once in a list"),
+        (["a", "a"], "list each layer once"),
         (["cls(Conv2d):a"], "no Conv2d there"),
         ([], "must be a list of layers"),
     ],
@@ -168,7 +168,7 @@ def test_layers_that_wrap_model_leaves_out():
     from test_hcp import Net
 
     gm = fxplug.trace(Net().eval(), torch.randn(2, 3, 4, 4))
-    with pytest.raises(SpecError, match=r"wrap_model leaves out 'body.0.proj_in' \(exclude_key 'body'\).*--model"):
+    with pytest.raises(SpecError, match=r"wrap_model excludes 'body.0.proj_in' \(exclude_key 'body'\).*--model"):
         fxplug.apply(gm, fxplug.load_pass("hcp/single", **given))
 
 
@@ -188,10 +188,10 @@ def test_with_the_model_pairs_and_lists_are_looked_up():
 def test_unequal_lists_show_both():
     text = "  s: {_target_: hcp_guide.Skip, from_layer: [a, b, c], to_layer: [d, e]}"
     message = refused(text)
-    assert "from_layer is 3 layers and to_layer is 2" in message and "from: a, b, c" in message and "to:   d, e" in message
+    assert "from_layer matches 3 layers and to_layer 2" in message and "from: a, b, c" in message and "to:   d, e" in message
     text = "  s: {_target_: hcp_guide.Skip, from_layer: ['re:.*proj_in$'], to_layer: ['re:.*proj_(in|out)$']}"
     message = refused(text, model=NET)
-    assert "from_layer is 2 layers and to_layer is 4" in message and "body.1.proj_out" in message
+    assert "from_layer matches 2 layers and to_layer 4" in message and "body.1.proj_out" in message
     text = "  s: {_target_: hcp_guide.Skip, from_layer: ['re:.*proj_in$'], to_layer: [a, b]}"
     assert "--model" in refused(text)
 
@@ -208,13 +208,13 @@ def test_unequal_lists_show_both():
         ("{_target_: hcp_guide.LoraBlock, rank: 1, layers: ['${x}']}", "no 'x' here or in a _base_ file"),
         ("{_target_: hcp_guide.LoraBlock, _partial_: false, layers: [a]}", "must be true"),
         ("{_target_: hcp_guide.Nothing, layers: [a]}", "module 'hcp_guide' has no attribute 'Nothing'"),
-        ("{_target_: hcp_guide.LowRank, layers: [a]}", "is no plugin class of fxplug.compat.hcp"),
+        ("{_target_: hcp_guide.LowRank, layers: [a]}", "is not a plugin class of fxplug.compat.hcp"),
         ("{_target_: no_such.Plugin, layers: [a]}", "no module named 'no_such'"),
         ("{_target_: hcp_guide.Skip.wrap_model, from_layer: [a], to_layer: [b]}", "Skip has no wrap_model"),
         ("{_target_: hcp_guide.ControlNetPlugin, from_layers: [a], to_layers: [b]}", "--input cond="),
-        ("{_target_: hcpdiff.models.dreamartist.Other, layers: [a]}", "no equal among fxplug's passes"),
-        ("{_target_: hcpdiff.models.text_emb_ex.EmbeddingPTHook, layers: [a]}", "words.word_vectors makes the pass"),
-        ("{_target_: hcpdiff.models.controlnet.ControlNetPlugin, from_layers: [a], to_layers: [b]}", "is wired for ["),
+        ("{_target_: hcpdiff.models.dreamartist.Other, layers: [a]}", "fxplug has no pass for it"),
+        ("{_target_: hcpdiff.models.text_emb_ex.EmbeddingPTHook, layers: [a]}", "with fxplug.compat.hcp.words.word_vectors"),
+        ("{_target_: hcpdiff.models.controlnet.ControlNetPlugin, from_layers: [a], to_layers: [b]}", "is supported with ["),
         ("{_target_: hcp_guide.LoraBlock, rank: 1, layers: [a], lr: fast}", "plugin_unet.a.lr: must be a number, not 'fast'"),
         ("{layers: [a]}", "must be the path of a class"),
         ("3", "must be a mapping with '_target_'"),
@@ -242,7 +242,7 @@ def test_other_sections_are_told():
     entry = "  a: {_target_: hcp_guide.LoraBlock, rank: 1, layers: [x]}\n"
     notes = convert(write(entry + "plugin_TE:\n" + entry, top)).notes
     assert [n for n in notes if "tuning_base.yaml" in n and "it is not read" in n]
-    assert [n for n in notes if n.endswith("drawing and no plugins: model")]
+    assert [n for n in notes if n.endswith("sampling, not plugins: model")]
     assert [n for n in notes if "plugin_TE" in n and "--part TE" in n]
     assert "# Note: " in convert("plugin.yaml").text
     assert convert("plugin.yaml", part="TE").text.count("hcp/single") == 1
@@ -286,7 +286,7 @@ def test_lora_unet_is_fxplugs_lora():
     assert parse_yaml(done.text).data["passes"][0]["hcp/lora"]["alpha_auto_scale"] is False and "dropout" in done.notes[0]
     for wrong, message in {
         "rank: 1.5": "nor a share of each layer's width", "rank: 0": "neither a whole number",
-        "svd_init: true": "no 'svd_init'", "branch: q": "no branch 'q'", "mask: [0, 0.3]": "one half of it",
+        "svd_init: true": "'svd_init' is not supported", "branch: q": "no branch 'q'", "mask: [0, 0.3]": "one half of it",
         "type: loha_group": "no pass for the type 'loha_group'", "ranks: 3": "unknown key 'ranks' (did you mean 'rank'?)",
     }.items():  # fmt: skip
         assert message in refused(f"  - {{layers: [a], {wrong}}}\n", "lora_unet:\n")
@@ -298,8 +298,8 @@ def test_hcp_diffusions_own_plugins_are_fxplugs_passes():
     given = entry["controlnet"]
     assert given["name"] == "controlnet1" and given["lr"] == 1e-4 and given["channels"] == 3
     assert given["options"] == {"conditioning_channels": 3, "conditioning_embedding_out_channels": [8, 8]}
-    assert [n for n in convert(write(stock)).notes if "block_out_channels is left out" in n]
-    assert "wired for" in refused(stock.replace("'down_blocks.3'", "'down_blocks.2.resnets.0'"))
+    assert [n for n in convert(write(stock)).notes if "block_out_channels is ignored" in n]
+    assert "supported with" in refused(stock.replace("'down_blocks.3'", "'down_blocks.2.resnets.0'"))
     (entry,) = entries("  a: {_target_: hcpdiff.models.lora_layers.LoraLayer.wrap_model, rank: 4, layers: [body.0]}\n")
     assert entry["hcp/lora"] == {"name": "a", "lr": 1e-5, "at": ["body.0"], "rank": 4, "alpha": 1.0, "dropout": 0.0}
     loha = "  - {type: loha, rank: 8, alpha: 4.0, layers: ['re:body.0$', head]}\n"
@@ -320,7 +320,7 @@ def test_what_a_plugin_asks_for():
     _, given = one("  a: {_target_: test_hcp_convert.Asks, layers: [x]}", inputs={"cond": ["n", 3]})
     assert given["args"] == ["x[:]", "y[:]", "cond", ":in.timestep"] and given["feeds"] == ["cond", "timesteps"]
     assert given["inputs"] == {"cond": {"shape": ["n", 3]}}
-    with pytest.raises(SpecError, match="'other' is asked for by no plugin"):
+    with pytest.raises(SpecError, match="'other' is not used by any plugin"):
         convert("plugin.yaml", inputs={"cond": ["n", 3], "other": [1]})
     assert read_input("cond=n,3,8*h,8*w") == ("cond", ["n", 3, "8*h", "8*w"])
     with pytest.raises(SpecError, match="write NAME=SIZES"):
@@ -412,12 +412,13 @@ def test_how_it_trains_is_translated():
 @pytest.mark.parametrize(
     "changed, note",
     [
-        (("hcpdiff.loss.MinSNRLoss", "hcpdiff.loss.SoftMinSNRLoss"), "nothing here is criterion: SoftMinSNRLoss; the loss is"),
-        (("type: v", "type: sample"), "of train.loss, nothing here is type: 'sample'"),
-        (("prompt_template: a.txt", "att_mask: masks/, repeat: 3"), "of data.dataset1, nothing here is att_mask, repeat"),
-        (("batch_size: 4", "batch_size: 4\n    loss_weight: 0.5"), "of data.dataset1, nothing here is loss_weight"),
-        (("'${hcp.eval:\"512*512\"}'", "'${hcp.eval:\"2**18\"}'"), "data.dataset1.bucket: write the size of the images"),
-        (("decay_max: 0.9997", "decay_max: 0.9997, power: 0.8"), "ema: the decay grows with the steps there"),
+        (("hcpdiff.loss.MinSNRLoss", "hcpdiff.loss.SoftMinSNRLoss"), "criterion: SoftMinSNRLoss is not supported; the loss is"),
+        (("type: v", "type: sample"), "train.loss: type: 'sample' is not supported"),
+        (("prompt_template: a.txt", "att_mask: masks/, repeat: 3"), "data.dataset1: att_mask, repeat"),
+        (("batch_size: 4", "batch_size: 4\n    loss_weight: 0.5"), "data.dataset1: loss_weight"),
+        (("'${hcp.eval:\"512*512\"}'", "'${hcp.eval:\"2**18\"}'"), "data.dataset1.bucket is not converted: write the size of "
+                                                                   "the images"),
+        (("decay_max: 0.9997", "decay_max: 0.9997, power: 0.8"), "ema: the decay is constant here"),
     ],
     ids=str,
 )
@@ -451,7 +452,7 @@ def test_layers_of_the_model_itself_are_trained(layers, wanted):
     done = convert(write(FINE_TUNING % layers, ""))
     read = fxplug.load_config(parse_yaml(done.text).data)
     assert (read.passes, read.train.trainable, read.train.lr, read.train.batch) == ([], wanted, 1e-6, 4)
-    told = [note for note in done.notes if "it is not read, and what it sets is missing" in note]
+    told = [note for note in done.notes if "it is not read, so the keys that it sets are missing" in note]
     assert ["sets data" in told[0], "sets train (train_steps" in told[1], "sets tokenizer_pt" in told[2]] == [True] * 3
 
 
@@ -463,7 +464,7 @@ def test_layers_of_the_model_itself_are_trained(layers, wanted):
         (("- {lr: 1e-6", "- {lr: 2, layers: [a]}\n- {lr: 1e-6"), "cannot be translated:.*several lr, 1e-06, 2.0, and train.lr"),
         (("lr: 1e-6", "lr: much"), r"unet\[0\].lr: must be a number, not 'much'"),
         (("layers:", "layer:"), r"unet\[0\]: missing key 'layers' .did you mean 'layer'"),
-        (("['']", "['pre_hook:a']"), r"unet\[0\].layers: only re: stands before a layer here"),
+        (("['']", "['pre_hook:a']"), r"unet\[0\].layers: only the prefix re: is allowed here"),
         (("- {", "- a # {"), r"unet\[0\]: must be a mapping with 'layers', not 'a'"),
     ],
     ids=lambda value: value[1][:12] if isinstance(value, tuple) else "",
@@ -482,11 +483,11 @@ ONE_CYCLE = "{name: one_cycle, num_warmup_steps: 2, num_training_steps: 10, sche
         (ONE_CYCLE, {"OneCycleLR": {"div_factor": 5.0, "total_steps": 10, "pct_start": 0.2}}, ""),
         ("{name: one_cycle}", "OneCycleLR", ""),
         ("{name: constant, num_warmup_steps: 3}", "constant", ""),
-        ("{name: polynomial, num_warmup_steps: 3}", None, "no scheduler here is 'polynomial'"),
-        ("{name: cosine, num_training_steps: 7}", "cosine", "the scheduler cosine ends after 7 steps there, and here with the"),
-        ("{name: linear, num_warmup_steps: 0.1}", "linear", "of the scheduler linear, nothing here is num_warmup_steps: 0.1"),
-        ("{name: cosine, scheduler_kwargs: {num_cycles: 2}}", "cosine", "of the scheduler cosine, nothing here is num_cycles"),
-        ("{_target_: my.Scheduler}", None, "no scheduler here is 'my.Scheduler'"),
+        ("{name: polynomial, num_warmup_steps: 3}", None, "the scheduler 'polynomial' is not supported"),
+        ("{name: cosine, num_training_steps: 7}", "cosine", "the scheduler cosine ends with the run"),
+        ("{name: linear, num_warmup_steps: 0.1}", "linear", "the scheduler linear: num_warmup_steps: 0.1"),
+        ("{name: cosine, scheduler_kwargs: {num_cycles: 2}}", "cosine", "the scheduler cosine: num_cycles"),
+        ("{_target_: my.Scheduler}", None, "the scheduler 'my.Scheduler' is not supported"),
         ("{_target_: torch.optim.lr_scheduler.StepLR, _partial_: true, step_size: 4}", {"StepLR": {"step_size": 4}}, ""),
     ],
 )
@@ -525,7 +526,7 @@ def test_the_branches_of_dreamartist_see_every_sample(scale, wanted):
     done = convert(write(TRAINS.replace("cfg_scale: '1.0'", f"cfg_scale: {scale}").partition("lora_unet")[0] + BRANCHES, ""))
     options = fxplug.load_config(parse_yaml(done.text).data).train.task.options
     assert options.get("train_guidance") == wanted
-    assert any("a branch is of half of a batch" in note for note in done.notes) == (wanted is None)
+    assert any("a branch is for half of a batch" in note for note in done.notes) == (wanted is None)
 
 
 def test_a_scale_that_changes_with_the_time_is_refused_with_its_training():

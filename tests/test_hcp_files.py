@@ -56,7 +56,7 @@ def test_keys_of_the_users_own_are_notes(key):
 
 @pytest.mark.parametrize("key", ["data: {a: 1}", "prompt: a", "data_class: {a: 1}", "train: {b: 2}", "previewer: {c: 3}"])
 def test_what_is_the_trainers_is_told(key):
-    assert "as they are of training or drawing and no plugins: " + key.partition(":")[0] in notes(f"{key}\n{LORA}")
+    assert "because they are for training or sampling, not plugins: " + key.partition(":")[0] in notes(f"{key}\n{LORA}")
 
 
 def test_layers_that_train_themselves_are_told():
@@ -107,7 +107,7 @@ def test_bases_have_bases_and_lines_of_their_own():
 @pytest.mark.parametrize(
     "files, message",
     [
-        ({"a.yaml": "_base_: [a.yaml]\n"}, "a.yaml:1: _base_[0]: 'a.yaml' is over this very file: a.yaml -> a.yaml"),
+        ({"a.yaml": "_base_: [a.yaml]\n"}, "a.yaml:1: _base_[0]: 'a.yaml' includes this file itself: a.yaml -> a.yaml"),
         ({"a.yaml": "_base_: [b.yaml]\n", "b.yaml": "_base_: [a.yaml]\n"}, "b.yaml:1: _base_[0]: .*a.yaml -> b.yaml -> a.yaml"),
         ({"a.yaml": "_base_: {b: 1}\n"}, "_base_: must be a list of files, not a mapping"),
         ({"a.yaml": "_base_: [b.yaml]\n", "b.yaml": "[1]\n"}, "b.yaml: must be a mapping, not a list"),
@@ -162,14 +162,14 @@ def test_a_reference_in_a_base_is_to_the_merged_file():
         ("${a}", "a: ${b}\nb: ${a}", "b: '\\${a}' refers to itself: a -> b -> a|refers to itself"),
         ("${..rank}", "a: 1", "no 'lora_unet.rank'|no '"),
         ("${.rank}", "a: 1", r"refers to itself: lora_unet\[0\].rank -> lora_unet\[0\].rank"),
-        ("${......x}", "a: 1", "is no path of the configuration"),
-        ("${hcp.eval:\"2*2\"}", "a: 1", "calls the resolver 'hcp.eval': write its value"),
-        ("${oc.env:HOME}", "a: 1", "calls the resolver 'oc.env'"),
-        ("${a", "a: 1", "without a '}' that ends it"),
-        ("x${a}", "a: [1]", "'a' is a list, and stands within a text"),
+        ("${......x}", "a: 1", "is not a path of the configuration"),
+        ("${hcp.eval:\"2*2\"}", "a: 1", "uses the resolver 'hcp.eval', which is not supported: write its value"),
+        ("${oc.env:HOME}", "a: 1", "uses the resolver 'oc.env'"),
+        ("${a", "a: 1", "without its '}'"),
+        ("x${a}", "a: [1]", "'a' is a list, which cannot be part of a text"),
         ("${a}", "a: ['${b}', '${b}']\nb: ['${c}', '${c}']\n" + "".join(
             f"{x}: ['${{{y}}}', '${{{y}}}']\n" for x, y in zip("cdefghijklmnop", "defghijklmnopq", strict=True)) + "q: 1",
-         "references stand for more than"),
+         "references expand to more than"),
     ],
 )  # fmt: skip
 def test_references_to_nothing_or_to_themselves(rank, rest, message):
@@ -216,7 +216,7 @@ def test_a_branch_is_half_of_the_batch(entry):
     text = f"lora_unet:\n  - {{rank: 2, layers: [conv, body], {entry.strip('{}')}}}\n"
     values = given(write("a.yaml", text))["lora_block_0"]
     assert values["half"] == ENTRIES[entry]
-    assert any("up to 0.7" in note for note in convert("a.yaml").notes) is entry.startswith("branch")
+    assert any("0.7 and earlier" in note for note in convert("a.yaml").notes) is entry.startswith("branch")
     assert "half" not in given(write("a.yaml", text.replace(entry.strip("{}"), "mask: [0, 1]")))["lora_block_0"]
 
 

@@ -170,9 +170,9 @@ def test_what_is_merged_is_saved_without_its_files(model, tmp_path):
         ("g: {type: unet, lora: [{pth: a}]}", "lora", "unknown key 'pth' .did you mean 'path'"),
         ("g: {type: unet, lora: [{alpha: 1}]}", "lora", "missing key 'path'"),
         ("g: {type: unet, lora: [{path: a, alpha: x}]}", "alpha", "must be a number"),
-        ("g: {type: unet, lora: [{path: a, mask: [0, 0.3]}]}", "mask", "of the whole batch or of one half"),
+        ("g: {type: unet, lora: [{path: a, mask: [0, 0.3]}]}", "mask", "for the whole batch or for one half"),
         ("g: {type: unet, lora: [{path: a, layers: ['re:(']}]}", "layers", "not a regular expression"),
-        ("g: {type: unet, lora: [{path: a, mask: [{a: 1}, 1]}]}", "mask", "of the whole batch or of one half"),
+        ("g: {type: unet, lora: [{path: a, mask: [{a: 1}, 1]}]}", "mask", "for the whole batch or for one half"),
         ("g: {type: unet, lora: [{path: a, alpha: .nan}]}", "alpha", "must be a number"),
         ("g: {type: [unet], lora: [{path: a}]}", "type", "must be one of unet, TE, not a list"),
         ("load_ema: 'yes', g: {type: unet, lora: [{path: a}]}", "load_ema", "must be true or false"),
@@ -234,7 +234,7 @@ def test_layers_are_chosen_by_whole_names():
     assert selected(names, ["layers.1"], "a") == ["layers.1.fc"]  # HCP-Diffusion takes the beginning of a name: both
     assert selected(names, [r"re:layers\.\d$", "head"], "a") == ["layers.1.fc", "head"]
     assert selected(names, ["re:"], "a") == selected(names, "all", "a") == names
-    with pytest.raises(SpecError, match="'layers.2' is no layer that a has weights of .did you mean"):
+    with pytest.raises(SpecError, match="'layers.2' is not a layer that a has weights of .did you mean"):
         selected(names, ["layers.2"], "a")
 
 
@@ -242,11 +242,11 @@ def test_layers_are_chosen_by_whole_names():
     "given, message",
     [
         ({}, "missing key 'file'"),
-        ({"file": "no.ckpt"}, "no such file.*from the working folder"),
+        ({"file": "no.ckpt"}, "no such file.*relative to the working folder"),
         ({"file": "a.ckpt", "alhpa": 1}, "unknown key 'alhpa' .did you mean 'alpha'"),
         ({"file": "a.ckpt", "alpha": float("nan")}, "must be a number"),
         ({"file": "a.ckpt", "ema": True}, "has none of the sections 'base_ema', 'lora_ema'"),
-        ({"file": "a.ckpt", "layers": ["up_blocks"]}, "is no layer that a.ckpt has weights of"),
+        ({"file": "a.ckpt", "layers": ["up_blocks"]}, "is not a layer that a.ckpt has weights of"),
         ({"file": "text.ckpt"}, "cannot be read"),
         ({"file": "kohya.pt"}, "an adapter file of kohya's scripts"),
         ({"file": "half.ckpt"}, "lacks the up half of"),
@@ -287,7 +287,7 @@ def test_a_checkpoint_as_a_configuration_is_as_strong_as_it_was_trained(model):
         expected = merged_by_formula(model, [(base, 0.0, 1.0)], [(a, 7.0)])(*args, return_dict=False)[0]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.save({"plugin": {"mid.___.w": torch.zeros(1)}}, "plugin.ckpt")
-    with pytest.raises(SpecError, match="weights of plugins, which go into a saved rewrite.*--into"):
+    with pytest.raises(SpecError, match="weights of plugins: give the saved rewrite.*--into"):
         convert_checkpoint("plugin.ckpt")
     with pytest.raises(ArtifactError, match="no such file"):
         convert_checkpoint("nothing.ckpt")

@@ -201,9 +201,9 @@ def test_a_plain_tensor_that_is_changed_in_place_is_refused():
 
 def test_results_have_the_structure_of_what_they_replace():
     assert described((torch.zeros(1), [None, {"a": 3}])) == "(tensor, [None, {a: int}])"
-    with pytest.raises(TraceError, match=r"gives \(tensor, tensor\), and its layer's result is tensor"):
+    with pytest.raises(TraceError, match=r"returns \(tensor, tensor\), and its layer's result is tensor"):
         traced(lambda self, x, y: (x, y))
-    with pytest.raises(TraceError, match=r"gives \[tensor\], and its layer's result is tensor"):
+    with pytest.raises(TraceError, match=r"returns \[tensor\], and its layer's result is tensor"):
         traced(lambda self, x, y: [y])
     result, _, y = traced(lambda self, x, y: None)
     assert torch.equal(result, y)
@@ -219,7 +219,7 @@ def test_a_pair_that_wants_a_result_before_its_layer_is_told_so():
     out = fxplug.trace(drivers.PairPlugin(skip, b, a, to_pre=True), ((x,), y, (z,)))((x,), y, (z,))
     assert type(out) is tuple and torch.equal(out[0], z + skip.layer(x))
     skip.from_layer_hook = lambda host, fea_in, fea_out: fea_out
-    with pytest.raises(TraceError, match="from_layer_hook gives tensor"):
+    with pytest.raises(TraceError, match="from_layer_hook returns tensor"):
         fxplug.trace(drivers.PairPlugin(skip, b, a), ((x,), y, (z,), z))
 
 
@@ -257,7 +257,7 @@ def test_inputs_are_fed_before_the_hooks():
     driver = drivers.SinglePlugin(Fed("fed", nn.Linear(3, 4), 2), nn.Linear(3, 4), feeds=["cond"])
     gm = fxplug.trace(driver, ((x,), y, cond))
     assert torch.equal(gm((x,), y, cond), y * cond)
-    with pytest.raises(TraceError, match=r"asks for 'cond', which is no input of the pass \(did you mean 'conds'"):
+    with pytest.raises(TraceError, match=r"asks for 'cond', which is not an input of the pass \(did you mean 'conds'"):
         fxplug.trace(drivers.SinglePlugin(driver.plugin, nn.Linear(3, 4), feeds=["conds"]), ((x,), y, cond))
     plain = LoraBlock("plain", nn.Linear(3, 4), 2)
     with pytest.raises(TraceError, match="takes no inputs"):
@@ -272,7 +272,7 @@ def test_a_plugin_is_made_with_what_it_takes():
     second = PReLUPatch("b", patch.container(), parent_block=root, host_name="act")
     assert second.container() is patch.container() and patch.container().plugin_names == ["a", "b"]
     assert second.host() is host and list(dict(patch.container().named_children())) == ["a", "b"]
-    with pytest.raises(SpecError, match="two plugins 'a'"):
+    with pytest.raises(SpecError, match="two plugins are named 'a'"):
         PReLUPatch("a", patch.container(), parent_block=root, host_name="act")
     assert vars(host).get("a") is None and not root._modules
 

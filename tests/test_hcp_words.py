@@ -63,7 +63,8 @@ def test_learned_words_stand_where_their_tokens_are(clip, tmp_path):
 
 @pytest.mark.parametrize(
     "words, message",
-    [({3: torch.zeros(1, 16)}, "follow those of the table, 20 and on"), ({20: torch.zeros(1, 4)}, "the table's are 16 wide")],
+    [({3: torch.zeros(1, 16)}, "must follow those of the table, from "
+                               "20 on"), ({20: torch.zeros(1, 4)}, "the table's are 16 wide")],
 )
 def test_words_that_do_not_fit(clip, words, message):
     with pytest.raises(SpecError, match=message):

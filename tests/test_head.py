@@ -47,7 +47,8 @@ def test_the_last_layer_of_a_classifier_is_found(name, path):
     gm = of_timm(name)
     assert {site.path for site in fxplug.find(gm, head(classes=37))} == {path}
     assert fxplug.apply(gm, head(classes=37))(torch.empty(2, 3, 64, 64, device="meta")).shape == (2, 37)
-    with pytest.raises(fxplug.MatchError, match="this model has no last layer: its result comes from .*timm's num_classes"):
+    with pytest.raises(fxplug.MatchError, match="this model has no single last layer: its result is from .*timm's "
+                                                "num_classes"):
         fxplug.find(of_timm(name, num_classes=0), head(classes=37))
 
 
@@ -80,11 +81,11 @@ class Softened(Two):
 @pytest.mark.parametrize(
     "model, says",
     [
-        (Two, "this model has 2 last layers, one, two: name those that are meant, at: [...]"),
-        (Residual, "this model has no last layer: its result comes from body, x"),
-        (nn.Identity, "this model has no last layer"),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "its result comes from 1 (LayerNorm)"),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "its result comes from 1 (ReLU)"),
+        (Two, "this model has 2 last layers, one, two: name the ones to change, at: [...]"),
+        (Residual, "this model has no single last layer: its result is from body, x"),
+        (nn.Identity, "this model has no single last layer"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "its result is from 1 (LayerNorm)"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "its result is from 1 (ReLU)"),
     ],
 )
 def test_a_model_without_one_last_layer_says_so(model, says):
@@ -122,9 +123,10 @@ def test_other_passes_leave_a_new_head_alone_and_say_where_they_cannot(new):
     assert "head" not in [site.path for site in fxplug.find(new, lora)]
     assert "head" not in [site.path for site in fxplug.find(new, fxplug.load_pass("lora", at="all-linear"))]
     for at, p in (("head", "lora"), ("last-layer", "lora")):
-        with pytest.raises(fxplug.MatchError, match="'head' has another size since pass 'new_head', which trains all of it"):
+        with pytest.raises(fxplug.MatchError, match="'head' was resized by pass 'new_head', which trains all of it"):
             fxplug.find(new, fxplug.load_pass(p, at=at))
-    with pytest.raises(fxplug.SpecError, match="pass 'lora' acts on it at its old size: put the new head before it"):
+    with pytest.raises(fxplug.SpecError, match="pass 'lora' was applied to it at its old size: put the new head before that "
+                                               "pass"):
         fxplug.apply(fxplug.apply(gm, lora), head(classes=37))
 
 
@@ -228,7 +230,7 @@ def test_peft_reads_it_with_lora_and_an_adapter_of_pefts_gives_it_back(new, tmp_
         again = fxplug.apply(small.plain_vit().gm, head(weights=str(tmp_path / folder)))
         assert torch.equal(again(*x), new(*x))
         assert fxplug.apply(small.plain_vit().gm, head(weights=str(tmp_path / folder), classes=37))(*x).shape == (2, 37)
-    with pytest.raises(fxplug.ArtifactError, match="'head.weight' is a whole parameter of a new layer, for which kohya has no"):
+    with pytest.raises(fxplug.ArtifactError, match="'head.weight' is a whole parameter of a new layer, which kohya cannot"):
         fxplug.save_adapter(both, tmp_path / "kohya", as_="kohya")
 
 
@@ -297,7 +299,7 @@ def test_an_adapter_with_a_new_head_comes_with_it(tuned, slots):
 def test_a_new_head_is_filled_or_refused(tuned):
     folder, wanted = tuned
     base = small.plain_vit()
-    with pytest.raises(fxplug.ArtifactError, match=r"it is a new one: the pass head with \{weights: the file\} makes it"):
+    with pytest.raises(fxplug.ArtifactError, match=r"it is a new layer: apply the pass head with \{weights: the file\}"):
         fxplug.pass_for(folder, base.gm)
     lora = fxplug.load_pass("lora", at="qkv", rank=2)
     new = fxplug.apply(base.gm, head(classes=9), lora)
@@ -305,10 +307,10 @@ def test_a_new_head_is_filled_or_refused(tuned):
     torch.testing.assert_close(new(*base.args), wanted, rtol=0, atol=1e-5)
     other = fxplug.apply(base.gm, head(classes=8), lora)
     before = {key: value.clone() for key, value in other.state_dict().items()}
-    with pytest.raises(fxplug.ArtifactError, match=r"'head' has the bias \[9\], and the new one here is \[8\]"):
+    with pytest.raises(fxplug.ArtifactError, match=r"'head' has the bias \[9\], and the new layer here is \[8\]"):
         fxplug.load_adapter(other, folder)
     assert all(torch.equal(before[key], value) for key, value in other.state_dict().items())
     slotted = fxplug.apply(base.gm, head(classes=9), fxplug.load_pass("lora", at="qkv", rank=2, slots=1))
-    with pytest.raises(fxplug.SpecError, match="has another last layer than there is here, and slots hold none"):
+    with pytest.raises(fxplug.SpecError, match="has a new last layer, which slots cannot hold"):
         slotted.adapters.load("it", folder)
     assert not slotted.adapters.names

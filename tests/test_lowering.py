@@ -123,7 +123,7 @@ def test_entries_for_each_sample_are_refused_and_change_nothing():
     made = live(loaded(own(slots())))
     made.adapters.use("film")
     before = run(made)
-    with pytest.raises(fxplug.SpecError, match="entries for each sample do not go with a live merge"):
+    with pytest.raises(fxplug.SpecError, match="per-sample adapters are not supported with merge='live'"):
         made.adapters.use(["ink", "film"])
     assert made.adapters.active == {"film": 1.0}
     assert torch.equal(run(made), before)
@@ -250,7 +250,7 @@ def test_all_lowerings_together_are_switched_without_recompiling(way, tmp_path):
 def test_outline_of_what_has_nothing_repeated():
     gm = slots()
     assert "nested" not in lower(gm, fuse=None, outline="auto").meta
-    with pytest.raises(fxplug.MatchError, match="no regions here are alike"):
+    with pytest.raises(fxplug.MatchError, match="no repeated regions"):
         lower(gm, outline=True)
 
 
@@ -274,11 +274,11 @@ def test_the_default_of_a_served_module():
 def test_wrong_calls_are_told():
     gm = slots()
     for options, found in (
-        ({"merge": "liev"}, "merge has no way 'liev' .did you mean 'live'"),
-        ({"merge": 1}, "merge has no way 1"),
-        ({"pack": "yes"}, "pack is true or false"),
-        ({"fuse": "fast"}, "fuse has no form 'fast'"),
-        ({"outline": "blocks.*"}, "outline is None, 'auto' or a list"),
+        ({"merge": "liev"}, "merge='liev' is not known .did you mean 'live'"),
+        ({"merge": 1}, "merge=1 is not known"),
+        ({"pack": "yes"}, "pack must be true or false"),
+        ({"fuse": "fast"}, "fuse must be one of .*, not 'fast'"),
+        ({"outline": "blocks.*"}, "outline must be None, 'auto' or a list"),
     ):
         with pytest.raises(fxplug.SpecError, match=found):
             lower(gm, **options)
@@ -331,5 +331,5 @@ def test_a_live_merge_made_in_inference_mode_is_switched_outside():
 
 
 def test_a_pass_is_not_applied_to_a_lowered_module_which_would_be_saved_without_it():
-    with pytest.raises(fxplug.SpecError, match="lowered already: apply passes to what it was made from"):
+    with pytest.raises(fxplug.SpecError, match="this module is lowered: apply passes to the module it was made from"):
         fxplug.apply(lower(slots(), fuse="fused"), fxplug.load_pass("lora", name="other", at="out"))

@@ -115,7 +115,7 @@ def test_arrays_of_numpy(pair):
     turned.flags.writeable = False
     assert np.array_equal(model(turned, *given[1:], shift=shift.numpy())["y"], wanted.numpy())
     for odd in (image.numpy().astype(">f4"), np.array([["a"]]), np.array([object()])):
-        with pytest.raises(FxplugError, match="an array of .* is none that a tensor can be made of"):
+        with pytest.raises(FxplugError, match="an array of .* cannot be converted to a tensor"):
             model(odd, *given[1:], shift=shift.numpy())
 
 
@@ -125,7 +125,7 @@ def test_wrong_calls(pair):
     right = {"image": image, "ids": ids, "more": more, "shift": shift}
     for error, message, given in [
         (TypeError, "missing a required argument: 'more'", {"image": image, "ids": ids}),
-        (FxplugError, "shift is not given; this model was exported with a tensor", {"image": image, "ids": ids, "more": more}),
+        (FxplugError, "shift is missing; this model was exported with a tensor", {"image": image, "ids": ids, "more": more}),
         (FxplugError, "flag is False; this model was exported with True", {**right, "flag": False}),
         (FxplugError, r"image is torch.float64; this model was exported for torch.float32", {**right, "image": image.double()}),
         (FxplugError, "is on meta; this model runs on cpu", {**right, "shift": shift.to("meta")}),
@@ -181,7 +181,7 @@ def test_entries_for_another_batch_are_told(pair):
     for adapters in (module.adapters, model.adapters):
         adapters.use(["old", None, {"old": 2.0}])
     same(model, module, batch=3)
-    with pytest.raises(FxplugError, match="the model failed in this call: adapters.use was given one entry per sample, and"):
+    with pytest.raises(FxplugError, match="the model failed in this call: adapters.use has one entry per sample, and"):
         model(*inputs(2), shift=torch.randn(2, 6))
     model.adapters.use(None)
     module.adapters.use(None)
@@ -375,7 +375,7 @@ def test_an_operation_that_onnx_lacks_is_told_with_its_place(tmp_path):
     x = torch.randn(2, 4, 4)
     gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Eigen()), nn.Linear(4, 4)).eval(), x)
     (tmp_path / "old.onnx").write_bytes(b"as it was")
-    said = r"ONNX \(opset 20\) has no form for aten._linalg_eigh.default at '1.0': put .*to aoti or pt2"
+    said = r"ONNX \(opset 20\) does not support aten._linalg_eigh.default at '1.0': replace .*to aoti or pt2"
     with pytest.raises(FxplugError, match=said):
         fxplug.export(gm, tmp_path / "old.onnx", x, to="onnx")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("old.onnx", b"as it was")]
@@ -404,9 +404,9 @@ class Nothing(nn.Module):
 @pytest.mark.parametrize(
     "model, message",
     [
-        (Counting(), "a call of this module changes count, and an ONNX model changes nothing"),
+        (Counting(), "a call of this module changes count, and an ONNX model cannot"),
         (Spectrum(), "is torch.complex64, and ONNX has no complex numbers"),
-        (Nothing(), "this module gives no tensors"),
+        (Nothing(), "this module returns no tensors"),
     ],
 )
 def test_what_no_onnx_model_does(tmp_path, model, message):
@@ -420,14 +420,14 @@ def test_what_no_onnx_model_does(tmp_path, model, message):
 def test_what_cannot_be_exported(tmp_path, monkeypatch, made):
     x = torch.randn(2, 4)
     gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4)).eval(), x)
-    for options, message in [({"opset": 17}, "no writer of opset 17; .* 18 to 23"), ({"opsets": 18}, "no option 'opsets'")]:
+    for options, message in [({"opset": 17}, "opset must be 18 to 23, not 17"), ({"opsets": 18}, "no option 'opsets'")]:
         with pytest.raises(FxplugError, match=message):
             fxplug.export(gm, tmp_path, x, to="onnx", options=options)
-    with pytest.raises(FxplugError, match="the module is in training, .* export module.eval()"):
+    with pytest.raises(FxplugError, match="the module is in training mode, .* export module.eval()"):
         fxplug.export(fxplug.trace(nn.Linear(4, 4).train(), x), tmp_path, x, to="onnx")
     with torch.device("meta"):
         meta = fxplug.trace(nn.Linear(4, 4).eval(), torch.randn(2, 4))
-    with pytest.raises(FxplugError, match="on the meta device, which holds no values"):
+    with pytest.raises(FxplugError, match="on the meta device and has no values"):
         fxplug.export(meta, tmp_path, torch.randn(2, 4, device="meta"), to="onnx")
     with pytest.raises(FxplugError, match="adapters merged into its weights.* export what it was lowered from"):
         fxplug.export(fxplug.lower(made[0], merge="live"), tmp_path, inputs(), {"shift": torch.randn(2, 6)}, to="onnx")
@@ -475,7 +475,7 @@ def test_an_example_that_does_not_fit_the_choice_of_adapters(pair, tmp_path):
     module, _ = pair
     module.adapters.use(["old", None, "old"])
     result = fxplug.export(module, tmp_path, inputs(), {"shift": torch.randn(2, 6)}, to="onnx")
-    assert result.notes[-1].startswith("it was not run, as the module itself does not take the example inputs now: adapters")
+    assert result.notes[-1].startswith("it was not checked, because the module fails on the example inputs: adapters")
     same(fxplug.load_onnx(result.path), module, batch=3)
 
 
@@ -503,26 +503,26 @@ BANK = {"path": "lin", "block": "lora.lin.Lora", "kind": "Linear", "slots": 3, "
         ({"signature": {"parameters": 3}}, "the signature in the package cannot be read"),
         ({"inputs": ["image"]}, "its metadata and its graph differ in"),
         ({"inputs": ["image", "image", "ids", "more_scale", "shift"]}, "it has 5 inputs, and its signature 4"),
-        ({"inputs": [1, 2]}, "manifest's .*none that export writes"),
+        ({"inputs": [1, 2]}, "in its manifest is not valid"),
         ({"outputs": ["add_5"]}, "its metadata and its graph differ in"),
-        ({"outputs": []}, "manifest's .*none that export writes"),
+        ({"outputs": []}, "in its manifest is not valid"),
         ({"live": ["conv.weight"]}, "its metadata and its graph differ in|is at 'lora"),
         ({"live": ["nowhere"]}, "it has no 'nowhere', which its metadata lists"),
-        ({"names": {}}, "manifest's .*none that export writes"),
-        ({"names": {"lora": ["a"]}}, "the table of 'lora' has not"),
-        ({"names": {"lora": ["a" * 129, "", ""]}}, "manifest's .*none that export writes"),
-        ({"names": {"lora": ["\ud800", "", ""]}}, "manifest's .*none that export writes"),
+        ({"names": {}}, "in its manifest is not valid"),
+        ({"names": {"lora": ["a"]}}, "the table of 'lora' must have"),
+        ({"names": {"lora": ["a" * 129, "", ""]}}, "in its manifest is not valid"),
+        ({"names": {"lora": ["\ud800", "", ""]}}, "in its manifest is not valid"),
         ({"banks": {"lora": [BANK | {"slots": 10**12}]}}, "the slots in the package cannot be read"),
         ({"banks": {"lora": [BANK | {"block": "../x"}]}}, "the slots in the package cannot be read"),
-        ({"banks": {"lora": [{"path": "x"}]}}, "manifest's banks.lora.0.block is none that export writes"),
+        ({"banks": {"lora": [{"path": "x"}]}}, "banks.lora.0.block in its manifest is not valid"),
         ({"where": {"lora.lin.Lora.up.weight": "gone"}}, "is at 'gone', which is not among its tensors"),
-        ({"views": {"x": {"of": "gone", "shape": [2], "stride": [1], "start": 0}}}, "views is none that export writes"),
-        ({"data": {"name": "../../secret.data", "sha256": "0" * 64}}, "manifest's .*none that export writes"),
+        ({"views": {"x": {"of": "gone", "shape": [2], "stride": [1], "start": 0}}}, "views in its manifest is not valid"),
+        ({"data": {"name": "../../secret.data", "sha256": "0" * 64}}, "in its manifest is not valid"),
         ({"data": {"name": "model.data", "sha256": "0" * 64}}, "model.data does not exist"),
-        ({"text": "[" * 100_000}, "is no JSON, or nested more than 64 deep"),
+        ({"text": "[" * 100_000}, "is not JSON, or nested more than 64 deep"),
         ({"text": '{"format": 1, "format": 1}'}, "has the key 'format' twice"),
-        ({"text": "{}"}, "has the format .*, which is no version"),
-        ({"text": '{"format": NaN}'}, "holds NaN, which is no JSON"),
+        ({"text": "{}"}, "has the format .*, which is not a version"),
+        ({"text": '{"format": NaN}'}, "has NaN, which is not JSON"),
     ],
 )
 def test_hostile_metadata(made, tmp_path, facts, message):
@@ -533,7 +533,7 @@ def test_hostile_metadata(made, tmp_path, facts, message):
 
 def test_metadata_that_is_huge(made, tmp_path):
     file = changed(made[1], tmp_path / "huge.onnx", text=" " * (1 << 20))
-    with pytest.raises(ArtifactError, match="more than 65536 are not read; see Limits"):
+    with pytest.raises(ArtifactError, match="the limit is 65536; fxplug.Limits can raise it"):
         fxplug.load_onnx(file, limits=fxplug.Limits(json=1 << 16))
 
 
@@ -557,11 +557,11 @@ def test_a_file_that_is_not_as_it_was_exported(made, tmp_path):
     (bias,) = (each for each in model.graph.initializer if each.name == "lin.bias")
     bias.raw_data = bytes(len(bias.raw_data))
     onnx.save(model, file)
-    with pytest.raises(ArtifactError, match="is not as it was exported: it is damaged, or was changed since; export it again"):
+    with pytest.raises(ArtifactError, match="has changed since it was exported, or is damaged: export it again"):
         fxplug.load_onnx(file)
     del model.metadata_props[:]
     onnx.save(model, file)
-    with pytest.raises(ArtifactError, match="it has no metadata of ours; onnxruntime.InferenceSession runs those of others"):
+    with pytest.raises(ArtifactError, match="it lacks fxplug's metadata; run it with onnxruntime.InferenceSession"):
         fxplug.load_onnx(file)
 
 
@@ -582,12 +582,12 @@ def test_onnxruntime_does_not_take_it(made, tmp_path):
     del model.metadata_props[:]
     model.metadata_props.add(key=METADATA, value=kept)
     (tmp_path / "odd.onnx").write_bytes(sealed(model.SerializeToString()))
-    with pytest.raises(ArtifactError, match="odd.onnx is not run by onnxruntime .*Nonsense"):
+    with pytest.raises(ArtifactError, match="odd.onnx cannot be run by onnxruntime .*Nonsense"):
         fxplug.load_onnx(tmp_path / "odd.onnx")
 
 
 def test_providers_and_options_of_onnxruntime(made):
-    with pytest.raises(FxplugError, match=r"no provider 'CPUExecutionProvidr' here \(did you mean 'CPUExecutionProvider'\?\)"):
+    with pytest.raises(FxplugError, match=r"no execution provider 'CPUExecutionProvidr' here"):
         fxplug.load_onnx(made[1], providers=["CPUExecutionProvidr"])
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
@@ -714,7 +714,7 @@ def test_weights_that_are_not_those_of_the_export(path, tmp_path):
     whole = data.read_bytes()
     for other in (whole[:-1], whole + b"\0", b"", bytes([whole[0] ^ 1]) + whole[1:], whole[:-1] + bytes([whole[-1] ^ 128])):
         data.write_bytes(other)
-        with pytest.raises(ArtifactError, match=r"\.data is not as it was exported: it is damaged, was changed"):
+        with pytest.raises(ArtifactError, match=r"\.data has changed since it was exported, is damaged"):
             fxplug.load_onnx(path)
     data.rename(tmp_path / "renamed.data")
     with pytest.raises(ArtifactError, match=r"wide.onnx.*\.data does not exist: no such file"):

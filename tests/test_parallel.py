@@ -468,9 +468,9 @@ def test_a_mode_that_cannot_be_split_is_told(monkeypatch):
 
 
 HOSTILE = [
-    (Split, ({"ulysses": 2}, "tokens", 1), "a collective runs along one of"),
-    (Split, ({"ulysses": 2}, None, 1), "a collective runs along one of"),
-    (Split, ([2], "sequence", 1), "a collective runs along one of"),
+    (Split, ({"ulysses": 2}, "tokens", 1), "a collective must run along one of"),
+    (Split, ({"ulysses": 2}, None, 1), "a collective must run along one of"),
+    (Split, ([2], "sequence", 1), "a collective must run along one of"),
     (Split, ({"ulysses": "2"}, "sequence", 1), "ulysses must be a whole number"),
     (Split, ({"evil": 2}, "sequence", 1), "no axis 'evil'"),
     (Split, ({}, "sequence", "1"), "dim must be a whole number"),
@@ -480,12 +480,12 @@ HOSTILE = [
     (GlobalSize, ({}, "sequence", 1.5), "dim must be a whole number"),
     (Attention, ({}, 0), "queries must be a whole number, 1 or more"),
     (Attention, ({}, True), "queries must be a whole number"),
-    (Fetch, ({}, "rows", 1, 1, 1, (1, 1)), "a reach is a row of whole numbers"),
-    (Fetch, ({}, "rows", 1, 1, 1, (1, 1, 0, 0, "1")), "a reach is a row of whole numbers"),
-    (Cut, ({}, "rows", 1, 1, 1, (0, 1, 0, 0, 1)), "no reach has the numbers"),
-    (Cut, ({}, "rows", 1, 1, 1, (2, 1, 0, 0, 1, 0)), "no reach has the numbers"),
+    (Fetch, ({}, "rows", 1, 1, 1, (1, 1)), "a halo must be a list of five or more whole numbers"),
+    (Fetch, ({}, "rows", 1, 1, 1, (1, 1, 0, 0, "1")), "a halo must be a list of five or more whole numbers"),
+    (Cut, ({}, "rows", 1, 1, 1, (0, 1, 0, 0, 1)), "are not valid numbers of a halo"),
+    (Cut, ({}, "rows", 1, 1, 1, (2, 1, 0, 0, 1, 0)), "are not valid numbers of a halo"),
     (Fetch, ({}, "rows", 1, 0, 1, (1, 1, 0, 0, 1)), "inner must be a whole number, 1 or more"),
-    (Extent, ({}, "columns", 1, (1, 1, 0, 0, 1, 0)), "a collective runs along one of"),
+    (Extent, ({}, "columns", 1, (1, 1, 0, 0, 1, 0)), "a collective must run along one of"),
     (Norm, ({}, "rows", 0, 1e-5), "groups must be a whole number, 1 or more"),
 ]
 
@@ -499,10 +499,10 @@ def test_collectives_that_are_none(kind, args, text):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda r: r.update(arguments=None), "made from constructor arguments only"),
-        (lambda r: r["attributes"].update(dim="1"), "made from constructor arguments only"),
+        (lambda r: r.update(arguments=None), "may have constructor arguments only"),
+        (lambda r: r["attributes"].update(dim="1"), "may have constructor arguments only"),
         (lambda r: r["arguments"].update(dim="1"), "dim must be a whole number"),
-        (lambda r: r["arguments"].update(world=3), "is not made with 'world'"),
+        (lambda r: r["arguments"].update(world=3), "has no argument 'world'"),
     ],
 )
 def test_a_file_s_collectives_are_checked(tmp_path, change, text):
@@ -525,8 +525,8 @@ def test_wrong_calls_are_told():
     for given, text in [
         ({"ulysses": 0}, "ulysses must be a whole number, 1 or more, not 0"),
         ({"ring": True}, "ring must be a whole number"),
-        ({"ulysses": 32}, r"24 tokens \('flatten', dimension 2\) cannot be split 32 ways: give fewer ways"),
-        ({"batch": 3}, r"2 samples \('x', dimension 0\) cannot be split 3 ways"),
+        ({"ulysses": 32}, r"24 tokens \('flatten', dimension 2\) cannot be split over 32 processes: use fewer"),
+        ({"batch": 3}, r"2 samples \('x', dimension 0\) cannot be split over 3 processes"),
         ({"ulysses": 2, "split": {"flaten": 1}}, "split: no node 'flaten' .did you mean 'flatten'"),
         ({"ulysses": 2, "split": {"flatten": 7}}, "'flatten' has no dimension 7"),
     ]:

@@ -73,7 +73,7 @@ def test_parallel_passes_are_one_plan_after_all_others():
     assert [e["name"] for e in done.module.meta["passes"]] == ["lora", "batch_parallel", "sequence_parallel"]
     checks = {c.name: c for c in done.report.checks}
     assert all(checks[n].status == "ok" for n in ("lint", "base", "shapes", "saved", "one graph", "parallel")), done.report
-    assert re.search(r"4 pretended .* by \S+e-\d+, and one from the module before by 0.0e\+00", checks["parallel"].detail)
+    assert re.search(r"4 simulated .* by \S+e-\d+, and one from the module before by 0.0e\+00", checks["parallel"].detail)
     again = fxplug.load("out")
     assert degrees_of(again) == degrees_of(done.module) and check_pretended(again, *done.inputs) < CLOSE
     with pretending(alone()):
@@ -87,7 +87,7 @@ def test_parallel_passes_are_one_plan_after_all_others():
 @sweep("name", NAMES, 0, 1)
 def test_every_parallel_pass_gives_what_one_process_gives(name):
     example = open_pass(name).source.data["example"]
-    with pytest.raises(fxplug.SpecError, match=f"{name}: its places are found by running the model: plan = fxplug.par"):
+    with pytest.raises(fxplug.SpecError, match=f"{name}: a parallel pass is not applied with apply"):
         fxplug.apply(small.vit().gm, fxplug.load_pass(name, **example["with"]))
     given = {"model": example.get("model", SMALL), "inputs": example.get("inputs", {}), "passes": [{name: example["with"]}]}
     done = fxplug.rewrite(given, verify=False)
@@ -122,10 +122,10 @@ def test_the_keys_of_a_plan_are_the_arguments_of_parallel_plan():
         ("sequence_parallel: {ulysses: 2, split: {x: a}}", r"c.yaml:4: .*parallel.split.x: must be a whole number, not 'a'"),
         ("sequence_parallel: {ulysses: 2, split: {no: 1}}", "split: no node 'no'.*given at c.yaml:4"),
         ("batch_parallel: {ways: 2, lr: 0.1}", "c.yaml:4: .*a parallel pass has no 'lr'"),
-        ("batch_parallel: {ways: 3}", r"2 samples \('x', dimension 0\) cannot be split 3 ways.*given at c.yaml:4"),
+        ("batch_parallel: {ways: 3}", r"2 samples \('x', dimension 0\) cannot be split over 3 processes.*given at c.yaml:4"),
         ("spatial_parallel: {at: decodr}", "spatial_parallel: 'decodr' matched 0 places.*given at c.yaml:4"),
         ("spatial_parallel: {at: 3}", "c.yaml:4: .*must be the path of a region, not 3"),
-        ("sequence_parallel: {ulysses: 2}\n  - own.yaml", "another pass gives 'ulysses' too, .*given at c.yaml:5"),
+        ("sequence_parallel: {ulysses: 2}\n  - own.yaml", "another pass sets 'ulysses' too, .*given at c.yaml:5"),
     ],
 )
 def test_mistakes_are_told_with_file_and_line(entry, text):
@@ -163,7 +163,7 @@ def test_a_plan_needs_no_values():
 def test_ways_on_the_line_take_the_place_of_those_in_the_file_and_are_saved():
     Path("c.yaml").write_text(CONFIG)
     text = run("parallel", "c.yaml", "--ways", "ring=2", "--out", "out")
-    assert text.startswith("ring 2\n") and "pretended processes differ from one by" in text and text.endswith("saved in out\n")
+    assert text.startswith("ring 2\n") and "simulated processes differ from one by" in text and text.endswith("saved in out\n")
     assert [p.name for p in fxplug.load_config("out/config.yaml").passes] == ["lora", "sequence_parallel"]
     assert run("parallel", "out", "--plan-only").splitlines()[0] == "ring 2"
     assert "is parallel already, with --ways ring=2" in run("parallel", "out", "--ways", "ulysses=2", code=1)
@@ -180,7 +180,7 @@ def test_ways_on_the_line_take_the_place_of_those_in_the_file_and_are_saved():
         ("ring=0", "ring must be a whole number, 1 or more, not '0'"),
         ("ring", "ring must be a whole number, 1 or more, not ''"),
         ("ring=2,ring=2", "'ring' is given twice"),
-        ("", "does not say how: give --ways ulysses=2"),
+        ("", "has no parallel degrees: give --ways ulysses=2"),
     ],
 )
 def test_wrong_ways(ways, text):
@@ -196,7 +196,7 @@ def torchrun(count, *args):
     return processes.ended(processes.verb, *args, folder=folder, world=count)
 
 
-SAID = r"2 pretended processes differ from one by \S+, real ones from pretended ones by \S+; every value was compared\n"
+SAID = r"2 simulated processes differ from one by \S+, real ones from simulated ones by \S+; every value was compared\n"
 
 
 def saved():
@@ -323,11 +323,11 @@ def test_a_prediction_is_printed_and_drawn():
         (["--predict", "1k"], "--predict '1k': must be whole numbers, 1 or more"),
         (["--predict", "128", "--devices", "1"], "--devices '1': must be whole numbers, 2 or more"),
         (["--predict", "128", "--link", "nvlnk"], "link 'nvlnk': no such link .did you mean 'nvlink'.*or GB/s"),
-        (["--predict", "128", "--link", "measured"], "measures between processes: start with torchrun"),
+        (["--predict", "128", "--link", "measured"], "measured needs several processes: start with torchrun"),
         (["--ways", "auto", "--devices", "2", "--speed", "0"], "speed is in teraFLOP a second, above 0, not 0.0"),
         (["--ways", "auto"], "--ways auto is for one number of processes, not 2,4,8: give --devices 2"),
         (["--ways", "auto", "--devices", "67"], "no way to split this model over 67 processes: .*tensor"),
-        (["--ways", "auto", "--devices", "2", "--link", "measured"], "measures between processes: start with torchrun"),
+        (["--ways", "auto", "--devices", "2", "--link", "measured"], "measured needs several processes: start with torchrun"),
     ],
 )
 def test_wrong_predictions(args, text):
@@ -381,10 +381,10 @@ def test_a_pass_says_how_a_module_is_run_in_steps(passes, said):
 @pytest.mark.parametrize(
     ("passes", "match"),
     [
-        ([{"sequence_parallel": {"ulysses": 2, "warmup": 2}}], "sequence_parallel: 'warmup' is of a run that is a step late"),
-        (["pipefusion", "tensor_parallel"], "pipefusion: 'tensor' does not go with stages: leave it out"),
-        (["spatial_parallel", {"sequence_parallel": {"ulysses": 2, "stale": True}}], "'rows' does not go with stale: true"),
-        (["pipefusion", {"sequence_parallel": {"ulysses": 2, "stale": True}}], "'ulysses' does not go with stages"),
+        ([{"sequence_parallel": {"ulysses": 2, "warmup": 2}}], "sequence_parallel: 'warmup' is only for stale values"),
+        (["pipefusion", "tensor_parallel"], "pipefusion: 'tensor' cannot be used with stages: leave it out"),
+        (["spatial_parallel", {"sequence_parallel": {"ulysses": 2, "stale": True}}], "'rows' cannot be used with stale: true"),
+        (["pipefusion", {"sequence_parallel": {"ulysses": 2, "stale": True}}], "'ulysses' cannot be used with stages"),
         ([{"pipefusion": {"stages": 0}}], "must be a whole number, 1 or more, not 0"),
         ([{"pipefusion": {"correct": 2}}], r"correct=2 needs the number of steps of an image"),
         ([{"pipefusion": {"stages": 99}}], "this model cannot be cut into 99 stages"),
@@ -409,6 +409,6 @@ def test_stages_from_the_command_line(forked):
     assert done.codes == [0, 0] and len(re.findall(said + checked, done.stdout)) == 1, done.stderr
     assert re.fullmatch(said, run("parallel", "out", "--plan-only"))
     assert "'out' is parallel already, with --ways stages=2,patches=2" in run("parallel", "out", "--ways", "ulysses=2", code=1)
-    assert "give stages=2,patches=4" in run("parallel", "c.yaml", "--ways", "patches=2", code=1)
+    assert "write stages=2,patches=4" in run("parallel", "c.yaml", "--ways", "patches=2", code=1)
     run("rewrite", "c.yaml", "--out", "plain", "--no-verify")
     assert re.fullmatch(said, run("parallel", "plain", "--ways", "stages=2,patches=2", "--plan-only"))

@@ -241,7 +241,7 @@ def test_a_vae_in_uneven_rows_with_its_gradients(part, shape):
     model = vae(part)
     gm, plan = compared(model, torch.randn(shape), 3, close=2e-6)
     assert plan.share > 0.999
-    assert set(plan.stages[0].found.why.values()) <= {"one of its values must be whole"}  # keys and values
+    assert set(plan.stages[0].found.why.values()) <= {"one of its inputs must be complete"}  # keys and values
     for size in ((1, shape[1], 12, 8), (2, shape[1], 2 * shape[2], 10)):  # another size than planned, and batch
         if part == "decoder" or size[2] % 2 == shape[2] % 2:
             x = torch.randn(size)
@@ -252,10 +252,10 @@ def test_a_vae_in_uneven_rows_with_its_gradients(part, shape):
 @pytest.mark.slow
 def test_rows_that_cannot_be_split_are_told():
     gm = fxplug.trace(vae("encoder"), (torch.randn(1, 3, 8, 8),)).eval()
-    with pytest.raises(fxplug.SpecError, match=r"4 rows \('sample', dimension 2\) cannot be split 5 ways"):
+    with pytest.raises(fxplug.SpecError, match=r"4 rows \('sample', dimension 2\) cannot be split over 5 processes"):
         fxplug.parallel_plan(gm, (torch.randn(1, 3, 8, 8),), rows=5)
     plan = fxplug.parallel_plan(gm, (torch.randn(1, 3, 8, 8),), rows=4)
-    with pytest.raises(fxplug.GuardError, match=r"dimension 2 of \(1, 3, 9, 8\) is not 4 times 2, as planned"):
+    with pytest.raises(fxplug.GuardError, match=r"dimension 2 of \(1, 3, 9, 8\) must be 4 times 2, as in the plan"):
         pretended(plan.ways, lambda rank: plan.written(torch.ones(1, 3, 9, 8)))
     with pytest.raises(fxplug.GuardError, match="3 tokens .* cannot be split over 4 processes"):
         pretended(plan.ways, lambda rank: plan.written(torch.ones(1, 3, 6, 8)))

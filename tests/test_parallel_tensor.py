@@ -39,7 +39,7 @@ def test_parts_of_weights_are_the_same_kept_or_taken():
         taken = part(weight, 5, 4)
         kept = taken.detach().clone().requires_grad_()
         grown = torch.autograd.grad((part(kept, 5, 4) * 3).sum(), kept)[0]
-        with pytest.raises(fxplug.GuardError, match=r"a weight \(7, 6\) is neither whole, 54 along dimension 0, nor the part"):
+        with pytest.raises(fxplug.GuardError, match=r"a weight of shape \(7, 6\) must be complete, 54 along dimension 0"):
             part(weight[:7], 5, 4)
         return taken, part(kept, 5, 4), grown, torch.autograd.grad((taken * part(given, 5, 4)).sum(), weight)[0]
 
@@ -323,7 +323,7 @@ def process(rank, folder):
     assert new.layers[0].q.weight.shape == (WIDTH // 2, WIDTH) and count[1] <= 0.53 * count[0]
     assert gm.layers[0].q.weight.shape == (WIDTH, WIDTH)
     assert distance(gm(*inputs()), new(*inputs())) < CLOSE
-    with pytest.raises(fxplug.ArtifactError, match="this process keeps only its part of .* weights, 'layers.0.k.bias'"):
+    with pytest.raises(fxplug.ArtifactError, match="this process has only its shard of .* weights, such as 'layers.0.k.bias'"):
         fxplug.save(new, folder + "/never")
     loaded = fxplug.localize(fxplug.load(folder))  # saved by one process, whole
     assert loaded.layers[0].q.weight.shape == (WIDTH // 2, WIDTH)

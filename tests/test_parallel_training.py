@@ -100,9 +100,9 @@ CONVOLUTIONS = {
 }  # fmt: skip
 WRONG = {
     "world": ({"train__parallel": {"ulysses": 2, "ring": 2}}, "4 processes share each sample, and there are 2: start with"),
-    "dropout": ({**ULYSSES, "passes": DROPOUT}, "train.parallel: 'lora_.*' draws random numbers though the model is in eval"),
+    "dropout": ({**ULYSSES, "passes": DROPOUT}, "train.parallel: 'lora_.*' draws random numbers although the model is in eval"),
     "no tokens": ({**ULYSSES, **CONVOLUTIONS}, "train.parallel: nothing of this model can be split along .sequence.: no att"),
-    "sampler": ({"sampler": True, "parallel": {"ulysses": 2}}, "processes . and . share each sample, and were given different"),
+    "sampler": ({"sampler": True, "parallel": {"ulysses": 2}}, "processes . and . share each sample, and got different"),
 }
 
 

@@ -473,7 +473,7 @@ def process(rank, folder):
     torch.save([image(found), image(found), image(found, height=12)], f"{folder}/{rank}.pt")
     late = fxplug.stale_sequence(own(), inputs(), ways=2, check=False)
     torch.save([image(late), image(late)], f"{folder}/late{rank}.pt")
-    with pytest.raises(fxplug.SpecError, match="3 stages on 3 processes, and there are 2"):
+    with pytest.raises(fxplug.SpecError, match="3 stages need 3 processes, and there are 2"):
         links_of(3, {"batch": 1})
 
 
@@ -500,8 +500,8 @@ def test_wrong_calls_are_told():
         ({"patches": 2, "stages": True}, "stages must be a whole number"),
         ({"patches": 2, "correct": -1}, "correct must be a whole number, 0 or more"),
         ({"patches": 2, "correct": 2}, "correct=2 needs the number of steps of an image"),
-        ({"patches": 25}, r"24 tokens \('flatten', dimension 2\) cannot be split 25 ways"),
-        ({"patches": 2, "stages": 99}, r"cannot be cut into 99 stages: .* give stages=\d+ or fewer"),
+        ({"patches": 25}, r"24 tokens \('flatten', dimension 2\) cannot be split over 25 processes"),
+        ({"patches": 2, "stages": 99}, r"cannot be cut into 99 stages: .* set stages=\d+ or fewer"),
         ({"patches": 2, "clock": "timestp"}, "no input 'timestp' .* .did you mean 'timestep'"),
     ]:
         with pytest.raises(fxplug.SpecError, match=text):

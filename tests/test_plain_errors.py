@@ -50,10 +50,10 @@ def test_a_model_without_layers_has_no_classes_to_list():
 def test_a_name_that_a_file_cannot_have_is_told_by_trace_and_refused_by_verify_and_save_alike(name, tmp_path):
     model = nn.Sequential()
     model.add_module(name, nn.Linear(4, 4))
-    with pytest.warns(UserWarning, match="can be in no artifact; the graph runs, and cannot be saved: name it"):
+    with pytest.warns(UserWarning, match="cannot be in an artifact; the graph runs, but cannot be saved: rename it"):
         gm = fxplug.trace(model, (torch.randn(2, 4),))
     for refuse in (check_savable, lambda module: fxplug.save(module, tmp_path / "module")):
-        with pytest.raises(ArtifactError, match="is no module path: .* must be letters, digits and any of"):
+        with pytest.raises(ArtifactError, match="is not a valid module path: .* must be letters, digits and any of"):
             refuse(gm)
     assert not (tmp_path / "module").exists()
 

@@ -158,7 +158,7 @@ def test_a_misspelt_hook_is_found_before_training_with_its_line(folder):
     lines = (folder / "train.json").read_text().splitlines()
     line = next(n for n, text in enumerate(lines, 1) if "Misspelt" in text)
     assert f"train.json:{line}: " in str(info.value)
-    assert "there is no hook 'on_epoch_strat' (did you mean 'on_epoch_start'?)" in str(info.value)
+    assert "no hook is called 'on_epoch_strat' (did you mean 'on_epoch_start'?)" in str(info.value)
 
 
 def test_empty_plugins_change_nothing(folder):

@@ -205,18 +205,18 @@ def finding(**methods):
 
 def test_hooks_that_do_not_exist():
     text = finding(on_epoch_strat=lambda self, **kwargs: None)
-    assert "there is no hook 'on_epoch_strat' (did you mean 'on_epoch_start'?)" in text
-    assert "there is no hook 'transform_captions'" in finding(transform_captions=lambda self, caption: caption)
-    assert "Mine is no plugin: it has none of the methods on_model_load" in finding(run=lambda self: None)
-    with pytest.raises(SpecError, match="no hook 'on_step_stop'"):
+    assert "no hook is called 'on_epoch_strat' (did you mean 'on_epoch_start'?)" in text
+    assert "no hook is called 'transform_captions'" in finding(transform_captions=lambda self, caption: caption)
+    assert "Mine is not a plugin: it has none of the methods on_model_load" in finding(run=lambda self: None)
+    with pytest.raises(SpecError, match="no hook is called 'on_step_stop'"):
         Plugins([type("Mine", (BasePlugin,), {"on_step_stop": lambda self, **kwargs: None})])
     assert Plugins([type("Empty", (BasePlugin,), {}), made(on_gpu=True, on_epoch_end=lambda self: None)])  # a value is no hook
 
 
 def test_arguments_that_a_hook_does_not_offer():
     text = finding(on_epoch_end=lambda self, epcoh: None)
-    assert "Mine.on_epoch_end: the hook has no 'epcoh' (did you mean 'epoch'?); it offers epoch, global_step, loss" in text
-    assert "the hook has no 'batch'" in finding(on_epoch_end=lambda self, batch=None, **kwargs: None)
+    assert "Mine.on_epoch_end: the hook gets no 'epcoh' (did you mean 'epoch'?); it gets epoch, global_step, loss" in text
+    assert "the hook gets no 'batch'" in finding(on_epoch_end=lambda self, batch=None, **kwargs: None)
     assert "by position" in finding(on_epoch_end=lambda self, *args: None)
     assert "must take one argument" in finding(transform_caption=lambda self, caption, image: caption)
     assert "must take one argument" in finding(transform_caption=lambda self: "")

@@ -217,7 +217,7 @@ class Named(nn.Module):
 def named(tmp_path_factory):
     """The page of such a model; its artifact would not be read."""
     folder = tmp_path_factory.mktemp("named")
-    with pytest.warns(UserWarning, match="can be in no artifact"):
+    with pytest.warns(UserWarning, match="cannot be in an artifact"):
         gm = fxplug.trace(Named(), torch.randn(2, 4))
     fxplug.report(None, fxplug.apply(gm, fxplug.load_pass("lora", at="**")), folder / "x.html")
     return folder
@@ -342,8 +342,8 @@ def test_a_run_without_a_log_says_so(run, tmp_path):
 
 @pytest.mark.parametrize(("subject", "options", "told"), [
     ("nothing", [], "no configuration 'nothing'|no such|nothing"),
-    ("empty", [], "has no manifest.json and no log.jsonl: report takes"),
-    ("art", ["--out", "{art}"], "is a folder, and the page is one file: --out"),
+    ("empty", [], "has no manifest.json and no log.jsonl: give"),
+    ("art", ["--out", "{art}"], "is a folder, and the page is one file: write --out"),
     ("art", ["--out", "/proc/no/x.html"], "cannot be written"),
     ("art", ["--set", "a=1"], "--set changes a configuration"),
 ], ids=["nothing", "empty", "folder", "unwritable", "set"])  # fmt: skip
@@ -374,7 +374,7 @@ def test_an_artifact_that_does_not_load_has_a_page_that_says_why(saved, tmp_path
     (art / "manifest.json").write_text(json.dumps({"format": 9, "torch": [], "files": odd}))
     assert list(report_folder(art, out).files) == ["a", "<b>"] and "&lt;b&gt;" in out.read_text()
     (art / "manifest.json").write_bytes(b"{")
-    assert "manifest.json is no JSON" in report_folder(art, out).trouble
+    assert "manifest.json is not JSON" in report_folder(art, out).trouble
 
 
 @pytest.mark.parametrize("wrong", [nn.Linear(2, 2), None, "x"])
@@ -473,7 +473,7 @@ def test_dot_and_svg_are_of_one_region(saved, tmp_path):
     root = ET.parse(tmp_path / "x.svg").getroot()
     assert "lora: qkv" in "".join(root.itertext()) and not root.findall(".//{*}a")
     wrong = CliRunner().invoke(app, ["show", str(saved / "art"), "--to", "svgg"])
-    assert "there is no 'svgg' to write (did you mean 'svg'?)" in wrong.output
+    assert "no format 'svgg' (did you mean 'svg'?)" in wrong.output
     wrong = CliRunner().invoke(app, ["show", str(saved / "art"), "--to", "dot", "--region", "blocks.0.atn"])
     assert "there is no region 'blocks.0.atn' (did you mean 'blocks.0.attn'?)" in wrong.output
 

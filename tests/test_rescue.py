@@ -92,7 +92,7 @@ def test_what_was_learnt_is_kept_and_the_run_goes_on_to_the_bit(tmp_path, whole,
         run(tmp_path, **changed(call))
     AT.clear()
     last = tmp_path / "checkpoints" / f"step-{step:08}"
-    text = f"the run ended after step {step}: what it learnt is in '{last}' (--resume goes on from there)"
+    text = f"the run ended after step {step}: the training is saved in '{last}' (continue with --resume)"
     notes = [note for note in getattr(caught.value, "__notes__", []) if "ended after" in note]
     assert hook == "on_training_end" or [note.startswith(text) for note in notes] == [True]
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [f"step-{step:08}"]
@@ -108,7 +108,7 @@ def test_what_was_learnt_is_kept_and_the_run_goes_on_to_the_bit(tmp_path, whole,
 def test_a_loss_that_is_not_finite_keeps_the_weights_before_it(tmp_path, whole):
     with pytest.raises(fxplug.TrainError, match="step 6: the loss is nan") as caught:
         run(tmp_path, **changed(data__call={"runs:Digits": {"spoil": 90}}, data__shuffle=False))
-    assert "the run ended after step 5: what it learnt is in" in caught.value.__notes__[-1]
+    assert "the run ended after step 5: the training is saved in" in caught.value.__notes__[-1]
     values = dict(fxplug.load(tmp_path / "module").named_parameters())
     assert all(bool(p.isfinite().all()) for p in values.values()) and values["head.weight"].count_nonzero()
     assert runs.notes(tmp_path)[-1] == caught.value.__notes__[-1]
@@ -121,7 +121,7 @@ def test_weights_that_are_not_finite_are_not_kept(tmp_path):
     (note,) = caught.value.__notes__
     last = list_checkpoints(tmp_path / "checkpoints")[-1]
     assert last.name == "step-00000003" and note.endswith(f"the newest checkpoint is '{last}'")
-    assert "of which nothing is kept as its weights are not finite" in note
+    assert "and nothing of it is saved because its weights are not finite" in note
     assert not (tmp_path / "module").exists()
 
 
@@ -139,7 +139,7 @@ def test_nothing_is_written_before_the_first_step_and_what_cannot_be_is_told(tmp
     with pytest.raises(fxplug.TrainError, match="ZeroDivisionError: mine") as caught:
         run(tmp_path / "b", **changed())
     (note,) = caught.value.__notes__
-    assert "of which nothing is kept as it cannot be written: " in note and note.endswith("there is no checkpoint")
+    assert "and nothing of it is saved because it cannot be written: " in note and note.endswith("there is no checkpoint")
 
 
 def test_a_module_that_cannot_be_written_does_not_deny_the_checkpoint(tmp_path, whole, monkeypatch):
@@ -151,8 +151,8 @@ def test_a_module_that_cannot_be_written_does_not_deny_the_checkpoint(tmp_path, 
         run(tmp_path, **changed())
     last = tmp_path / "checkpoints" / "step-00000008"
     (note,) = caught.value.__notes__
-    begin = f"the run ended after step 8: what it learnt is in '{last}' (--resume goes on from there)"
-    assert note.startswith(f"{begin}; there is no module, as it")
+    begin = f"the run ended after step 8: the training is saved in '{last}' (continue with --resume)"
+    assert note.startswith(f"{begin}; the module could not be written")
     monkeypatch.undo()
     assert same(trained(run(tmp_path, resume=True, **changed()).module), trained(whole["runs:Digits"].module))
 
@@ -161,7 +161,7 @@ def test_a_scheduler_that_ends_before_the_run_costs_no_step(tmp_path):
     short = {"OneCycleLR": {"max_lr": 0.01, "total_steps": 4}}
     with pytest.raises(fxplug.TrainError, match="scheduler OneCycleLR raised after step 5: ValueError: ") as caught:
         run(tmp_path, **changed(train__scheduler=short))
-    assert "the run ended after step 5: what it learnt is in" in caught.value.__notes__[-1]
+    assert "the run ended after step 5: the training is saved in" in caught.value.__notes__[-1]
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000005"]
     assert fxplug.load(tmp_path / "module").get_parameter("head.weight").isfinite().all()
 
@@ -212,6 +212,6 @@ def test_the_command_says_in_one_sentence_where_a_stopped_run_is(tmp_path, numbe
         ended = CliRunner().invoke(app, ["train", str(tmp_path / "a.yaml"), "--out", str(tmp_path / "out"), "--quiet"])
     assert ended.exit_code == 128 + number
     last = tmp_path / "out" / "checkpoints" / f"step-{step:08}"
-    where = f"'{last}' (--resume goes on from there) and '{tmp_path / 'out' / 'module'}'"
-    assert ended.stderr.splitlines()[-1] == f"stopped after step {step}: what it learnt is in {where}"
+    where = f"'{last}' (continue with --resume) and '{tmp_path / 'out' / 'module'}'"
+    assert ended.stderr.splitlines()[-1] == f"stopped after step {step}: the training is saved in {where}"
     assert last.is_dir() and "Traceback" not in ended.stderr

@@ -97,18 +97,18 @@ def test_all_linear_is_pefts_of_a_classifier_and_of_a_language_model():
     [
         ("qvk", "no region 'qvk', and none ends with '.qvk' (did you mean 'qkv'?)"),
         ("attn.qvk", "none ends with '.attn.qvk' (did you mean 'attn.qkv'?)"),
-        ("attn.*", "a pattern is held against whole paths: '**.attn.*' matches 4 places"),
-        ("re:attn.qkv", "inside of one this is found at 2 places, for example blocks.0.attn.qkv: write 're:.*attn.qkv'"),
+        ("attn.*", "a pattern must match the whole path: '**.attn.*' matches 4 places"),
+        ("re:attn.qkv", "inside paths this is found at 2 places, for example blocks.0.attn.qkv: write 're:.*attn.qkv'"),
         ("re:^attn.(qkv|proj)$", "write 're:.*(?:attn.(qkv|proj)$)'"),
         ("re:qkv|fc1", "this is found at 4 places, for example blocks.0.attn.qkv: write 're:.*(?:qkv|fc1)'"),
         ("attn.{qkv,prj}", "'prj' of the braces in 'attn.{qkv,prj}' matched 0 places"),
         ("**.attn.{qkv,prj}", "'prj' of the braces in '**.attn.{qkv,prj}' matched 0 places"),
         ("{qvk,prj}", "(did you mean 'qkv'?)\n  no region 'prj'"),
         (["qkv", "{fc1,fc3}"], "'fc3' of the braces in '{fc1,fc3}' matched 0 places"),
-        ("{attn,{mlp,head}}", "braces that do not close, or stand in others"),
-        ("**.{qkv", "braces that do not close"),
-        ("blocks.{0:1,1}.attn.qkv", "a slice stands alone in its braces"),
-        ("{a,b}" * 12, "stands for more than 1000 patterns"),
+        ("{attn,{mlp,head}}", "braces that are not closed, or are nested"),
+        ("**.{qkv", "braces that are not closed"),
+        ("blocks.{0:1,1}.attn.qkv", "a slice must be alone in its braces"),
+        ("{a,b}" * 12, "expands to more than 1000 patterns"),
     ],
 )
 def test_what_misses_says_what_was_meant(at, says):
@@ -144,7 +144,7 @@ def test_a_match_ends_with_what_it_left(xl, at, count, left, pattern):
     if not left:
         assert sites.left == "" and sites.summary == f"{count} site{'s' * (count > 1)}"
         return
-    assert re.match(rf"{left} similar layers? w(as|ere) not taken: {re.escape(', '.join(pattern))} ", sites.left)
+    assert re.match(rf"{left} similar layers? w(as|ere) not matched: {re.escape(', '.join(pattern))} ", sites.left)
     given = re.search(r"at: (\[.*\])\)$", sites.left)
     again = found(parse_yaml(given[1]).data, xl)  # as it stands, it goes into a configuration
     assert len(again) == count + left and again.left == ""
@@ -152,11 +152,11 @@ def test_a_match_ends_with_what_it_left(xl, at, count, left, pattern):
 
 
 def test_what_is_left_is_of_the_same_class_in_the_same_modules_or_of_the_same_name():
-    assert found("blocks.0.attn.qkv").left.startswith("2 similar layers were not taken: blocks.0.attn.proj, **.qkv (")
+    assert found("blocks.0.attn.qkv").left.startswith("2 similar layers were not matched: blocks.0.attn.proj, **.qkv (")
     assert found("blocks.*.attn.*").left == ""  # the layers of the mlp are other ones
     assert found("head").left == found("patch_embed.proj").left == ""
     gates = fxplug.find(small.plain_vit().gm, fxplug.load_pass("scale", at="blocks.0.mlp"))
-    assert gates.left.startswith("1 similar layer was not taken: **.mlp (a pattern that takes them too: at: [")
+    assert gates.left.startswith("1 similar layer was not matched: **.mlp (a pattern that matches them too: at: [")
 
 
 def test_a_count_silences_what_is_left_and_holds():
@@ -182,17 +182,17 @@ def test_the_count_of_a_configuration_is_kept_with_it():
 def test_the_command_line_says_what_was_left():
     config = {"model": SMALL, "passes": [{"lora": {"at": "qkv"}}]}
     text = str(fxplug.rewrite(config, dry_run=True))
-    assert "lora: 2 sites, " in text and "lora: 2 similar layers were not taken: **.attn.proj (a pattern" in text
+    assert "lora: 2 sites, " in text and "lora: 2 similar layers were not matched: **.attn.proj (a pattern" in text
 
 
 @pytest.mark.parametrize(
     "item, says",
     [
-        ("at=**.qkv", "as text it stands in quotes: --set 'passes.0.lora.at=\"**.qkv\"'"),
-        ("at=*qkv", "as text it stands in quotes"),
-        ("at=[**.qkv]", "a text that begins with * or {, or has braces within [ ] or { }, stands in quotes"),
-        ("at={qkv,proj}", 'in YAML this is text when it stands in quotes: "{qkv,proj}"'),
-        ("at=[head, {qkv,proj}]", 'in YAML this is text when it stands in quotes: "{qkv,proj}"'),
+        ("at=**.qkv", "to give text, quote it: --set 'passes.0.lora.at=\"**.qkv\"'"),
+        ("at=*qkv", "to give text, quote it"),
+        ("at=[**.qkv]", "quote a text that begins with * or {, or has braces within [ ] or { }"),
+        ("at={qkv,proj}", 'quote it in YAML to make it text: "{qkv,proj}"'),
+        ("at=[head, {qkv,proj}]", 'quote it in YAML to make it text: "{qkv,proj}"'),
     ],
 )
 def test_a_value_that_needs_quotes_says_so(item, says):
@@ -203,12 +203,12 @@ def test_a_value_that_needs_quotes_says_so(item, says):
 def test_a_line_of_a_file_that_needs_quotes_says_so(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("model: resnet18\npasses:\n  - lora: {at: **.conv1}\n")
-    with pytest.raises(fxplug.SpecError, match=r"c.yaml:3: .* stands in quotes"):
+    with pytest.raises(fxplug.SpecError, match=r"c.yaml:3: .* quote"):
         fxplug.load_config(file)
 
 
 def test_a_hint_takes_bounded_time():
-    with pytest.raises(fxplug.MatchError, match="the path is what fails"):  # at the start it ends at once
+    with pytest.raises(fxplug.MatchError, match="the path does not match"):  # at the start it ends at once
         found("re:x(([a-z0-9]+)+[.]*)+Z$")
 
 

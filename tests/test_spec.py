@@ -82,7 +82,7 @@ def test_yaml_values(text, value):
         ("a: {b: 1,\n    b: 2}", "f.yaml:2: key 'b' given twice"),
         ("a: 1\nb: !!python/object:os.system x", "tag '!!python/object:os.system' is not allowed"),
         ("\n- !!python/object/apply:os.system [ls]", "f.yaml:2: tag '!!python/object/apply:os.system'"),
-        ("- !mine 3", "f.yaml:1: tag '!mine' is not allowed; only plain values are read"),
+        ("- !mine 3", "f.yaml:1: tag '!mine' is not allowed: only plain YAML values are read"),
         ("- !!timestamp 2024-01-01", "f.yaml:1: tag '!!timestamp' is not allowed"),
         ("- !!int no", "f.yaml:1: 'no' does not fit its tag '!!int'"),
         ("- !!map x", "f.yaml:1: tag '!!map' is not allowed"),
@@ -93,7 +93,7 @@ def test_yaml_values(text, value):
         ("a: 1\n\tb: 2", "f.yaml:2: not valid YAML: found character"),
         ("a: 1\n---\nb: 2", "f.yaml:2: not valid YAML"),
         ("a: *b", "f.yaml:1: not valid YAML: found undefined alias 'b'"),
-        ("a: &x [*x]", "f.yaml:1: an alias that stands inside its own anchor"),
+        ("a: &x [*x]", "f.yaml:1: an alias inside its own anchor: it would contain itself"),
         ("a: \0", "f.yaml: not valid YAML: special characters are not allowed"),
         ("[" * 3000, "f.yaml:1: nested too deeply: more than 64 levels"),
     ],
@@ -152,7 +152,9 @@ def test_a_pass_in_python():
     assert rule.expect == (">=", 1) and str(rule.where) == "" and made.train is True
     assert hash(made) == hash(Pass("gate", rules=(rule,)))
     assert load_pass(made, name="other", lr=0.1).name == "other"
-    assert message(load_pass, made, rank=3) == "pass 'gate' has no parameters left to give: rank"
+    assert message(load_pass, made, rank=3) == (
+        "pass 'gate' was loaded with its parameters already, so these cannot be given: rank"
+    )
 
 
 def test_match_takes_one_or_many():
@@ -210,7 +212,7 @@ def test_expect(expect, parsed, admitted, refused):
         (lambda: Rule(Match(), Gate, args=["x", 2]), "args[1]: must be a port or a list of ports, not 2"),
         (
             lambda: Rule(Match(path=["a", "b"]), Gate, args=[["c"]]),
-            "args[0]: 1 ports for 2 path patterns; they pair up in order\n"
+            "args[0]: 1 ports for 2 path patterns: they are paired in order, so give as many\n"
             "  path: ['a', 'b']\n  args[0]: ['c']",
         ),
         (
@@ -219,14 +221,14 @@ def test_expect(expect, parsed, admitted, refused):
         ),
         (lambda: Rule(Match(), Gate, options=0), "options: must be a mapping, not 0"),
         (lambda: Rule(Match(), Gate, options=[1]), "options: must be a mapping, not a list"),
-        (lambda: Rule(Match(), Gate, expect="some"), "expect: 'some' is not a count; write one of ==N, >=N"),
+        (lambda: Rule(Match(), Gate, expect="some"), "expect: 'some' is not a count: write one of ==N, >=N"),
         (lambda: Rule(Match(), Gate, expect=True), "expect: true is not a count"),
         (lambda: Rule(Match(), Gate, name=3), "name: must be text, not 3"),
         (lambda: Rule(Match(), Gate, "x", where=Where("f.yaml", 2)), "f.yaml:2: place: no place 'x'"),
         (lambda: Pass("g", []), "rules: must be a list of rules, not an empty list"),
         (lambda: Pass("g", [Match()]), "rules[0]: must be a Rule, not a Match"),
         (lambda: Pass("a.b", [Rule(Match(), Gate)]), "name: must be a name of letters, digits and '_', not"),
-        (lambda: Pass("class", [Rule(Match(), Gate)]), "name: 'class' is a word of Python's own"),
+        (lambda: Pass("class", [Rule(Match(), Gate)]), "name: 'class' is a Python keyword: choose another name"),
         (lambda: Pass("g", [Rule(Match(), Gate)], lr=-1), "lr: must be a number, 0 or more, not -1"),
         (lambda: Pass("g", [Rule(Match(), Gate)], lr=True), "lr: must be a number, 0 or more, not true"),
         (lambda: Pass("g", [Rule(Match(), Gate)], train=1), "train: must be true or false, not 1"),
@@ -332,12 +334,12 @@ def test_parameters_agree_with_their_default(default, good, bad):
         (f"rules: [{RULE}]\nlr: x", "p.yaml:2: lr: must be a number, 0 or more, not 'x'"),
         (f"rules: [{RULE}]\nname: a-b", "p.yaml:2: name: must be a name of letters"),
         (f"rules: [{RULE}]\nparams: [a]", "p.yaml:2: params: must be a mapping, not a list"),
-        (f"rules: [{RULE}]\nparams: {{lr: 1}}", "p.yaml:2: params: parameter 'lr' has the name of a common"),
-        (f"rules: [{RULE}]\nparams:\n  rank: 1", "p.yaml:3: params: parameter 'rank' is used nowhere"),
+        (f"rules: [{RULE}]\nparams: {{lr: 1}}", "p.yaml:2: params: parameter 'lr' has the name of a setting"),
+        (f"rules: [{RULE}]\nparams:\n  rank: 1", "p.yaml:3: params: parameter 'rank' is not used by any rule"),
         (f"rules: [{RULE}]\ninputs: {{a b: 1}}", "p.yaml:2: inputs: must be a name of letters"),
         (f"rules:\n  - {RULE}\n  - 3", "p.yaml:3: rules[1]: must be a mapping, not 3"),
         ("rules:\n  - use: m:C", "p.yaml:2: rules[0]: missing key 'match'"),
-        ("rules:\n  - match: {path: a}", "p.yaml:2: rules[0]: a rule without 'use' puts one value there: it has one of 'args'"),
+        ("rules:\n  - match: {path: a}", "p.yaml:2: rules[0]: a rule without 'use' replaces a value by another"),
         (
             "rules:\n  - use: m:C\n    match: {modul: Linear}",
             "p.yaml:3: rules[0].match: unknown key 'modul' (did you mean 'module'?)",
@@ -396,7 +398,7 @@ def test_finding_the_file():
     assert load_pass("2d.yml").name == "pass_2d"
     write(f"rules: [{RULE}]", "own.yaml")
     assert message(load_pass, "lroa") == "no pass named 'lroa' (did you mean 'lora'?)"
-    assert message(load_pass, "own") == "no pass named 'own'; for the file here write 'own.yaml'"
+    assert message(load_pass, "own") == "no pass named 'own'; for the file in this folder write 'own.yaml'"
     assert message(load_pass, "onw.yaml") == "onw.yaml: no such file (did you mean 'own.yaml'?)"
     assert "nowhere/a.yaml: no such folder '" in message(load_pass, "nowhere/a.yaml")
     Path("dir.yaml").mkdir()
@@ -456,7 +458,7 @@ def test_import_target_tells_what_an_import_raised(tmp_path, monkeypatch):
     write("1 / 0\n", "broken_b.py")
     at = Where(str(tmp_path / "c.yaml"), 2)
     assert message(import_target, "broken_a:x", at) == (
-        "c.yaml:2: no module named 'broken_a'; broken_a.py lies beside c.yaml: put that folder on PYTHONPATH"
+        "c.yaml:2: no module named 'broken_a'; broken_a.py is in the folder of c.yaml: put that folder on PYTHONPATH"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert "importing 'broken_a' failed: ModuleNotFoundError: No module named 'absent_thing'" in message(
@@ -502,7 +504,7 @@ def test_a_pass_that_a_function_makes(tmp_path):
     assert config.passes[0].name == "b"
     said = message(load_config, {"model": "resnet10t", "passes": [{"mine.yaml": {}}]}, base=tmp_path)
     assert said == "passes[0].mine.yaml: missing key 'at'"
-    assert message(load_pass, file, at="none").endswith("'test_spec:made_here' gave 3, no Pass")
+    assert message(load_pass, file, at="none").endswith("'test_spec:made_here' gave 3, not a Pass")
     assert "module 'test_spec' is not allowed" in message(load_pass, file, at="head", allow=[])
     assert load_pass(file, at="head", allow=["test_spec"]).rules and load_pass(file, at="head", odd=True).rules
     assert "module 'os' is not allowed" in message(load_pass, file, at="head", odd=True, allow=["test_spec"])

@@ -337,7 +337,7 @@ WRITTEN = [
 EXCHANGED = [parameter_anew, parameter_deleted, parameter_made, buffer_made, child_made]
 
 
-# --- what is no function of anything that is known
+# --- what is not a function of anything that is known
 
 
 def own_generator(m: Any, x: Any) -> Any:
@@ -417,7 +417,7 @@ def line_of(function: Callable[..., Any]) -> int:
 def test_state_that_a_graph_cannot_have(function: Callable[..., Any], real: bool | None) -> None:
     model = Holding(function)
     before = fingerprint(model)
-    with pytest.raises(fxplug.TraceError, match=r"forward keeps Holding\..*register_buffer"):
+    with pytest.raises(fxplug.TraceError, match=r"forward stores Holding\..*register_buffer"):
         fxplug.trace(model, X(), real=real)
     assert_left(before, model)
 
@@ -441,7 +441,7 @@ def test_a_tensor_of_the_state_dict_that_forward_exchanges(function: Callable[..
     if where == "meta":
         model, x = model.to("meta"), x.to("meta")
     before = fingerprint(model)
-    with pytest.raises(fxplug.TraceError, match=r"'(fc\.weight|fc\.bias|gain|late)'|does not report to torch"):
+    with pytest.raises(fxplug.TraceError, match=r"'(fc\.weight|fc\.bias|gain|late)'|that torch does not dispatch"):
         fxplug.trace(model, x, real=True if where == "real" else None, check=False)
     assert_left(before, model)
 
@@ -754,7 +754,7 @@ def test_the_model_itself_is_called_in_another_thread_meanwhile() -> None:
 
 def test_a_trace_inside_a_trace_is_refused() -> None:
     before, inner, x = patches(), nn.Linear(4, 4), X()
-    with pytest.raises(fxplug.TraceError, match="inside a trace"):
+    with pytest.raises(fxplug.TraceError, match="during a trace"):
         fxplug.trace(Slow(lambda: fxplug.trace(inner, x)), X())
     assert patches() == before and fxplug.trace(Slow(), X())
 
@@ -831,7 +831,7 @@ def test_attributes_of_weights_without_values_are_read(forward: Callable[..., An
 @pytest.mark.parametrize("real", [None, True])
 def test_an_attribute_of_a_weight_that_forward_counts_up_is_refused(real: bool | None) -> None:
     model = Tagged(counts)
-    with pytest.raises(fxplug.TraceError, match=r"forward keeps Tagged\.weight\.count for its next call"):
+    with pytest.raises(fxplug.TraceError, match=r"forward stores Tagged\.weight\.count for its next call"):
         fxplug.trace(model, torch.ones(2, 3), real=real)
     assert vars(model.weight)["count"] == 0
 
@@ -929,7 +929,7 @@ def test_attention_biases_that_timm_keeps_are_read_anew():
 
 
 class Adapted(nn.Module):
-    """Holds what is no function of its weights, until its mode changes."""
+    """Holds what is not a function of its weights, until its mode changes."""
 
     def __init__(self):
         super().__init__()
@@ -1016,7 +1016,7 @@ def sized(function: Callable[..., Any]) -> Holding:
 def test_what_a_call_of_one_size_notes_for_others_is_refused(function: Callable[..., Any], real: bool | None) -> None:
     model, x = sized(function), X(8, 4)
     before = fingerprint(model)
-    with pytest.raises(fxplug.TraceError, match=r"forward (notes|keeps) Holding\.(largest|flag)"):
+    with pytest.raises(fxplug.TraceError, match=r"forward stores Holding\.(largest|flag)"):
         fxplug.trace(model, x, real=real)
     assert_left(before, model)
     gm = fxplug.trace(model, X(2, 4), real=real) if function is not smallest else None
@@ -1213,7 +1213,7 @@ def test_whether_two_inputs_are_one_tensor_is_a_guard() -> None:
     assert torch.equal(gm(one, other), one + other)
     with pytest.raises(fxplug.GuardError, match="'b' and 'a' were two tensors"):
         gm(one, one)
-    with pytest.raises(fxplug.TraceError, match="is not the model"):
+    with pytest.raises(fxplug.TraceError, match="does not give what the model gives"):
         fxplug.trace(Two(True), (one, one))
     for given in ((one, one), (one, other)):
         gm = fxplug.trace(Two(False), given)  # to this one it does not matter
@@ -1260,7 +1260,7 @@ def test_nested_and_quantised_tensors_are_refused(other: Any, kind: str) -> None
         with pytest.raises(fxplug.FxplugError, match=message):
             call()
     model.register_buffer("mask", odd)
-    with pytest.raises(fxplug.TraceError, match=f"'mask' is a {kind} tensor, which no graph can hold"):
+    with pytest.raises(fxplug.TraceError, match=f"'mask' is a {kind} tensor, which a graph cannot hold"):
         fxplug.trace(model, X())
 
 
@@ -1277,7 +1277,8 @@ def test_a_buffer_that_is_assigned_anew_has_the_dtype_that_the_model_gives_it() 
 
     gm = fxplug.trace(Keeping(), torch.ones(2, 4))
     gm(torch.zeros(3, 4))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(fxplug.GuardError, match="into the buffer 'last' has its dtype"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(fxplug.GuardError, match="to the buffer 'last' has the buffer's "
+                                                                                       "dtype"):
         gm(torch.ones(2, 4))
 
 
@@ -1292,7 +1293,7 @@ def test_a_draw_from_a_generator_that_the_model_seeds_itself_is_refused(draw: Ca
     with torch.no_grad():
         model(torch.ones(4))  # which leaves the generators as every call does
     before = random.getstate()
-    with pytest.raises(fxplug.TraceError, match="draws from Python's"):
+    with pytest.raises(fxplug.TraceError, match="draws random numbers from Python's"):
         fxplug.trace(model, torch.ones(4))
     assert random.getstate() == before
 
@@ -1327,7 +1328,7 @@ def test_a_generator_that_is_set_back_is_refused_whatever_other_threads_there_ar
     thread = threading.Thread(target=stop.wait)
     thread.start()
     try:
-        with pytest.raises(fxplug.TraceError, match="the random generators are left otherwise"):
+        with pytest.raises(fxplug.TraceError, match="the random generators end in another state"):
             fxplug.trace(Back(), X())
     finally:
         stop.set()

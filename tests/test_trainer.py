@@ -162,8 +162,9 @@ def test_lowered_runs_give_the_same_losses(tmp_path, how, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"train__checkpointing": True}, "'compile: regions' and 'checkpointing' do not go together"),
-        ({"model": {**VIT, "options": {**VIT["options"], "depth": 1}}}, "no regions here are alike, .* write 'compile: true'"),
+        ({"train__checkpointing": True}, "'compile: regions' and 'checkpointing' cannot be used together"),
+        ({"model": {**VIT, "options": {**VIT["options"], "depth": 1}}}, "the model has no repeated regions, .* write 'compile: "
+                                                                        "true'"),
         ({"train__compile": "region"}, "must be one of true, false, regions, not 'region' .did you mean 'regions'"),
         ({"train__fuse": "fusd"}, "must be one of true, false, auto, .*did you mean 'fused'"),
     ],
@@ -376,7 +377,7 @@ def test_an_overflow_names_the_first_region_and_keeps_the_weights(tmp_path):
         passes=[{"lora": {"at": "first"}}],
         train__trainable=[],
     )
-    assert "step 1: the loss is nan" in text and "went non-finite first" in text and "float gave" in text
+    assert "step 1: the loss is nan" in text and "the first non-finite values are in" in text and "float gave" in text
     assert len(text.splitlines()) == 4 and "executing" not in text
     assert not (tmp_path / "module").exists()
 
@@ -396,8 +397,8 @@ def test_a_batch_that_does_not_fit_the_graph_names_the_key(tmp_path):
     own = {"model": "test_trainer:Sized", "passes": [{"lora": {"at": "lin"}}], "train__trainable": []}
     text = message(fxplug.TrainError, tmp_path, **own, inputs={"x": [2, 3, 24, 24]})
     traced = re.escape("  traced: x [2, 3, 24, 24] float32\n  in a batch: image [16, 3, 16, 16] float32, label [16] int64")
-    assert re.search(rf"(?s)^the model was traced with other inputs than the run gives it: .*{traced}", text)
-    assert text.endswith("\n  images are [16, 16] and inputs.x is [2, 3, 24, 24]: give both one size, in data.size or inputs.x")
+    assert re.search(rf"(?s)^the model was traced with inputs that differ from those of the run: .*{traced}", text)
+    assert text.endswith("\n  images are [16, 16] and inputs.x is [2, 3, 24, 24]: set the same size in data.size and inputs.x")
     dit = copy.deepcopy(test_parallel_training.CONFIG)
     dit["inputs"]["timestep"] = {"shape": [2], "dtype": "float32"}
     text = message(fxplug.TrainError, tmp_path, **{k: dit[k] for k in ("model", "inputs", "passes", "train")})
@@ -417,7 +418,9 @@ def test_what_the_first_batch_has_otherwise_is_said_with_its_way_out(tmp_path):
     unet["inputs"]["encoder_hidden_states"], unet["model"]["diffusers"]["cross_attention_dim"] = [2, 1, 12], 12
     own = {"model": unet["model"], "inputs": unet["inputs"], "train": unet["train"], "passes": unet["passes"][:1]}
     text = message(fxplug.TrainError, tmp_path / "out", **own, data={"call": "test_trainer:Captioned"})
-    assert "has 16 numbers a word and in inputs.encoder_hidden_states 12: give the text encoder that the model was made" in text
+    assert (
+        "has 16 numbers a word and in inputs.encoder_hidden_states 12: set the text encoder that the model was trained"
+    ) in text
     assert "  called with: sample [8, 3, 16, 16] float32, timestep [8] int64, encoder_hidden_states [8, 1, 16] float32" in text
     assert not (tmp_path / "out").exists()
 
@@ -442,7 +445,7 @@ class Both(fxplug.Task):
     "image, words, advice",
     [
         ((3, 5, 5), (6, 8), r"a text in text has 6 words and in inputs.text 4: write inputs.text: \[2, 6, 8\]"),
-        ((4, 5, 5), (4, 8), "image has 4 channels and inputs.image 3: give the model data of its channels"),
+        ((4, 5, 5), (4, 8), "image has 4 channels and inputs.image 3: use data with that number of channels"),
         ((3, 5, 5), (8,), r"text has 2 dimensions and inputs.text 3: write inputs.text: \[8, 8\]"),
     ],
 )
@@ -454,7 +457,7 @@ def test_words_channels_and_dimensions_are_named(image, words, advice):
 
 
 def test_a_trainer_says_it_before_it_trains():
-    with pytest.raises(fxplug.TrainError, match=r"images are \[24, 24\] and inputs.x is \[1, 3, 16, 16\]: give both one size"):
+    with pytest.raises(fxplug.TrainError, match=r"images are \[24, 24\] and inputs.x is \[1, 3, 16, 16\]: set the same size"):
         python_trainer()[1](data=[(torch.randn(3, 24, 24), 1)] * 8)
 
 
@@ -564,7 +567,7 @@ def test_an_optimizer_that_lacks_what_trains_is_refused():
     optimizer = torch.optim.Adam(new.get_submodule("head").parameters(), 1e-3)
     with pytest.raises(fxplug.TrainError, match="the optimizer does not have 'lora.blocks.0.attn.qkv.Lora.down.weight', which"):
         trainer(optimizer=optimizer)
-    with pytest.raises(fxplug.SpecError, match="Closed computes the loss several times a step"):
+    with pytest.raises(fxplug.SpecError, match="Closed computes the loss several times per step"):
         trainer(optimizer="test_trainer:Closed")
 
 
@@ -630,7 +633,7 @@ class Trap(nn.Module):
 
 def test_the_diagnosis_is_of_training(tmp_path):
     common = {"model": "test_trainer:Trap", "inputs": {"x": [2, 3, 16, 16]}, "passes": ["lora"], "train__trainable": []}
-    assert "went non-finite first: log gave" in message(fxplug.TrainError, tmp_path, **common)
+    assert "the first non-finite values are in .*: log returned" in message(fxplug.TrainError, tmp_path, **common)
 
 
 class HalfLost(nn.Module):
@@ -674,14 +677,14 @@ def test_best_results_are_those_of_the_task_s_own_metric(tmp_path):
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
     run(tmp_path, train__steps=1)
-    assert "holds a run: resume it" in message(fxplug.SpecError, tmp_path)
+    assert "has a run already: continue it" in message(fxplug.SpecError, tmp_path)
 
 
 @pytest.mark.parametrize("verb", [fxplug.train, fxplug.rewrite])
 def test_a_folder_that_cannot_be_is_told_before_the_model_is_built(tmp_path, verb):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name, why in (("file", "file is not a folder"), ("file/out", "file is not a folder"), ("link", "is a link to nothing")):
+    for name, why in (("file", "file is not a folder"), ("file/out", "file is not a folder"), ("link", "is a broken link")):
         with pytest.raises(fxplug.FxplugError, match=why):
             verb(config(model="test_trainer:never_built"), out=tmp_path / name)
     assert (tmp_path / "file").read_text() == "" and len(list(tmp_path.iterdir())) == 2
@@ -796,5 +799,5 @@ def test_a_run_goes_on_from_its_best_test_to_the_bit(tmp_path):
 def test_what_would_be_compared_is_needed():
     new, _ = python_trainer()
     for key, value in (("patience", 2), ("best", True)):
-        with pytest.raises(fxplug.TrainError, match=f"test.{key} compares tests: give test.every"):
+        with pytest.raises(fxplug.TrainError, match=f"test.{key} compares tests: set test.every"):
             fxplug.Trainer(new, Mean(), Digits(), {"data": Digits(), key: value}, steps=2, device="cpu")

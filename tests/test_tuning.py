@@ -219,7 +219,7 @@ def test_a_shape_gets_as_many_turns_as_its_form_needs(new, clockwork, monkeypatc
 def test_forms_are_chosen_where_nothing_can_be_kept(new, clockwork, folder):
     folder.write_text("a file in the folder's place")
     timed = clockwork(fused=0.5)
-    with pytest.warns(UserWarning, match="kept in this process alone: .*cannot be written"):
+    with pytest.warns(UserWarning, match="used in this process only: .*cannot be written"):
         assert first_form(new) == "fused"
     timed.clear()
     assert first_form(new) == "fused" and not timed
@@ -256,7 +256,7 @@ def test_processes_that_measure_at_once_leave_a_whole_file(folder):
     (lambda d: d["cases"].update({"float32 1": {"form": "stock"}}), "is damaged"),
     (lambda d: d["cases"].update({"float32 1 2 3 4 0 0 0": {"form": "stock"}}), "is damaged .KeyError: 'ratios'"),
     (lambda d: d["cases"].update({"float32 1 2 3 4 0 0 0": {"form": "stock", "ratios": 3}}), "is damaged"),
-    (lambda d: d["cases"].update({"float32 1 2 3 4 0 0 0": {"form": "eager"}}), "is damaged .ValueError: no form 'eager'"),
+    (lambda d: d["cases"].update({"float32 1 2 3 4 0 0 0": {"form": "eager"}}), "is damaged .ValueError: unknown form 'eager'"),
     (lambda d: d.update(cases=3), "is damaged"),
     (None, "is damaged"),
 ])

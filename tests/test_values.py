@@ -42,9 +42,9 @@ def test_it_is_read_again_and_held_to_a_call():
         signatures._fill(read, given, "y", flat, "package was compiled")
         assert flat == [None, x]
     for wrong, said in [
-        ({"a": [x, (2, "x", None)]}, "y has to be a dict with a, b"),
-        ({"a": [x], "b": Out(True, torch.float16)}, r"y\['a'\] has to be a list of 2"),
-        ({"a": [3, (2, "x", None)], "b": Out(True, torch.float16)}, r"y\['a'\]\[0\] has to be a tensor, not 3"),
+        ({"a": [x, (2, "x", None)]}, "y must be a dict with a, b"),
+        ({"a": [x], "b": Out(True, torch.float16)}, r"y\['a'\] must be a list of 2"),
+        ({"a": [3, (2, "x", None)], "b": Out(True, torch.float16)}, r"y\['a'\]\[0\] must be a tensor, not 3"),
         ({"a": [x, (2.0, "x", None)], "b": Out(True, torch.float16)}, r"y\['a'\]\[1\]\[0\] is 2.0; .* compiled with 2 for it"),
         ({"a": [x, (2, "x", None)], "b": Out(1, torch.float16)}, r"y\['b'\]\['sample'\] is 1; .* compiled with True"),
         ({"a": [x, (2, "x", None)], "b": Out(True, torch.float32)}, "compiled with torch.float16 for it"),
@@ -74,5 +74,5 @@ def test_a_number_that_json_has_not():
 
 
 def test_a_key_twice_is_refused():
-    with pytest.raises(ArtifactError, match="graph.json: .* is no dict: 'it has a key twice'"):
+    with pytest.raises(ArtifactError, match="graph.json: .* is not a valid dict: 'it has the same key twice'"):
         decode({"dict": [["a", 1], ["a", 2]]})

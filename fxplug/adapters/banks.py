@@ -127,7 +127,7 @@ class Bank:
     def fitted(self, key: str, tensor: Tensor, value: Tensor, entry: Entry) -> Tensor:
         """Values for a slot of `tensor`, one of the bank's, scaled, in its dtype. Raises SpecError where they do not fit."""
         if value.is_meta and not tensor.is_meta:
-            raise SpecError(f"'{entry.name}': its {key} is on the meta device, which holds no values: give the file itself")
+            raise SpecError(f"'{entry.name}': its {key} is on the meta device and has no values: give the file itself")
         target = self.views(key, tensor, 0)
         flat = self.maps or self.kind in OTHERS or key == "bias"
         loose = rank_dims(key, self.parameters) if flat and key != "bias" else () if flat else (1,)
@@ -136,15 +136,15 @@ class Bank:
         )
         if not fits:
             raise SpecError(
-                f"'{entry.name}' has a {key} of {list(value.shape)}, and the bank at '{self.path}' takes {list(target.shape)}: "
-                "apply the pass with the factors that the adapter was made with"
+                f"'{entry.name}' has a {key} of {list(value.shape)}, and the slots at '{self.path}' take {list(target.shape)}: "
+                "apply the pass with the options that the adapter was trained with"
             )
         takes = bool(self.slots) and key == scaled_factor(self.parameters)
         if value.dtype == tensor.dtype != torch.float64 and (not takes or entry.scale == 1):
             return value  # whose reader has seen that its numbers are finite
         made = scaled(value, entry.scale, tensor.dtype) if takes else value.to(tensor.dtype)
         if not made.is_meta and not torch.isfinite(made).all():
-            raise SpecError(f"'{entry.name}': its {key} has numbers beyond {tensor.dtype}, which the slots hold")
+            raise SpecError(f"'{entry.name}': its {key} has numbers out of range for {tensor.dtype}, the dtype of the slots")
         return made
 
     def rows(
@@ -175,7 +175,7 @@ def check_name(name: Any, room: int) -> None:
     """Raises SpecError unless a name for an adapter is a text of at most so many bytes."""
     raw = name.encode(errors="ignore") if isinstance(name, str) else b""
     if not raw.strip() or b"\0" in raw or raw.decode() != name or len(raw) > room:
-        raise SpecError(f"an adapter's name is a text of at most {room} bytes, not {shown(name)}")
+        raise SpecError(f"an adapter's name must be text of at most {room} bytes, not {shown(name)}")
 
 
 def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict[str, Tensor]]:
@@ -197,7 +197,7 @@ def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict
         if tensors.keys() != bank.names.keys():
             raise SpecError(
                 f"'{entry.name}' has {', '.join(sorted(tensors))}, and the slots at '{bank.path}' are for "
-                f"{', '.join(sorted(bank.names))}: apply the pass with the factors that the adapter was made with"
+                f"{', '.join(sorted(bank.names))}: apply the pass with the options that the adapter was trained with"
             )
         return rank, tensors
     if (rank := entry.rank if bank.kind == "Dora" else entry.product_rank()) > bank.rank:
@@ -211,7 +211,7 @@ def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict
         groups = len(down) // rank
         if groups not in (1, bank.groups):
             raise SpecError(
-                f"'{entry.name}' is for a convolution of {groups} groups, and '{bank.path}' has {bank.groups}: it is made "
+                f"'{entry.name}' is for a convolution of {groups} groups, and '{bank.path}' has {bank.groups}: it was trained "
                 "for another layer"
             )
         down = torch.unflatten(down, 0, (groups, -1)).expand(bank.groups, *[-1] * down.dim())
@@ -221,7 +221,7 @@ def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict
     if magnitude is None:
         return rank, {"down": down, "up": up}
     if not magnitude.is_meta and not magnitude.any():
-        raise SpecError(f"'{entry.name}': its magnitudes are all zero, which means an empty slot here")
+        raise SpecError(f"'{entry.name}': its magnitudes are all zero, which marks an empty slot, so it cannot be loaded")
     return rank, {"down": down, "up": up, "magnitude": magnitude}
 
 
@@ -232,7 +232,8 @@ def _as_is(bank: Bank, entry: Entry) -> dict[str, Tensor]:
         settings = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
         raise SpecError(
             f"'{entry.name}' is {entry.kind} with {settings}, and the block at '{bank.path}' has "
-            f"{', '.join(f'{key}={bank.options[key]!r}' for key in wrong)}: apply the pass as the adapter was made"
+            f"{', '.join(f'{key}={bank.options[key]!r}' for key in wrong)}: apply the pass with the options that the adapter "
+            "was trained with"
         )
     return {"weight": entry.tensors["gate"]} if bank.kind == "Scale" else dict(entry.tensors)
 
@@ -243,16 +244,16 @@ def _change(bank: Bank, entry: Entry, base: Tensor | None) -> Tensor:
         return entry.tensors["delta"].reshape(bank.shape)
     where = f"'{entry.name}' is {entry.method or entry.kind}, a function of the weight of '{bank.path}'"
     if bank.transposed and bank.param == "weight" and entry.method != "whole":
-        raise SpecError(f"{where}, which is held as (in, out): the passes lora, lora_weight and dora hold its updates")
+        raise SpecError(f"{where}, which is stored as (in, out): load it into slots of lora, lora_weight or dora")
     if base is None:
-        raise SpecError(f"{where}, which is not at hand here: load it into the module that this was made from")
+        raise SpecError(f"{where}, which this module does not have: load it into the module that this was made from")
     if base.is_meta:
-        raise SpecError(f"{where}, which is on the meta device and holds no values: move the module to a device that does")
+        raise SpecError(f"{where}, which is on the meta device and has no values: move the module to another device")
     if not base.is_floating_point():
         raise SpecError(f"{where}, which is quantised: load it into slots on the base's own weights")
     made = entry.changed(base.detach()) - base.detach().float()
     if not made.isfinite().all():
-        raise SpecError(f"{where}, and makes numbers of it that are not finite (NaN or infinity)")
+        raise SpecError(f"{where}, and the result is not finite (NaN or infinity)")
     return made
 
 
@@ -305,14 +306,16 @@ def no_home(entry: Entry, key: str, banks: Sequence[Bank]) -> SpecError:
     """What is said of an entry that nothing here has room for: the pass that has it."""
     word, _, side = entry.kind.partition("+")[0].partition(" ")
     own = word if word in ("dora", "oft", "boft", "ia3") and "+dora" not in entry.kind else ""
-    here = f"what is here holds {' and '.join(sorted({bank.what for bank in banks}))}" if banks else "no pass here has it"
+    here = f"the slots here are for {' and '.join(sorted({bank.what for bank in banks}))}" if banks else (
+        "no pass here has slots for it"
+    )
     path = key.removesuffix(f".{entry.param}") if entry.param != "weight" else key
     way = f"{own}{' with by=input' if side else ''}{' (which has no slots)' if own not in ('', 'dora') else ''} or delta"
     what = f"a change of '{key}'" if entry.method in ("diff", "whole") else entry.kind
     what += f" ({entry.method})" if entry.kind == "delta" and entry.method not in ("diff", "whole") else ""
     return SpecError(
-        f"'{entry.name}' is {what}, which is more than a low-rank update, and {here}: it has a home in the pass "
-        f"{way if own else 'delta'}, at='{path}', param='{entry.param}'"
+        f"'{entry.name}' is {what}, which is more than a low-rank update, and {here}: apply the pass {way if own else 'delta'} "
+        f"with at='{path}', param='{entry.param}'"
     )
 
 
@@ -334,8 +337,8 @@ def rows_for(
         own = there(f"{path}.weight") if entry.base is not None else None
         if entry.base is not None and own is not None and not own.is_meta and not torch.equal(entry.base.to(own), own):
             raise SpecError(
-                f"the file has the weight of '{path}' beside which its update was trained, and it is not the one here: put it "
-                "into the model before the model is traced, or take the model that the adapter was trained on"
+                f"the file has the weight of '{path}' with which its update was trained, and the model's weight differs: set "
+                "it in the model before the trace, or use the model that the adapter was trained on"
             )
         if not at:
             base = there(path if entry.param != "weight" else f"{path}.weight")
@@ -351,12 +354,16 @@ def rows_for(
         path, rank, bank, p = max(high, key=lambda row: row[1])
         word = "rank_max" if bank.slots else "rank"
         kind = next((placed[at].kind for at, *_ in high if at in placed and placed[at].kind in ("loha", "lokr")), "")
-        other = f", or pass {kind}, which holds the factors as they are" if kind else ""
+        other = f", or apply the pass {kind}, which stores the factors as they are" if kind else ""
         way = f"apply pass '{p}' with {word}={rank}{other}"
         if bank.groups > 1:
-            way = f"the pass lora_weight with {word}={rank} holds one product for all {bank.groups} groups of a convolution"
+            way = (
+                f"apply the pass lora_weight with {word}={rank}, which has one product for all {bank.groups} groups of a "
+                "convolution"
+            )
         raise SpecError(
-            f"{len(high)} layers of the adapter have a rank above {word}={bank.rank}, the highest is {rank} at '{path}': {way}"
+            f"{len(high)} layers of the adapter have a rank above {word}={bank.rank}, the highest of them {rank} at '{path}': "
+            f"{way}"
         )
     return ready
 

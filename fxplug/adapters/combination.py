@@ -33,18 +33,18 @@ class Combination:
     def __post_init__(self) -> None:
         how, rank, density, clamp = self.how, self.rank, self.density, self.clamp
         if how not in HOWS:
-            raise SpecError(f"there is no way '{how}' to merge{did_you_mean(how, HOWS)}; there is {', '.join(HOWS)}")
+            raise SpecError(f"no merge method '{how}'{did_you_mean(how, HOWS)}; there are {', '.join(HOWS)}")
         sparse = self.kind in SPARSE
         if sparse != (density is not None) or (density is not None and not 0 < density <= 1):
-            what = "a density above 0, at most 1: the share of numbers that are kept" if sparse else "no density"
+            what = "a density above 0 and at most 1, the share of values to keep" if sparse else "no density"
             raise SpecError(f"'{how}' takes {what}, not {shown(density)}")
-        only = f"svd and what ends in _svd alone, and here is {how}" if not self.by_svd else "these"
+        only = f"methods that are svd or end in _svd, and this is {how}" if not self.by_svd else "these"
         if rank is not None and (not self.by_svd or isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-            raise SpecError(f"rank is a whole number, 1 or more, for {only}: not {shown(rank)}")
+            raise SpecError(f"rank must be a whole number, 1 or more, for {only}; not {shown(rank)}")
         if clamp is not None and not (self.by_svd and 0 < clamp <= 1):
-            raise SpecError(f"clamp is a quantile, above 0 to 1, for {only}: not {shown(clamp)}")
+            raise SpecError(f"clamp must be a quantile, above 0 and at most 1, for {only}; not {shown(clamp)}")
         if self.sign not in ("total", "frequency"):
-            raise SpecError(f"sign is 'total' or 'frequency', not {shown(self.sign)}")
+            raise SpecError(f"sign must be 'total' or 'frequency', not {shown(self.sign)}")
         self.draws.manual_seed(self.seed)
 
     @property

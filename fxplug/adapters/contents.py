@@ -161,7 +161,7 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> AdapterContents
             listed = f"; there are {', '.join(applied)}" if applied else "; none is applied"
             raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, applied)}{listed}")
         if applied[name].get("slots"):
-            raise SpecError(f"the pass '{name}' has slots: name the adapter in them, of module.adapters.names")
+            raise SpecError(f"the pass '{name}' has slots: give the name of an adapter in them, one of module.adapters.names")
     entries: dict[str, Entry] = {}
     left: dict[str, str] = {}
     rslora: set[bool] = set()
@@ -176,21 +176,21 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> AdapterContents
             if getattr(made, "resizes", False):
                 continue  # `held_heads` has it
             if type(made).__name__ not in BLOCKS or not type(made).__module__.startswith("fxplug.blocks"):
-                left[path] = f"{name} has a {type(made).__name__} there, which adapter files have no form for"
+                left[path] = f"{name} has a {type(made).__name__} there, which no adapter format can represent"
             elif site.get("apart"):
-                left[path] = f"{name} has a block there that is not beside each call of the layer, on its input"
+                left[path] = f"{name} has a block there that does not run beside every call of the layer, on its input"
             elif site["place"] != ("after" if type(made).__name__ in ("Lora", "Vera") else "param"):
-                left[path] = f"{name} has a {type(made).__name__} there that is not beside the layer, but {site['place']}"
+                left[path] = f"{name} has a {type(made).__name__} there with place '{site['place']}', not beside the layer"
             elif type(made).__name__ == "Delta":
                 entry = changed(path, name, made.delta.detach().cpu().clone(), site.get("param", "weight"))
                 if entry.tensors["delta"].is_meta:
-                    raise ArtifactError(f"the change of '{path}' is on the meta device, which holds no values")
+                    raise ArtifactError(f"the change of '{path}' is on the meta device and has no values")
                 if entry.tensors["delta"].any() and entry.key(path) in entries:
-                    left[entry.key(path)] = f"{name} has a second update there: choose the passes"
+                    left[entry.key(path)] = f"{name} has a second update there: choose with passes="
                 elif entry.tensors["delta"].any():
                     entries[entry.key(path)] = entry
             elif path in entries:
-                left[path] = f"{name} has a second update there: choose the passes"
+                left[path] = f"{name} has a second update there: choose with passes="
             elif type(made).__name__ == "Vera":
                 first, second = (module.get_buffer(f"{name}.shared.{half}").detach().cpu() for half in ("first", "second"))
                 down = made.d.detach().cpu()[:, None] * first[:, : made.in_features]
@@ -201,10 +201,12 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> AdapterContents
                 entries[path] = _of_block(module, site, path, name)
                 rslora.add(bool(made.rslora))
     if not entries and not wanted:
-        other = ": of one with slots, name the adapter in them, module.adapters.save(name, ...)" if applied else ""
-        raise SpecError(f"no pass without slots is applied here, so nothing was learned{other}")
+        other = "; to save an adapter from slots, name it: module.adapters.save(name, ...)" if applied else ""
+        raise SpecError(f"no pass without slots is applied here, so there is nothing to save{other}")
     if not entries:
-        raise SpecError(f"{' and '.join(wanted)}: no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}")
+        raise SpecError(
+            f"{' and '.join(wanted)}: has no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}"
+        )
     return AdapterContents(tuple(entries.values()), left, rslora == {True}, merged_heads(module, wanted))
 
 
@@ -217,9 +219,9 @@ def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) 
     if odd := next((text for value in state.values() if (text := unreadable(value))), ""):
         raise ArtifactError(f"the update of '{path}' {odd}")
     if any(value.is_meta for value in state.values()):
-        raise ArtifactError(f"the update of '{path}' is on the meta device, which holds no values")
+        raise ArtifactError(f"the update of '{path}' is on the meta device and has no values")
     if dtypes := [state[key].dtype for key in bank.names.values() if not state[key].is_floating_point()]:
-        raise ArtifactError(f"the update of '{path}' holds {dtypes[0]}; an adapter's weights are floating point")
+        raise ArtifactError(f"the update of '{path}' is {dtypes[0]}; an adapter's weights must be floating point")
     if f"{bank.block}.scale" not in state:
         raise ArtifactError(f"the update of '{path}' is a bank of slots, and the record of {name} says that it has none")
     own = {key: bank.views(key, state[tensor], 0).detach().cpu().clone() for key, tensor in bank.names.items()}

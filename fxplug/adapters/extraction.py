@@ -57,8 +57,8 @@ class Extracted:
     def __repr__(self) -> str:
         worst = max(self.errors, key=lambda path: self.errors[path])
         left = f"; not held: {list_skipped(self.left_out)}" if self.left_out else ""
-        most = f"at most {self.errors[worst]:.1%} of a difference is missing, at '{worst}'"
-        return f"Extracted({len(self.errors)} layers, {self.same} are the same; {most}{left})"
+        most = f"the largest error is {self.errors[worst]:.1%} of the difference, at '{worst}'"
+        return f"Extracted({len(self.errors)} layers, {self.same} more are equal; {most}{left})"
 
 
 @torch.no_grad()
@@ -84,21 +84,23 @@ def extract(
     """
     number = isinstance(rank, (int, float)) and not isinstance(rank, bool)
     if not number or not (rank >= 1 if isinstance(rank, int) else 0 < rank < 1):
-        raise SpecError(f"rank is a whole number, 1 or more, or a share between 0 and 1, not {shown(rank)}")
+        raise SpecError(f"rank must be a whole number, 1 or more, or a share between 0 and 1, not {shown(rank)}")
     with contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(_opened(given, limits)) for given in (base, tuned))
         model = second.model if second.model.layers else first.model
         for one in (first, second):
             if scale := weight_files.scale_of_weights(one.shapes):
-                raise ArtifactError(f"{one.where} holds quantised weights, which '{scale}' scales: take those that were")
+                raise ArtifactError(
+                    f"{one.where} has quantised weights, scaled by '{scale}': use the weights from before quantisation"
+                )
         shared = [key for key in second.shapes if key in first.shapes]
         if not shared:
             some = next(iter(second.shapes), "")
-            raise ArtifactError(f"{first.where} and {second.where} share no names{did_you_mean(some, first.shapes)}")
+            raise ArtifactError(f"{first.where} and {second.where} have no names in common{did_you_mean(some, first.shapes)}")
         paths = {key.removesuffix(".weight"): key for key in shared if key.endswith(".weight") and len(second.shapes[key]) > 1}
         chosen = select(at, paths)
         if not chosen:
-            raise SpecError(f"'{at}' is no layer of both{did_you_mean(at, paths)}")
+            raise SpecError(f"'{at}' is not a layer of both models{did_you_mean(at, paths)}")
         left = _list_unshared(first, second)
         entries: list[Entry] = []
         errors: dict[str, float] = {}
@@ -125,12 +127,12 @@ def extract(
             if not delta.any():
                 same += path in chosen
             elif path not in chosen:
-                left[key] = f"differs by up to {delta.abs().max():.3g}, and is no weight that a low-rank update changes"
+                left[key] = f"differs by up to {delta.abs().max():.3g}, and a low-rank update cannot change it"
             else:
                 entry, errors[path] = _low_rank(path, delta, value.dtype, rank)
                 entries.append(entry)
         if not entries:
-            others = f"; what differs is no layer's weight: {list_skipped(left)}" if left else ""
+            others = f"; only tensors that are not weights of layers differ: {list_skipped(left)}" if left else ""
             raise SpecError(f"no layer at '{at}' differs between {first.where} and {second.where}{others}")
         whole = About(layers, model.classes, model.config)
         return Extracted(AdapterFile(second.where, tuple(entries)), errors, left, same, whole)
@@ -194,7 +196,7 @@ def _in_memory(where: str, state: Mapping[str, Tensor], model: About) -> _Weight
         if not isinstance(value, Tensor):
             raise ArtifactError(f"{where}: '{key}' is a {type(value).__name__}, not a tensor")
         if value.is_meta:
-            raise ArtifactError(f"{where}: '{key}' is on the meta device, which holds no values")
+            raise ArtifactError(f"{where}: '{key}' is on the meta device and has no values")
     shapes = {key: tuple(value.shape) for key, value in state.items()}
     dtypes = {key: value.dtype for key, value in state.items()}
     return _Weights(where, shapes, dtypes, lambda key: state[key].detach().cpu(), model)
@@ -207,7 +209,7 @@ def _in_files(path: Path, stack: contextlib.ExitStack, limits: Limits) -> _Weigh
         with reading.reported(reading.about(path)):
             files = sorted(each for each in path.iterdir() if each.suffix == ".safetensors")
         if not files:
-            raise ArtifactError(f"the folder '{path}' has no .safetensors: name a file of weights, or a model's folder")
+            raise ArtifactError(f"the folder '{path}' has no .safetensors file: give a file of weights, or a model's folder")
         if kind_of(path / "config.json") == "file":
             config = object_of(reading.read_json(path / "config.json", limits=limits), str(path / "config.json"))
             model = About({}, (str(config.get("_class_name", "")),), config)
@@ -215,14 +217,14 @@ def _in_files(path: Path, stack: contextlib.ExitStack, limits: Limits) -> _Weigh
         found, _ = weight_files.read(path, limits=limits)
         found = found.get("state_dict", found) if isinstance(found, Mapping) else found
         if not isinstance(found, Mapping):
-            raise ArtifactError(f"{path} is a {type(found).__name__} and names no tensors")
+            raise ArtifactError(f"{path} contains a {type(found).__name__}, not a dict of tensors")
         return _in_memory(str(path), {str(key): value for key, value in found.items()}, model)
     records: dict[str, tuple[Any, weight_files.TensorEntry]] = {}
     for file in files:
         handle = stack.enter_context(reading.opened(file))
         for key, record in weight_files.header(handle, reading.about(file), limits).records.items():
             if key in records:
-                raise ArtifactError(f"'{key}' is in two files of '{path}': name one of them")
+                raise ArtifactError(f"'{key}' is in two files of '{path}': give one of them")
             records[key] = handle, record
     whole = any(key.startswith(WHOLE) for key in records)  # of a pipeline in one file, the denoiser
     names = {key.removeprefix(WHOLE): key for key in records if key.startswith(WHOLE) or not whole}

@@ -48,10 +48,10 @@ class LayerFacts:
     def get(self, kind: str, key: str, kinds: type | tuple[type, ...]) -> Any:
         """A value of PEFT's configuration of a method. Raises ArtifactError without one, and for a value of another type."""
         if self.config is None:
-            raise self.error(f"needs PEFT's configuration, which says its {key}: give config=, or the folder with it")
+            raise self.error(f"needs PEFT's configuration for its {key}: give config=, or the folder with adapter_config.json")
         value = self.config.get(key, METHODS[kind][key])
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-            raise self.error(f"has a configuration with {key}: {shown(value)}, which cannot be")
+            raise self.error(f"has a configuration with {key}: {shown(value)}, which is not possible")
         return value
 
     def error(self, finding: str) -> ArtifactError:
@@ -85,10 +85,10 @@ class UpdateKind:
         """Raise ArtifactError for tensors that are missing, or that the kind has not."""
         first = next(iter(facts.keys.values()))
         if lacks := sorted(self.needed.keys() - tensors.keys()):
-            raise ArtifactError(f"{facts.where}: '{first}' is half an update: '{facts.layer}' has no {', '.join(lacks)}")
+            raise ArtifactError(f"{facts.where}: '{first}' is an incomplete update: '{facts.layer}' has no {', '.join(lacks)}")
         if extra := sorted(tensors.keys() - self.needed.keys() - self.more.keys()):
             keys = ", ".join(f"'{facts.keys[role]}'" for role in extra)
-            raise facts.error(f"is whole without {keys}, which cannot be applied as well")
+            raise facts.error(f"has a whole update and also {keys}, which cannot both be applied")
 
     def check_sizes(self, tensors: Tensors, facts: LayerFacts) -> None:
         """Raise ArtifactError for tensors whose sizes are none of theirs, or do not go together."""
@@ -97,7 +97,7 @@ class UpdateKind:
             if role in tensors and (other := _conflict(role, form.split(), tensors[role], known, facts)):
                 shapes = f"{list(tensors[other].shape)} and {list(tensors[role].shape)}"
                 both = f"'{facts.keys[other]}' and '{facts.keys[role]}'"
-                raise ArtifactError(f"{facts.where}: {both} do not go together: their shapes are {shapes}")
+                raise ArtifactError(f"{facts.where}: {both} do not fit each other: their shapes are {shapes}")
 
 
 def _conflict(role: str, names: list[str], tensor: Tensor, known: dict[str, tuple[Any, str]], facts: LayerFacts) -> str:
@@ -105,7 +105,9 @@ def _conflict(role: str, names: list[str], tensor: Tensor, known: dict[str, tupl
     shape = tuple(tensor.shape)
     rest = names.pop() if names[-1].startswith("...") else ""
     if not len(names) <= len(shape) <= (5 if rest else len(names)) or (not tensor.numel() and role not in INTEGERS):
-        raise ArtifactError(f"{facts.where}: '{facts.keys[role]}' has the shape {list(shape)}, which is no {role}'s")
+        raise ArtifactError(
+            f"{facts.where}: '{facts.keys[role]}' has the shape {list(shape)}, which is not possible for {role}"
+        )
     found: list[tuple[str, Any]] = [*zip(names, shape, strict=False), *([(rest, shape[len(names) :])] if len(rest) > 3 else [])]
     for name, size in found:
         factors = name.split("*")
@@ -131,7 +133,7 @@ def changes_of(facts: LayerFacts, tensors: dict[str, Tensor]) -> list[Entry]:
     """The whole changes among a layer's tensors, which are taken out. Raises ArtifactError for one of nothing."""
     for role in tensors.keys() & (WHOLE.keys() | SET.keys()):
         if not tensors[role].numel() or not 1 <= tensors[role].dim() <= 5:
-            raise facts.error(f"has a {role} of {list(tensors[role].shape)}, which is no parameter's")
+            raise facts.error(f"has a {role} of shape {list(tensors[role].shape)}, which is not that of a parameter")
     made = []
     for role in [role for role in tensors if role in WHOLE]:
         value = tensors.pop(role)
@@ -148,9 +150,9 @@ def changes_of(facts: LayerFacts, tensors: dict[str, Tensor]) -> list[Entry]:
 def _lycoris_oft(t: Tensors, facts: LayerFacts) -> list[Entry]:
     blocks = t["oft_blocks"]
     if blocks.dim() not in (3, 4) or blocks.shape[-1] != blocks.shape[-2] or (blocks.dim() == 4 and blocks.shape[-1] % 2):
-        raise facts.error(f"has oft_blocks of {list(blocks.shape)}, which are no square blocks")
+        raise facts.error(f"has oft_blocks of shape {list(blocks.shape)}, which must be square blocks")
     if "rescale" in t and t["rescale"].numel() != blocks.shape[-3] * blocks.shape[-1]:
-        raise facts.error(f"has {t['rescale'].numel()} factors in rescale, and {blocks.shape[-3] * blocks.shape[-1]} outputs")
+        raise facts.error(f"has {t['rescale'].numel()} factors in rescale for {blocks.shape[-3] * blocks.shape[-1]} outputs")
     method = "diag-oft" if blocks.dim() == 3 else "butterfly oft"
     return [facts.entry("delta", method, dict(t), {"constraint": facts.alpha or 0.0})]
 
@@ -181,14 +183,16 @@ def _vera(t: Tensors, facts: LayerFacts) -> list[Entry]:
     if {"vera_A", "vera_B"} <= facts.shared.keys():
         a, b = facts.shared["vera_A"], facts.shared["vera_B"]
         if a.dim() != 2 or b.dim() != 2 or len(a) != rank or b.shape[1] != rank or len(b) < len(own["lambda_b"]):
-            raise facts.error(f"has vera_lambda_d of {rank}, and the file projections of {list(a.shape)} and {list(b.shape)}")
+            raise facts.error(
+                f"has vera_lambda_d of {rank}, which does not fit the file's projections of {list(a.shape)} and {list(b.shape)}"
+            )
         return [facts.entry("lora", "vera", {**own, "A": a, "B": b}, rank=rank)]
     return [facts.entry("lora", "vera", own, {"key": facts.get("VERA", "projection_prng_key", int)}, rank=rank)]
 
 
 def _vblora(t: Tensors, facts: LayerFacts) -> list[Entry]:
     if "vblora_vector_bank" not in facts.shared:
-        raise facts.error("needs vblora_vector_bank, which the file has not")
+        raise facts.error("needs vblora_vector_bank, which is not in the file")
     bank, topk = facts.shared["vblora_vector_bank"].float(), facts.get("VBLORA", "topk", int)
 
     def made(half: str) -> Tensor:
@@ -200,20 +204,20 @@ def _vblora(t: Tensors, facts: LayerFacts) -> list[Entry]:
             weights = torch.cat([weights, 1 - weights.sum(-1, keepdim=True)], -1)
         good = bank.dim() == 2 and at.shape == weights.shape and at.dim() == 3 and at.numel() > 0
         if not good or (not at.is_meta and (int(at.max()) >= len(bank) or int(at.min()) < 0)):
-            raise facts.error(f"has {half} that do not go with the bank of {len(bank)} vectors")
+            raise facts.error(f"has {half} that do not fit the bank of {len(bank)} vectors")
         return (weights.unsqueeze(-1) * bank[at]).sum(-2)
 
     a, b = made("vblora_logits_A"), made("vblora_logits_B")
     down, up = a.flatten(1), b.transpose(1, 2).flatten(0, 1)
     if up.shape[1] != len(down):
-        raise facts.error(f"has logits for ranks of {len(down)} and {up.shape[1]}")
+        raise facts.error(f"has logits of two ranks, {len(down)} and {up.shape[1]}")
     return [facts.entry("lora", "", {"down": down, "up": up}, rank=len(down))]
 
 
 def _miss(t: Tensors, facts: LayerFacts) -> list[Entry]:
     (block,) = t.values()
     if block.dim() not in (2, 3) or (block.dim() == 3 and block.shape[1] != block.shape[2]):
-        raise facts.error(f"has a block of {list(block.shape)}, which is no square's")
+        raise facts.error(f"has a block of shape {list(block.shape)}, which must be square")
     if block.dim() == 3:
         return [facts.entry("delta", "bat", {"block": block}, rank=block.shape[2])]
     mini = facts.config is not None and facts.config.get("init_weights") == "mini"
@@ -237,7 +241,7 @@ def _oft(t: Tensors, facts: LayerFacts) -> list[Entry]:
     rotation = t["oft_R"]
     size = (1 + math.isqrt(1 + 8 * rotation.shape[1])) // 2
     if size * (size - 1) // 2 != rotation.shape[1]:
-        raise facts.error(f"has an oft_R of {list(rotation.shape)}, which is above no square's diagonal")
+        raise facts.error(f"has an oft_R of shape {list(rotation.shape)}, which is not the upper triangle of a square matrix")
     if facts.onetrainer:  # OneTrainer's modules/module/LoRAModule.py: always five terms, and no configuration in the file
         scaled = "scaled_oft" in t and bool(t["scaled_oft"].any())
         rotation = rotation / (2 * math.sqrt(size - 1)) if scaled else rotation
@@ -245,17 +249,19 @@ def _oft(t: Tensors, facts: LayerFacts) -> list[Entry]:
         return [facts.entry("oft", "oft", {"rotation": rotation}, own, rank=len(rotation))]
     share = facts.get("OFT", "block_share", bool)
     if share and len(rotation) != 1:
-        raise facts.error(f"has an oft_R of {len(rotation)} blocks, and a configuration with block_share, which is one for all")
+        raise facts.error(
+            f"has an oft_R of {len(rotation)} blocks, and a configuration with block_share, for which there is one"
+        )
     series, config = facts.get("OFT", "use_cayley_neumann", bool), facts.config or {}
     version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
     if series and "use_cayley_neumann" in config and (not version or (int(version[1]), int(version[2])) < (0, 18)):
         raise facts.error(
-            "has a configuration with use_cayley_neumann of PEFT before 0.18, whose series was another and is "
-            "read by no later one: merge it with that version (merge_and_unload) and take the difference with fxplug.extract"
+            "has a configuration with use_cayley_neumann of PEFT before 0.18, which computed another series: merge it with "
+            "that version of PEFT (merge_and_unload) and take the difference with fxplug.extract"
         )
     terms = facts.get("OFT", "num_cayley_neumann_terms", int) if series else 0
     if terms and not 3 <= terms <= TERMS:
-        raise facts.error(f"has a configuration with num_cayley_neumann_terms: {terms}; 3 to {TERMS} are read")
+        raise facts.error(f"has a configuration with num_cayley_neumann_terms: {terms}; 3 to {TERMS} are supported")
     if facts.get("OFT", "coft", bool):  # as PEFT bounds them when it reads them
         most = facts.get("OFT", "eps", (int, float)) / math.sqrt(len(rotation))
         norms = rotation.float().norm(dim=1, keepdim=True) * math.sqrt(2)
@@ -267,14 +273,14 @@ def _oft(t: Tensors, facts: LayerFacts) -> list[Entry]:
 def _boft(t: Tensors, facts: LayerFacts) -> list[Entry]:
     levels, count, size, _ = t["boft_R"].shape
     if levels > 1 and (size % 2 or count % 2 ** (levels - 1)):
-        raise facts.error(f"has a boft_R of {list(t['boft_R'].shape)}, which is no butterflies of squares")
+        raise facts.error(f"has a boft_R of shape {list(t['boft_R'].shape)}, which must be butterfly factors of square blocks")
     return [facts.entry("boft", "boft", {"rotation": t["boft_R"], "magnitude": t["boft_s"].reshape(-1, 1)}, rank=count)]
 
 
 def _ia3(t: Tensors, facts: LayerFacts) -> list[Entry]:
     gate = t["ia3_l"]
     if gate.numel() != max(gate.shape):
-        raise facts.error(f"has an ia3_l of {list(gate.shape)}, which is no gate for each of its channels")
+        raise facts.error(f"has an ia3_l of shape {list(gate.shape)}, which must have one value per channel")
     if gate.dim() == 2:
         side = "output" if gate.shape[1] == 1 and gate.shape[0] > 1 else "input"
     else:  # a convolution's are alike
@@ -287,7 +293,9 @@ def _ia3(t: Tensors, facts: LayerFacts) -> list[Entry]:
 
 def _feeds(name: str, targets: Sequence[str] | str) -> bool:
     if isinstance(targets, str):
-        raise ArtifactError(f"feedforward_modules of the configuration is an expression, {shown(targets)}: give the names")
+        raise ArtifactError(
+            f"feedforward_modules of the configuration is a regular expression, {shown(targets)}: give a list of names"
+        )
     return any(isinstance(one, str) and (name == one or name.endswith(f".{one}")) for one in targets)
 
 
@@ -304,19 +312,19 @@ def _fourier(t: Tensors, facts: LayerFacts) -> list[Entry]:
 def _shira(t: Tensors, facts: LayerFacts) -> list[Entry]:
     at, values = t["shira_indices"], t["shira_weight"].flatten()
     if at.shape[1] != len(values) or (not at.is_meta and int(at.min()) < 0):
-        raise facts.error(f"has {len(values)} numbers, and shira_indices of {list(at.shape)}")
+        raise facts.error(f"has {len(values)} values, and shira_indices of shape {list(at.shape)}")
     return [facts.entry("delta", "shira", {"values": values, "at": at}, {"scale": 1.0})]
 
 
 def _randlora(t: Tensors, facts: LayerFacts) -> list[Entry]:
     a, b = (t.get(f"randlora_{name}", facts.shared.get(f"randlora_{name}")) for name in "AB")
     if a is None or b is None:
-        why = "needs randlora_A and randlora_B, which PEFT draws anew in 16 bits: save it with save_projection=True"
+        why = "needs randlora_A and randlora_B, which PEFT draws again in 16 bits: save the adapter with save_projection=True"
         raise facts.error(why)
     lam, gamma = t["randlora_lambda"], t["randlora_gamma"]
     good = a.dim() == b.dim() == 3 and a.shape[1] == 1 and len(a) == len(lam) == b.shape[2]
     if not good or len(gamma) > b.shape[1]:
-        raise facts.error("has randlora_lambda and randlora_gamma that do not go with the file's projections")
+        raise facts.error("has randlora_lambda and randlora_gamma that do not fit the file's projections")
     options = {"scale": facts.get("RANDLORA", "randlora_alpha", (int, float)) / len(lam)}
     return [facts.entry("delta", "randlora", {"lambda": lam, "gamma": gamma, "A": a, "B": b}, options, rank=len(lam))]
 
@@ -324,9 +332,11 @@ def _randlora(t: Tensors, facts: LayerFacts) -> list[Entry]:
 def _road(t: Tensors, facts: LayerFacts) -> list[Entry]:
     options = {"variant": facts.get("ROAD", "variant", str), "group": facts.get("ROAD", "group_size", int)}
     if options["variant"] not in ("road_1", "road_2", "road_4"):
-        raise facts.error(f"has a configuration with variant: {shown(options['variant'])}; known are road_1, road_2 and road_4")
+        raise facts.error(
+            f"has a configuration with variant: {shown(options['variant'])}; road_1, road_2 and road_4 are supported"
+        )
     if options["group"] < 2 or options["group"] % 2:
-        raise facts.error("has road_theta and road_alpha that do not go together with its group_size")
+        raise facts.error("has road_theta and road_alpha that do not fit its group_size")
     own = {"theta": t["road_theta"], "alpha": t["road_alpha"]}
     return [facts.entry("delta", "road", own, options, param=param, optional=param == "bias") for param in ("weight", "bias")]
 
@@ -335,7 +345,7 @@ def _gralora(t: Tensors, facts: LayerFacts) -> list[Entry]:
     own = {role.removeprefix("gralora_"): tensor for role, tensor in t.items()}
     k, _, rank = own["A"].shape
     if rank % k or len(own.keys() & {"A_general", "B_general"}) == 1:
-        raise facts.error("has gralora_A and gralora_B that do not go together")
+        raise facts.error("has gralora_A and gralora_B whose shapes do not fit each other")
     options = {"scale": facts.get("GRALORA", "alpha", (int, float)) / (rank + len(own.get("A_general", ())))}
     return [facts.entry("delta", "gralora", own, options, rank=rank)]
 
@@ -356,7 +366,9 @@ def _tokens(t: Tensors, facts: LayerFacts) -> list[Entry]:
     rows = t["trainable_tokens_delta"]
     good = isinstance(found, list) and all(type(n) is int and n >= 0 for n in found)
     if not good or not len({*found}) == len(found) == len(rows):  # type: ignore[misc, arg-type]
-        raise facts.error(f"has {len(rows)} trained tokens, and no configuration says trainable_token_indices for so many")
+        raise facts.error(
+            f"has {len(rows)} trained tokens, and its configuration has no trainable_token_indices of that length"
+        )
     return [facts.entry("delta", "tokens", {"rows": rows}, {"rows": tuple(found or ())})]
 
 

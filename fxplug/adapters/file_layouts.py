@@ -50,7 +50,7 @@ def model_of(model: nn.Module | None, family: str | None) -> About | None:
     if family is None:
         return None
     if family not in FAMILIES:
-        raise SpecError(f"there is no family '{family}'{did_you_mean(family, FAMILIES)}; there is {', '.join(FAMILIES)}")
+        raise SpecError(f"no model family '{family}'{did_you_mean(family, FAMILIES)}; there are {', '.join(FAMILIES)}")
     import diffusers
 
     options = dict(FAMILIES[family])
@@ -70,7 +70,7 @@ def family_of(file: AdapterFile) -> About:
                 continue
             return about
     known = ", ".join(FAMILIES)
-    raise ArtifactError(f"{file.source} fits none of {known} at their published sizes: give model=, the model that it is for")
+    raise ArtifactError(f"{file.source} fits none of {known} at their published sizes: give the model that it is for as model=")
 
 
 def layout_of(file: AdapterFile) -> str:
@@ -105,7 +105,7 @@ def on_paths(file: AdapterFile, about: About | None) -> list[Entry]:
         names = _TEXT.match(entry.path) or _T5.match(entry.path)
         if names is None:
             where = other or "another part"
-            raise ArtifactError(f"{file.source}: '{entry.name}' of {where} is no layer that is known without its model")
+            raise ArtifactError(f"{file.source}: '{entry.name}' of {where} is not a known layer: give the model that it is for")
         made.append(replace(entry, path=".".join(filter(None, names.groups())), flat=False))
     return made
 
@@ -149,11 +149,11 @@ def write_parts(
     for entry in entries:
         parts.setdefault(entry.part, []).append(entry)
     if part is not None and part not in parts:
-        raise SpecError(f"there is nothing for '{part}'{did_you_mean(part, parts)}; there is {', '.join(parts)}")
+        raise SpecError(f"the file has nothing for '{part}'{did_you_mean(part, parts)}; it has {', '.join(parts)}")
     models = [each for each in parts if as_ == "peft" or not each.startswith("text_")]
     if part is None and len(models) > 1 and as_ not in ("diffusers", "fxplug"):
         what = "a folder of PEFT" if as_ == "peft" else f"a file of {as_}"
-        raise SpecError(f"{what} is for one model, and there is {', '.join(parts)}: give part= one of them")
+        raise SpecError(f"{what} is for one model, and the file has {', '.join(parts)}: give one of them as part=")
     made: Content | None = None
     for each, some in parts.items():
         if part in (None, each):
@@ -200,14 +200,16 @@ def write_own(
     if layout in (*CONFIGURED, "fxplug"):
         return write_parts(entries, path, layout, None, dtype=dtype, errors=errors)
     if other := next((entry for entry in entries if entry.method not in ("", "diff")), None):
-        raise ArtifactError(f"'{other.name}' is {other.method}, no low-rank update or change: load it, and save the adapter")
+        raise ArtifactError(
+            f"'{other.name}' is {other.method}, which cannot be converted without its model: load it, and save the adapter"
+        )
     entries = [_in_dtype(entry, dtype) for entry in entries]
     tensors: dict[str, Tensor] = {}
     for entry in entries:
         tensors |= tensors_of(layout or "kohya", entry.name, entry, _layer(entry))
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
     if odd := next((key for key, value in tensors.items() if not value.float().isfinite().all()), None):
-        raise ArtifactError(f"'{odd}' has numbers that are not finite (NaN or infinity): write it in a wider dtype")
+        raise ArtifactError(f"'{odd}' has numbers that are not finite (NaN or infinity)in this dtype: write it in a wider one")
     about = {key: value for key, value in file.about.items() if isinstance(value, str) and not key.startswith("sshs_")}
     ranks = Counter((entry.rank, alpha_of(entry)) for entry in entries if not entry.method)
     if "ss_network_dim" in about and ranks:

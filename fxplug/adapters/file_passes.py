@@ -56,7 +56,7 @@ def pass_for(
     """
     many: list[Source] = list(files) if isinstance(files, (list, tuple)) else [files]  # type: ignore[list-item]
     if not many:
-        raise SpecError("pass_for needs a file, or several")
+        raise SpecError("pass_for needs at least one file")
     ways = {"part": part, "partial": partial, "guess": guess}
     slots = len(many) if slots is None else slots
     given = [(read(one, adapter=adapter, meta=True, limits=limits), ways) for one in many]
@@ -83,18 +83,18 @@ def adapter_pass(given: Any, base: str | os.PathLike[str] | None = None) -> Pass
             raise SpecError(f"no parameter '{key}'{near}; it has {', '.join(KEYS)}", key=key)
     single = {key: given[key] for key in FILE_KEYS if key in given}
     if ("files" in given) == ("file" in given) or (single and "files" in given):
-        raise SpecError("give 'file', or 'files' with a name for each")
+        raise SpecError("give either 'file', or 'files' with a name for each")
     files = given.get("files", {})
     if "file" in given:
         files = {_stem(given["file"]): single}
     if not isinstance(files, Mapping) or not files:
-        raise SpecError(f"must be files by the adapters' names, not {shown(files)}", path=("files",))
+        raise SpecError(f"must be a mapping of adapter names to files, not {shown(files)}", path=("files",))
     loads = [_load(name, one, base, "file" in given) for name, one in files.items()]
     slots = given.get("slots", len(loads))
     if not isinstance(slots, int) or isinstance(slots, bool) or (slots < len(loads) and slots != 0):
         raise SpecError(f"must be 0, or a whole number of {len(loads)} or more, not {shown(slots)}", path=("slots",))
     if not slots and (len(loads) > 1 or loads[0]["strength"] != 1 or given.get("samples")):
-        raise SpecError("without slots there is one file, in full, and no samples", path=("slots",))
+        raise SpecError("without slots there must be one file at full strength, and no 'samples'", path=("slots",))
     params = {key: value for key, value in given.items() if key not in COMMON}
     about = f"The adapters {', '.join(load['name'] for load in loads)}."
     settings: dict[str, Any] = {"name": "adapter", "about": about, "params": params, "samples": given.get("samples"), **common}
@@ -169,7 +169,7 @@ def fill_slots(module: TracedModule, p: Pass) -> None:
         return
     taken = [load["name"] for load in p.loads if load["name"] in held.names]
     if taken:
-        raise ClashError(f"{p.name}: an adapter '{taken[0]}' is loaded already, give this one another name, by 'files'")
+        raise ClashError(f"{p.name}: an adapter '{taken[0]}' is loaded already: give this one another name in 'files'")
     held.banks = {p.name: held.banks[p.name]}
     for load, way in zip(p.loads, ways, strict=True):
         held.load(load["name"], _source(load["file"]), **way)

@@ -44,14 +44,14 @@ def resize_adapter(
     Raises SpecError for a rank or share that is none; ArtifactError for updates of other kinds, and as `adapters.load`.
     """
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
-        raise SpecError(f"rank is a whole number, 1 or more, not {shown(rank)}")
+        raise SpecError(f"rank must be a whole number, 1 or more, not {shown(rank)}")
     asked = {name: n for name, n in (("energy", energy), ("cumulative", cumulative), ("ratio", ratio)) if n is not None}
     for name, value in asked.items():
         if isinstance(value, bool) or not (value >= 1 if name == "ratio" else 0 < value <= 1):
-            what = "a number, 1 or more" if name == "ratio" else "a share, above 0, at most 1"
-            raise SpecError(f"{name} is {what}, not {shown(value)}")
+            what = "a number, 1 or more" if name == "ratio" else "a share above 0 and at most 1"
+            raise SpecError(f"{name} must be {what}, not {shown(value)}")
     if len(asked) > 1 or not (asked or rank):
-        raise SpecError("give rank, or one of energy, cumulative and ratio, or rank and one of these")
+        raise SpecError("give rank, or one of energy, cumulative and ratio, or rank and one of these three")
     file = _read(source, adapter=adapter, limits=limits)
     made, errors = [], {}
     for entry in file.entries:
@@ -139,10 +139,10 @@ def merge_adapters(
     pairs = list(sources.items() if isinstance(sources, Mapping) else sources)
     ways = Combination(how, rank, density, sign, clamp, seed)
     if not pairs:
-        raise SpecError("there is nothing to merge: give files with their weights, {'ink.safetensors': 0.8}")
+        raise SpecError("nothing to merge: give files with their weights, {'ink.safetensors': 0.8}")
     for source, weight in pairs:
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            raise SpecError(f"the weight of {shown(str(source))} is a finite number, not {shown(weight)}")
+            raise SpecError(f"the weight of {shown(str(source))} must be a finite number, not {shown(weight)}")
     files = [_read(source, limits=limits) for source, _ in pairs]
     layout, about = layout_of(files[0]), model_of(model, family)
     same = about is None and as_ in (None, layout) and all(layout_of(file) == layout for file in files)
@@ -170,7 +170,7 @@ def _read(source: Source, **options: Any) -> AdapterFile:
     file = read(source, **options)
     for entry in file.entries:
         if empty := next((key for key, tensor in entry.tensors.items() if tensor.is_meta), None):
-            raise ArtifactError(f"{file.source}: '{entry.name}': its {empty} is on the meta device, which holds no values")
+            raise ArtifactError(f"{file.source}: '{entry.name}': its {empty} is on the meta device and has no values")
     return file
 
 
@@ -180,8 +180,8 @@ def _halves(entry: Entry, where: str) -> tuple[Tensor, Tensor]:
     if entry.method or base not in ("lora", "loha", "lokr") or entry.kind not in (base, "lora+bias"):
         what = entry.method or entry.kind
         raise ArtifactError(
-            f"{where}'{entry.name}' is {what}, no low-rank product alone: merge it into its model (fxplug.merge), and take the "
-            "difference with fxplug.extract"
+            f"{where}'{entry.name}' is {what}, not only a low-rank product: merge it into its model (fxplug.merge), and take "
+            "the difference with fxplug.extract"
         )
     if base != "lora":
         entry = entry.as_lora((entry.sizes()[0], *entry.sizes()[1]))
@@ -224,8 +224,8 @@ def _merged(row: Sequence[tuple[Entry, float]], ways: Combination, errors: dict[
     by_halves = not ways.by_svd and how != "cat"
     for entry, _ in row:
         if "bias" in entry.kind or (by_halves and entry.kind in ("loha", "lokr")):
-            why = "which 'cat' and 'svd' can merge" if "bias" not in entry.kind else "and a bias beside a LoRA is not merged"
-            raise ArtifactError(f"'{entry.name}' is {entry.kind}, which '{how}' does not combine, {why}")
+            why = "which 'cat' and 'svd' can merge" if "bias" not in entry.kind else "since it has a bias beside a LoRA"
+            raise ArtifactError(f"'{entry.name}' is {entry.kind}, which '{how}' cannot merge, {why}")
     ups, downs = zip(*(_halves(entry, "") for entry, _ in row), strict=True)
     weights = [weight * entry.scale for entry, weight in row]
     _check_shapes(first, [up[:, :1] for up in ups], [down[:1] for down in downs])
@@ -247,7 +247,7 @@ def _merged(row: Sequence[tuple[Entry, float]], ways: Combination, errors: dict[
         return _lora(first, up, down, 1.0)
     if len({up.shape[1] for up in ups}) > 1:
         ranks = ", ".join(str(up.shape[1]) for up in ups)
-        raise ArtifactError(f"'{first.name}' has the ranks {ranks}, and '{how}' combines halves of one rank: take cat or svd")
+        raise ArtifactError(f"'{first.name}' has the ranks {ranks}, and '{how}' needs equal ranks: use cat or svd")
     scale = first.scale if how == "kohya" else 1.0
     if how == "kohya":
         parts = [math.sqrt(abs(entry.scale / scale)) * weight for entry, weight in row]
@@ -272,4 +272,4 @@ def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 def _check_shapes(entry: Entry, *lists: Sequence[Tensor]) -> None:
     for values in lists:
         if len(shapes := list(dict.fromkeys(tuple(value.shape) for value in values))) > 1:
-            raise ArtifactError(f"'{entry.name}' is of {list(shapes[0])} in one file and of {list(shapes[1])} in another")
+            raise ArtifactError(f"'{entry.name}' has the shape {list(shapes[0])} in one file and {list(shapes[1])} in another")

@@ -88,7 +88,9 @@ class _AdapterFileReader:
     def read(self, state: Mapping[str, Any], adapter: str | None) -> AdapterFile:
         self.state = {str(key).replace("_orig_mod.", ""): value for key, value in state.items()}
         if len(self.state) < len(state):
-            raise ArtifactError(f"{self.where} has the same tensor compiled ('_orig_mod.') and not: keep one of them")
+            raise ArtifactError(
+                f"{self.where} has the same tensor with and without the prefix '_orig_mod.' of torch.compile: keep one of them"
+            )
         self.state = joined_sam(self.state, self.where)
         gates = {m["owner"]: key for key in self.state if (m := _GATES.match(key)) and m["name"] == "names"}
         adapters: set[str] = set()
@@ -100,7 +102,7 @@ class _AdapterFileReader:
         if config:
             placed |= {key: find_saved_module(key, config, self.state) for key, found in placed.items() if found is None}
         if adapter is None and len(adapters) > 1:
-            raise ArtifactError(f"{self.where} has several adapters: give adapter= one of {', '.join(sorted(adapters))}")
+            raise ArtifactError(f"{self.where} has several adapters: give one of {', '.join(sorted(adapters))} as adapter=")
         layers: dict[str, LayerKeys] = {}
         for found in placed.values():
             if found is None or not found.keys:
@@ -109,14 +111,14 @@ class _AdapterFileReader:
             layer.embedding |= found.embedding
             for role, at in found.keys.items():
                 if layer.keys.setdefault(role, at) != at:
-                    raise ArtifactError(f"{self.where}: '{layer.keys[role]}' and '{at}' are the same of one layer")
+                    raise ArtifactError(f"{self.where}: '{layer.keys[role]}' and '{at}' are the same tensor of one layer")
         rest = {key: self.state[key] for key, found in placed.items() if found is None}
         peft_config.check_layout(rest, self.where)
         if gates:
             self.choose(gates, adapter)
         elif adapter is not None and adapter not in adapters:
             has = f"; it has {', '.join(sorted(adapters))}" if adapters else ""
-            raise ArtifactError(f"{self.where} names no adapter '{adapter}'{did_you_mean(adapter, adapters)}{has}")
+            raise ArtifactError(f"{self.where} has no adapter '{adapter}'{did_you_mean(adapter, adapters)}{has}")
         if not layers:
             raise ArtifactError(f"{self.where} {self.none()}")
         self.read_patterns(layers.values())
@@ -132,7 +134,7 @@ class _AdapterFileReader:
             for key in ("alpha_pattern", "rank_pattern"):
                 tables[part, key] = config.get(key) or {} if config.get("peft_type") in peft_config.PRODUCTS else {}
                 if not isinstance(tables[part, key], Mapping) or not all(isinstance(p, str) for p in tables[part, key]):
-                    raise ArtifactError(f"{self.where}: '{key}' of its configuration must be values by pattern")
+                    raise ArtifactError(f"{self.where}: '{key}' of its configuration must be a mapping of patterns to values")
         about = reading.about(f"{self.where}: its configuration")
         self.chosen = dict(zip(tables, by_ending(list(tables.values()), names, about, self.limits), strict=True))
 
@@ -141,7 +143,7 @@ class _AdapterFileReader:
         keys = [str(key) for key in self.state]
         kind = str(self.configs.get("", {}).get("peft_type", ""))
         if any(re.search(r"\.Delta(_\d+)?\.delta$", key) for key in keys):
-            return "has whole changes, and does not say of which parameters: write them with adapters.save(..., as_='fxplug')"
+            return "has whole changes without the names of their parameters: save them with adapters.save(..., as_='fxplug')"
         found = f"its keys are like '{keys[0]}'" if keys else "it is empty"
         return f"has no layer of an adapter{f' (it is {kind})' if kind else ''}: {found}"
 
@@ -150,12 +152,12 @@ class _AdapterFileReader:
         for owner, key in gates.items():
             table = self.state[key]
             if not isinstance(table, Tensor) or table.dtype != torch.uint8 or table.dim() != 2 or table.is_meta:
-                raise ArtifactError(f"{self.where}: '{key}' must be the names of slots, as fxplug saves them")
+                raise ArtifactError(f"{self.where}: '{key}' must be the list of slot names that fxplug saves")
             names = [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in table.tolist()]
             known = [name for name in names if name]
             wanted = known[0] if adapter is None and len(known) == 1 else adapter
             if wanted is None or wanted not in known:
-                what = "holds no adapter" if not known else f"has the adapters {', '.join(known)}: give adapter= one of them"
+                what = "has no adapter" if not known else f"has the adapters {', '.join(known)}: give one of them as adapter="
                 raise ArtifactError(f"{self.where}: the pass '{owner}' {what}{did_you_mean(wanted, known) if wanted else ''}")
             self.slots[owner] = (names.index(wanted), len(names))
 
@@ -173,7 +175,7 @@ class _AdapterFileReader:
         made = changes_of(facts, tensors)
         for entry in made:
             if entry.method == "diff" and largest(entry.tensors, 1.0) > self.limits.update:
-                most = f"changes a {entry.param} by more than {self.limits.update:g}; see Limits"
+                most = f"changes a {entry.param} by more than {self.limits.update:g}; fxplug.Limits can raise it"
                 raise ArtifactError(f"{self.where}: '{layer.name}' {most}")
         if tensors or not made:
             kind = nearest_kind(tensors)
@@ -189,7 +191,7 @@ class _AdapterFileReader:
                 own = [replace(own[0], base=base.tensors["whole"]), *own[1:]]
             made = own + made
         if shape is not None and (wrong := next((e for e in made if not e.fits([int(n) for n in shape.tolist()])), None)):
-            text = f"'{wrong.name}' is not for a weight of {shape.tolist()}, as its reshape_weight says"
+            text = f"'{wrong.name}' does not fit a weight of shape {shape.tolist()}, which its reshape_weight gives"
             raise ArtifactError(f"{self.where}: {text}")
         return made
 
@@ -207,8 +209,8 @@ class _AdapterFileReader:
         self.check(layer, kind, tensors, facts, embedding)
         if facts.config and facts.config.get("peft_type") == "LOKR" and has_lokr_of_3_dims(tensors):
             raise facts.error(
-                "is a LoKr of a Conv1d, whose factors PEFT puts together in an order of its own: merge it with PEFT "
-                "(merge_and_unload) and take the difference with fxplug.extract"
+                "is a LoKr of a Conv1d, whose factors PEFT combines in another order: merge it with PEFT (merge_and_unload) "
+                "and take the difference with fxplug.extract"
             )
         if slot is not None and not (tensors := without_padding(tensors)):
             return []
@@ -216,7 +218,9 @@ class _AdapterFileReader:
             mid, low = tensors.pop("mid"), tensors["down"]
             tensors["down"] = low_rank.cored(mid.float(), low.flatten(1).float()).to(low.dtype)
             if not low.is_meta and not tensors["down"].isfinite().all():
-                raise ArtifactError(f"{self.where}: '{keys['mid']}' times '{keys['down']}' has numbers beyond {low.dtype}")
+                raise ArtifactError(
+                    f"{self.where}: '{keys['mid']}' times '{keys['down']}' has numbers out of range for {low.dtype}"
+                )
         rank = rank_of(tensors)
         part_path = (layer.group, layer.name.partition(".")[2]) if layer.own else split_part(layer.name)[1:]
         word = base
@@ -232,7 +236,7 @@ class _AdapterFileReader:
         if largest(tensors, scale) > self.limits.update:
             raise ArtifactError(
                 f"{self.where}: the update of '{layer.name}' is scaled by {scale:g} and can change a weight by more than "
-                f"{self.limits.update:g}, which no model stands; see Limits"
+                f"{self.limits.update:g}, which is the limit; fxplug.Limits can raise it"
             )
         flat = "." not in layer.name and not layer.own
         return [Entry(layer.name, part_path[1], part_path[0], word, tensors, scale, rank, embedding, flat, assumed)]
@@ -264,7 +268,7 @@ class _AdapterFileReader:
         if not value.is_floating_point() and key.endswith(INTEGERS) and (integer or key.endswith("scaled_oft")):
             return value.detach()
         if not value.is_floating_point():
-            raise ArtifactError(f"{self.where}: '{key}' holds {value.dtype}; an adapter's weights are floating point")
+            raise ArtifactError(f"{self.where}: '{key}' is {value.dtype}; an adapter's weights must be floating point")
         value, wide = value.detach(), torch.float64 if value.dtype == torch.float64 else torch.float32
         numbers = value if value.itemsize > 1 else value.float()
         # the sum tells in a seventh of the time, unless it is too large itself
@@ -308,7 +312,7 @@ class _AdapterFileReader:
     def odd(self, layer: LayerKeys, a: str, b: str, tensors: Mapping[str, Tensor]) -> ArtifactError:
         shapes = f"{list(tensors[a].shape)} and {list(tensors[b].shape)}"
         both = f"'{layer.keys[a]}' and '{layer.keys[b]}'"
-        return ArtifactError(f"{self.where}: {both} do not go together: their shapes are {shapes}")
+        return ArtifactError(f"{self.where}: {both} do not fit each other: their shapes are {shapes}")
 
     def number(self, key: str) -> float:
         value = self.state[key]

@@ -49,7 +49,7 @@ def find(path: Path) -> Path:
     if len(files) != 1:
         inner = sorted(name for name, is_folder in found.items() if is_folder and kind_of(path / name / "adapter_config.json"))
         if inner and not files:
-            raise ArtifactError(f"'{path}' has the adapters {', '.join(inner)}: give the folder of one")
+            raise ArtifactError(f"'{path}' has the adapters {', '.join(inner)}: give the folder of one of them")
         names = f": give one of {', '.join(files[:6])}" if files else ""
         raise ArtifactError(f"the folder '{path}' has {len(files) or 'no'} files of weights{names}")
     return path / files[0]
@@ -58,7 +58,7 @@ def find(path: Path) -> Path:
 def load(file: Path, limits: Limits, meta: bool = False) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """The tensors of a file on the CPU, with `meta` only its numbers and names, and what it says of itself."""
     if file.suffix not in (*SAFE, *PICKLED):
-        raise ArtifactError(f"{file}: an adapter is a file that ends in {', '.join((*SAFE, *PICKLED))}, or a folder")
+        raise ArtifactError(f"{file}: an adapter must be a file that ends in {', '.join((*SAFE, *PICKLED))}, or a folder")
     found, about = weight_files.read(file, most=SMALL if meta else math.inf, limits=limits)
     for _ in range(limits.depth):
         if not (isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping)):
@@ -67,7 +67,9 @@ def load(file: Path, limits: Limits, meta: bool = False) -> tuple[dict[str, Any]
     if isinstance(found, list) and found and all(isinstance(one, Tensor) and one.dim() > 1 for one in found):
         found = {f":{n // 2}:{('up', 'down')[n % 2]}": one for n, one in enumerate(found)}  # cloneofsimo's, 2022
     if not isinstance(found, Mapping):
-        raise ArtifactError(f"{file} is a {type(found).__name__} and names no layers: save a dict of tensors by layer")
+        raise ArtifactError(
+            f"{file} contains a {type(found).__name__}, not a dict of tensors: save one with the keys of layers"
+        )
     return {key: _without_values(key, value) for key, value in found.items()} if meta else dict(found), about
 
 
@@ -80,7 +82,7 @@ def _without_values(key: Any, value: Any) -> Any:
 def object_of(value: Any, where: str) -> dict[str, Any]:
     """A JSON object as it is. Raises ArtifactError for another value; `where` says what it was read from."""
     if not isinstance(value, dict):
-        raise ArtifactError(f"{where} is no JSON object")
+        raise ArtifactError(f"{where} is not JSON object")
     return value
 
 
@@ -100,7 +102,7 @@ def joined_sam(state: dict[str, Any], where: str) -> dict[str, Any]:
         except KeyError as error:
             raise ArtifactError(f"{where}: 'w_{error.args[0][0]}_{error.args[0][1]:03}' is missing") from None
         if up_q.shape != up_v.shape or len(down_q) != up_q.shape[1] or down_q.shape != down_v.shape:
-            raise ArtifactError(f"{where}: 'w_a_{n:03}' and what belongs to it do not go together")
+            raise ArtifactError(f"{where}: 'w_a_{n:03}' and its other tensors do not fit each other")
         width, rank = up_q.shape
         up = up_q.new_zeros(3 * width, 2 * rank)
         up[:width, :rank], up[-width:, rank:] = up_q, up_v
@@ -115,11 +117,13 @@ def unreadable(value: Tensor) -> str:
         plain: Any = Tensor
         own = [getattr(kind.__torch_function__, "__func__", None), kind.__torch_dispatch__]
         if own != [plain.__torch_function__.__func__, plain.__torch_dispatch__]:
-            return f"is a {kind.__name__}, which is no plain tensor: give its numbers, as of its dequantize() or full_tensor()"
+            return (
+                f"is a {kind.__name__}, which is not a plain tensor: convert it with dequantize() or full_tensor()"
+            )
     if value.is_nested:
-        return "is a nested tensor, which has no shape"
+        return "is a nested tensor, which has no single shape: convert it with to_padded_tensor()"
     if value.layout != torch.strided:
-        return f"is sparse ({value.layout}): give it .to_dense()"
+        return f"is sparse ({value.layout}): convert it with to_dense()"
     if value.dtype in PACKED:
-        return f"holds {value.dtype}, several numbers in one: give it in another dtype"
+        return f"is {value.dtype}, which packs several numbers into one: convert it to another dtype"
     return ""

@@ -65,7 +65,7 @@ def _flat(rows: Sequence[tuple[str, Entry]], start: str) -> tuple[list[tuple[str
         key = start + name.replace(".", "_")
         _, first = made.setdefault((key, entry.param, entry.method), (key, entry))
         if first is not entry:
-            left[entry.path] = f"with underscores for dots its name is that of '{first.path}'"
+            left[entry.path] = f"has the same name as '{first.path}' when dots become underscores"
     return list(made.values()), left
 
 
@@ -89,7 +89,10 @@ def _first(entries: Sequence[Entry], layers: Mapping[str, ModelLayer]) -> tuple[
             continue
         odd = next((e for e in found.values() if e.kind != "lora"), None)
         if odd is not None:
-            why = f"is one of {len(paths)} layers that are one, '{name}', there, and {odd.kind} of a part is none of the whole"
+            why = (
+                f"is one of {len(paths)} layers that are one layer '{name}' in that format, and {odd.kind} of a part cannot be "
+                "written for the whole"
+            )
             left |= dict.fromkeys(found, why)
             continue
         widths = {path: layers[path].shape[0] for path in own}

@@ -36,7 +36,7 @@ def forms_of(entry: Entry, layer: ModelLayer | None, called: bool, slots: bool) 
     What is no low-rank product of a layer's weight is a change of the whole parameter, as the bias beside a LoRA is in slots.
     """
     if not called:
-        return "is never called, the module around it reads its weight: no pass reaches that"
+        return "is never called, because the module around it reads its weight directly, so no pass can change it"
     kind, *more = entry.kind.split("+")
     if entry.param != "weight" or layer is None or layer.kind not in LAYERS or any("dora" in one for one in more):
         return [Form("delta", 0, (("param", entry.param),))]
@@ -89,7 +89,7 @@ class FormPlan:
         if not self.forms:
             for found in self.fits:
                 found.check()
-            raise SpecError("nothing in these files has a place in a pass with slots")
+            raise SpecError("these files have nothing that a pass with slots can take")
         rules: list[Rule] = []
         groups = [(form, [path for path in paths if path not in self.apart]) for form, paths in self.forms.items()]
         groups += [(form, [path]) for form, paths in self.forms.items() for path in paths if path in self.apart]
@@ -149,7 +149,7 @@ def plan_for(
             path = key if entry.param == "weight" else key.removesuffix(entry.param).removesuffix(".")
             made = forms_of(entry, layers.get(path), called is None or path in called, slots)
             if slots and entry.kind == "lora+bias" and f"{path}.bias" not in named:
-                made = "has a bias beside its LoRA and none of its own, which slots have no room for; without slots lora has"
+                made = "has a bias beside its LoRA and the layer has none, which slots do not support; use lora without slots"
             if isinstance(made, str):
                 unheld[key] = made
                 if not ways.get("partial"):

@@ -83,7 +83,7 @@ class Inspection:
             if str(about.get(key, "\0")).startswith(start) and key in about:
                 return str(tool)
         known = Counter(as_ for entry in self.file.entries if (as_ := format_of(entry)))
-        return f"unknown, with names as {FORMATS[known.most_common(1)[0][0]]['tool']} has them" if known else "unknown"
+        return f"unknown, with names like those of {FORMATS[known.most_common(1)[0][0]]['tool']}" if known else "unknown"
 
     @property
     def family(self) -> str:
@@ -103,7 +103,7 @@ class Inspection:
             ("written by", self.tool),
             *((name, text) for name, keys in (("base model", BASES), ("title", TITLES)) if (text := _metadata(about, keys))),
             ("ranks", _counted(self.ranks)),
-            ("alphas", _counted({f"{a:g}": n for a, n in self.alphas.items()}) or "none is said, the scale is taken as 1"),
+            ("alphas", _counted({f"{a:g}": n for a, n in self.alphas.items()}) or "not given, the scale is taken as 1"),
         ]
         if trained := _metadata(about, TRAINED, all_=True):
             rows.append(("trained", trained))
@@ -113,7 +113,8 @@ class Inspection:
         if family := self.family:
             rows.append(("names", f"those of {family}"))
         if file.rest:
-            rows.append(("beside", f"{len(file.rest)} tensors are no update: {_listed([shown(key) for key in file.rest])}"))
+            rows.append(("beside", f"{len(file.rest)} tensors are not part of an update: "
+                                   f"{_listed([shown(key) for key in file.rest])}"))
         return rows + self._fit_rows()
 
     def _fit_rows(self) -> list[tuple[str, str]]:
@@ -131,7 +132,7 @@ class Inspection:
                 rows.append(("other part", f"{len(entries)} layers are for {part or '(no name)'}"))
             rows += [("not here", printable(text)) for text in found.findings()]
             if found.assumed:
-                rows.append(("assumed", f"nothing says the scale of {len(found.assumed)} layers, it is taken as 1"))
+                rows.append(("assumed", f"no scale is given for {len(found.assumed)} layers, it is taken as 1"))
         if self.slots is not None:
             found, gone = self.slots, len({e.name for e in self.slots.placed.values()})
             lacks = f", {len(found.outside)} layers have none: {_listed([*found.outside])}" if found.outside else ""
@@ -175,7 +176,7 @@ def inspect_adapter(
     try:
         plan = plan_for([(file, {"part": part, "partial": True, "guess": guess})], model)
     except ArtifactError as error:
-        return Inspection(file, why=f"it does not: {error}", layers=layers)
+        return Inspection(file, why=f"it does not fit: {error}", layers=layers)
     return Inspection(file, plan, layers=layers, slots=_in_slots(file, model, part, guess))
 
 

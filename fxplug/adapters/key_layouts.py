@@ -29,21 +29,21 @@ def refused(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
     """Why a format cannot hold an update; an empty text where it can."""
     if entry.method == "diff":
         known = entry.kind in FORMATS[as_]["kinds"]
-        return "" if known else f"has a change of its {entry.param}, whole, for which {as_} has no form"
+        return "" if known else f"has a whole change of its {entry.param}, which {as_} cannot represent"
     if layer is None:
-        return "is no layer with a weight"
+        return "is not a layer with a weight"
     if not entry.fits(layer.shape) and not (layer.kind == "Embedding" and entry.fits(layer.shape[::-1])):
-        return f"has an update of another parameter than its weight, which is {list(layer.shape)}"
+        return f"has an update of another shape than its weight, which is {list(layer.shape)}"
     if as_ == "fxplug":
         return ""
     if layer.kind == "Embedding" and (as_ not in CONFIGURED or entry.kind != "lora"):
-        return f"is an embedding, for whose {entry.kind} {as_} has no form"
+        return f"is an embedding with {entry.kind}, which {as_} cannot represent"
     if layer.groups > 1 and "down" in entry.tensors and as_ in CONFIGURED:
-        return f"is a convolution in {layer.groups} groups, for whose low-rank updates {as_} has no form"
+        return f"is a convolution in {layer.groups} groups, whose low-rank updates {as_} cannot represent"
     if as_ in CONFIGURED and has_lokr_of_3_dims(entry.tensors):
-        return "is a LoKr of a Conv1d, whose factors PEFT puts together in an order of its own"
+        return "is a LoKr of a Conv1d, whose factors PEFT combines in another order"
     if entry.kind not in FORMATS[as_]["kinds"]:
-        return f"has {entry.kind}, for which {as_} has no form"
+        return f"has {entry.kind}, which {as_} cannot represent"
     return ""
 
 
@@ -72,9 +72,9 @@ def biases_alone(entries: Sequence[Entry], as_: str) -> dict[str, str]:
     """The changes of biases that LyCORIS would not read, as it has none beside another update, by place, with the reason."""
     whole = {entry.path for entry in entries if entry.method == "diff" and entry.param == "weight"}
     changes = [e for e in entries if e.method == "diff" and e.param != "weight"]
-    why = f"has a change of a bias without one of the whole weight, which the tools for {as_} files leave out; comfy has it"
+    why = f"has a change of a bias without a whole change of the weight, which tools ignore in {as_} files; use comfy"
     left = {e.key(e.path): why for e in changes if as_ in ("kohya", "lycoris") and e.path not in whole}
-    odd = "has a change of another parameter than weight and bias, for which no format has a form"
+    odd = "has a change of a parameter other than weight and bias, which no format can represent"
     other = {e.key(e.path): odd for e in changes if e.param != "bias"}
     return left | other
 
@@ -211,17 +211,17 @@ def unlike(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) 
     base = bases.most_common(1)[0][0]
     for path, entry in rows:
         if not entry.kind.startswith(base):
-            left[path] = f"has {entry.kind}, and the other layers {base}, of which PEFT has one in a file"
+            left[path] = f"has {entry.kind} and the other layers {base}, and a PEFT file can have only one of them"
     if base == "lokr":
         _, others = _lokr_options([(path, entry) for path, entry in rows if path not in left], layers)
-        why = "has a LoKr whose factors are others than PEFT would make with what it has for the other layers"
+        why = "has a LoKr whose factors differ from those that PEFT would make with the settings of the other layers"
         left |= dict.fromkeys(others, why)
     if base == "loha":
         cores = any("hada_t1" in entry.tensors for _, entry in rows)
         for path, entry in rows:
             spatial = math.prod(layers[path].shape[2:]) > 1
             if cores and spatial and "hada_t1" not in entry.tensors and path not in left:
-                left[path] = "has no core, and other convolutions have one, which PEFT says for all at once"
+                left[path] = "has no core, and other convolutions have one, for which PEFT has a single setting"
     return left
 
 

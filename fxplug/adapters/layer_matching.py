@@ -79,31 +79,31 @@ class Fit:
             some = [f"'{e.name}'{did_you_mean(e.path, self._alike(e))}" for e in self.missing[:3]]
             of = len(self.file.entries) - sum(len(entries) for entries in self.others.values())
             like = looks_like(e.path for e in self.missing)
-            like = f"; such names are those of {like}" if like and not self.placed else ""
+            like = f"; names like these are used by {like}" if like and not self.placed else ""
             text = f"{len(self.missing)} of {of} layers are not in the graph: {_listed(some, len(self.missing))}{like}"
             if self.guessed:
                 some = [f"'{name}' for '{path}'" for name, path in list(self.guessed.items())[:3]]
-                text += f" (guess=True takes them by shape and order: {_listed(some, len(self.guessed))})"
+                text += f" (guess=True matches them by shape and order: {_listed(some, len(self.guessed))})"
             found.append(text)
         if self.outside:
             kinds = list(dict.fromkeys(_star_numbers(path) for path in self.outside))
             at = f"at: {_listed([repr(kind) for kind in kinds[:3]], len(kinds))}"
             some = [f"'{path}'" for path in list(self.outside)[:3]]
             named = _listed(some, len(self.outside))
-            found.append(f"{len(self.outside)} layers have no slots here: {named} (give the pass {at} too)")
+            found.append(f"{len(self.outside)} layers have no slots here: {named} (apply the pass with {at} too)")
         if self.homeless:
             layers = list(dict.fromkeys(_star_numbers(key.rpartition(".")[0]) for key in self.homeless))
             params = sorted({key.rpartition(".")[2] for key in self.homeless})
             named = _listed([f"'{key}'" for key in list(self.homeless)[:3]], len(self.homeless))
             at = _listed([repr(kind) for kind in layers[:3]], len(layers))
             way = f"the pass delta with at: {at} and param: {' or '.join(params)}"
-            found.append(f"{len(self.homeless)} changes of parameters have no home here: {named} ({way} holds them)")
+            found.append(f"{len(self.homeless)} changes of parameters fit no pass here: {named} (apply {way})")
         if self.mismatched:
             some = [f"'{path}' {text}" for path, text in list(self.mismatched.items())[:3]]
             found.append(f"{len(self.mismatched)} layers have other shapes: {_listed(some, len(self.mismatched))}")
         if self.rest:
             some = [f"'{key}'" for key in self.rest[:3]]
-            found.append(f"{len(self.rest)} tensors are no low-rank update: {_listed(some, len(self.rest))}")
+            found.append(f"{len(self.rest)} tensors are not part of a low-rank update: {_listed(some, len(self.rest))}")
         return found
 
     def _alike(self, entry: Entry) -> Iterable[str]:
@@ -163,7 +163,7 @@ def fit(
         models = ["", *models]
     if some and len(models) > 1:  # as the two transformers of Wan 2.2
         number = [f"'{p}' ({'without such a name, ' * (not p)}{found[p].good} layers)" for p in models]
-        raise ArtifactError(f"{file.source} has layers of several models that are here: give part= one of {', '.join(number)}")
+        raise ArtifactError(f"{file.source} has layers of several models: give one of {', '.join(number)} as part=")
     if not some and any(found[p].named for p in taken):
         taken = [p for p in taken if found[p].named]  # right names, wrong sizes: say that
     elif not some and len(taken) > 1:
@@ -206,7 +206,7 @@ def fit(
                         continue
                     if path in owner:
                         both = f"'{owner[path].name}' and '{entry.name}' are both for '{path}'"
-                        choose = "" if entry.part == owner[path].part else f"; give part= one of {', '.join(taken)}"
+                        choose = "" if entry.part == owner[path].part else f"; give one of {', '.join(taken)} as part="
                         raise ArtifactError(f"{file.source}: {both}{choose}")
                     owner[path] = entry
                     placed[path] = piece.shaped(shapes[path])
@@ -239,8 +239,8 @@ def by_order(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]], so
             continue
         if len(fitting) != len(paths):
             raise ArtifactError(
-                f"{source} names no layers that are here, and order does not tell them either: {len(fitting)} updates fit "
-                f"{len(paths)} layers of {list(shape)}; match as many with at="
+                f"{source} names no layers of this model, and they cannot be matched by order: {len(fitting)} updates fit "
+                f"{len(paths)} layers of {list(shape)}; match the same number with at="
             )
         for n, path in zip(fitting, paths, strict=True):
             homes[n] = (path,)
@@ -258,7 +258,7 @@ def _new_head(entry: Entry, shape: Sequence[int]) -> str:
     value = entry.tensors.get("whole")
     if value is None or list(value.shape[1:]) != list(shape[1:]):
         return ""
-    return " (it is a new one: the pass head with {weights: the file} makes it, before other passes)"
+    return " (it is a new layer: apply the pass head with {weights: the file} before other passes)"
 
 
 def _for(entry: Entry) -> str:

@@ -86,13 +86,13 @@ def load_adapter(
 def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]]:
     """What the blocks of passes without slots hold, by pass. Raises SpecError for another name, and where there is none."""
     if isinstance(passes, str):
-        raise SpecError(f"passes is a list of names, not a text: write ['{passes}']")
+        raise SpecError(f"passes must be a list of names, not text: write ['{passes}']")
     applied = {entry["name"]: entry for entry in getattr(module, "meta", {}).get("passes", [])}
     for name in passes or ():
         if name not in applied:
             raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, applied)}; there are {', '.join(applied)}")
         if applied[name].get("slots"):
-            raise SpecError(f"the pass '{name}' has slots: load the adapter into one, module.adapters.load(name, source)")
+            raise SpecError(f"the pass '{name}' has slots: load the adapter into one with module.adapters.load(name, source)")
     made: dict[str, list[Bank]] = {}
     for name, entry in applied.items():
         if entry.get("slots") or (passes is not None and name not in passes):
@@ -102,7 +102,7 @@ def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]
         if banks:
             made[name] = banks
     if not made:
-        slots = ": those with slots take adapters by module.adapters.load" if applied else ""
+        slots = "; for passes with slots use module.adapters.load" if applied else ""
         raise SpecError(f"no pass here has blocks that an adapter file can be loaded into{slots}")
     return made
 
@@ -194,8 +194,8 @@ def fit_to(
         lacks = [name for name in same.get(bank.path, ()) if (bank.block, name) not in at]
         if bank.param == "weight" and bank.kind == "Delta" and lacks:
             raise SpecError(
-                f"{file.source} has trained tokens, which are those of '{lacks[0]}' too, as '{bank.path}' has the same weight: "
-                f"apply one rule to both, delta at=['{bank.path}', '{lacks[0]}'], as pass_for does"
+                f"{file.source} has trained tokens, and '{bank.path}' shares its weight with '{lacks[0]}': apply one rule to "
+                f"both, delta with at=['{bank.path}', '{lacks[0]}'], as pass_for does"
             )
     homes.sort(key=lambda bank: bank.kind != "Delta")  # whose shape may be another
     shapes = {bank.key: bank.shape for bank in homes if bank.key == bank.path}

@@ -26,30 +26,30 @@ def check(config: Mapping[str, Any], where: str) -> None:
     for group, homeless in _PEFT["homeless"].items():
         if isinstance(kind, str) and kind in homeless:
             way = "; merge it with PEFT (merge_and_unload) and take the difference with fxplug.extract" * (group == "weights")
-            raise ArtifactError(f"{where}: its peft_type is {kind}, which has no place here: {homeless[kind]}{way}")
+            raise ArtifactError(f"{where}: its peft_type is {kind}, which is not supported: {homeless[kind]}{way}")
     if kind is not None and not (isinstance(kind, str) and kind in METHODS):
         near = did_you_mean(str(kind), [*METHODS])
-        raise ArtifactError(f"{where}: its peft_type is {shown(kind)}{near}; read are {', '.join(map(str, METHODS))}")
+        raise ArtifactError(f"{where}: its peft_type is {shown(kind)}{near}; supported are {', '.join(map(str, METHODS))}")
     refused = _PEFT["refused"]
     known = {*_PEFT["training"], *METHODS.get(kind, ())}
     for key, why in refused.items():
         if config.get(key):
-            raise ArtifactError(f"{where} says {key}: {shown(config[key])}: {why}, which is not read here")
+            raise ArtifactError(f"{where} has {key}: {shown(config[key])}: {why}, which is not supported")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(tuple(_PEFT["of_another_base"])):
         raise ArtifactError(
-            f"{where} says init_lora_weights: {shown(init)}: it was trained beside weights that are not the base model's. Save "
-            "it as a plain LoRA with PEFT, save_pretrained(path, path_initial_model_for_weight_conversion=<the adapter as it "
-            "was initialised>)"
+            f"{where} has init_lora_weights: {shown(init)}: it was trained with weights that differ from the base model's. "
+            "Save it as a plain LoRA with PEFT, save_pretrained(path, path_initial_model_for_weight_conversion=<the adapter as "
+            "it was initialised>)"
         )
     if init not in _PEFT["initialisations"]:
-        raise ArtifactError(f"{where} says init_lora_weights: {shown(init)}, an initialisation that is not known here")
+        raise ArtifactError(f"{where} has init_lora_weights: {shown(init)}, an initialisation that is not supported")
     unknown = sorted(k for k, v in config.items() if v and k not in known and k not in refused and k != "init_lora_weights")
     if unknown:
         key = unknown[0]
         raise ArtifactError(
-            f"{where} says {key}: {shown(config[key])}, which is not known here{did_you_mean(key, known | refused.keys())}: "
-            "if it does not change what the weights mean, give config= without it"
+            f"{where} has {key}: {shown(config[key])}, an unknown key{did_you_mean(key, known | refused.keys())}: if it does "
+            "not change what the weights mean, give config= without it"
         )
 
 
@@ -58,4 +58,4 @@ def check_layout(keys: Iterable[str], where: str) -> None:
     for key in keys:
         for end, (name, why) in _PEFT["layouts"].items():
             if re.search(rf"(?:^|[._]){re.escape(end)}(?:\.[^.]+)?(?:\.weight)?$", key):
-                raise ArtifactError(f"{where}: '{key}' is of {name}, which has no place here: {why}")
+                raise ArtifactError(f"{where}: '{key}' is of {name}, which is not supported: {why}")

@@ -41,7 +41,7 @@ def merged_heads(module: nn.Module, passes: list[str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for key, value in _resized(module, passes):
         if value.is_meta:
-            raise ArtifactError(f"the new '{key}' is on the meta device, which holds no values")
+            raise ArtifactError(f"the new '{key}' is on the meta device and has no values")
         found[key] = value.detach().cpu().clone()
     return found
 
@@ -64,7 +64,7 @@ def without_heads(file: AdapterFile, module: Any) -> tuple[AdapterFile, list[tup
         value = entry.tensors["whole"]
         if value.shape != home.shape:
             raise ArtifactError(
-                f"{file.source}: its '{entry.path}' has the {entry.param} {list(value.shape)}, and the new one here is "
+                f"{file.source}: its '{entry.path}' has the {entry.param} {list(value.shape)}, and the new layer here is "
                 f"{list(home.shape)}: make it with {{weights: the file}}"
             )
         values.append((home, value))
@@ -88,9 +88,11 @@ def changed_layers(
         if base is not None and not base.is_meta and entry.param == "bias" and entry.path in biased:
             made[entry.path + BIAS] = base.detach().cpu() + entry.tensors["delta"].detach().cpu().reshape(base.shape)
         elif any(owner.endswith(entry.path) for owner in owners):
-            left[entry.key(entry.path)] = "has a whole change, and PEFT would take a layer with another update for it too"
+            left[entry.key(entry.path)] = "has a whole change, which PEFT would also apply to a layer with another update"
         elif base is None or base.is_meta or not base.is_floating_point():
-            left[entry.key(entry.path)] = "has a whole change, and PEFT needs the parameter, whose values are not at hand"
+            left[entry.key(entry.path)] = (
+                "has a whole change, for which PEFT needs the parameter, and its values are not available"
+            )
         else:
             delta = entry.tensors["delta"].detach().cpu()
             for name in ("weight", "bias"):
@@ -117,9 +119,11 @@ def split_saved_modules(entries: Sequence[Entry], as_: str) -> tuple[list[Entry]
         elif entry.method == "whole" and entry.param == "bias" and entry.path in biased:
             heads[entry.path + BIAS] = entry.tensors["whole"].detach().cpu()
         elif entry.method == "whole":
-            left[entry.key(entry.path)] = "is whole beside an update of its layer: load the file, and save the adapter"
+            left[entry.key(entry.path)] = (
+                "is a whole parameter beside an update of its layer: load the file, and save the adapter"
+            )
         elif entry.method not in ("", "diff"):
-            why = "for which there is no form without its model: load it, and save the adapter"
+            why = "which cannot be converted without its model: load it, and save the adapter"
             left[entry.key(entry.path)] = f"is {entry.method}, {why}"
     return kept, heads, left
 

@@ -104,7 +104,7 @@ class Adapters:
                 sites = {site["block"]: site for site in reversed(entry["sites"]) if "bank" in site}  # the first of tied layers
                 self.banks[entry["name"]] = [Bank.of(site) for site in reversed(sites.values())]
         if not self.banks:
-            raise SpecError("no pass here has slots: apply one with them, such as load_pass('lora', at=..., rank=16, slots=4)")
+            raise SpecError("no pass here has slots: apply one that has, such as load_pass('lora', at=..., rank=16, slots=4)")
         self.locks = locks_of(module)
         self.watchers = [m for m in module.modules() if callable(getattr(m, "switched", None))]
 
@@ -192,8 +192,8 @@ class Adapters:
                 done = True
 
     def _half_made(self, why: str) -> str:
-        left = f"the weights of this module were left half-made by a change of adapters ({why})"
-        return f"{left}: adapters.use(...) makes them anew"
+        left = f"a change of adapters failed and left the weights of this module incomplete ({why})"
+        return f"{left}: adapters.use(...) computes them again"
 
     def _changed(self) -> None:
         """What follows from the state of the slots is made anew."""
@@ -241,7 +241,7 @@ class Adapters:
     def _table(self, p: str, name: str) -> Tensor:
         table = self.tensor(f"{p}.gates.table.{name}")
         if table.is_meta:
-            raise SpecError("the slots are on the meta device, which holds no values: move the module to a device that does")
+            raise SpecError("the slots are on the meta device and have no values: move the module to another device")
         return table
 
     def names_of(self, p: str) -> list[str]:
@@ -290,8 +290,7 @@ class Adapters:
         file, heads = without_heads(read(source, adapter=adapter, config=config, limits=limits), module)
         if any(not torch.equal(home, value.to(home)) for home, value in heads):
             raise SpecError(
-                f"{file.source} has another last layer than there is here, and slots hold none: give the pass head "
-                "{weights: the file}"
+                f"{file.source} has a new last layer, which slots cannot hold: apply the pass head with {{weights: the file}}"
             )
         found = fit_to(file, self.banks, module, self.shapes, part, guess)
         if not (partial and found.placed):
@@ -402,7 +401,7 @@ class Adapters:
         the weight itself; nothing is changed then.
         """
         if choices_of(self.locks):
-            raise SpecError("calls here take what adapters.using(...) says: use other adapters before or after that block")
+            raise SpecError("use(...) is not allowed inside a block of adapters.using(...): call it before or after that block")
         with self._changing() as write:
             rows, single = self._rows(what)
             for p, (table, entries) in self.tables(rows, single).items():
@@ -424,8 +423,8 @@ class Adapters:
         """
         if self.watchers:
             raise SpecError(
-                "merge='live' has one choice in its weights, which would be made anew for each call: say use(...) between "
-                "calls, or lower without merge='live'"
+                "adapters.using(...) is not supported with merge='live', whose weights have one choice merged: call use(...) "
+                "between calls, or lower without merge='live'"
             )
         with read_lock(self.locks):
             choice = AdapterChoice(self, *self._rows(what))
@@ -445,16 +444,16 @@ class Adapters:
             weights = self._table(p, "weights")
             names = self.names_of(p)
             if not single and len(rows) > weights.shape[0]:
-                raise SpecError(f"a batch can have entries for up to {weights.shape[0]} samples, not {len(rows)}")
+                raise SpecError(f"a batch can have entries for at most {weights.shape[0]} samples, not {len(rows)}")
             table = torch.tensor([[row.get(name, 0.0) if name else 0.0 for name in names] for row in rows])
             made[p] = table.to(weights.device, weights.dtype), 0 if single else len(rows)
             if not made[p][0].isfinite().all():
-                raise SpecError(f"a weight is beyond {weights.dtype}, in which the slots of '{p}' hold it")
+                raise SpecError(f"a weight is out of range for {weights.dtype}, the dtype of the slots of '{p}'")
             mapping = next((bank for bank in self.banks[p] if bank.maps), None)
             if mapping is not None and (made[p][0] != made[p][0][:1]).any():
                 raise SpecError(
-                    f"the adapters of '{p}' change weights ({mapping.kind} at '{mapping.path}'), which all samples of a "
-                    "batch share: use one choice for all, or a pass that runs beside its layers, such as lora"
+                    f"the adapters of '{p}' change weights ({mapping.kind} at '{mapping.path}'), which all samples of a batch "
+                    "share: use the same adapters for all samples, or a pass that runs beside its layers, such as lora"
                 )
         return made
 
@@ -466,7 +465,9 @@ class Adapters:
     def _entries(self, what: Any) -> Iterator[tuple[int, Any]]:
         if isinstance(what, Tensor):
             if what.dim() != 1 or what.is_floating_point() or what.dtype == torch.bool:
-                raise SpecError(f"positions are a tensor of whole numbers, one per sample, not {what.dtype} {list(what.shape)}")
+                raise SpecError(
+                    f"positions must be a tensor of whole numbers, one per sample, not {what.dtype} {list(what.shape)}"
+                )
             what = what.tolist()
         if not isinstance(what, (list, tuple)) or not what:
             known = "a name, names with weights, None, or a list with one of these per sample"
@@ -481,12 +482,12 @@ class Adapters:
         if isinstance(entry, int) and not isinstance(entry, bool) and sample is not None:
             known = self.names
             if not -1 <= entry < len(known):
-                raise SpecError(f"{where}there is no adapter at position {entry}; there are {len(known)}: {', '.join(known)}")
+                raise SpecError(f"{where}no adapter at position {entry}; there are {len(known)}: {', '.join(known)}")
             return {} if entry == -1 else {known[entry]: 1.0}
         if isinstance(entry, str):
             entry = {entry: 1.0}
         if not isinstance(entry, Mapping):
-            raise SpecError(f"{where}an adapter is given by name, names with weights, or None, not {shown(entry)}")
+            raise SpecError(f"{where}an adapter must be a name, names with weights, or None, not {shown(entry)}")
         try:
             weights = {self.check_known(name): value for name, value in entry.items()}
         except SpecError as error:

@@ -152,7 +152,7 @@ class Entry:
             return value + update
         dim = int(self.kind.endswith("by input")) ^ int(bool(self.embedding))
         if (number := self.tensors["magnitude"].numel()) != value.shape[dim]:
-            raise ArtifactError(f"'{self.name}' has {number} magnitudes, and its layer {value.shape[dim]} such channels")
+            raise ArtifactError(f"'{self.name}' has {number} magnitudes, and its layer {value.shape[dim]} channels")
         return low_rank.decomposed(value + update, self.tensors["magnitude"].float().to(value.device), dim)
 
     def as_lora(self, shape: Sequence[int]) -> Entry:
@@ -165,7 +165,7 @@ class Entry:
             return self
         if self.product_rank() * (shape[0] + math.prod(shape[1:])) > max(PRODUCT, 4 * math.prod(shape)):
             rank = self.product_rank()
-            raise ArtifactError(f"'{self.name}' is {self.kind}, and as one low-rank product of rank {rank} too large")
+            raise ArtifactError(f"'{self.name}' is {self.kind}, which is too large as one low-rank product of rank {rank}")
         t = {name: tensor.float() for name, tensor in self.tensors.items()}
         if self.kind == "loha":
             (up1, down1), (up2, down2) = (low_rank.halves(t, f"hada_w{n}", f"hada_t{n}") for n in (1, 2))
@@ -174,7 +174,9 @@ class Entry:
             (up1, down1), (up2, down2) = (low_rank.halves(t, f"lokr_w{n}", f"lokr_t{n}") for n in (1, 2))
             up, down = low_rank.kronecker(up1, up2), low_rank.kronecker(down1, down2)
         else:
-            raise ArtifactError(f"'{self.name}' is {self.kind}, which is more than a low-rank product: apply it as such")
+            raise ArtifactError(
+                f"'{self.name}' is {self.kind}, which is more than a low-rank product: apply it with its own pass"
+            )
         tensors = {"down": down.reshape(-1, *shape[1:]), "up": up.reshape(shape[0], -1, *[1] * (len(shape) - 2))}
         return replace(self, kind="lora", tensors=tensors, rank=up.shape[1])
 
@@ -230,8 +232,8 @@ class Entry:
         if found is None:
             what = self.method or self.kind
             raise ArtifactError(
-                f"'{self.name}' is several layers here, and {what} mixes the outputs of all of them: merge it where they are "
-                "one layer, and take the difference with fxplug.extract"
+                f"'{self.name}' is several layers in this model, and {what} mixes the outputs of all of them: merge it into a "
+                "model where they are one layer, and take the difference with fxplug.extract"
             )
         return found
 

@@ -44,7 +44,7 @@ def list_adapters(folder: Saved, allow: Allow = None, debug: Debug = False) -> N
         for name in held.names:
             weights = dict.fromkeys(f"{row.get(name, 0.0):g}" for row in rows)
             print(f"{name}  {', '.join(weights)}{' by sample' if len(rows) > 1 else ''}")
-        print(f"{len(held.names)} of {held.slots} slots are taken")
+        print(f"{len(held.names)} of {held.slots} slots are in use")
 
 
 @adapters.command("load")
@@ -66,7 +66,7 @@ def load_adapter(
     for other, entries in found.others.items():
         print(f"left out: {len(entries)} layers of {other}")
     if found.missing or found.mismatched:
-        print(f"left out: {len(found.missing) + len(found.mismatched)} layers that are not here")
+        print(f"left out: {len(found.missing) + len(found.mismatched)} layers that the model does not have")
 
 
 @adapters.command("use")
@@ -149,10 +149,10 @@ def extract_adapter(
         found = extract(base, tuned, rank=_rank(rank), at=at)
     done = found.save(out, as_=as_, part=part, partial=partial, name=out.stem)
     for path, lacks in found.errors.items():
-        print(f"{path}  {lacks:.1%} of the difference is missing")
+        print(f"{path}  error {lacks:.1%} of the difference")
     for path, why in (*found.left_out.items(), *done.left_out.items()):
         print(f"left out: '{path}' {why}")
-    print(f"{len(done.layers)} layers, {found.same} are the same\nsaved in {done.path}")
+    print(f"{len(done.layers)} layers, {found.same} more are equal\nsaved in {done.path}")
 
 
 @adapters.command("resize")
@@ -234,7 +234,7 @@ def _quiet_imports() -> Iterator[None]:
 
 def _print_edited(done: EditedFile) -> None:
     for name, rank in done.ranks.items():
-        print(f"{name}  rank {rank}, {done.errors.get(name, 0.0):.1%} is missing")
+        print(f"{name}  rank {rank}, error {done.errors.get(name, 0.0):.1%}")
     for path, why in done.left_out.items():
         print(f"left out: '{path}' {why}")
     print(f"saved in {done.path}")
@@ -244,7 +244,7 @@ def _rank(text: str) -> int | float:
     try:
         return int(text) if text.isdigit() else float(text)
     except ValueError:
-        raise SpecError(f"--rank is a whole number, or a share such as 0.98, not '{text}'") from None
+        raise SpecError(f"--rank must be a whole number, or a share such as 0.98, not '{text}'") from None
 
 
 @contextmanager
@@ -269,4 +269,4 @@ def _weight(text: str, last: bool = False) -> tuple[str, float]:
     try:
         return name, float(weight) if weight else 1.0
     except ValueError:
-        raise SpecError(f"'{text}': the weight of an adapter is a number, such as {name}=0.8") from None
+        raise SpecError(f"'{text}': the weight of an adapter must be a number, such as {name}=0.8") from None

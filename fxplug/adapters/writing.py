@@ -76,8 +76,8 @@ def about_of(module: Any) -> About:
     """What a traced module says of the model that it was traced from. Raises ArtifactError for one of which this is a part."""
     if parts := getattr(module, "meta", {}).get("parts"):
         raise ArtifactError(
-            f"this process keeps only its part of {len(parts)} weights, '{parts[0]}' the first: write what parallelize gives "
-            "where there are no processes, with the weights that whole_state gathers"
+            f"this process has only its shard of {len(parts)} weights, such as '{parts[0]}': gather them with whole_state, and "
+            "write the module that parallelize gives without processes"
         )
     config = getattr(module, "config", None)
     known = config if isinstance(config, Mapping) else {}
@@ -112,7 +112,7 @@ def save_adapter(
     Raises ArtifactError for that, and for a place that cannot be written; SpecError for a format or pass that is not there.
     """
     if isinstance(passes, str):
-        raise SpecError(f"passes is a list of names, not a text: write ['{passes}']")
+        raise SpecError(f"passes must be a list of names, not text: write ['{passes}']")
     held = trained(module, passes)
     there = functools.partial(tensor_of, module)
     made = content(held, as_, about_of(module), name=name, part=part, partial=partial, dtype=dtype, metadata=about, there=there)
@@ -142,17 +142,17 @@ def content(
     `there` gives the parameters of the model, of which PEFT's files have those whole that are changed whole.
     """
     if as_ not in FORMATS:
-        raise SpecError(f"there is no adapter format '{as_}'{did_you_mean(as_, FORMATS)}; there is {', '.join(FORMATS)}")
+        raise SpecError(f"no adapter format '{as_}'{did_you_mean(as_, FORMATS)}; there are {', '.join(FORMATS)}")
     part = part_of(model.classes) if part is None else part
     if part not in PARTS:
-        raise SpecError(f"there is no part '{part}' of a pipeline{did_you_mean(part, PARTS)}; there is {', '.join(PARTS)}")
+        raise SpecError(f"no part '{part}' of a pipeline{did_you_mean(part, PARTS)}; there are {', '.join(PARTS)}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise SpecError(f"an adapter's tensors are floating point: dtype is torch.float16, for example, not {shown(dtype)}")
+        raise SpecError(f"dtype must be a floating point dtype, such as torch.float16, not {shown(dtype)}")
     if no_text := [pair[0] for pair in (metadata or {}).items() if not all(isinstance(each, str) for each in pair)]:
-        raise SpecError(f"metadata are texts by name, and {no_text[0]!r} is not")
+        raise SpecError(f"metadata must be a mapping of text to text, and {no_text[0]!r} is not text")
     left = dict(held.left_out)
     if held.heads and as_ != "peft":
-        left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, for which {as_} has no form")
+        left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, which {as_} cannot represent")
     entries, changes = [], []
     given = {"fxplug": held.entries}.get(as_) or (joined_biases if as_ in CONFIGURED else split_biases)(held.entries)
     single = biases_alone(given, as_)
@@ -175,12 +175,13 @@ def content(
         rows, more = named(sorted(entries, key=lambda e: e.method), as_, {**model.named, **model.layers}, part)
         left |= more
     if not rows:
-        why = list_skipped(left or dict.fromkeys(heads, "is whole, and PEFT needs a layer with an update beside it"))
+        why = list_skipped(left or dict.fromkeys(heads, "is a whole layer, and PEFT needs another layer with an update beside "
+                                                        "it"))
         raise ArtifactError(f"nothing of this adapter can be written as {as_}: {why or 'it has no layers'}")
     if left and not partial:
         of = len({*left, *(entry.key(entry.path) for entry in given)})
         way = "partial=True (--partial) leaves them out"
-        raise ArtifactError(f"{as_} cannot hold {len(left)} of {of} layers: {list_skipped(left)}; {way}")
+        raise ArtifactError(f"{as_} cannot represent {len(left)} of {of} layers: {list_skipped(left)}; {way}")
     kept = tuple(entry.key(entry.path) for entry in (*entries, *changes) if entry.key(entry.path) not in left)
     tensors: dict[str, Tensor] = {}
     biased = any("bias" in entry.kind for _, entry in rows)
@@ -237,7 +238,7 @@ def _in_dtype(entry: Entry, dtype: torch.dtype | None) -> Entry:
     made = {name: value.to(dtype) for name, value in entry.tensors.items()}
     odd = next((name for name, value in made.items() if not value.float().isfinite().all()), None)
     if odd is not None:
-        raise ArtifactError(f"'{entry.path}': its {odd} has numbers beyond {dtype}: write it in another dtype")
+        raise ArtifactError(f"'{entry.path}': its {odd} has numbers out of range for {dtype}: write it in another dtype")
     return Entry(**{**vars(entry), "tensors": made})
 
 

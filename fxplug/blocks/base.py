@@ -55,7 +55,7 @@ def check_slots(slots: Any, **refused: Any) -> None:
         raise SpecError(f"slots must be a whole number, 0 or more, not {shown(slots)}")
     for name, value in refused.items():
         if slots and value:
-            raise SpecError(f"{name} and slots do not go together: an adapter in a slot has no {name} of its own")
+            raise SpecError(f"{name} and slots cannot be used together: an adapter in a slot has no {name} of its own")
 
 
 class LowRank(Block):
@@ -128,7 +128,7 @@ def channel_dim(site: Site, value: Value) -> int:
 def width(site: Site, value: Value, dim: int | None) -> tuple[int, int]:
     """How many channels a value has, and in which dimension: `dim`, or what its layer and its shape tell. Raises SpecError."""
     if value.members is not None:
-        raise SpecError(f"{value.address} is several values: name the one whose channels are meant")
+        raise SpecError(f"{value.address} is several values: name the one with the channels")
     dim = channel_dim(site, value) if dim is None else dim
     if not isinstance(dim, int) or isinstance(dim, bool) or not value.shape or not -len(value.shape) <= dim < len(value.shape):
         raise SpecError(f"{value} has no dimension {dim!r}")
@@ -188,7 +188,7 @@ class Table(Block):
         rows = self.weights[torch.arange(batch, device=self.weights.device).clamp(max=ROWS - 1)].float()
         fits = (self.entries == 0) | (self.entries == batch)
         if rows.device.type == "cpu":
-            assert_later(fits, "adapters.use was given one entry per sample, and the batch has another size")
+            assert_later(fits, "adapters.use has one entry per sample, and the batch has another size")
         rows = torch.where(fits, rows, torch.nan)
         uniform = torch.where((rows == self.weights[0]).all(), self.weights[0].float(), torch.nan)
         return rows.repeat_interleave(self.rank, 1), uniform, *(rows.repeat_interleave(rank, 1) for rank in self.others)

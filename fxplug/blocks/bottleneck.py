@@ -68,7 +68,9 @@ class Adapter(Block):
         features, dim = width(site, y, dim)
         rest = [[n for i, n in enumerate(v.shape) if i != dim % max(len(v.shape), 1)] for v in (x, y)]
         if rest[0] != rest[1]:
-            raise SpecError(f"an adapter from {x} to {y}: only the widths (dimension {dim}) may differ; put a serial one here")
+            raise SpecError(
+                f"an adapter from {x} to {y}: only the widths (dimension {dim}) may differ; use a serial adapter here"
+            )
         return cls(x.shape[dim], features, bottleneck, act, scale, dropout, dim)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

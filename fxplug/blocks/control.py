@@ -32,8 +32,8 @@ class Add(Block):
         value, residual = site.args[:2]
         if not _fits(residual.shape, value.shape):
             raise SpecError(
-                f"{residual} does not fit {value}: a residual has the shape of what it is added to, so the network was made "
-                "for a model of other widths or sizes, or takes a condition of another size"
+                f"{residual} does not fit {value}: a residual must have the shape of the value it is added to, so the network "
+                "was made for a model of other widths or sizes, or needs a condition of another size"
             )
         return cls()
 

@@ -242,6 +242,6 @@ def unknown(value: Any) -> str:
     """What to tell a user whose value nobody knows the channels of."""
     rank = len(value.shape)
     return (
-        f"nothing around {value} tells where its channels are: give it in the rule's options or the pass's parameters, "
-        f"dim: -1 where they are last (batch, ..., channels), dim: {min(1, rank - 1)} for (batch, channels, ...)"
+        f"the dimension of the channels of {value} is not known: set dim in the rule's options or the pass's parameters, dim: "
+        f"-1 where they are last (batch, ..., channels), dim: {min(1, rank - 1)} for (batch, channels, ...)"
     )

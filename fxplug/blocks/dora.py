@@ -67,7 +67,7 @@ class Dora(LoraWeight):
         `by` says which channels have magnitudes. Raises SpecError for another word.
         """
         if by not in ("output", "input"):
-            raise SpecError(f"magnitudes are by output or by input, not {by!r}")
+            raise SpecError(f"by must be output or input, not {by!r}")
         value = weight_at(site, "a low-rank update")
         dim = output_dim(site) if by == "output" else 1 - output_dim(site)
         rank = rank_max if slots and rank_max is not None else rank

@@ -56,7 +56,7 @@ class FreeU(Block):
         """Raises SpecError unless the operation joins two pictures."""
         hidden, skip = (argument.shape for argument in site.args[:2])
         if len(hidden) != 4 or len(skip) != 4 or hidden[2:] != skip[2:]:
-            raise SpecError(f"FreeU joins two pictures of one size, not {site.args[0]} and {site.args[1]}")
+            raise SpecError(f"FreeU needs two feature maps of one size, not {site.args[0]} and {site.args[1]}")
         return cls()
 
     def forward(self, hidden: Tensor, skip: Tensor, backbone: Tensor, low: Tensor) -> Tensor:

@@ -47,10 +47,12 @@ class Head(Block):
                 raise SpecError(f"{name} must be a whole number, 1 or more, not {shown(number)}")
         groups = getattr(site.module, "groups", 1)
         if groups > 1:
-            raise SpecError(f"'{site.path}' is a convolution of {groups} groups, and a new head has none")
+            raise SpecError(f"'{site.path}' is a convolution of {groups} groups, which a new head does not support")
         for entry in getattr(site.root, "meta", {}).get("passes", []):
             if any(other["path"].partition("@")[0] == site.path.partition("@")[0] for other in entry["sites"]):
-                raise SpecError(f"pass '{entry['name']}' acts on it at its old size: put the new head before it in 'passes'")
+                raise SpecError(
+                    f"pass '{entry['name']}' was applied to it at its old size: put the new head before that pass in 'passes'"
+                )
         inner = list(site.parameter.shape[1:])
         if weights is None:
             return cls([*said.values(), *inner])

@@ -32,7 +32,7 @@ class ImageAttention(Block):
         """`fresh` says that no trained weights will come. Raises SpecError where the heads do not divide the width."""
         super().__init__()
         if heads < 1 or width % heads:
-            raise SpecError(f"{heads} heads do not divide a width of {width}")
+            raise SpecError(f"a width of {width} cannot be divided into {heads} heads")
         self.width, self.features, self.heads, self.fresh = width, features, heads, fresh
         self.neutral = fresh  # type: ignore[misc]  # of one block: with trained weights it is not
         self.to_k_ip = nn.Linear(features, width, bias=False)
@@ -100,7 +100,7 @@ def _heads(site: Site, heads: str | int) -> int:
         found = getattr(site.root.get_submodule(".".join(parts[:count])), heads, None)
         if isinstance(found, int):
             return found
-    raise SpecError(f"no module around '{site.path}' has a number '{heads}': give the count of heads itself")
+    raise SpecError(f"no module around '{site.path}' has an attribute '{heads}': give the number of heads itself")
 
 
 def _number(site: Site, order: str | None) -> tuple[int, int]:
@@ -114,7 +114,7 @@ def _number(site: Site, order: str | None) -> tuple[int, int]:
         names = [name for name in modules if name.partition(".")[0] not in own]
         found.update(select(pattern if pattern.startswith("re:") else pattern.partition(":")[0], names))
     if path not in found:
-        raise SpecError(f"'{path}' is none of the layers that order '{order}' names, so its number is not known")
+        raise SpecError(f"'{path}' is not one of the layers that order '{order}' names, so its number is not known")
     return 2 * list(found).index(path) + 1, len(found)
 
 
@@ -123,7 +123,7 @@ def _checkpoint(weights: Mapping[str, Any] | str, root: nn.Module) -> Mapping[st
     if not isinstance(weights, Mapping):
         file = Path(weights)
         if not file.is_file():
-            raise SpecError(f"no checkpoint '{file}'")
+            raise SpecError(f"no such checkpoint: '{file}'")
         key = str(file), file.stat().st_mtime_ns
         if (known := _files.get(root)) is None or known[0] != key:
             _files[root] = known = key, _read(str(file))
@@ -135,7 +135,7 @@ def _checkpoint(weights: Mapping[str, Any] | str, root: nn.Module) -> Mapping[st
     flat = {key.removeprefix("ip_adapter."): t for key, t in weights.items() if key.startswith("ip_adapter.")}
     if not flat:
         first = ", ".join(list(weights)[:3]) or "nothing"
-        raise SpecError(f"this is no checkpoint of IP-Adapter, which has 'ip_adapter' and 'image_proj'; it has {first}")
+        raise SpecError(f"this is not a checkpoint of IP-Adapter, which has 'ip_adapter' and 'image_proj'; it has {first}")
     return flat
 
 
@@ -146,5 +146,5 @@ _files: WeakKeyDictionary[nn.Module, tuple[tuple[str, int], Mapping[str, Any]]] 
 def _read(file: str) -> Mapping[str, Any]:
     found, _ = weight_files.read(file, raises=lambda finding: SpecError(f"'{file}' {finding}"))
     if not isinstance(found, Mapping):
-        raise SpecError(f"'{file}' holds a {type(found).__name__}, no weights by name")
+        raise SpecError(f"'{file}' contains a {type(found).__name__}, not a dict of tensors")
     return found

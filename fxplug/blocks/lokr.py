@@ -84,7 +84,7 @@ class Lokr(Update):
 def check_factor(factor: Any, out: int, inner: int) -> None:
     """Raise SpecError unless `factor` is -1, or divides one of the widths."""
     if not isinstance(factor, int) or isinstance(factor, bool) or (factor < 1 and factor != -1):
-        raise SpecError(f"factor must be -1 (as near to a square as can be) or a whole number above 0, not {shown(factor)}")
+        raise SpecError(f"factor must be -1 (as near to a square as possible) or a whole number above 0, not {shown(factor)}")
     if factor > 0 and out % factor and inner % factor:
         raise SpecError(
             f"factor {factor} divides neither the {out} outputs nor the {inner} inputs; "
@@ -104,5 +104,5 @@ def check_first(first: Any, shape: Sequence[int]) -> list[int]:
 def check_decompose(decompose: Any) -> list[bool]:
     """Raise SpecError unless `decompose` is two truth values."""
     if not isinstance(decompose, (list, tuple)) or [type(one) for one in decompose] != [bool, bool]:
-        raise SpecError(f"decompose must be two of true and false, for the first matrix and the second, not {shown(decompose)}")
+        raise SpecError(f"decompose must be two booleans, for the first matrix and the second, not {shown(decompose)}")
     return list(decompose)

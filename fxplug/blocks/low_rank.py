@@ -35,7 +35,7 @@ def scaling(rank: int, alpha: float | None, rslora: bool = False, alpha_auto_sca
             "rslora divides alpha by sqrt(rank) and alpha_auto_scale: false does not divide it: give one of the two"
         )
     if alpha is None:
-        raise SpecError("alpha_auto_scale: false makes alpha the scale itself: give an alpha, 1.0 to add the update as it is")
+        raise SpecError("alpha_auto_scale: false uses alpha itself as the scale: set alpha, 1.0 to add the update unscaled")
     return alpha
 
 

@@ -53,7 +53,7 @@ class Oft(Block):
         self.shape, self.block_size, self.blocks, self.share, self.terms = list(shape), block_size, blocks, share, terms
         self.size, count = split(math.prod(self.shape[1:]), block_size, blocks)
         if self.size < 2:
-            raise SpecError("blocks of size 1 cannot turn: the block size must be 2 or more")
+            raise SpecError("the block size must be 2 or more: a block of size 1 has no rotation")
         self.rotation = nn.Parameter(torch.zeros(1 if share else count, self.size * (self.size - 1) // 2))
 
     @classmethod

@@ -77,15 +77,15 @@ class Drop(Block):
 def prefix_tokens(site: Site, value: Value) -> int:
     """`num_prefix_tokens` of the nearest module around a site that has it. Raises SpecError."""
     if len(value.shape) != 3:
-        raise SpecError(f"prompt tokens go into a value (batch, tokens, width), and {value} is none")
+        raise SpecError(f"prompt tokens need a value (batch, tokens, width), not {value}")
     parts = site.path.partition("@")[0].split(".")
     for count in range(len(parts) - 1, -1, -1):
         found: Any = getattr(site.root.get_submodule(".".join(parts[:count])), "num_prefix_tokens", None)
         if isinstance(found, int):
             return found
     raise SpecError(
-        "the model does not say how many class and register tokens come first (it has no 'num_prefix_tokens'); "
-        "give it: prefix: 1, or prefix: 0 where there are none"
+        "the number of class and register tokens is not known, since the model has no 'num_prefix_tokens': set prefix: 1, or "
+        "prefix: 0 if there are none"
     )
 
 

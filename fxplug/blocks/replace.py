@@ -44,7 +44,7 @@ class Replace(Block):
         try:
             return cls(to, given)
         except TypeError as error:
-            raise SpecError(f"{to} cannot be made for {site.path} ({site.classes[0]}): {error}; give it in 'options'") from None
+            raise SpecError(f"{to} cannot be built for {site.path} ({site.classes[0]}): {error}; set it in 'options'") from None
 
     def forward(self, x: Tensor) -> Any:
         return self.module(x)

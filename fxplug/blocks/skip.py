@@ -46,8 +46,8 @@ class Skip(Block):
     def forward(self, value: Tensor, source: Tensor) -> Tensor:
         if source.shape[self.dim] != self.source_width or value.shape[self.dim] != self.width:
             raise GuardError(
-                f"a skip from width {self.source_width} to {self.width} (dimension {self.dim}) gets {tuple(source.shape)} and "
-                f"{tuple(value.shape)}: that dimension follows the size of the input; skip where it does not"
+                f"a skip from width {self.source_width} to {self.width} (dimension {self.dim}) got {tuple(source.shape)} and "
+                f"{tuple(value.shape)}: that dimension depends on the size of the input; put the skip where it does not"
             )
         if self.weight.dim() == 1:
             return value + source * align_to_dim(self.weight, source, self.dim)

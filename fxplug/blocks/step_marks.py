@@ -52,7 +52,7 @@ class Keep(Mark):
     @classmethod
     def at(cls, site: Site) -> Keep:
         """Raises SpecError where value and base differ in shape."""
-        _check_alike(site, "what is kept is the difference of two values")
+        _check_alike(site, "the cached value is the difference of two values")
         return cls()
 
     def forward(self, value: Tensor, base: Tensor | None = None) -> Tensor:
@@ -68,7 +68,7 @@ class Gauge(Mark):
     @classmethod
     def at(cls, site: Site) -> Gauge:
         """Raises SpecError where x and y differ in shape."""
-        _check_alike(site, "a step is gauged by the difference of two values")
+        _check_alike(site, "the gauge of a step is the difference of two values")
         return cls()
 
     def forward(self, y: Tensor, x: Tensor | None = None) -> Tensor:
@@ -78,11 +78,11 @@ class Gauge(Mark):
 def _check_and_take(value: Tensor, other: Tensor) -> Tensor:
     """The first; where only one of them is split over processes it is found out here that the other has to be."""
     if value.shape != other.shape:
-        raise GuardError(f"a mark stands on two values of one shape, here {tuple(value.shape)} and {tuple(other.shape)}")
+        raise GuardError(f"a mark needs two values of one shape, not {tuple(value.shape)} and {tuple(other.shape)}")
     return value
 
 
 def _check_alike(site: Site, what: str) -> None:
     if any(value.shape != site.args[0].shape for value in site.args):
         found = " and ".join(map(str, site.args))
-        raise SpecError(f"{what} of one shape, here {found}: name a port, such as 'blocks.0:out[1]'")
+        raise SpecError(f"{what} of one shape, and these are {found}: name a port, such as 'blocks.0:out[1]'")

@@ -87,7 +87,9 @@ class Merge(Block):
         x, metric, grid = (argument.shape for argument in site.args[:3])
         if len(x) != 3 or len(grid) != 4 or x[:2] != metric[:2]:
             named = ", ".join(map(str, site.args[:3]))
-            raise SpecError(f"merging takes tokens [batch, tokens, features] twice and a picture of 4 dimensions, not {named}")
+            raise SpecError(
+                f"token merging needs tokens [batch, tokens, features] twice and an image of 4 dimensions, not {named}"
+            )
         block.sides(x[1], grid[2], grid[3])
         return block
 
@@ -99,7 +101,7 @@ class Merge(Block):
             return None
         rows, columns = -(-height // max(down, 1)), -(-width // max(down, 1))
         if rows * columns != tokens:
-            raise SpecError(f"{tokens} tokens are no grid of patches of a picture of {height} x {width}; is 'prefix' right?")
+            raise SpecError(f"{tokens} tokens are not a grid of patches of an image of {height} x {width}: check 'prefix'")
         return rows, columns
 
     def forward(self, x: Tensor, metric: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:

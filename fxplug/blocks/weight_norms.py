@@ -113,4 +113,4 @@ class SpectralNorm(Block):
 
 def _check_dim(dim: object, shape: Sequence[int]) -> None:
     if not isinstance(dim, int) or isinstance(dim, bool) or not 0 <= dim < len(shape):
-        raise SpecError(f"dim {dim!r} is no dimension of a parameter of shape {list(shape)}; it has 0 to {len(shape) - 1}")
+        raise SpecError(f"dim {dim!r} is not a dimension of a parameter of shape {list(shape)}; it has 0 to {len(shape) - 1}")

@@ -24,9 +24,9 @@ def weight_at(site: Site, what: str, dims: int = 2) -> Tensor:
     """The parameter of a site, of floating point and at least `dims` dimensions. Raises SpecError, which says `what` asks."""
     value = site.parameter
     if not value.is_floating_point():
-        raise SpecError(f"{what} needs floating-point numbers, and '{site.port}' holds {value.dtype}")
+        raise SpecError(f"{what} needs floating-point numbers, and '{site.port}' is {value.dtype}")
     if value.dim() < dims:
-        raise SpecError(f"{what} needs {dims} dimensions, and '{site.port}' is {list(value.shape)}: leave it out of the match")
+        raise SpecError(f"{what} needs {dims} dimensions, and '{site.port}' is {list(value.shape)}: exclude it from the match")
     return value
 
 

@@ -49,7 +49,7 @@ class Half(Block):
         if like is not None and x.shape[0] != like.shape[0]:
             return x
         if x.shape[0] % 2:
-            raise GuardError(f"a batch of {x.shape[0]} has no halves: guidance is shared between two halves of one batch")
+            raise GuardError(f"a batch of {x.shape[0]} cannot be split into halves: sharing the guidance needs an even batch")
         return torch.chunk(x, 2)[self.which]
 
 

@@ -266,8 +266,8 @@ def _packed(value: Any, name: str) -> Any:
         members = [_packed(v, name) for v in value]
         return members if isinstance(value, list) else {TUPLE: members}
     raise SpecError(
-        f"'{name}' is a {type(value).__name__} that its next call would find changed, and a graph hands on tensors, sizes, and "
-        "lists and dicts of them only"
+        f"'{name}' is a {type(value).__name__} that changes from call to call, and a graph can pass on only tensors, sizes, "
+        "and lists and dicts of them"
     )
 
 

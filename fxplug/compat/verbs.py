@@ -67,7 +67,7 @@ def convert(
         return
     if out is None:
         more = ", or --into DIR: the saved rewrite that its weights go into" if of_weights else ""
-        raise typer.BadParameter(f"needs --out, -o: what to write{more}")
+        raise typer.BadParameter(f"give the file to write with --out, -o{more}")
     if folder:
         _checkpoint(file, out, passes or [], allow)
         return
@@ -93,7 +93,7 @@ def convert(
 def _refuse_unused(given: Mapping[str, tuple[Any, bool, str]]) -> None:
     for option, (value, used, what) in given.items():
         if value and not used:
-            raise typer.BadParameter(f"{option} goes with {what}")
+            raise typer.BadParameter(f"{option} is only for {what}")
 
 
 def _into(file: Path, folder: Path, passes: list[str], ema: bool, allow: list[str] | None) -> None:
@@ -124,7 +124,7 @@ def _check_saved(folder: Path) -> None:
     if not (folder / "manifest.json").is_file():
         inside = folder / "module"
         hint = f"; of a training run it is {inside}" if (inside / "manifest.json").is_file() else ""
-        raise SpecError(f"'{folder}' is no folder of a saved rewrite{hint}: fxplug rewrite CONFIG --out DIR writes one")
+        raise SpecError(f"'{folder}' is not a folder of a saved rewrite{hint}: fxplug rewrite CONFIG --out DIR writes one")
 
 
 def _write(path: Path, text: str) -> None:

@@ -78,6 +78,6 @@ def warn_if_untested(name: str) -> None:
     if found and not is_tested(name, found):
         tested = f"{library.oldest} to {library.newest}"
         warnings.warn(
-            f"{name} {found} is installed, and fxplug is tested with {name} {tested}: `fxplug doctor` lists all versions",
+            f"{name} {found} is installed, and fxplug is tested with {name} {tested} only: `fxplug doctor` lists all versions",
             stacklevel=3,
         )

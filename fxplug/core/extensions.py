@@ -77,8 +77,8 @@ def _read() -> tuple[dict[str, Extension], dict[str, str]]:
             failed[point.name] = f"'{point.value}' is a {type(extension).__name__}, not a fxplug.Extension"
         elif extension.contract != CONTRACT:
             failed[point.name] = (
-                f"it is written for contract {extension.contract} of fxplug's core, and this one has {CONTRACT}: install the "
-                "version of it that fits"
+                f"it is written for version {extension.contract} of the extension interface, and this fxplug has {CONTRACT}: "
+                "install the matching version of it"
             )
         else:
             usable[point.name] = extension
@@ -114,7 +114,7 @@ def parts(kind: str) -> dict[str, str]:
         for key, path in getattr(extension, kind).items():
             if key in found:
                 raise ClashError(
-                    f"the extensions '{found[key][0]}' and '{name}' both bring '{key}' ({kind}): uninstall one of them, or "
+                    f"the extensions '{found[key][0]}' and '{name}' both define '{key}' ({kind}): uninstall one of them, or "
                     "rename it there"
                 )
             found[key] = name, path

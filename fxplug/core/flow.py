@@ -97,7 +97,10 @@ def rewrite(
     for a folder that cannot be written before anything else; nothing is written then.
     """
     if isinstance(source, Config) and set:
-        raise SpecError("'set' changes what is read from a file or mapping, and this configuration was read already")
+        raise SpecError(
+            "'set' is only allowed with a file or mapping, and this is a configuration that was read already: set the values "
+            "when you read it"
+        )
     config = source if isinstance(source, Config) else load_config(source, set)
     if out is not None and not dry_run:
         check_folder(Path(out), ArtifactError)
@@ -128,7 +131,7 @@ def saved_config(folder: str | Path) -> dict[str, Any] | None:
         return None
     read = read_yaml(file)
     if not isinstance(read.data, dict):
-        raise SpecError("this is no configuration: it has no keys", where=read.where())
+        raise SpecError("this is not a configuration: it has no keys", where=read.where())
     return read.data
 
 
@@ -137,8 +140,8 @@ def saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, .
     read = saved_config(folder)
     if read is None:
         raise SpecError(
-            f"'{folder}' was saved without a configuration, so its example inputs are not known: load it in Python, and call "
-            f"what takes them there"
+            f"'{folder}' was saved without a configuration, so its example inputs are not known: load it in Python, and pass "
+            "them there"
         )
     kept: dict[str, Any] = {key: read[key] for key in ("inputs", "device", "dtype", "seed", "mode") if key in read}
     return example_inputs(load_config({"model": "the saved one", **kept}), module)
@@ -163,7 +166,7 @@ def saved_diff(folder: str | Path, module: TracedModule) -> str:
     """What the rewrite that was saved in a folder had changed."""
     kept = remembered(module)
     if kept is None:
-        raise SpecError(f"'{folder}' was not saved by a rewrite, so what it was before is not known")
+        raise SpecError(f"'{folder}' was not saved by `fxplug rewrite`, so the model before the rewrite is not known")
     return harmless("".join(kept["text"]))
 
 
@@ -197,7 +200,8 @@ def _plan(config: Config, step: Step) -> Result:
     except Exception as error:  # the model's code may raise anything
         if torch_device(config).type == "meta" or not lacks_values(error):
             raise
-        warnings.warn(f"no dry run without memory, the real model is built: {error}", stacklevel=2)
+        warnings.warn("the model cannot be built without memory on the meta device, so the real model is built: "
+                      f"{error}", stacklevel=2)
         return _rewritten(config, step)
     return _applied(config, *traced, step, "meta")
 

@@ -142,8 +142,8 @@ def use_choices(choices: Mapping[StateLock, Choice]) -> Iterator[None]:
         yield
         if _chosen.get() is not own:
             raise SpecError(
-                "calls in this block may have taken the choice of another one: it was not the last to begin, or goes on in "
-                "another context, as with a 'yield' within; end the block before each yield, and begin it again after it"
+                "calls in this block may have used the adapters of another using() block: blocks must end in the reverse order "
+                "in which they began, in the same context; leave the block before a 'yield', and enter it again after it"
             )
     finally:
         now = _chosen.get()
@@ -199,8 +199,8 @@ def write_lock(locks: tuple[StateLock, ...]) -> Iterator[None]:
         return
     if any(other.kind != "change" and not set(locks).isdisjoint(other.locks) for other in own):
         raise SpecError(
-            "adapters are changed between calls, and this thread is in a call of the module or holds its adapters: change them "
-            "before or after it, or let calls take others with adapters.using(...)"
+            "adapters cannot be changed during a call: this thread is in a call of the module, or in hold(); change them "
+            "before or after it, or choose others for some calls with adapters.using(...)"
         )
     try:
         _await(request, _changes)
@@ -275,8 +275,8 @@ def _restore(locks: tuple[StateLock, ...]) -> None:
 def _await(request: LockRequest, line: dict[LockRequest, None]) -> None:
     if any(other.thread == request.thread and other.active and request.differs(other) for other in list(_calls)):
         raise SpecError(
-            "this is within a call of the module that takes other adapters, by adapters.using(...): call the module, copy it "
-            "or read its adapters before or after that call"
+            "this is inside a call that uses other adapters, by adapters.using(...): call the module, copy it or read its "
+            "adapters before or after that call"
         )
     request.active = False
     line[request] = None
@@ -288,8 +288,8 @@ def _await(request: LockRequest, line: dict[LockRequest, None]) -> None:
                 return
             if _in_a_circle(request, others):
                 raise SpecError(
-                    "adapters are changed between calls: this thread is in a call or change that another one waits for, which "
-                    "is itself in a call or change that this one waits for, so that both would wait for ever"
+                    "deadlock: this thread and another one each wait until the other has finished its call or its change of "
+                    "adapters; change adapters between calls"
                 )
             gate = threading.Lock()
             gate.acquire()

@@ -103,16 +103,16 @@ def check_ready(model: nn.Module, whole: Collection[str]) -> None:
         kind = type(layer).__name__
         if ("forward" in vars(layer) or any(forward_hooks(layer))) and path not in whole:
             raise TraceError(
-                f"'{path}' ({kind}) has hooks or a forward of its own, as accelerate puts there, which no graph can follow: "
-                "take them off (accelerate.hooks.remove_hook_from_module(model, recurse=True)) before the trace"
+                f"'{path}' ({kind}) has hooks or a replaced forward, as accelerate adds them, which a graph cannot record: "
+                "remove them before the trace with accelerate.hooks.remove_hook_from_module(model, recurse=True)"
             )
         quantised = getattr(weight, "bnb_quantized", not weight.is_floating_point())
         if not quantised and not getattr(weight, "has_fp16_weights", False):
             raise TraceError(f"'{path}' ({kind}) is not quantised yet: move the model to its device first, model.to('cpu')")
         if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
             raise TraceError(
-                f"'{path}' ({kind}) was packed by bitsandbytes for evaluation on this processor when it was called: its scales "
-                "are rounded and no gradient passes. Trace before the first call, or unpack it: model.state_dict() does"
+                f"'{path}' ({kind}) was packed by bitsandbytes for evaluation on this CPU when it was first called: its scales "
+                "are rounded and it has no gradient. Trace before the first call, or unpack it with model.state_dict()"
             )
 
 
@@ -191,7 +191,7 @@ def why_not(root: nn.Module, path: str) -> str:
         return ""
     if not is_quantised(module):
         return ""
-    return f"the layer is quantised ({described(module)}), and its weight holds no numbers to add to"
+    return f"the layer is quantised ({described(module)}), so nothing can be added to its packed weight"
 
 
 def cut_gradient(root: nn.Module) -> str:

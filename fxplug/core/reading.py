@@ -24,11 +24,11 @@ PARSING, TRIES = threading.Lock(), 20
 Raises = Callable[[str], FxplugError]  # a finding about a file, such as "is a folder", as the error that tells it
 KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device", stat.S_IFLNK: "a link, which may lead out of its folder",
+    stat.S_IFBLK: "a device", stat.S_IFLNK: "a link, which may point outside its folder",
 }  # fmt: skip
 REASONS = {
-    errno.EACCES: "permission denied", errno.EPERM: "permission denied", errno.ELOOP: "a link that leads back to itself",
-    errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "the file would be too large",
+    errno.EACCES: "permission denied", errno.EPERM: "permission denied", errno.ELOOP: "a link that points to itself",
+    errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is exceeded", errno.EFBIG: "the file would be too large",
     errno.EROFS: "the file system is read-only", errno.ENAMETOOLONG: "the name is too long",
 }  # fmt: skip
 # how files begin that are often found where weights should be
@@ -44,13 +44,13 @@ BEGINNINGS = {
     b"mz": "a program",
     b"#!": "a script",
     b"\x89hdf": "an HDF5 file",
-    b"gguf": "a GGUF file, of weights quantised in blocks: take the .safetensors that it was made of, or trace what diffusers "
-    "loads of it (from_single_file with a GGUFQuantizationConfig)",
+    b"gguf": "a GGUF file, whose weights are quantised: use the .safetensors file that it was made from, or trace the model "
+             "that diffusers loads from it (from_single_file with a GGUFQuantizationConfig)",
     b"\x93numpy": "a NumPy array",
     b"\x89png": "a picture (PNG)",
     b"\xff\xd8\xff": "a picture (JPEG)",
     b"%pdf": "a PDF",
-    b"{": "JSON text, as of a configuration or an error of a server",
+    b"{": "JSON text, such as a configuration or a server's error",
 }
 
 
@@ -76,7 +76,7 @@ def reported(raises: Raises, what: str = "cannot be read") -> Iterator[None]:
     except (ValueError, UnicodeError) as error:
         if "null byte" not in str(error) and not isinstance(error, UnicodeError):
             raise
-        raise raises(f"{what}: no file can have this name") from None
+        raise raises(f"{what}: this is not a valid file name") from None
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def opened(
             before = os.fstat(handle)
             _check_kind(before, raises)
             if limit is not None and before.st_size > limit:
-                raise raises(f"has {before.st_size} bytes, and more than {limit} are not read; see Limits")
+                raise raises(f"has {before.st_size} bytes; the limit is {limit}; fxplug.Limits can raise it")
             yield file
             after = os.fstat(handle)
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
@@ -122,7 +122,7 @@ def _check_kind(found: os.stat_result, raises: Raises) -> None:
 def missing(path: Path) -> str:
     """Why there is no file: `no such file` with the nearest name in that folder, or `no such folder`."""
     if path.is_symlink():
-        return f"is a link to {shown(os.readlink(path))}, where no file is"
+        return f"is a broken link to {shown(os.readlink(path))}"
     if not path.parent.is_dir():
         return f"does not exist: no such folder {shown(str(path.parent), 200)}"
     with reported(about(path.parent)):
@@ -160,9 +160,11 @@ def begins(start: bytes) -> str:
     if what := next((what for mark, what in BEGINNINGS.items() if low.startswith(mark)), ""):
         return what
     if start[:1] == b"\x08" and start[1:2] < b"\x20" and start[2:3] in (b"\x12", b"\x3a", b"\x42"):  # version, producer
-        return "an ONNX file: load_onnx takes one that export wrote, `weights` of a configuration any whose name ends in .onnx"
+        return (
+            "an ONNX file: load_onnx reads one that export wrote, and 'weights' of a configuration any whose name ends in .onnx"
+        )
     printed = len(start) > 8 and all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in start)
-    return "text, and no weights" if printed else ""
+    return "text, not weights" if printed else ""
 
 
 def open_archive(file: BinaryIO, raises: Raises) -> zipfile.ZipFile:
@@ -173,12 +175,12 @@ def open_archive(file: BinaryIO, raises: Raises) -> zipfile.ZipFile:
     try:
         archive = zipfile.ZipFile(file)
     except Exception as error:  # zipfile tells of a damaged directory by many kinds
-        raise raises(f"is damaged, or no zip archive: {shown(str(error), 200)[1:-1]}") from None
+        raise raises(f"is damaged, or not a zip archive: {shown(str(error), 200)[1:-1]}") from None
     members = archive.infolist()
     if any(each.compress_type or each.flag_bits & 1 for each in members) or sum(e.file_size for e in members) > size_of(file):
-        raise raises("has compressed or encrypted members; what torch writes is stored as it is")
+        raise raises("has compressed or encrypted members, which torch never writes")
     if len(archive.NameToInfo) != len(members):
-        raise raises("holds one name twice")
+        raise raises("has the same name twice")
     return archive
 
 
@@ -186,11 +188,13 @@ def read_member(archive: zipfile.ZipFile, name: str, raises: Raises, limit: int 
     """The bytes of a member, at most `limit` of them. Raises what `raises` makes for one that is not as it was written."""
     size = archive.getinfo(name).file_size
     if limit is not None and size > limit:
-        raise raises(f"has {size} bytes in {shown(name)}, and more than {limit} are not read; see Limits")
+        raise raises(f"has {size} bytes in {shown(name)}; the limit is {limit}; fxplug.Limits can raise it")
     try:
         return archive.read(name)
     except Exception as error:  # zipfile tells of damage by many kinds
-        raise raises(f"is damaged: {shown(name, 200)} is not as it was written: {shown(str(error), 200)[1:-1]}") from None
+        raise raises(
+            f"is damaged: {shown(name, 200)} has changed since it was written: {shown(str(error), 200)[1:-1]}"
+        ) from None
 
 
 # --- JSON
@@ -208,22 +212,22 @@ def parse_json(data: bytes | str, raises: Raises, limits: Limits = DEFAULT) -> A
     """
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     if len(raw) > limits.json:
-        raise raises(f"has {len(raw)} bytes of JSON, and more than {limits.json} are not read; see Limits")
+        raise raises(f"has {len(raw)} bytes of JSON; the limit is {limits.json}; fxplug.Limits can raise it")
     bare = _QUOTED.sub(b"", _ESCAPED.sub(b"", raw))
     count = sum(map(bare.count, (b"{", b"[", b",")))
     if count > limits.values:
-        raise raises(f"has {count} values of JSON, and more than {limits.values} are not read; see Limits")
+        raise raises(f"has {count} values of JSON; the limit is {limits.values}; fxplug.Limits can raise it")
     nest = bare.translate(None, _NO_BRACKETS)
     for _ in range(limits.depth):
         if not nest:
             break
         nest = nest.replace(b"[]", b"").replace(b"{}", b"")
     if len(nest) > limits.depth:
-        raise raises(f"is no JSON, or nested more than {limits.depth} deep")
+        raise raises(f"is not JSON, or nested more than {limits.depth} deep")
     if long := _LONG.search(bare):
         digits = re.compile(rb"[0-9]*").match(bare, long.start())
         if digits and len(digits[0]) > limits.digits:
-            raise raises(f"has a number of {len(digits[0])} digits, and more than {limits.digits} are not read; see Limits")
+            raise raises(f"has a number of {len(digits[0])} digits; the limit is {limits.digits}; fxplug.Limits can raise it")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -234,16 +238,16 @@ def parse_json(data: bytes | str, raises: Raises, limits: Limits = DEFAULT) -> A
         return found
 
     def refuse(constant: str) -> Any:
-        raise raises(f"holds {constant}, which is no JSON")
+        raise raises(f"has {constant}, which is not JSON")
 
     try:
         return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=refuse)
     except UnicodeDecodeError as error:
-        raise raises(f"is no JSON: not UTF-8 text (byte {error.start})") from None
+        raise raises(f"is not JSON: not UTF-8 text (byte {error.start})") from None
     except (ValueError, RecursionError) as error:
         if (what := begins(raw[:64])) and not what.startswith(("JSON", "text")):
-            raise raises(f"is no JSON: it is {what}") from None
-        raise raises(f"is no JSON: {shown(str(error), 200)[1:-1] or type(error).__name__}") from None
+            raise raises(f"is not JSON: it is {what}") from None
+        raise raises(f"is not JSON: {shown(str(error), 200)[1:-1] or type(error).__name__}") from None
 
 
 def read_json(path: str | os.PathLike[str], raises: Raises | None = None, limits: Limits = DEFAULT) -> Any:
@@ -259,7 +263,7 @@ def check_format(manifest: Any, newest: int, raises: Raises) -> None:
     """
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if type(version) is not int or version < 1:
-        raise raises(f"cannot be read: its manifest has the format {shown(version)}, which is no version")
+        raise raises(f"cannot be read: its manifest has the format {shown(version)}, which is not a version")
     if version > newest:
         writer = f", written by fxplug {shown(str(manifest['fxplug']))[1:-1]}" if "fxplug" in manifest else ""
         raise raises(f"has format {shown(version)}{writer}; this version reads up to {newest}: update fxplug")

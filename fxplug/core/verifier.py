@@ -181,13 +181,13 @@ def _base_untouched(gm: TracedModule, new: TracedModule, entries: list[dict[str,
     ours = dict(named_tensors(new))
     for name, tensor in named_tensors(gm):
         if ours.get(name) is not tensor:
-            raise VerifyError(f"the base weight '{name}' is not the object it was")
+            raise VerifyError(f"the base weight '{name}' was replaced by another tensor")
     base = dict(named_tensors(gm))
     prefixes = tuple(f"{entry['name']}." for entry in entries)
     for name in ours:
         if name not in base and not name.startswith(prefixes):
-            raise VerifyError(f"the new weight '{name}' does not stand under the name of a pass")
-    return f"{len(base)} weights are the same objects"
+            raise VerifyError(f"the name of the new weight '{name}' does not begin with the name of a pass")
+    return f"{len(base)} weights are the same tensors"
 
 
 # --- shapes and gradients, on fake tensors
@@ -204,7 +204,7 @@ def _shapes_and_gradients(
     wanted = [n for n, p in new.named_parameters() if n.startswith(prefixes) and p.is_floating_point()] if prefixes else []
     reached: set[str] = set()
     if kind := next((kind for t in leaves(call) if isinstance(t, torch.Tensor) and (kind := other_kind(t))), ""):
-        raise VerifyError(f"an example input is a {kind} tensor, which no graph takes: {TO_DENSE}")
+        raise VerifyError(f"an example input is a {kind} tensor, which a graph cannot take: {TO_DENSE}")
     if any(_reads_values(graph) for graph in new.graphs.values()):
         raise Unchecked("the model reads values from its data, which fake tensors do not have")
     for graph in new.graphs.values():
@@ -232,8 +232,8 @@ def _shapes_and_gradients(
     if wanted and trained and (path := cut_gradient(new)):
         layer = new.get_submodule(path)
         raise VerifyError(
-            f"no gradient passes '{path}' ({described(layer)}): its library gives none, so that what {trained[0]} puts before "
-            "it is not trained by what comes behind; with `train: false` the pass is for running"
+            f"no gradient passes through '{path}' ({described(layer)}), because its library computes none, so the blocks of "
+            f"{trained[0]} before it cannot be trained; set `train: false` to use the pass without training"
         )
     lost = [name for name in wanted if name not in reached]
     if lost:
@@ -244,13 +244,13 @@ def _shapes_and_gradients(
 def _lost(names: list[str], probe: Probe) -> str:
     """The parameters that no gradient reaches, and the block that lets none through, if that is another one."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    text = f"no gradient reaches {', '.join(names[:3])}{more}: their result does not reach the output"
+    text = f"no gradient reaches {', '.join(names[:3])}{more}: the model's output does not depend on their result"
     calls = [n for n in probe.graph.nodes if n.op == "call_module" and names[0].startswith(f"{n.target}.")]
     cut = next((found for n in calls if (found := find_gradient_cut(probe, n)) is not None), None)
     if cut is None:
         return text
     entry = cut.meta["pass"]
-    return f"{text}; {entry['name']}: block {entry['block']} at '{entry['site']}' lets no gradient through"
+    return f"{text}; {entry['name']}: block {entry['block']} at '{entry['site']}' passes no gradient on"
 
 
 def _reads_values(graph: fx.Graph) -> bool:
@@ -284,7 +284,7 @@ def _neutral(
 ) -> str:
     loud = [entry["name"] for entry in entries if not entry["neutral"]]
     if loud and all(is_split(new, name) for name in loud):
-        raise Unchecked(f"{', '.join(loud)} may add in another order: see 'parallel'")
+        raise Unchecked(f"{', '.join(loud)} may sum in another order: see 'parallel'")
     if loud:
         raise Unchecked(f"{', '.join(loud)} changes the output by design")
     need_values(new, call)
@@ -306,8 +306,8 @@ def _saved(new: TracedModule) -> str:
     except ArtifactError as error:
         raise Unsupported(str(error)) from error
     if foreign:
-        return f"save takes it; load needs allow=[...] for {', '.join(foreign[:3])}"
-    return "save takes it"
+        return f"can be saved; load needs allow=[...] for {', '.join(foreign[:3])}"
+    return "can be saved"
 
 
 # --- one graph
@@ -318,7 +318,7 @@ def _one_graph(gm: TracedModule, new: TracedModule, call: Any) -> str:
     if failed is None:
         return "torch.compile(fullgraph=True) captures one graph"
     if _capture_error(gm, call) is not None:
-        raise Unchecked(f"the model itself is not one graph before the rewrite either: {failed}")
+        raise Unchecked(f"the model is not one graph before the rewrite either: {failed}")
     raise VerifyError(f"torch.compile(fullgraph=True) does not give one graph: {failed}")
 
 

@@ -88,16 +88,16 @@ def read(
         sized = start[8:9] == b"{" and not any(start[4:8])  # behind the length of a header, whose first byte may be any
         if (start[:1] == b"\x80" and not sized) or start[:4] == b"PK\x03\x04":
             if start[:2] == b"PK" and suffix == "safetensors" and b"data.pkl" not in start:
-                raise raises("is no safetensors file, but a zip archive: unpack it")
+                raise raises("is a zip archive, not a safetensors file: unpack it")
             if suffix == "safetensors":
-                raise raises("is no safetensors file, it was written by torch.save: let its name end in .pt")
+                raise raises("was written by torch.save and is not a safetensors file: rename it so that it ends in .pt")
             return _load_saved(file, path, raises, most), {}
         if not start:
             raise raises("cannot be read: it is empty")
         if what := "" if sized else begins(start):
             raise raises(f"cannot be read: it is {what}")
         if suffix != "safetensors" and start[8:9] != b"{":
-            raise raises("cannot be read: it is neither a file of torch.save nor a safetensors file")
+            raise raises("cannot be read: it is neither a safetensors file nor a file of torch.save")
         head = header(file, raises, limits)
         found = dict(tensors(file, head, raises, most=most))
         return {name: found[name] for name in head.records}, dict(head.about)
@@ -115,26 +115,26 @@ def header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Header:
     if total < 8 or length > total - 8:
         raise raises(f"cannot be read: it claims a header of {length} bytes, which a file of {total} bytes cannot have")
     if length > limits.json:
-        raise raises(f"has a header of {length} bytes, and more than {limits.json} are not read; see Limits")
+        raise raises(f"has a header of {length} bytes; the limit is {limits.json}; fxplug.Limits can raise it")
     start += file.read(length)
     found = parse_json(start[8:], lambda finding: raises(f"cannot be read: its header {finding}"), limits)
     if type(found) is not dict:
-        raise raises("cannot be read: its header is no JSON object")
+        raise raises("cannot be read: its header is not JSON object")
     said = found.pop("__metadata__", {})
     if type(said) is not dict or not all(type(value) is str for value in said.values()):
-        raise raises("cannot be read: its metadata are not texts by name")
+        raise raises("cannot be read: its metadata must be a mapping of text to text")
     if len(found) > limits.tensors:
-        raise raises(f"has {len(found)} tensors, and more than {limits.tensors} are not read; see Limits")
+        raise raises(f"has {len(found)} tensors; the limit is {limits.tensors}; fxplug.Limits can raise it")
     records = {name: _record(name, entry, 8 + length, raises, limits) for name, entry in found.items()}
     at = 8 + length
     head = Header(records, said, start)
     for name, record in head.in_file():
         if record.offset != at:
-            raise raises(f"is damaged: the bytes of {shown(name)} do not begin where those before it end")
+            raise raises(f"is damaged: the bytes of {shown(name)} do not start where those before it end")
         at += record.size
     if at != total:
         what = "truncated" if at > total else "longer than its tensors"
-        raise raises(f"is {what}: it has {total} bytes, and its header tells of {at}")
+        raise raises(f"is {what}: it has {total} bytes, and its header says {at}")
     return head
 
 
@@ -158,7 +158,7 @@ def tensors(
         while done < record.size:
             count = file.readinto(view[done : done + PIECE])  # type: ignore[attr-defined]
             if not count:
-                raise raises("became shorter while it was read")
+                raise raises("was truncated while it was read")
             seen(view[done : done + count])
             done += count
         # another byte than 0 or 1 is no bool, and torch does not look
@@ -167,20 +167,20 @@ def tensors(
 
 def _record(name: str, entry: Any, start: int, raises: Raises, limits: Limits) -> TensorEntry:
     if len(name) > limits.text:
-        raise raises(f"has a name of {len(name)} characters, and more than {limits.text} are not read; see Limits")
+        raise raises(f"has a name of {len(name)} characters; the limit is {limits.text}; fxplug.Limits can raise it")
     if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise raises(f"is damaged: {shown(name)} has not just a dtype, a shape and data_offsets")
+        raise raises(f"is damaged: the header of {shown(name)} must have dtype, shape and data_offsets only")
     dtype = DTYPES.get(entry["dtype"]) if type(entry["dtype"]) is str else None
     if dtype is None:
-        raise raises(f"has {shown(name)} of the dtype {shown(entry['dtype'])}, which is not read")
+        raise raises(f"has {shown(name)} of dtype {shown(entry['dtype'])}, which is not supported")
     shape, offsets = entry["shape"], entry["data_offsets"]
     numbers = [shape, offsets] if type(shape) is type(offsets) is list and len(shape) <= 64 and len(offsets) == 2 else [[-1]]
     if not all(type(n) is int and 0 <= n < 1 << 62 for list_ in numbers for n in list_):
-        raise raises(f"is damaged: the shape or place of {shown(name)} is none")
+        raise raises(f"is damaged: the shape or the data_offsets of {shown(name)} are not valid")
     size = math.prod(shape) * dtype.itemsize
     if math.prod(max(n, 1) for n in shape) >= 1 << 62 or size != offsets[1] - offsets[0]:
         took = offsets[1] - offsets[0]
-        raise raises(f"is damaged: {shown(name)} has {took} bytes, which are not those of its shape {shown(shape)}")
+        raise raises(f"is damaged: {shown(name)} has {took} bytes, which do not fit its shape {shown(shape)}")
     return TensorEntry(dtype, tuple(shape), start + offsets[0], size)
 
 
@@ -199,9 +199,9 @@ def _load_saved(file: BinaryIO, path: str | PathLike[str], raises: Raises, most:
         names = open_archive(file, raises).namelist()  # torch inflates without a bound, and maps compressed bytes as weights
         if not any(name.endswith("/data.pkl") for name in names):
             found = shown(", ".join(names[:6]), 200)
-            raise raises(f"is an archive without a 'data.pkl', no file of torch.save; it has {found}")
+            raise raises(f"is a zip archive without a 'data.pkl', so not a file of torch.save; it has {found}")
     elif file.read(len(SAVED)) != SAVED:
-        raise raises("is a pickle: pickle.dump wrote it, and not torch.save")
+        raise raises("is a file of pickle.dump, which is not read: save it with torch.save, or as .safetensors")
     file.seek(0)
     mapped = archive and most < math.inf
     try:
@@ -211,8 +211,8 @@ def _load_saved(file: BinaryIO, path: str | PathLike[str], raises: Raises, most:
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named is None:
-            raise raises(f"is damaged, or a pickle of more than weights: {_first_line(error)}") from None
-        raise raises(f"is refused, it is a pickle of more than weights: it names {shown(named[1])}") from None
+            raise raises(f"is damaged, or its pickle contains objects other than tensors: {_first_line(error)}") from None
+        raise raises(f"is refused, its pickle contains objects other than tensors: it names {shown(named[1])}") from None
 
 
 @contextlib.contextmanager
@@ -253,10 +253,10 @@ def _plain_value(value: Any, raises: Raises, most: float, room: int) -> Any:
         if not isinstance(value, Tensor):
             return str(value) if isinstance(value, torch.device) else value
         if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized or value.is_nested:
-            raise raises("is refused, it is a pickle of more than weights: it has a sparse or other unusual tensor")
+            raise raises("is refused, its pickle contains objects other than tensors: it has a sparse or other unusual tensor")
         room -= value.nbytes
         if room < 0:
-            raise raises("is damaged, or has tensors of more elements than there are in the file")
+            raise raises("is damaged: its tensors have more elements than the file")
         if value.untyped_storage().nbytes() > most:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         return Tensor.detach(value) if most == math.inf else Tensor.detach(value).clone()
@@ -272,12 +272,12 @@ def onnx_model(data: bytes, raises: Raises) -> Any:
     try:
         import onnx
     except ImportError:
-        raise raises("is read by the package onnx, which is not installed: pip install 'fxplug[onnx]'") from None
+        raise raises("needs the package onnx, which is not installed: pip install 'fxplug[onnx]'") from None
     try:
         return onnx.load_model_from_string(data)
     except Exception:  # protobuf's
         what = begins(data[:64])
-        it = what if what and not what.startswith("an ONNX") else "no ONNX file, or truncated"
+        it = what if what and not what.startswith("an ONNX") else "not an ONNX file, or truncated"
         raise raises(f"cannot be read: it is {it}") from None
 
 
@@ -288,14 +288,14 @@ def onnx_tensor(proto: Any, raises: Raises, beside: tuple[str, BinaryIO] | None 
     """
     from onnx import numpy_helper
 
-    with _one_error(raises, f"cannot be read: {shown(proto.name)} has a dtype, a shape or data that is not read"):
+    with _one_error(raises, f"cannot be read: {shown(proto.name)} has a dtype, a shape or data that is not supported"):
         dtype = ONNX_DTYPES[proto.data_type]
         if proto.data_location == proto.EXTERNAL:
             place = {entry.key: entry.value for entry in proto.external_data}
             if beside is None:
                 raise raises("has its weights in another file: save it as one file, without external data")
             if place.get("location") != beside[0]:
-                raise raises(f"cannot be read: {shown(proto.name)} is said to lie where no weights of it are")
+                raise raises(f"cannot be read: the offsets of {shown(proto.name)} point to no weights in it")
             beside[1].seek(int(place["offset"]))
             proto.raw_data, proto.data_location = beside[1].read(int(place["length"])), proto.DEFAULT
         array = numpy_helper.to_array(proto)
@@ -318,7 +318,7 @@ def read_onnx(path: Path, raises: Raises, *, meta: bool = False) -> dict[str, Te
             tensor = onnx_tensor(proto, raises)
             tensors[proto.name] = tensor.to("meta") if meta else tensor
         if not tensors:
-            raise raises("cannot be read: it is no ONNX file, or one without weights")
+            raise raises("cannot be read: it is not an ONNX file, or one without weights")
         for node in graph.node:
             weight = node.input[1] if node.op_type == "MatMul" and len(node.input) == 2 else ""
             new = node.name.removeprefix("/").rpartition("/")[0].replace("/", ".") + ".weight"

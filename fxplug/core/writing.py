@@ -44,7 +44,7 @@ def new_file(
             target = Path(os.path.realpath(target))
             if target.exists() and not target.is_file():
                 kind = KINDS.get(stat.S_IFMT(target.stat().st_mode), "something else")
-                raise (raises or about(target))(f"is {kind}, and no file is written over it")
+                raise (raises or about(target))(f"is {kind}, which is not overwritten by a file: give another path")
             target.parent.mkdir(parents=True, exist_ok=True)
             work = stack.enter_context(folder(f".{target.name[:80]}.writing-", target.parent))
         name = work / target.name
@@ -101,19 +101,19 @@ def check_new(target: Path, raises: Raises) -> None:
     if not os.path.lexists(target):
         return
     if target.is_symlink() or not target.is_dir():
-        raise raises("exists and is not a folder: name another place")
+        raise raises("exists and is not a folder: give another path")
     if any(target.iterdir()):
-        raise raises("exists and is not empty: name a new folder, or remove it")
+        raise raises("exists and is not empty: give a new folder, or remove it")
 
 
 def check_folder(folder: Path, raises: Callable[[str], Exception]) -> None:
     """Raises what `raises` makes of a finding where a folder is not there and cannot be made, before anything is worked out."""
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
-        why = f"{there} is not a folder" if there.exists() else f"{there} is a link to nothing"
-        raise raises(why if there == folder else f"'{folder}' cannot be made: {why}")
+        why = f"{there} is not a folder" if there.exists() else f"{there} is a broken link"
+        raise raises(why if there == folder else f"'{folder}' cannot be created: {why}")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise raises(f"'{folder}' cannot be written: '{there}' is not open to you")
+        raise raises(f"'{folder}' cannot be written: no permission to write in '{there}'")
 
 
 def _finish(path: Path) -> None:

@@ -63,13 +63,13 @@ def check_compiler(device: torch.device) -> None:
     if device.type not in ("cpu", "cuda"):
         raise FxplugError(f"a package runs on cpu or cuda, and the module is on {device.type}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise FxplugError("a package for cuda is compiled on a machine with such a device, and there is none")
+        raise FxplugError("a package for cuda must be compiled on a machine with a CUDA device, and this one has none")
     try:
         find_compiler()
     except Exception as error:  # inductor's
         raise FxplugError(
-            "no C++ compiler was found, and AOTInductor needs one to make a package (to run one it does not): install g++, "
-            f"or name one in the environment variable CXX ({str(error).strip().splitlines()[0]})"
+            "AOTInductor needs a C++ compiler to make a package, and none was found: install g++, or name one in the "
+            f"environment variable CXX ({str(error).strip().splitlines()[0]})"
         ) from error
 
 
@@ -95,8 +95,8 @@ def write(
     lost = sorted(name for name in read if name not in constants)
     if lost:
         raise Unfit(
-            f"the compiled program does not read {', '.join(lost[:3])}{' ...' if lost[3:] else ''}, so another adapter would "
-            "have no effect there: export the module that this one was lowered from, module.meta['source']"
+            f"the compiled program does not read {', '.join(lost[:3])}{' ...' if lost[3:] else ''}, so changing the adapter "
+            "would have no effect there: export the module that this one was lowered from, module.meta['source']"
         )
     # names of adapters and the like are part of the state, and no part of the program
     live = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -128,7 +128,7 @@ def _compiled(file: str) -> tuple[set[str], dict[str, str]]:
     """The names of the constants that a compiled program reads, and what AOTInductor says of it."""
 
     def unfit(finding: str) -> Unfit:
-        return Unfit(f"AOTInductor wrote what is no package: it {finding}; leave out the options that ask for it")
+        return Unfit(f"AOTInductor did not write a package: {finding}; leave out the options that cause this")
 
     with opened(file, raises=unfit) as handle, folder(TEMPORARY) as work:
         archive = open_archive(handle, unfit)

@@ -32,18 +32,18 @@ def export_blocker(module: TracedModule, inputs: Any, result: Any = None) -> str
     for graph in module.graphs.values():
         for node in graph.nodes:
             if node.op.startswith("call") and node.target in GRADIENTS:
-                return f"'{node.name}' computes gradients inside the model, which torch.export has no form for"
+                return f"'{node.name}' computes gradients inside the model, which torch.export does not support"
     if found := packed_layer(module):
         return found
     if any(isinstance(value, torch.Generator) for value in leaves(inputs)):
-        return "one of the inputs is a random generator, which no exported program takes"
+        return "one of the inputs is a random generator, which torch.export does not support"
     odd = next((value for value in leaves(result) if not isinstance(value, (*PLAIN, torch.Size))), None)
     if odd is not None:
-        return f"the result holds a {type(odd).__module__}.{type(odd).__qualname__}, which no exported program gives"
+        return f"the result contains a {type(odd).__module__}.{type(odd).__qualname__}, which torch.export does not support"
     return None
 
 
 def packed_layer(module: nn.Module) -> str:
     """A clause about the first layer of a library that packs its weight; empty where there is none."""
     own = next(((path, layer) for path, layer in module.named_modules() if quantised.is_own_layer(layer)), None)
-    return "" if own is None else f"'{own[0]}' is a {quantised.described(own[1])}, whose weight torch.export cannot take"
+    return "" if own is None else f"'{own[0]}' is a {quantised.described(own[1])}, whose weight torch.export does not support"

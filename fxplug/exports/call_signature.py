@@ -45,7 +45,7 @@ def describe(program: ExportedProgram, parameters: Mapping[str, inspect.Paramete
     flat, spec = pytree.tree_flatten((args, kwargs))
     names = list(program.graph_signature.user_inputs)
     if len(names) != len(flat):
-        raise FxplugError("torch.export gave this program other inputs than the example has")
+        raise FxplugError("torch.export made a program whose inputs differ from the example inputs")
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     marks: list[Any] = list(flat)
     tensors: list[Json] = []
@@ -84,7 +84,7 @@ def _result(program: ExportedProgram) -> Any:
             kind = "number" if number else "tensor"
             flat.append(spec.arg.value if hasattr(spec.arg, "value") else Placeholder(kind, len(flat)))
         elif spec.kind.name not in ("BUFFER_MUTATION", "TOKEN"):
-            raise FxplugError(f"a program with the result {i} of kind {spec.kind.name} cannot be packed")
+            raise FxplugError(f"result {i} of the program is of kind {spec.kind.name}, which a package does not support")
     return pytree.tree_unflatten(flat, program.call_spec.out_spec)
 
 
@@ -95,10 +95,10 @@ def _guards(program: ExportedProgram, arguments: dict[str, Any]) -> tuple[list[s
         try:
             holds = bool(evaluate(parsed(text), arguments))
         except (FxplugError, ArithmeticError) as error:
-            notes.append(f"a condition on sizes is not checked by the package: {text} ({error})")
+            notes.append(f"the package does not check a condition on sizes: {text} ({error})")
             continue
         if not holds:
-            raise FxplugError(f"the example inputs do not keep the condition {text}")
+            raise FxplugError(f"the example inputs do not satisfy the condition {text}")
         guards.append(text)
     return guards, notes
 
@@ -166,14 +166,14 @@ class Signature:
             self.ranges = said.ranges
             if (total := sum(map(len, said.guards))) > limits.conditions:
                 raise ValueError(
-                    f"its conditions have {total} characters, and more than {limits.conditions} are not read; see Limits"
+                    f"its conditions have {total} characters; the limit is {limits.conditions}; fxplug.Limits can raise it"
                 )
             self.guards = [(text, parsed(text)) for text in said.guards]
             self.result = _decoded(data["result"], ("tensor", "number"))
             self.values = {entry["name"]: _decoded(entry["value"], ("tensor",)) for entry in data["parameters"]}
             indices = [i for value in self.values.values() for i in _positions(value)]
             if sorted(indices) != list(range(len(self.tensors))):
-                raise ValueError(f"its parameters take {len(indices)} tensors, and it describes {len(self.tensors)}")
+                raise ValueError(f"its parameters have {len(indices)} tensors, and it describes {len(self.tensors)}")
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, FxplugError) as error:
             what = f"{type(error).__name__}: {shown(str(error), 200)}"
             raise ArtifactError(f"the signature in the package cannot be read: {what}") from None
@@ -192,8 +192,8 @@ class Signature:
                 _fill(self.values[name], bound[name], name, flat, self.made)
             elif "default" in entry and entry["default"] != entry["value"]:
                 raise FxplugError(
-                    f"{name} is not given; this {self.made} with {_text(self.values[name])} for it: give it, or "
-                    "export it again with example inputs that leave it out"
+                    f"{name} is missing; this {self.made} with {_text(self.values[name])} for it: pass it, or export again "
+                    "with example inputs without it"
                 )
         self._check(flat, bound)
         # the program reads memory as its example lay there, and looks at no stride
@@ -204,7 +204,7 @@ class Signature:
         try:
             return _rebuild(self.result, flat)
         except (IndexError, RuntimeError) as error:
-            raise FxplugError(f"the program's {len(flat)} results are not those that its signature has ({error})") from None
+            raise FxplugError(f"the program's {len(flat)} results do not fit its signature ({error})") from None
 
     def _check(self, flat: list[torch.Tensor], arguments: dict[str, Any]) -> None:
         key = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in flat)
@@ -273,7 +273,7 @@ def _parameter(entry: Json) -> inspect.Parameter:
 def _position(kind: str) -> Form:
     def read(body: int, _: Read, limits: Limits) -> Placeholder:
         if not 0 <= body < LONGEST:
-            raise ValueError(f"{shown(body)} is no position of a tensor")
+            raise ValueError(f"{shown(body)} is not a position of a tensor")
         return Placeholder(kind, body)
 
     return int, read
@@ -281,7 +281,7 @@ def _position(kind: str) -> Form:
 
 def _scalar(body: Any, read: Read, limits: Limits) -> Any:
     if not isinstance(body, PLAIN):
-        raise ValueError("it is no plain value")
+        raise ValueError("it is not a plain value")
     return read(body)
 
 
@@ -313,7 +313,7 @@ def _fill(wanted: Any, value: Any, where: str, flat: list[Any], made: str) -> No
     """Put the tensors of a value where the program wants them; everything else has to be as it was compiled in."""
     if isinstance(wanted, Placeholder) and wanted.kind == "tensor":
         if not isinstance(value, torch.Tensor):
-            raise FxplugError(f"{where} has to be a tensor, not {_short(value)}")
+            raise FxplugError(f"{where} must be a tensor, not {_short(value)}")
         flat[wanted.content] = value
         return
     found = None if isinstance(value, torch.Tensor) else children(value)
@@ -322,15 +322,14 @@ def _fill(wanted: Any, value: Any, where: str, flat: list[Any], made: str) -> No
         like = isinstance(wanted, Placeholder)
         if not (repr(value) == wanted.content if like else type(value) is type(wanted) and value == wanted):
             raise FxplugError(
-                f"{where} is {_short(value)}; this {made} with {_text(wanted)} for it: "
-                "export it again with the other value"
+                f"{where} is {_short(value)}; this {made} with {_text(wanted)} for it: export it again with this value"
             )
         return
     members = dict(inside)
     if given is None or given.keys() != members.keys():
         keyed = isinstance(wanted, dict)
         what = f"with {', '.join(map(str, members))}" if keyed else f"of {len(members)}"
-        raise FxplugError(f"{where} has to be a {type(wanted).__name__} {what}, not {_short(value)}")
+        raise FxplugError(f"{where} must be a {type(wanted).__name__} {what}, not {_short(value)}")
     for key, member in members.items():
         _fill(member, given[key], f"{where}[{key!r}]", flat, made)
 

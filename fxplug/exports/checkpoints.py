@@ -78,18 +78,18 @@ def save_checkpoint(
         return FxplugError(f"{target} {finding}")
 
     if to not in FORMATS:
-        raise FxplugError(f"there is no checkpoint of '{to}'{did_you_mean(to, FORMATS)}; there is {', '.join(FORMATS)}")
+        raise FxplugError(f"no checkpoint format '{to}'{did_you_mean(to, FORMATS)}; there are {', '.join(FORMATS)}")
     if first and to != "safetensors":
-        raise FxplugError(f"first names are those of a single file, and {to} has its own: to='safetensors'")
+        raise FxplugError(f"first=True is only for a single file, and {to} has its own names: use to='safetensors'")
     if not isinstance(largest, int) or isinstance(largest, bool) or largest < 1:
-        raise FxplugError(f"the largest size of a file is a whole number of bytes, not {shown(largest)}")
+        raise FxplugError(f"the largest size of a file must be a whole number of bytes, not {shown(largest)}")
     with reported(raises, "cannot be written"):
         if to == "diffusers":
             check_new(target, raises)
         elif target.suffix != ".safetensors":
             target = target / "model.safetensors" if target.is_dir() else Path(f"{target}.safetensors")
     if not isinstance(module, TracedModule):
-        raise FxplugError(f"a checkpoint is made of a traced module, not of a {type(module).__name__}")
+        raise FxplugError(f"save_checkpoint takes a traced module, not a {type(module).__name__}")
     module = unlowered(module)
     kind = next(iter(about_of(module).classes), "")
     config = _diffusers_config(module, kind) if to == "diffusers" else None
@@ -121,7 +121,7 @@ def _enough_memory(raises: Raises) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
             raise
-        finding = "the memory is full: the merged weights take as much again as those that passes change"
+        finding = "out of memory: merging needs a second copy of the weights that passes change"
         raise raises(f"cannot be written: {finding}; convert the module to a smaller dtype, or merge fewer passes") from error
 
 
@@ -142,8 +142,10 @@ def merged_state(
             raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, applied)}; there is {known}")
         for name, value in merge.items():
             if name in applied and (name in slotted or isinstance(value, bool) or value != 1):
-                whole = f"is merged as it is, not by {value!r}: {name}=1"
-                raise SpecError(f"the pass '{name}' {'has slots: name the adapters in them' if name in slotted else whole}")
+                whole = f"can only be merged in full, not by {value!r}: {name}=1"
+                raise SpecError(
+                    f"the pass '{name}' {'has slots: give the names of adapters in them' if name in slotted else whole}"
+                )
         if slotted:
             Adapters(module).strengths(chosen)  # which says what is wrong
         passes = [*(slotted if chosen else ()), *(name for name in merge if name in applied)]
@@ -153,14 +155,14 @@ def merged_state(
     before = {key for key in module.state_dict() if not key.startswith(own)}
     state = {key: value.detach() for key, value in made.state_dict().items() if not key.startswith(own)}
     if new := sorted(state.keys() - before):
-        raise SpecError(f"merged, the model would have {len(new)} tensors that it has not by itself: '{new[0]}'")
+        raise SpecError(f"merged, the model would have {len(new)} tensors that the original does not have: '{new[0]}'")
     for key, value in state.items():
         if not value.is_meta and value.is_floating_point() and not value.isfinite().all():
             old = module.state_dict()[key]
             if old is not value and old.isfinite().all():
-                raise FxplugError(f"merged so, '{key}' has numbers beyond {value.dtype}: take less of the adapters")
+                raise FxplugError(f"merged, '{key}' has numbers out of range for {value.dtype}: use smaller strengths")
     if empty := [key for key, value in state.items() if value.is_meta]:
-        raise FxplugError(f"'{empty[0]}' is on the meta device, which holds no values: load the module on a device that does")
+        raise FxplugError(f"'{empty[0]}' is on the meta device and has no values: load the module on another device")
     return _separate_tensors(state), names
 
 
@@ -188,13 +190,17 @@ def _diffusers_config(module: TracedModule, kind: str) -> tuple[str, dict[str, T
     cls = getattr(diffusers, kind, None)
     config = getattr(module, "config", None)
     if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)) or not isinstance(config, Mapping):
-        raise FxplugError(f"the base of this rewrite is a {kind}, no model class of diffusers: write it to safetensors")
+        raise FxplugError(
+            f"the base of this rewrite is a {kind}, which is not a model class of diffusers: write it to safetensors"
+        )
     given = {key: value for key, value in config.items() if not key.startswith("_")}
     try:
         with torch.device("meta"):
             model = cls.from_config(given)  # type: ignore[attr-defined]
     except Exception as error:  # a constructor of diffusers
-        raise FxplugError(f"diffusers cannot make a {kind} of this configuration: {type(error).__name__}: {error}") from error
+        raise FxplugError(
+            f"diffusers cannot build a {kind} from this configuration: {type(error).__name__}: {error}"
+        ) from error
     return model.to_json_string(), model.state_dict()
 
 
@@ -202,7 +208,7 @@ def _check_timm(kind: str) -> None:
     import timm
 
     if not hasattr(timm.models, kind):
-        raise FxplugError(f"the base of this rewrite is a {kind}, which is no model class of timm: write it to safetensors")
+        raise FxplugError(f"the base of this rewrite is a {kind}, which is not a model class of timm: write it to safetensors")
 
 
 def _check_keys(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], kind: str) -> None:
@@ -210,7 +216,7 @@ def _check_keys(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], kind:
     odd = [key for key in (*state, *wanted) if key not in wanted or key not in state or state[key].shape != wanted[key].shape]
     if odd:
         some = ", ".join(f"'{key}'" for key in odd[:SHOWN])
-        raise FxplugError(f"{len(odd)} tensors are not as diffusers' {kind} has them: {some}")
+        raise FxplugError(f"{len(odd)} tensors differ from those of diffusers' {kind}: {some}")
 
 
 def _write_shards(state: dict[str, Tensor], folder: Path, largest: int) -> None:
@@ -247,14 +253,14 @@ def _first(module: TracedModule, state: Mapping[str, Tensor]) -> dict[str, Tenso
             used.update(keys)
     if left := [key for key in state if key not in used]:
         some = ", ".join(f"'{key}'" for key in left[:SHOWN])
-        raise FxplugError(f"{len(left)} of {len(state)} tensors have no first name that is known here: {some}")
+        raise FxplugError(f"{len(left)} of {len(state)} tensors have no known name of the original format: {some}")
     kind = next(iter(module.classes), "this model")
     try:
         back = in_diffusers_layout(module, {key: value.to("meta") for key, value in made.items()}, "the file")
     except SpecError as error:
-        raise FxplugError(f"the first names of {kind} are not read back: {error.finding}") from error
+        raise FxplugError(f"diffusers could not read {kind} in the names of its original format: {error.finding}") from error
     if {key: value.shape for key, value in back.items()} != {key: value.shape for key, value in state.items()}:
-        raise FxplugError(f"the first names of {kind} are not read back: diffusers has no converter for them")
+        raise FxplugError(f"diffusers could not read {kind} in the names of its original format: it has no converter for them")
     return made
 
 

@@ -94,11 +94,11 @@ def export(
     form for, with their places, for a file that cannot be written, and where a compiler or library is missing.
     """
     if to not in FORMATS:
-        raise FxplugError(f"there is no export to '{to}'{did_you_mean(to, FORMATS)}; there is {', '.join(FORMATS)}")
+        raise FxplugError(f"no export format '{to}'{did_you_mean(to, FORMATS)}; there are {', '.join(FORMATS)}")
     if free not in FREE:
-        raise FxplugError(f"free is {shown(free)}{did_you_mean(free, FREE)}: it is one of {', '.join(FREE)}")
+        raise FxplugError(f"free must be one of {', '.join(FREE)}, not {shown(free)}{did_you_mean(free, FREE)}")
     if options and to == "pt2":
-        raise FxplugError(f"options are inductor's, and {to} is not compiled: leave them out, or export to aoti")
+        raise FxplugError(f"options are for inductor, and {to} is not compiled: leave them out, or export to aoti")
     if found := packed_layer(module):
         raise FxplugError(f"{found}: quantise the model with torchao, or export it un-quantised")
     start = time.perf_counter()
@@ -111,9 +111,11 @@ def export(
         device = _device(module, (args, named))
         facts = _facts(module)
     if to == "onnx" and device.type == "meta":
-        raise FxplugError("the module is on the meta device, which holds no values: export one that has its weights")
+        raise FxplugError("the module is on the meta device and has no values: export one with its weights")
     if to == "onnx" and module.training:
-        raise FxplugError("the module is in training, and an ONNX model keeps nothing between calls: export module.eval()")
+        raise FxplugError(
+            "the module is in training mode, and an ONNX model cannot store anything between calls: export module.eval()"
+        )
     if to == "aoti":
         check_compiler(device)
         facts["attributes"] = portable({"dtype": module.dtype, **module._extras})
@@ -166,7 +168,7 @@ def _device(module: nn.Module, inputs: Any) -> torch.device:
     tensors = [*module.parameters(), *module.buffers(), *(t for t in leaves(inputs) if isinstance(t, torch.Tensor))]
     devices = sorted({str(t.device) for t in tensors})
     if len(devices) > 1:
-        raise FxplugError(f"a package is for one device, and module and example inputs are on {' and '.join(devices)}")
+        raise FxplugError(f"a package is for one device, and the module and the example inputs are on {' and '.join(devices)}")
     return torch.device(devices[0] if devices else "cpu")
 
 
@@ -187,8 +189,8 @@ def _facts(module: TracedModule) -> dict[str, Any]:
         adapters = Adapters(module)
         if adapters.watchers:
             raise FxplugError(
-                "this module has its adapters merged into its weights, which a package cannot do anew when they change: export "
-                "what it was lowered from, module.meta['source']"
+                "this module has its adapters merged into its weights, and a package cannot merge them again when they change: "
+                "export what it was lowered from, module.meta['source']"
             )
         facts["banks"] = {name: [bank.plainly() for bank in banks] for name, banks in adapters.banks.items()}
         names = [name for banks in adapters.banks.values() for bank in banks for name in bank.names.values()]
@@ -261,8 +263,8 @@ def _export(
             raise
         except (CompileRefused, FxplugError) as caught:
             error = caught
-            failures.append(f"with {kept} dimensions free: {_first_line(caught)}")
-    raise FxplugError("torch.export cannot take this module: " + "; ".join(failures)) from error
+            failures.append(f"with {kept} dimensions free it fails: {_first_line(caught)}")
+    raise FxplugError("torch.export fails for this module: " + "; ".join(failures)) from error
 
 
 def _write_out_rounding(graph: fx.Graph) -> None:

@@ -28,7 +28,7 @@ def _power(base: float, exponent: float) -> Any:
 
 def _round(number: float, places: int = 0) -> Any:
     if abs(places) > LARGEST:
-        raise OverflowError(f"{places} are too many places")
+        raise OverflowError(f"{places} decimal places are too many")
     return round(number, places) if places else round(number)
 
 
@@ -50,16 +50,16 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 def parsed(text: str) -> ast.expr:
     """The tree of a condition. Raises FxplugError for what is none."""
     if not CONDITION.match(text):
-        raise FxplugError("it is no expression")
+        raise FxplugError("it is not an expression")
     try:
         tree: ast.expr = syntax_tree(text, "eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise FxplugError("it is no expression") from None
+        raise FxplugError("it is not an expression") from None
     level: list[ast.AST] = [tree]
     for _ in range(DEEPEST):
         level = [inner for outer in level for inner in ast.iter_child_nodes(outer)]
     if level:
-        raise FxplugError("it nests too deeply")
+        raise FxplugError("it is nested too deeply")
     return tree
 
 
@@ -99,7 +99,7 @@ def evaluate(tree: ast.expr, arguments: Mapping[str, Any]) -> bool | int | float
     except (TypeError, ValueError) as error:  # min of one number, the root of -1
         raise ArithmeticError(str(error)) from None
     if not isinstance(found, (bool, int, float)):
-        raise FxplugError(f"{shown(ast.unparse(tree))[1:-1]} is no size")
+        raise FxplugError(f"{shown(ast.unparse(tree))[1:-1]} is not a size")
     if isinstance(found, int) and found.bit_length() > LARGEST:
         raise OverflowError("the number is too large")
     return found

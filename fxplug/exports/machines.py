@@ -55,7 +55,7 @@ def check_machine(file: Path, manifest: Json, device: torch.device) -> None:
     made, here = manifest["torch"], torch.__version__
     if release(made) != release(here):
         raise ArtifactError(
-            f"{file} was compiled by torch {shown(made)[1:-1]}, and this is torch {here}: its code holds for that version "
+            f"{file} was compiled by torch {shown(made)[1:-1]}, and this is torch {here}: its code works with that version "
             "only; export it again with this one"
         )
     system, this = f"{manifest['platform']} {manifest['machine']}", f"{sys.platform} {platform.machine()}"
@@ -64,8 +64,8 @@ def check_machine(file: Path, manifest: Json, device: torch.device) -> None:
     missing = lacking(manifest["features"], capabilities())
     if missing:
         raise ArtifactError(
-            f"{file} was compiled for a processor with {shown(', '.join(missing))[1:-1]}, which this one does not have: export "
-            "it again here, or for both, with options={'cpp.march': 'x86-64-v3', 'cpp.simdlen': 256} or the like"
+            f"{file} was compiled for a CPU with {shown(', '.join(missing))[1:-1]}, which this one does not have: export it "
+            f"again here, or for both, with options such as {{'cpp.march': 'x86-64-v3', 'cpp.simdlen': 256}}"
         )
     made_for = manifest["capability"]
     if device.type == "cuda" and made_for:
@@ -80,14 +80,16 @@ def check_machine(file: Path, manifest: Json, device: torch.device) -> None:
 def pick_device(file: Path, kind: str, device: torch.device | str | None) -> torch.device:
     """The device that code for `kind` runs on. Raises ArtifactError where there is none, or another one is asked for."""
     if kind not in ("cpu", "cuda"):
-        raise ArtifactError(f"{file} was compiled for {shown(kind)}, which is no device of a package's: those are cpu and cuda")
+        raise ArtifactError(
+            f"{file} was compiled for {shown(kind)}, which is not a device of a package: there are cpu and cuda"
+        )
     wanted = torch.device(kind if device is None else device)
     if wanted.type != kind:
         raise ArtifactError(f"{file} was compiled for {kind} and cannot run on {wanted.type}: export it again from there")
     if kind != "cuda":
         return wanted
     if not torch.cuda.is_available():
-        raise ArtifactError(f"{file} was compiled for cuda, and this machine has no such device")
+        raise ArtifactError(f"{file} was compiled for cuda, and this machine has no CUDA device")
     return torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
 
 
@@ -98,4 +100,6 @@ def check_operators(file: Path, names: Iterable[str]) -> None:
         from ..lowerings.linear import operators  # noqa: F401  (which defines them)
     for name in names:
         if not is_operator(name):
-            raise ArtifactError(f"{file} calls the operator {shown(name)[1:-1]}, which is not here: import its library first")
+            raise ArtifactError(
+                f"{file} calls the operator {shown(name)[1:-1]}, which is not registered: import its library first"
+            )

@@ -29,7 +29,7 @@ PAGE = 4096  # where tensors begin, so that their file can be mapped into memory
 PIECE = 1 << 24
 def _name(text: str) -> str:
     if len(text.encode(errors="replace")) > NAME or not (text.isascii() or text.isprintable()):
-        raise ValueError("it is no name of an adapter")
+        raise ValueError("it is not the name of an adapter")
     return text
 
 
@@ -89,14 +89,14 @@ class OnnxFile:
     def __init__(self, file: BinaryIO, path: Path, limits: Limits = DEFAULT) -> None:
         raises = about(path)
         if size_of(file) > LARGEST:
-            raise raises(f"has {size_of(file)} bytes, and no ONNX model has more than {LARGEST}")
+            raise raises(f"has {size_of(file)} bytes, and an ONNX model has at most {LARGEST}")
         self.path, self.folder = path, Path(os.path.realpath(path)).parent
         self.model = file.read()
         model = onnx_model(self.model, raises)
         found = {entry.key: entry.value for entry in reversed(model.metadata_props)}  # of a key that is there twice, the first
         if METADATA not in found:
             raise raises(
-                "is no ONNX file of fxplug's: it has no metadata of ours; onnxruntime.InferenceSession runs those of others"
+                "is not an ONNX file that fxplug exported: it lacks fxplug's metadata; run it with onnxruntime.InferenceSession"
             )
         self._check_seal(raises)
         text = found[METADATA]
@@ -125,7 +125,7 @@ class OnnxFile:
         size = len(_seal("0" * 64))
         view = memoryview(self.model)
         if bytes(view[-size:]) != _seal(hashlib.sha256(view[:-size]).hexdigest()):
-            raise raises("is not as it was exported: it is damaged, or was changed since; export it again")
+            raise raises("has changed since it was exported, or is damaged: export it again")
 
     def _tensors(self, model: Any, raises: Raises, beside: tuple[str, BinaryIO] | None) -> dict[str, torch.Tensor]:
         live = set(self.manifest["live"])
@@ -146,4 +146,4 @@ def check_digest(file: BinaryIO, digest: str, raises: Raises) -> None:
     while piece := file.read(PIECE):
         found.update(piece)
     if found.hexdigest() != digest:
-        raise raises("is not as it was exported: it is damaged, was changed since, or belongs to another model")
+        raise raises("has changed since it was exported, is damaged, or belongs to another model: export it again")

@@ -49,7 +49,7 @@ class OnnxModel:
     def adapters(self) -> PackageAdapters:
         """The adapters in the slots of the passes. Raises SpecError for a module without slots."""
         if self._adapters is None:
-            raise SpecError("no pass of this model has slots: apply one with them, load_pass('lora', slots=4), then export")
+            raise SpecError("no pass of this model has slots: apply one that has, load_pass('lora', slots=4), then export")
         return self._adapters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ def _session(found: OnnxFile, providers: Sequence[Any], options: Any) -> Any:
     for name in [each if isinstance(each, str) else each[0] for each in providers]:
         if name not in known:
             near = did_you_mean(str(name), known)
-            raise FxplugError(f"onnxruntime has no provider {name!r} here{near}; it has {', '.join(known)}")
+            raise FxplugError(f"onnxruntime has no execution provider {name!r} here{near}; it has {', '.join(known)}")
     settings = options
     if settings is None:
         settings = onnxruntime.SessionOptions()
@@ -145,7 +145,9 @@ def _session(found: OnnxFile, providers: Sequence[Any], options: Any) -> Any:
         session = onnxruntime.InferenceSession(found.model, settings, providers=list(providers), enable_fallback=0)
     except Exception as error:  # onnxruntime's, of kinds that have no common class
         version = onnxruntime.__version__
-        raise ArtifactError(f"{found.path} is not run by onnxruntime {version}: {shown(_first(error), 300)[1:-1]}") from error
+        raise ArtifactError(
+            f"{found.path} cannot be run by onnxruntime {version}: {shown(_first(error), 300)[1:-1]}"
+        ) from error
     there = {each.name for each in (*session.get_inputs(), *session.get_overridable_initializers())}
     wanted = {*found.manifest["inputs"], *found.manifest["live"]}
     results, named = {each.name for each in session.get_outputs()}, set(found.manifest["outputs"])
@@ -163,7 +165,7 @@ def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     try:
         return torch.from_numpy(np.require(array, requirements=["C", "W"]))
     except (TypeError, ValueError):  # texts, objects; numbers in another order of bytes
-        raise FxplugError(f"an array of {array.dtype.str} is none that a tensor can be made of") from None
+        raise FxplugError(f"an array of {array.dtype.str} cannot be converted to a tensor") from None
 
 
 def _bind_tensor(tensor: torch.Tensor) -> Any:

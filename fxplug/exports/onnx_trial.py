@@ -29,10 +29,10 @@ def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list
     with torch.random.fork_rng():
         wanted, again = _called(module, program.example_inputs), _called(module, program.example_inputs)
     if importlib.util.find_spec("onnxruntime") is None:
-        return [f"it was not run, as onnxruntime is not installed: {INSTALL}"]
+        return [f"it was not checked, because onnxruntime is not installed: {INSTALL}"]
     for holds, text in zip(wanted[len(wanted) - len(said) :], said, strict=True):
         if not bool(holds):
-            return [f"it was not run, as the module itself does not take the example inputs now: {text}"]
+            return [f"it was not checked, because the module fails on the example inputs: {text}"]
     import onnxruntime
 
     args, kwargs = map_leaves(program.example_inputs, lambda t, _: t.cpu())
@@ -41,7 +41,7 @@ def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list
     except FxplugError as error:
         what = str(error).replace(file, "it")
         if "NOT_IMPLEMENTED" in what:  # another of its providers may have what the CPU's lacks
-            return [f"it was not run, as onnxruntime has no form of it for a CPU: {shown(what, 300)[1:-1]}"]
+            return [f"it was not checked, because onnxruntime cannot run it on a CPU: {shown(what, 300)[1:-1]}"]
         raise CompileRefused(what) from error
     found = [value for value in leaves(out) if isinstance(value, torch.Tensor)]
     pairs = list(zip(found, wanted, strict=False))  # the conditions come last, and are no part of the result
@@ -51,8 +51,8 @@ def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list
     most = f"{max((gap.distance for gap in apart), default=0.0):.1e}"
     if wrong and not drawn:
         raise Unfit(
-            f"the ONNX model differs from the module by {most}, in result {wrong[0]} for the example inputs, which is a "
-            "mistake of torch.onnx: export to aoti or pt2"
+            f"the ONNX model differs from the module by {most}, in result {wrong[0]} for the example inputs; this is a bug of "
+            "torch.onnx: export to aoti or pt2"
         )
     random = ", which draws random numbers" if drawn else ""
     return [f"onnxruntime {onnxruntime.__version__} differs from the module{random} by {most} at most, on the example inputs"]
@@ -67,5 +67,5 @@ def _called(module: nn.Module, inputs: Any) -> list[torch.Tensor]:
     before = [*dict(module.named_buffers()).items(), *((f"its input {i}", t) for i, t in enumerate(leaves(inputs)))]
     for (name, old), new in zip(before, [*state.values(), *leaves(given)], strict=True):
         if isinstance(old, torch.Tensor) and difference(old, new).distance > 0:
-            raise Unfit(f"a call of this module changes {name}, and an ONNX model changes nothing: export to aoti or pt2")
+            raise Unfit(f"a call of this module changes {name}, and an ONNX model cannot: export to aoti or pt2")
     return found

@@ -45,10 +45,10 @@ def check_exporter(options: Mapping[str, Any] | None) -> int:
             raise FxplugError(f"export to onnx needs {name}, which is not installed: {INSTALL}")
     unknown = sorted((options or {}).keys() - {"opset"})
     if unknown:
-        raise FxplugError(f"there is no option {unknown[0]!r} for onnx; there is opset")
+        raise FxplugError(f"export to onnx has no option {unknown[0]!r}; it has opset")
     opset = (options or {}).get("opset", DEFAULT)
     if type(opset) is not int or opset not in OPSETS:
-        raise FxplugError(f"there is no writer of opset {opset!r}; there are those of {OPSETS[0]} to {OPSETS[-1]}")
+        raise FxplugError(f"opset must be {OPSETS[0]} to {OPSETS[-1]}, not {opset!r}")
     return opset
 
 
@@ -65,7 +65,7 @@ class _Assertions(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         condition, *text = args
         self.conditions.append(condition)
-        self.said.append(str(text[0]) if text else "an assertion of the model does not hold")
+        self.said.append(str(text[0]) if text else "an assertion of the model fails")
         return None
 
 
@@ -127,7 +127,7 @@ def write(
     model = _model(program, opset, place)
     inputs, count = len(signature["tensors"]), len(program.graph_signature.output_specs)
     if (len(model.graph.inputs), len(model.graph.outputs)) != (inputs, count):
-        raise Unfit("torch.onnx gave this program other inputs or results than torch.export has")
+        raise Unfit("the inputs or results of the program from torch.onnx differ from those of torch.export")
     _rename_outputs(model)
     live = _make_live(model, tensors, _state(program))
     _forget_sources(model)
@@ -154,13 +154,13 @@ def write(
 def _check_edges(program: ExportedProgram) -> None:
     """Raises Unfit for a program with complex numbers at its edges, or without results."""
     if not program.graph_signature.output_specs:
-        raise Unfit("this module gives no tensors, and an ONNX model gives nothing else")
+        raise Unfit("this module returns no tensors, and an ONNX model must return some")
     for node in program.graph.nodes:
         edges = [node] if node.op == "placeholder" else node.all_input_nodes if node.op == "output" else []
         for edge in edges:
             value = edge.meta.get("val")
             if isinstance(value, torch.Tensor) and value.is_complex():
-                raise Unfit(f"'{edge.name}' is {value.dtype}, and ONNX has no complex numbers: take torch.view_as_real of it")
+                raise Unfit(f"'{edge.name}' is {value.dtype}, and ONNX has no complex numbers: use torch.view_as_real")
 
 
 def _settle_squeezes(program: ExportedProgram) -> None:
@@ -198,10 +198,10 @@ def _model(program: ExportedProgram, opset: int, place: Callable[[str], str]) ->
         if lost and all(isinstance(target, OpOverload) for target, _ in lost):
             raise Unfit(_lost(places, opset)) from error
         what = "; ".join(f"{name} at {', '.join(where[:SHOWN])}" for name, where in list(places.items())[:SHOWN])
-        raise CompileRefused(f"torch.onnx has no form for {what or 'this program'} ({shown(reason, 200)[1:-1]})") from error
+        raise CompileRefused(f"torch.onnx does not support {what or 'this program'} ({shown(reason, 200)[1:-1]})") from error
     written_as = model.graph.opset_imports.get("")
     if written_as != opset:
-        raise Unfit(f"torch.onnx wrote opset {written_as} and not {opset}: take another")
+        raise Unfit(f"torch.onnx wrote opset {written_as} instead of {opset}: give another opset")
     return model
 
 
@@ -213,8 +213,8 @@ def _lost(places: Mapping[str, list[str]], opset: int) -> str:
     own = any(name.startswith("fxplug.") for name in places)
     out = "what this module was lowered from, module.meta['source']" if own else "to aoti or pt2, which have every operation"
     return (
-        f"ONNX (opset {opset}) has no form for {'; '.join(lines)}: put something in that place that is made of other "
-        f"operations (a pass with `replace`), or export {out}"
+        f"ONNX (opset {opset}) does not support {'; '.join(lines)}: replace it by other operations (a pass with place: "
+        f"replace), or export {out}"
     )
 
 
@@ -232,8 +232,8 @@ def _make_live(model: Any, tensors: Mapping[str, torch.Tensor], state: Mapping[s
     lost = [name for name in whole if name not in state or name not in initializers or not initializers[name].uses()]
     if lost:
         raise Unfit(
-            f"the program does not read {', '.join(lost[:3])}{' ...' if lost[3:] else ''}, so another adapter would have no "
-            "effect there: export the module that this one was lowered from, module.meta['source']"
+            f"the program does not read {', '.join(lost[:3])}{' ...' if lost[3:] else ''}, so changing the adapter would have "
+            "no effect there: export the module that this one was lowered from, module.meta['source']"
         )
     values = {name: (initializers[name], initializers[name].const_value) for name in whole}
     for name, (value, _) in values.items():

@@ -82,13 +82,13 @@ class Package:
         known = vars(self).get("_attributes", {})
         if name in known:
             return known[name]
-        raise AttributeError(f"a package has no attribute '{name}': what changes the model comes before it is compiled")
+        raise AttributeError(f"a package has no attribute '{name}': change the model before you export it")
 
     @property
     def adapters(self) -> PackageAdapters:
         """The adapters in the slots of the passes. Raises SpecError for a package of a module without slots."""
         if self._adapters is None:
-            raise SpecError("no pass of this package has slots: apply one with them, load_pass('lora', slots=4), then export")
+            raise SpecError("no pass of this package has slots: apply one that has, load_pass('lora', slots=4), then export")
         return self._adapters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class Package:
         """
         given = source if isinstance(source, Mapping) else weight_files.read(source)[0]
         if not isinstance(given, Mapping) or not all(isinstance(value, torch.Tensor) for value in given.values()):
-            raise ArtifactError(f"{source} does not hold tensors by name")
+            raise ArtifactError(f"{source} must contain a dict of tensors")
         known = self.state()
         ready: dict[str, torch.Tensor] = {}
         for name, value in given.items():
@@ -127,7 +127,7 @@ class Package:
                 raise FxplugError(f"the package has no constant '{name}'{did_you_mean(name, known)}")
             dtype, shape = known[name]
             if tuple(value.shape) != shape:
-                raise FxplugError(f"{name} is {shape} in the package, and {tuple(value.shape)} was given")
+                raise FxplugError(f"{name} has the shape {shape} in the package, not {tuple(value.shape)}")
             ready[name] = value.detach().to(self.device, dtype).contiguous()
             if dtype.is_floating_point and not bool(torch.isfinite(ready[name]).all()):
                 raise FxplugError(f"{name} has values that are not finite")
@@ -163,8 +163,8 @@ def load_package(
     file = Path(path)
     if trusted is not True:
         raise ArtifactError(
-            f"{file} holds machine code, which can do whatever you can: load only what you would also install as a program, "
-            "and say so: load_package(path, trusted=True)"
+            f"{file} contains machine code, which runs with all your rights: if you trust its source, use load_package(path, "
+            "trusted=True)"
         )
     if type(runners) is not int or runners < 1:
         raise FxplugError(f"runners must be a whole number, 1 or more, not {shown(runners)}")
@@ -183,7 +183,7 @@ def load_package(
             loader = _loader(work.path, runners, where.index if where.index is not None else -1)
             missing = sorted(set(manifest["constants"]) - set(loader.get_constant_fqns()))
             if missing:
-                raise ArtifactError(f"the program does not know {shown(missing[0])[1:-1]}, which its manifest lists")
+                raise ArtifactError(f"the program does not have {shown(missing[0])[1:-1]}, which its manifest lists")
             # what the program does not read, such as names, is read by us alone
             read = {name: tensor.to(where) for name, tensor in packed.tensors.items() if name in manifest["constants"]}
             package = Package(loader, manifest, {**packed.tensors, **read}, where)

@@ -92,7 +92,7 @@ def check_manifest(manifest: Any, kind: type[Kind], raises: Raises) -> Json:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        what = f"its manifest's {shown(where)[1:-1]} is none that export writes: {first['msg']}"
+        what = f"{shown(where)[1:-1]} in its manifest is not valid: {first['msg']}"
         raise raises(f"cannot be read: {what}") from None
 
 
@@ -108,7 +108,9 @@ class Packed:
         start, names = root(self._archive), self._archive.namelist()
         for name in (MANIFEST, TENSORS):
             if start + name not in names:
-                raise raises(f"is no package of fxplug's: {_kind([each.removeprefix(start) for each in names], name)}")
+                raise raises(
+                    f"is not a package that fxplug exported: {_kind([each.removeprefix(start) for each in names], name)}"
+                )
         data = read_member(self._archive, start + MANIFEST, raises, limits.json)
         manifest = parse_json(data, about(f"{path}: {MANIFEST}"), limits)
         self.manifest = check_manifest(manifest, PackageManifest, raises)
@@ -176,13 +178,13 @@ def check_slots(adapters: Adapters) -> None:
             right = slots == {names.shape[0]} == {weights.shape[1]} and (names.dim(), weights.dim(), entries.dim()) == (2, 2, 0)
             right = right and weights.is_floating_point() and (names.dtype, entries.dtype) == (torch.uint8, torch.int64)
             if not right:
-                raise ValueError(f"the table of {shown(name)} has not {sorted(slots)} slots")
+                raise ValueError(f"the table of {shown(name)} must have {sorted(slots)} slots")
             for bank in rows:
                 for key, each in bank.names.items():
                     tensor = adapters.tensor(each)
                     part = bank.views(key, tensor, 0)
                     room = tensor.shape[0] == bank.slots if bank.maps else part.shape[1] == bank.rank
                     if not room or not part.is_floating_point() or not part.numel():
-                        raise ValueError(f"{shown(each)} has not {bank.slots} slots of rank {bank.rank}")
+                        raise ValueError(f"{shown(each)} must have {bank.slots} slots of rank {bank.rank}")
     except (KeyError, IndexError, RuntimeError, ValueError) as error:
         raise ArtifactError(f"the slots in the package cannot be read: {type(error).__name__}: {error}") from None

@@ -28,14 +28,14 @@ def export_to_tool(
 ) -> None:
     """Write an adapter of a saved rewrite, or with `merge`, and to timm and safetensors, its model, and print what was."""
     if out is None:
-        raise SpecError(f"--out says where to write what {to} reads")
+        raise SpecError(f"give --out, the place to write the {to} file to")
     whole = merge is not None or to not in ADAPTERS
     if whole and to not in CHECKPOINTS:
-        raise SpecError(f"--merge gives a whole model, for which {to} has no form: --to {', '.join(CHECKPOINTS)}")
+        raise SpecError(f"--merge writes a whole model, which {to} does not support: use --to {', '.join(CHECKPOINTS)}")
     if odd := ("--adapter" if adapter else "--pass" if passes else "--partial" if partial else "") if whole else "":
-        raise SpecError(f"{odd} is about an adapter file, and this writes a whole model: --merge names what goes into it")
+        raise SpecError(f"{odd} is for adapter files, and this writes a whole model: choose what goes into it with --merge")
     if first_names and not whole:
-        raise SpecError("--first-names is about a whole model: an adapter's format says what its layers are called")
+        raise SpecError("--first-names is for a whole model: the format of an adapter file sets the names of its layers")
     with progress("load"):
         module = load_saved(str(folder), None, allow)
     if whole:
@@ -59,7 +59,7 @@ def export_to_tool(
         saved = module.adapters.save(adapter, out, as_=to, part=part, partial=partial, about=about)
     elif slotted and not passes and len(slotted) == len(module.meta["passes"]):
         there = ", ".join(module.adapters.names) or "none"
-        raise SpecError(f"--adapter names the one of its slots to write; there is {there}")
+        raise SpecError(f"give --adapter, the name of the adapter to write: there are {there}")
     else:
         saved = save_adapter(module, out, as_=to, passes=passes, name=folder.name, part=part, partial=partial, about=about)
     print(f"{len(saved.layers)} layers")
@@ -76,7 +76,7 @@ def _strengths(text: str) -> dict[str, float]:
         try:
             value = float(weight)
         except ValueError:
-            raise SpecError(f"--merge: {shown(each)}: the strength of '{name}' is a number, such as {name}=0.8") from None
+            raise SpecError(f"--merge: {shown(each)}: the strength of '{name}' must be a number, such as {name}=0.8") from None
         if not name or name in made:
             raise SpecError(f"--merge: {shown(each)} {'is there twice' if name else 'names no adapter'}")
         made[name] = value

@@ -41,14 +41,14 @@ def export(
         export_to_tool(folder, to, out, allow=allow, **tools)  # type: ignore[arg-type]
         return
     if given := next((name for name, value in tools.items() if value), None):
-        raise SpecError(f"--{given.replace('_', '-').replace('passes', 'pass')} is for --to {', '.join(TO_TOOLS)}")
+        raise SpecError(f"--{given.replace('_', '-').replace('passes', 'pass')} is only for --to {', '.join(TO_TOOLS)}")
     from ..core.flow import saved_export, saved_inputs
     from .exporter import FORMATS
     from .exporter import export as run
 
     if to is not None and to not in FORMATS:
         known = (*FORMATS, *TO_TOOLS)
-        raise SpecError(f"there is no export to '{to}'{did_you_mean(to, known)}; there is {', '.join(known)}")
+        raise SpecError(f"no export format '{to}'{did_you_mean(to, known)}; there are {', '.join(known)}")
     how = saved_export(folder, to=to, free=free, device=device)
     if opset is not None and how.to != "onnx":
         raise SpecError(f"--opset is for onnx, and this is an export to {how.to}")

@@ -80,12 +80,12 @@ def _checked(gm: Any, merge: Any, pack: Any, fuse: Any, outline: Any) -> tuple[s
         forms.say("merge='remerge' was never faster than fuse='auto', which adds an update to the weight where that is cheaper")
         merge = None
     if merge is not None and merge not in MERGES:
-        finding = f"merge has no way {shown(merge)}{did_you_mean(merge, MERGES)}"
-        raise SpecError(f"{finding}; it is None or one of {', '.join(MERGES)}")
+        finding = f"merge={shown(merge)} is not known{did_you_mean(merge, MERGES)}"
+        raise SpecError(f"{finding}; it must be None or one of {', '.join(MERGES)}")
     if not isinstance(pack, bool):
-        raise SpecError(f"pack is true or false, not {shown(pack)}")
+        raise SpecError(f"pack must be true or false, not {shown(pack)}")
     if pack:
-        forms.say("pack=True changes nothing any more: one product for q, k and v made no model faster")
+        forms.say("pack=True no longer has an effect: one product for q, k and v made no model faster")
     fuse = "auto" if fuse is True else fuse or None
     if fuse is not None:
         fuse = forms.form_named(fuse)
@@ -94,7 +94,7 @@ def _checked(gm: Any, merge: Any, pack: Any, fuse: Any, outline: Any) -> tuple[s
     if outline in (True, "auto"):
         return merge, fuse, None
     if isinstance(outline, str) or not isinstance(outline, Sequence) or not all(isinstance(p, str) for p in outline):
-        raise SpecError(f"outline is None, 'auto' or a list of path patterns, not {shown(outline)}")
+        raise SpecError(f"outline must be None, 'auto' or a list of path patterns, not {shown(outline)}")
     return merge, fuse, list(outline)
 
 

@@ -44,12 +44,12 @@ def check_subject(subject: Subject) -> str:
     gm, new, call = subject.gm, subject.new, subject.call
     need_values(new, call)
     ways = degrees_of(new)
-    found = f"{math.prod(ways.values())} pretended processes differ from one by {check_pretended(new, *call):.1e}"
+    found = f"{math.prod(ways.values())} simulated processes differ from one by {check_pretended(new, *call):.1e}"
     others = [entry for entry in subject.entries if not is_split(new, entry["name"])]
     if not degrees_of(gm) and all(entry["neutral"] for entry in others):
         found += f", and one from the module before by {check_before(gm, new, *call):.1e}"
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() == math.prod(ways.values()):
-        found += f"; real ones from pretended ones by {check_real(new, *call):.1e}"
+        found += f"; real ones from simulated ones by {check_real(new, *call):.1e}"
     return found
 
 
@@ -73,7 +73,7 @@ def check_pretended(
                 one, many = _results(gm, mode, args, kwargs, True)
             where = _first(gm, mode, one, many, plan)
         if where or off.times > 1:
-            raise VerifyError(f"the plan is not right for this model: an output differs by {off.distance:.1e}{where}")
+            raise VerifyError(f"the plan is wrong for this model: an output differs by {off.distance:.1e}{where}")
         worst = max(worst, off.distance)
     return worst
 
@@ -88,7 +88,7 @@ def check_before(gm: TracedModule, new: TracedModule, args: Sequence[Any], kwarg
         found = _result(new, mode, args, kwargs)
     worst = _result(gm, mode, args, kwargs).difference(found)
     if worst.times > 1:
-        raise VerifyError(f"one process differs from the module before: an output by {worst.distance:.1e}")
+        raise VerifyError(f"one process differs from the module before the plan: an output by {worst.distance:.1e}")
     return worst.distance
 
 
@@ -111,7 +111,7 @@ def check_real(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any])
     dist.all_gather_object(told, (worst, first))
     for process, (off, where) in enumerate(told):
         if where or off.times > 1:
-            raise VerifyError(f"real process {process} differs from the pretended one: an output by {off.distance:.1e}{where}")
+            raise VerifyError(f"real process {process} differs from the simulated one: an output by {off.distance:.1e}{where}")
     return float(max(off.distance for off, _ in told))
 
 
@@ -163,7 +163,7 @@ def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -
         text, _, rest = str(error).partition("While executing")
         where = f", at '{rest.split('=')[0].strip(' %:').partition(' ')[0]}'" if rest else ""
         raise VerifyError(
-            f"the plan is not right for this model: {type(error).__name__}: {text.strip()[:300]}{where}"
+            f"the plan is wrong for this model: {type(error).__name__}: {text.strip()[:300]}{where}"
         ) from error
 
 

@@ -27,11 +27,16 @@ def apply_parallel_passes(result: Result, step: Step) -> None:
                 if key in WAYS and value == 1 or value is None or value is False:
                     continue
                 if key in given:
-                    raise SpecError(f"{config.passes[index].name}: another pass gives '{key}' too, and there is one plan")
+                    raise SpecError(
+                        f"{config.passes[index].name}: another pass sets '{key}' too, and all passes share one plan: set it "
+                        "once"
+                    )
                 given[key] = value
             if at := given.pop("at", ""):
                 if "split" in given:
-                    raise SpecError(f"{config.passes[index].name}: 'at' and 'split' exclude each other, and there is one plan")
+                    raise SpecError(
+                        f"{config.passes[index].name}: 'at' and 'split' cannot be used together, and all passes share one plan"
+                    )
                 given["split"] = _entered(result.module, config.passes[index].name, at)
     steps = {key: value for key, value in given.items() if key in STEP_KEYS}
     if steps:
@@ -39,7 +44,7 @@ def apply_parallel_passes(result: Result, step: Step) -> None:
             name = next(config.passes[i].name for i in indices if steps.keys() & config.passes[i].parallel.keys())
             if not steps.keys() & {"stages", "stale"}:
                 key = next(iter(steps))
-                raise SpecError(f"{name}: '{key}' is of a run that is a step late: give stale: true, or leave it out")
+                raise SpecError(f"{name}: '{key}' is only for stale values: set stale: true, or leave it out")
             result.module = with_steps(result.module, name, given)
             result.stepped = in_steps(result.module, *result.inputs, check=False)  # verification does
     elif given.keys() & {*WAYS}:
@@ -53,5 +58,5 @@ def _entered(module: TracedModule, name: str, path: str) -> dict[str, int]:
     rule = Rule(Match(path=path), place="before", args=["x"], expect="==1")
     (site,) = find(module, Pass(name, [rule]))
     if site.x is None or site.x.node is None or len(site.x.shape) < 3:
-        raise SpecError(f"{name}: the first input of '{path}' is no image or feature map")
+        raise SpecError(f"{name}: the first input of '{path}' is not an image or feature map")
     return {site.x.node.name: len(site.x.shape) - 2}

@@ -100,7 +100,9 @@ class Plan:
             lines.append("  " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()))
             for node, why in found.why.items():
                 lines.append(f"  whole at '{node.name}': {why}")
-        checked = "not checked on values" if self.away is None else f"an output is at most {self.away:.0e} from one process's"
+        checked = "not checked on values" if self.away is None else (
+            f"an output differs by at most {self.away:.0e} from that of one process"
+        )
         lines.append(checked)
         if self.written.twin_error and self.stages:
             lines.append(f"no graph for {'evaluation' if self.mode else 'training'}: {self.written.twin_error}")
@@ -137,7 +139,7 @@ def parallel_plan(
     if not isinstance(gm, TracedModule):
         raise SpecError(f"parallel_plan takes a traced module, not {type(gm).__name__}: trace the model first")
     if any(isinstance(module, Collective) for module in gm.modules()):
-        raise SpecError("this module is parallel already: make a plan of all ways for the one that it was made of")
+        raise SpecError("this module is parallel already: make one plan with all degrees for the module that it was made from")
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     ways = all_degrees({"ulysses": ulysses, "ring": ring, "batch": batch, "tensor": tensor, "rows": rows})
     call = args, dict(kwargs or {})
@@ -199,8 +201,8 @@ def _packed(gm: TracedModule) -> str:
         if isinstance(layer := gm.get_submodule(path), PACKED):
             return (
                 f". '{path}' is torch's {type(layer).__name__}: one operation of the graph, with a packed projection and a "
-                "fast path of its own, into which no plan sees; write the projections and F.scaled_dot_product_attention in "
-                "its place, with dropout as a layer of its own"
+                "fast path of its own, which a plan cannot split; replace it by projections and "
+                "F.scaled_dot_product_attention, with dropout as a separate layer"
             )
     return ""
 
@@ -216,7 +218,7 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
     """
     gm = in_both_modes(gm) if plan.stages else gm
     if plan.mark != mark_of(gm):
-        raise SpecError("the plan is for another graph: make one for this module, after the last pass is applied")
+        raise SpecError("the plan is for another graph: make one for this module, after all passes are applied")
     for stage in plan.stages:
         gm = write_axis(gm, stage, plan.ways)
     if plan.stages:

@@ -90,8 +90,8 @@ def _real(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def _exit_message(count: int, pretended: float, real: float) -> str:
     return (
-        f"{count} pretended processes differ from one by {pretended:.1e}, real ones from pretended ones by {real:.1e}; "
-        "every value was compared"
+        f"{count} simulated processes differ from one by {pretended:.1e}, real ones from simulated ones by {real:.1e}; every "
+        "value was compared"
     )
 
 
@@ -152,7 +152,7 @@ def measured() -> tuple[tuple[float, float], float]:
     process.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise SpecError("--link measured measures between processes: start with torchrun --nproc-per-node 2")
+        raise SpecError("--link measured needs several processes: start with torchrun --nproc-per-node 2")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
     with process_group(torch.nn.Linear(1, 1, device=device)):
         world = dist.get_world_size()

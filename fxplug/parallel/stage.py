@@ -77,7 +77,7 @@ def _plan_graph(
         found = token_origins.best(first, walked, ways)
     replan(found, second)
     if found.share() == 0:
-        raise Unsplittable(next((f"{node_label(n)}: {why}" for n, why in found.why.items()), "no work is left to parts"))
+        raise Unsplittable(next((f"{node_label(n)}: {why}" for n, why in found.why.items()), "no operation can be split"))
     return found
 
 
@@ -112,8 +112,8 @@ def check_sizes(stage: Stage, number: int) -> None:
         if found.sizes[index] < number and (node in found.starts or index in found.derived):
             what = {"batch": "samples", "rows": "rows"}.get(stage.axis, "tokens")
             raise SpecError(
-                f"{found.sizes[index]} {what} ('{node.name}', dimension {dim}) cannot be split {number} ways: give fewer ways, "
-                "or example inputs of the size that is run"
+                f"{found.sizes[index]} {what} ('{node.name}', dimension {dim}) cannot be split over {number} processes: use "
+                "fewer, or example inputs of the size that will be used"
             )
 
 

@@ -58,18 +58,18 @@ def parallel(
 ) -> None:
     """Split a model over processes: print the plan, check it, save the model. Runs under torchrun too."""
     if plan_only and (check or out):
-        raise typer.BadParameter("--plan-only has no values: leave out --check and --out")
+        raise typer.BadParameter("--plan-only works without values: leave out --check and --out")
     given = {} if ways.strip() == "auto" else parse_degrees(ways)
     if predict:
         if ways or check or plan_only:
-            raise typer.BadParameter("--predict compares all ways: leave out --ways, --check and --plan-only")
+            raise typer.BadParameter("--predict compares all degrees: leave out --ways, --check and --plan-only")
         sizes = _numbers(predict, "--predict"), _numbers(devices, "--devices", 2)
         _predicted(subject, *sizes, link, speed, at, out, set)
         return
     if ways.strip() == "auto":
         given = _fastest(subject, devices, link, speed, set, allow)
     if "patches" in given and "stages" not in given:
-        raise SpecError("--ways patches=... says how stages are run: give stages=2,patches=4")
+        raise SpecError("--ways patches=... needs stages: write stages=2,patches=4")
     module, plan, call, config = _planned(subject, given, plan_only, set, allow)
     print(getattr(plan, "listing", plan))  # a text, where there is no plan
     if plan_only:
@@ -82,7 +82,7 @@ def parallel(
             print(agree(module, *call))
     elif isinstance(plan, Plan):
         with progress("check"):
-            print(f"pretended processes differ from one by {plan.check():.1e}")
+            print(f"simulated processes differ from one by {plan.check():.1e}")
     if out is not None:
         from .processes import is_first
 
@@ -101,7 +101,7 @@ def _predicted(
     from .costs.prediction import format_figures, link_of, predict, table
 
     if Path(subject).is_dir():
-        raise SpecError(f"'{subject}' is a saved rewrite: --predict takes its configuration, {subject}/config.yaml")
+        raise SpecError(f"'{subject}' is a saved rewrite: give --predict its configuration, {subject}/config.yaml")
     if link == "measured":
         from .processes import measured
 
@@ -150,7 +150,10 @@ def _side(inputs: Mapping[str, Any]) -> int:
     """The pixels of an image's side: 8 for each element of a latent's last dimension, 16 for each token of a square's side."""
     latents, tokens = _largest(inputs)
     if not latents and not tokens:
-        raise SpecError("no input of the configuration has four dimensions, or tokens, and could grow: 'inputs' gives shapes")
+        raise SpecError(
+            "no input of the configuration has four dimensions or tokens, so its size cannot be varied: set shapes under "
+            "'inputs'"
+        )
     return 8 * latents if latents else 16 * round(math.sqrt(tokens))
 
 
@@ -211,13 +214,13 @@ def _planned(subject: str, ways: Mapping[str, int], dry: bool, set: list[str] | 
 
     config = _with(read_config(subject, set), ways)
     if not any(p.parallel for p in config.passes):
-        raise SpecError(f"{subject} does not say how: give --ways ulysses=2, or a pass such as sequence_parallel")
+        raise SpecError(f"{subject} has no parallel degrees: give --ways ulysses=2, or a pass such as sequence_parallel")
     result = rewrite(config, dry_run=dry, verify=False, progress=progress)
     saved = None
     if not dry:
         inputs = {**default_inputs(config, result.base), **added_inputs(config, result.module)[1]}
         saved = {**resolved(config), "inputs": inputs}
-    said = result.plan or (result.stepped and result.stepped.extra_repr()) or "one process: all ways are 1"
+    said = result.plan or (result.stepped and result.stepped.extra_repr()) or "one process: all degrees are 1"
     return result.module, said, result.inputs, saved
 
 
@@ -233,7 +236,7 @@ def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> A
     if there:
         if ways and dict(ways) != there:
             text = ",".join(f"{axis}={n}" for axis, n in there.items())
-            raise SpecError(f"'{subject}' is parallel already, with --ways {text}: make another from what it was made of")
+            raise SpecError(f"'{subject}' is parallel already, with --ways {text}: start from what it was made from")
         from .processes import described
 
         if said:

@@ -42,7 +42,10 @@ class _Controlled(nn.Module):
         if handed is None:
             return super().forward(*args, **kwargs)
         if mark is None or mark.dim() > 2:
-            raise GuardError("these are corrections of a network, which is in this graph: put controlnet_of(unet) in its place")
+            raise GuardError(
+                "the ControlNet is in this graph already, so its residuals cannot be passed: set pipe.controlnet = "
+                "controlnet_of(unet)"
+            )
         halves = mark.shape[0] == 2
         if halves:  # with `guess_mode` and guidance a pipeline puts zeros for the samples without words before each correction
             handed = [tensor[tensor.shape[0] // 2 :] for tensor in handed]
@@ -79,12 +82,12 @@ def _hand(call: dict[str, Any], several: bool) -> list[torch.Tensor]:
 def joined(unet: nn.Module, network: nn.Module) -> nn.Module:
     """A UNet of diffusers and its network as one model, on their own children and weights. Raises TraceError."""
     if isinstance(unet, TracedModule) or isinstance(network, TracedModule):
-        raise TraceError("join: the UNet or its network is traced already: trace those of diffusers, then apply passes")
+        raise TraceError("join: the UNet or its ControlNet is traced already: trace those of diffusers, then apply passes")
     settings(network)
     kind = type(unet)
     signature = inspect.signature(kind.forward)
     if not {DOWN, MIDDLE} <= signature.parameters.keys():
-        raise TraceError(f"join: {kind.__name__} takes no corrections of a network")
+        raise TraceError(f"join: {kind.__name__} takes no residuals of a ControlNet")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _Controlled.forward(self, *args, **kwargs)
@@ -106,7 +109,7 @@ def settings(network: nn.Module) -> dict[str, Any]:
 
     nets: list[Any] = list(network.nets) if isinstance(network, MultiControlNetModel) else [network]
     if not nets or not all(isinstance(net, ControlNetModel) for net in nets):
-        raise TraceError(f"join takes a ControlNetModel of diffusers, or several of them, not {type(network).__name__}")
+        raise TraceError(f"join takes one or several ControlNetModels of diffusers, not {type(network).__name__}")
     return {"several": isinstance(network, MultiControlNetModel), "configs": [dict(net.config) for net in nets]}
 
 
@@ -118,7 +121,7 @@ class SettingsProxy(nn.Module):
         call = inspect.signature(super().forward).bind(*args, **kwargs).arguments
         known = {*ALWAYS, "controlnet_cond", "conditioning_scale", "added_cond_kwargs", "guess_mode", "return_dict"}
         if odd := [name for name, value in call.items() if name not in known and value is not None]:
-            raise GuardError(f"'{odd[0]}' is not handed to the ControlNet in the UNet's graph: trace without join for it")
+            raise GuardError(f"'{odd[0]}' is not an input of the ControlNet in the UNet's graph: trace without join to use it")
         guess = bool(call.get("guess_mode"))
         sample = call["sample"]
         return _hand(call, hasattr(self, "nets")), torch.ones((1, 1) if guess else 1, dtype=sample.dtype, device=sample.device)
@@ -140,7 +143,7 @@ def controlnet_of(module: TracedModule) -> Any:
     found = module.meta.get(META)
     if found is None:
         own = [entry["name"] for entry in module.meta.get("passes", []) if entry.get("inputs")]
-        bound = "has inputs of its own: bind them, and use the plain pipeline"
+        bound = "has its own inputs: bind them, and use the plain pipeline"
         way = f"that of the pass '{own[0]}' {bound}" if own else "it has none"
         make = "trace_pipeline(pipe, ..., join=True) makes one"
         raise SpecError(f"controlnet_of: the graph has no ControlNet of a pipeline ({way}); {make}")
@@ -179,4 +182,4 @@ def load_part(folder: str | os.PathLike[str], **options: Any) -> Any:
             found = json.loads(stream.read())
             return stand_in(bool(found["several"]), list(found["configs"]), torch.float32, "cpu")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArtifactError(f"{file} has no settings of ControlNets: {error}") from None
+            raise ArtifactError(f"{file} has no settings for ControlNets: {error}") from None

@@ -35,7 +35,7 @@ INSTEAD = {
     "fuse_lora": "fxplug.lower(module, merge=True)",
     "unfuse_lora": "keep the module that was lowered",
     "save_lora_adapter": "module.adapters.save, or fxplug.save_adapter",
-    "generate": "generate with the model, which has the loop; weights of passes reach it by save_checkpoint",
+    "generate": "generate with the model, which has the loop; save_checkpoint writes the weights of passes for it",
     "set_attn_processor": "set it on the model before tracing",
 }
 # arguments of diffusers' models in which "scale" is the strength of LoRA that PEFT has put in
@@ -64,15 +64,14 @@ class PipelinePart(Variants):
             if name not in INSTEAD:
                 raise
         raise AttributeError(
-            f"'{name}' is a method of {self.classes[0]}; this is its traced graph, which such a method cannot change: "
-            f"{INSTEAD[name]}"
+            f"'{name}' is a method of {self.classes[0]}, which a traced graph does not have: {INSTEAD[name]}"
         )
 
     def add_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
         """As of any module with variants. Raises TransientRefusal for a strength of LoRA that no pass would see."""
         if name := _unseen_scale(self.meta.get("passes"), signature_of(self).bind(*args, **kwargs).arguments):
             raise TransientRefusal(
-                f"'scale' in {name} is the strength of LoRA that another library has put in, and no pass sees it: "
+                f"'scale' in {name} is the strength of LoRA layers of another library, which passes do not use: "
                 f"{INSTEAD['set_adapters']}"
             )
         return super().add_variant(args, kwargs)
@@ -181,7 +180,7 @@ def _load(
         source = {str(_below(key, prefix)): value for key, value in source.items()}
         metadata = {str(_below(key, prefix)): value for key, value in (metadata or {}).items() if _below(key, prefix)}
         if not source:
-            warnings.warn(f"no layers with the prefix '{prefix}' are in what was given", stacklevel=4)
+            warnings.warn(f"there are no layers with the prefix '{prefix}'", stacklevel=4)
             return
     names = module.adapters.names
     name = adapter_name or next(each for each in (f"default_{n}" for n in count(len(names))) if each not in names)
@@ -207,8 +206,8 @@ def _set(module: PipelinePart, names: str | list[str], weights: Any = None) -> N
     values = list(weights) if isinstance(weights, (list, tuple)) else [weights] * len(names)
     if odd := [value for value in values if value is not None and not isinstance(value, (int, float))]:
         raise SpecError(
-            f"set_adapters: {shown(odd[0])} is no number: slots have one strength for all layers; apply a pass with another "
-            "name to the layers that shall have another"
+            f"set_adapters: {shown(odd[0])} is not a number: slots have one strength for all layers; for other strengths apply "
+            "a second pass, with another name, to some layers"
         )
     known = module.adapters.names
     pairs = zip(names, values, strict=True)

@@ -47,7 +47,7 @@ def rewrite_pipeline(
     for what, given in (("passes", passes), ("adapters", adapters)):
         if not isinstance(given, (Mapping, type(None))):
             named = "the models' names" if what == "passes" else "their own names"
-            raise SpecError(f"{what} are given by {named}, not as {shown(given)}: {EXAMPLES[what]}")
+            raise SpecError(f"{what} must be a mapping by {named}, not {shown(given)}: {EXAMPLES[what]}")
     wanted = {name: list(_listed(given, name)) for name, given in (passes or {}).items()}
     for name, files in _by_part(pipe, adapters or {}).items():
         settings = {"files": files, "name": _free(getattr(pipe, name)), **({} if slots is None else {"slots": slots})}
@@ -72,7 +72,7 @@ def _free(model: Any) -> str:
 def _listed(given: Any, name: str) -> Iterable[Pass]:
     found = [given] if isinstance(given, Pass) else given
     if isinstance(found, (str, Mapping)) or not isinstance(found, Iterable):
-        raise SpecError(f"'{name}' has passes as load_pass gives them, not {shown(given)}")
+        raise SpecError(f"'{name}' must have passes, such as load_pass returns, not {shown(given)}")
     return found
 
 
@@ -83,7 +83,7 @@ def _by_part(pipe: Any, adapters: Mapping[str, Any]) -> dict[str, dict[str, Any]
     for adapter, path in adapters.items():
         if not isinstance(path, (str, os.PathLike)):
             raise SpecError(
-                f"adapter {shown(adapter)} is a file or a folder, not {shown(path)}: what is loaded already goes by "
+                f"adapter {shown(adapter)} must be a file or a folder, not {shown(path)}: for a loaded state dict use "
                 "trace_pipeline, pass_for and adapters.load"
             )
         for part in read(path, meta=True).parts:

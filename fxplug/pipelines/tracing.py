@@ -61,8 +61,8 @@ def trace_pipeline(
     calls = _calls(pipe, {name: models[name] for name in wanted}, args, call, enough=parts is not None)
     if missing := [name for name in wanted if name not in calls and parts is not None]:
         raise TraceError(
-            f"this call of the pipeline does not call {', '.join(missing)} as a whole; it calls {', '.join(calls) or 'none'}: "
-            "give arguments with which it does"
+            f"this call of the pipeline does not call {', '.join(missing)}; it calls {', '.join(calls) or 'none'}: give "
+            "arguments with which it does"
         )
     made: dict[str, nn.Module] = {}
     for name, (given, named) in calls.items():
@@ -84,7 +84,7 @@ def _joined(pipe: Any) -> Any:
     """The pipeline with one model for its UNet and its ControlNet. Raises TraceError."""
     unet, network = (getattr(pipe, name, None) for name in ("unet", "controlnet"))
     if unet is None or network is None:
-        raise TraceError(f"join: {type(pipe).__name__} has not both 'unet' and 'controlnet'")
+        raise TraceError(f"join: {type(pipe).__name__} must have both 'unet' and 'controlnet'")
     found = copy.copy(pipe)
     found.unet = joined(unet, network)
     found.controlnet = stand_in(**settings(network), dtype=network.dtype, device=network.device)
@@ -111,7 +111,7 @@ def load_pipeline(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), 
 
     folder = Path(folder)
     if not (folder / "model_index.json").is_file():
-        raise ArtifactError(f"{folder} is no pipeline: it has no model_index.json; fxplug.load reads an artifact")
+        raise ArtifactError(f"{folder} is not a pipeline: it has no model_index.json; fxplug.load reads an artifact")
     parts = {path.parent.name: pipeline_part(load(path.parent, allow=allow)) for path in sorted(folder.glob(f"*/{MANIFEST}"))}
     return DiffusionPipeline.from_pretrained(folder, **{**parts, **options})
 
@@ -122,7 +122,7 @@ def models_of(pipe: Any) -> dict[str, nn.Module]:
     named = found if isinstance(found, dict) else getattr(pipe, "__dict__", {})
     models = {k: v for k, v in named.items() if isinstance(v, nn.Module) and not isinstance(v, SettingsProxy)}
     if not models:
-        raise TraceError(f"{type(pipe).__name__} holds no models: trace_pipeline takes a pipeline, such as diffusers' are")
+        raise TraceError(f"{type(pipe).__name__} has no models: trace_pipeline takes a pipeline, such as those of diffusers")
     return models
 
 

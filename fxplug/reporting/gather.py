@@ -194,7 +194,7 @@ def _slots(module: TracedModule) -> TableSection | None:
     if not any(entry.get("slots") for entry in module.meta.get("passes", [])):
         return None
     adapters = module.adapters
-    title, about = "Adapters", "What lies in the slots, and how strongly it takes part."
+    title, about = "Adapters", "The adapters in the slots, and the strength of each."
     try:
         active = adapters.active
         said = active if isinstance(active, dict) else {}
@@ -274,7 +274,7 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
         return None
     found = read_json(file)
     if not isinstance(found, dict):
-        raise ArtifactError(f"{file} is no JSON object")
+        raise ArtifactError(f"{file} is not JSON object")
     return found
 
 

@@ -39,7 +39,7 @@ def report(
     """
     for what, module in (("base", base), ("new", new)):
         if not isinstance(module, TracedModule) and not (module is None and what == "base"):
-            raise SpecError(f"report takes traced modules, and {what} is a {type(module).__name__}: fxplug.trace makes one")
+            raise SpecError(f"report takes traced modules, and {what} is a {type(module).__name__}: use fxplug.trace first")
     home = None if folder is None else Path(folder)
     saved = home and next((path for path in (home / "module", home) if (path / "manifest.json").is_file()), None)
     page = contents(base, new, checks=checks, manifest=manifest_of(saved) if saved else None)
@@ -66,9 +66,9 @@ def report_folder(
     saved = next((path for path in (home / "module", home) if (path / "manifest.json").is_file()), None)
     run = run_of(home)
     if saved is None and run is None:
-        kind = "is no folder" if home.exists() else "does not exist"
+        kind = "is not a folder" if home.exists() else "does not exist"
         why = kind if not home.is_dir() else "has no manifest.json and no log.jsonl"
-        raise SpecError(f"{home} {why}: report takes a configuration, the folder of a saved rewrite, or that of a training run")
+        raise SpecError(f"{home} {why}: give a configuration, the folder of a saved rewrite, or that of a training run")
     if saved is None:
         page = Page(title=home.absolute().name, trouble="This run has no saved module yet: module/ is written at its end.")
     else:
@@ -92,7 +92,7 @@ def write(page: Page, out: str | os.PathLike[str]) -> None:
     target = Path(out)
     text = as_json(page) if target.suffix == ".json" else html(page)
     safe = text.encode("utf-8", "backslashreplace").decode()
-    write_text(target, safe, lambda finding: SpecError(f"{target} {finding}; --out names the file to write"))
+    write_text(target, safe, lambda finding: SpecError(f"{target} {finding}; give the file to write with --out"))
 
 
 def as_json(page: Page) -> str:

@@ -28,7 +28,7 @@ def report(
     path = Path(subject)
     target = out or Path(f"{path.absolute().name if path.is_dir() else path.stem}.html")
     if target.is_dir():
-        raise SpecError(f"'{target}' is a folder, and the page is one file: --out {target / 'page.html'}")
+        raise SpecError(f"'{target}' is a folder, and the page is one file: write --out {target / 'page.html'}")
     if path.is_dir():
         if set:
             raise typer.BadParameter("--set changes a configuration, and this is a folder")
@@ -39,7 +39,7 @@ def report(
         with progress("report"):
             page = page_of(result.base, result.module, target, checks=result.report)
     if page.trouble:
-        print(f"{subject} cannot be shown, and the page says why: {page.trouble.splitlines()[0]}", file=sys.stderr)
+        print(f"{subject} cannot be shown; the page has the reason: {page.trouble.splitlines()[0]}", file=sys.stderr)
     print(f"saved in {target}")
     if open_ and not webbrowser.open(target.absolute().as_uri()):
         print(f"no browser was found: open {target} in one", file=sys.stderr)
@@ -53,12 +53,12 @@ def show_to(module: Any, to: str, region: str, out: Path | None) -> None:
     from .records import listing
 
     if to not in FORMATS:
-        raise SpecError(f"there is no '{to}' to write{did_you_mean(to, FORMATS)}; there is {', '.join(FORMATS)}")
+        raise SpecError(f"no format '{to}'{did_you_mean(to, FORMATS)}; there are {', '.join(FORMATS)}")
     if region and to == "model-explorer":
-        raise SpecError("--region is one region's picture, and model-explorer shows all of a graph: leave it out")
+        raise SpecError("--region is not for model-explorer, which shows the whole graph: leave it out")
     text = written(contents(None, module), listing(module), to, region)
     if out is None:
         print(text, end="")
         return
-    write_text(out, text, lambda finding: SpecError(f"{out} {finding}; --out names the file to write"))
+    write_text(out, text, lambda finding: SpecError(f"{out} {finding}; give the file to write with --out"))
     print(f"saved in {out}")

@@ -59,7 +59,7 @@ def places_of(graph: fx.Graph, root: nn.Module) -> dict[str, MarkedRegion]:
             site = str(node.meta["pass"]["site"])
             key = next((key for key in (site, site.partition(":")[0]) if key in regions), "")
             if not key:
-                raise SpecError(f"'{site}' is no module whose attention could be computed in another way: mark one")
+                raise SpecError(f"'{site}' is not a module with attention that can be replaced: mark one that is")
             place = found.setdefault(key, MarkedRegion(key, [], regions[key], []))
             place.marks.append(node)
     for place in found.values():
@@ -145,7 +145,9 @@ class _FormWriter:
         values = [a for a in given if a.op != "get_attr"]
         like = min((a for a in values if a.meta["shape"][0] == place.marks[0].meta["shape"][0]), default=None)
         if like is None:
-            raise SpecError(f"nothing that enters '{place.key}' has its batch: it has no halves")
+            raise SpecError(
+                f"no input of '{place.key}' has the batch dimension of its result, so it cannot be split into halves"
+            )
         for value in values:
             if value.meta["shape"][0] == like.meta["shape"][0] or value.meta["shape"][0] == 1:
                 cut = self.node("call_module", half, (value, like), value, max(value, like))

@@ -114,7 +114,8 @@ class StepCache(Stepped):
     def _check_gauges(self) -> None:
         if not all(cut.gauges and cut.early for cut in self._cuts.values()):
             raise SpecError(
-                "no pass has marked a gauge to decide by: first_block_cache and teacache do; or take a policy as Every(3)"
+                "the policy needs a gauge, and no pass has marked one: apply first_block_cache or teacache, or use a policy "
+                "such as Every(3)"
             )
 
     @property
@@ -137,7 +138,7 @@ class StepCache(Stepped):
         them. Raises SpecError for a policy that goes by no gauge.
         """
         if not self.gauged:
-            raise SpecError(f"{self.policy} goes by no gauge: measure with one that does, such as TeaCache()")
+            raise SpecError(f"{self.policy} does not use a gauge: measure with a policy that does, such as TeaCache()")
         self.reset()
         found: list[tuple[float, float]] = []
         self._measures = found

@@ -77,9 +77,9 @@ class FastAttention(Stepped):
             if method not in METHODS:
                 raise SpecError(f"{where}: '{key}': no method {shown(method)}: there are {', '.join(METHODS)}")
             if index == 0 and method not in FULL:
-                raise SpecError(f"{where}: '{key}': the first step is in full, as nothing is kept yet")
+                raise SpecError(f"{where}: '{key}': the first step must be full, because nothing is stored yet")
             if method.startswith("window") and not self.places[key].windowed:
-                raise SpecError(f"{where}: '{key}' has no attention among its own tokens without mask or order")
+                raise SpecError(f"{where}: '{key}' has no self-attention without a mask")
         return {key: method for key, method in row.items() if method != "full"}
 
     # --- the parts

@@ -107,8 +107,8 @@ class TeaCache:
         different = len({move for move, _ in pairs.tolist()})
         if degree < 0 or different <= degree:
             raise SpecError(
-                f"a polynomial of degree {degree} takes {max(degree, 0) + 1} different moves or more to fit, and there are "
-                f"{different}: measure more steps, or give a lower degree"
+                f"fitting a polynomial of degree {degree} needs at least {max(degree, 0) + 1} different values, and there are "
+                f"{different}: measure more steps, or use a lower degree"
             )
         x, y = pairs.unbind(1)
         scale = x.abs().max() or torch.tensor(1.0)

@@ -112,12 +112,12 @@ class Slices:
             branch = max(mark.branch for _, mark in rows)
             if branch >= len(rows):
                 counted = f"{len(rows)} joins, counted 0 to {len(rows) - 1} from the end" if len(rows) > 1 else "one, branch 0"
-                raise SpecError(f"{owner}: there is no branch {branch}: it has marked {counted}")
+                raise SpecError(f"{owner}: no branch {branch}; it has marked {counted}")
             cuts.append(_CachedValue(self._deepest(rows[-1 - branch][0]), None, "", owner))
         if not cuts:
             raise SpecError(
-                "nothing is marked here to be kept: apply a pass that does, such as deepcache or first_block_cache, and "
-                "outline afterwards if at all, with StepCache.map"
+                "no value is marked to be cached: apply a pass that marks one, such as deepcache or first_block_cache; to "
+                "outline as well, use StepCache.map afterwards"
             )
         self.output = self.flow.nodes[-1]
         self.inputs = [n for n in self.flow.nodes if n.op == "placeholder"]
@@ -132,7 +132,9 @@ class Slices:
         self.cuts = {cut.node: cut for cut in sorted(cuts, key=lambda cut: cut.node) if cut.node in self.later}
         self._named()
         if self.operations(self.later) >= self.operations(self.flow.nodes):
-            raise SpecError("what is marked saves nothing: all of the model is needed for its result even if that is taken")
+            raise SpecError(
+                "caching the marked value saves nothing, because the whole model is still needed for the result: mark another"
+            )
 
     def _unmarked(self) -> tuple[list[_CachedValue], dict[str, list[tuple[fx.Node, Join]]]]:
         """Take the marks out; what they marked."""
@@ -217,7 +219,7 @@ class Slices:
         inputs = [n for n, port in ports if port.path == "" and port.side == "in"]
         found = self.flow.closed([*starts, *inputs, *self.inputs], self.flow.needs, first=True)
         if not found.isdisjoint(self.cuts):
-            raise SpecError("what is marked to be kept is computed before the gauge is read: mark a later block")
+            raise SpecError("the marked value is computed before the gauge is read: mark a later block")
         return found
 
     @cached_property

@@ -131,7 +131,7 @@ class Stepped(nn.Module):
             return 0
         value = args[self._position] if len(args) > self._position else kwargs.get(self._clock)
         if value is None:
-            raise SpecError(f"the call has no '{self._clock}', which tells this step cache where a run begins")
+            raise SpecError(f"the call has no '{self._clock}', which is needed to see where a run begins")
         now = float(value.flatten()[0]) if isinstance(value, Tensor) else float(value)
         before, self._time = self._time, now
         if before is None or now == before:
@@ -149,8 +149,8 @@ class Stepped(nn.Module):
         names = [str(n.target) for n in self.module.graph.nodes if n.op == "placeholder"]
         if clock is not None and clock not in names:
             raise SpecError(
-                f"the model has no input '{clock}' that says where in a run a call is{did_you_mean(clock, names)}: give "
-                f"clock=..., one of {', '.join(names)}, or clock=None and call reset() before each run"
+                f"the model has no input '{clock}', which would tell the step of a call{did_you_mean(clock, names)}: give one "
+                f"of {', '.join(names)} as clock=, or clock=None and call reset() before each run"
             )
         return -1 if clock is None else names.index(clock)
 

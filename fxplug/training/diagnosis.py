@@ -53,7 +53,7 @@ def misfit(
     given = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     called = inputs_by_name(module, args, kwargs)
     got = {name: called[name] for name in inputs if isinstance(called.get(name), Tensor)}
-    lines = [f"the model was traced with other inputs than the run gives it: {error}"]
+    lines = [f"the model was traced with inputs that differ from those of the run: {error}"]
     lines.append("  traced: " + _listed(inputs))
     lines.append("  in a batch: " + _listed(given))
     if any(name not in given for name in got):
@@ -62,7 +62,7 @@ def misfit(
     if kind:
         return "\n".join([*lines, f"  write inputs.{kind[1]}.dtype: {kind[2]}"])
     advice = [line for name, value in got.items() for line in _differs(name, inputs[name].shape or (), tuple(value.shape))]
-    sizes = "  give the inputs in the configuration the sizes that a batch has: inputs." + ", inputs.".join(inputs)
+    sizes = "  set the inputs in the configuration to the sizes of a batch: inputs." + ", inputs.".join(inputs)
     return "\n".join([*lines, *(advice or [sizes])])
 
 
@@ -75,14 +75,14 @@ def _differs(name: str, traced: tuple[int, ...], got: tuple[int, ...]) -> list[s
     if len(traced) != len(got):
         return [f"  {name} has {len(got)} dimensions and inputs.{name} {len(traced)}: write inputs.{name}: {list(got)}"]
     if len(got) == 4 and traced[1] != got[1]:
-        latents = "; latents are made by a VAE (train.task.denoise.vae)" if got[1] == 3 else ""
-        return [f"  {name} has {got[1]} channels and inputs.{name} {traced[1]}: give the model data of its channels{latents}"]
+        latents = "; for latents set a VAE (train.task.denoise.vae)" if got[1] == 3 else ""
+        return [f"  {name} has {got[1]} channels and inputs.{name} {traced[1]}: use data with that number of channels{latents}"]
     if len(got) == 4 and traced[2:] != got[2:]:
         both = f"images are {list(got[2:])} and inputs.{name} is {list(traced)}"
-        return [f"  {both}: give both one size, in data.size or inputs.{name}"]
+        return [f"  {both}: set the same size in data.size and inputs.{name}"]
     if len(got) == 3 and traced[2] != got[2]:
         found = f"a text in {name} has {got[2]} numbers a word and in inputs.{name} {traced[2]}"
-        return [f"  {found}: give the text encoder that the model was made for (train.task.denoise.text)"]
+        return [f"  {found}: set the text encoder that the model was trained with (train.task.denoise.text)"]
     if len(got) == 3 and traced[1] != got[1]:
         found = f"a text in {name} has {got[1]} words and in inputs.{name} {traced[1]}"
         return [f"  {found}: write inputs.{name}: {[traced[0], *got[1:]]}"]
@@ -138,7 +138,7 @@ def _described(node: fx.Node, value: Tensor, env: Mapping[fx.Node, Any]) -> str:
     sizes = [x.abs().max().item() for x in inputs if x.is_floating_point() and x.numel()]
     largest = f"; its largest input is {max(sizes):.3g}" if sizes else ""
     where = f"region '{region}'" if region else "the model's own forward"
-    return f"{where} went non-finite first: {operation} gave {_counted(value)}{largest}"
+    return f"the first non-finite values are in {where}: {operation} returned {_counted(value)}{largest}"
 
 
 @torch.no_grad()

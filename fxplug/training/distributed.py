@@ -42,10 +42,10 @@ def launched(precision: str, device: str | None = None) -> Accelerator:
         torch.cuda.set_device(device)
     accelerator = Accelerator(mixed_precision=PRECISIONS[precision], cpu=on_cpu)
     if accelerator.num_processes != processes:
-        found = f"{accelerator.num_processes} of the {processes} processes that were started work together"
-        raise TrainError(f"{found}: say on which device they are to train (device: cpu, for example)")
+        found = f"only {accelerator.num_processes} of the {processes} processes that were started form a group"
+        raise TrainError(f"{found}: set the device to train on (device: cpu, for example)")
     if precision == "fp16" and accelerator.device.type == "cpu":
-        raise TrainError("fp16 needs a GPU, where the loss is scaled; on a CPU use precision: bf16 or fp32")
+        raise TrainError("fp16 needs a GPU, because of loss scaling; on a CPU use precision: bf16 or fp32")
     return accelerator
 
 
@@ -112,12 +112,14 @@ def prepared(
 def _by_kinds(lowered: TracedModule, settings: Train) -> TracedModule:
     for key in ("checkpointing", "shard"):
         if getattr(settings, key):
-            finding = f"'compile: regions' and '{key}' do not go together: both cut regions out; write 'compile: true'"
+            finding = (
+                f"'compile: regions' and '{key}' cannot be used together, since both outline regions: write 'compile: true'"
+            )
             raise SpecError(finding, path=("train", "compile"))
     try:
         return nest(lowered)
     except MatchError:
-        finding = "no regions here are alike, so nothing would be compiled less often: write 'compile: true'"
+        finding = "the model has no repeated regions, so 'compile: regions' saves nothing: write 'compile: true'"
         raise SpecError(finding, path=("train", "compile")) from None
 
 

@@ -53,7 +53,9 @@ class Stepper:
             with nullcontext() if last else self.trainer.accelerator.no_sync(self.trainer.runner):
                 loss, report = self._loss(batch, step, micro)
                 if not loss.requires_grad:
-                    raise TrainError("the loss does not depend on what trains: it is detached, or the passes do not reach it")
+                    raise TrainError(
+                        "the loss does not depend on any trained parameter: it is detached, or the passes do not affect it"
+                    )
                 self.trainer.accelerator.backward(loss / len(batches))
             reports.append({"loss": float(loss.detach()), **report})
             if not math.isfinite(reports[-1]["loss"]):
@@ -93,7 +95,7 @@ class Stepper:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             name = type(task).__name__
-            raise TrainError(f"{name}.loss must give a tensor of one number, the mean over the batch; it gave {got}")
+            raise TrainError(f"{name}.loss must return a tensor of one number, the mean over the batch; it returned {got}")
         return loss, {key: float(v.detach() if isinstance(v, Tensor) else v) for key, v in report.items()}
 
     def _check_gradients(self) -> None:
@@ -130,7 +132,7 @@ class Stepper:
 
     def _diagnosed(self, step: int, micro: int, batch: Batch, finding: str) -> str:
         """The finding with the batch and the first region that went non-finite, by one forward as in training."""
-        trainer, cause = self.trainer, "a sharded run does not say in which region: one process without 'shard' does"
+        trainer, cause = self.trainer, "a sharded run cannot find the region: run one process without 'shard' to see it"
         if not trainer.settings.shard:
             frozen = {name for name, _ in trainer.module.named_parameters()} - trainer.trained.keys()
             watched = freeze_norms(trainer.module, frozen)
@@ -138,7 +140,7 @@ class Stepper:
             args, kwargs = called(trainer.task, batch, self._draws(step, micro), trainer.accelerator)
             with torch.no_grad(), trainer.accelerator.autocast():
                 found = first_not_finite(watched, args, kwargs)
-            cause = found or "every value in the forward is finite: the loss itself, or the backward pass, is not"
+            cause = found or "every value in the forward pass is finite, so the loss or the backward pass is not"
         names = [str(name) for name in batch.get("name", [])]
-        shown = f"{', '.join(names[:8])}{' ...' * (len(names) > 8)}" if names else "of one without names"
+        shown = f"{', '.join(names[:8])}{' ...' * (len(names) > 8)}" if names else "a batch without names"
         return f"step {step}: {finding}\n  batch: {shown}\n  {cause}\n  a lower lr, 'clip', or a wider precision may help"

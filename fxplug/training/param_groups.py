@@ -72,12 +72,15 @@ def _groups(module: TracedModule, base: Sequence[str], others: bool = False) -> 
     owner = {name: entry["name"] for entry in entries for name in named if name.startswith(f"{entry['name']}.")}
     groups: list[dict[str, Any]] = []
     if "source" in module.meta:
-        raise TrainError("this module is lowered, which is for running: train the one that it was made from")
+        raise TrainError(
+            "this module is lowered, and a lowered module cannot be trained: train the one that it was made from, "
+            "meta['source']"
+        )
     slotted = [entry["name"] for entry in entries if entry.get("slots") and entry["train"]]
     if slotted:
         raise TrainError(
-            f"pass '{slotted[0]}' has slots, which hold finished adapters: train the pass without slots, and load what it "
-            "saved; or give it train: false"
+            f"pass '{slotted[0]}' has slots, which cannot be trained: train the pass without slots and load the saved adapter, "
+            "or set train: false"
         )
     for entry in entries:
         names = [name for name in named if owner.get(name) == entry["name"] and named[name].is_floating_point()]
@@ -149,9 +152,9 @@ def make_optimizer(use: Use, groups: list[dict[str, Any]]) -> torch.optim.Optimi
                 raise SpecError(f"{kind.__name__} has no weight_decay", path=("train", "weight_decay"))
     made = construct(kind, use, ("train", "optimizer"), given)
     if not isinstance(made, torch.optim.Optimizer):
-        raise SpecError(f"'{use.name}' made a {type(made).__name__}, no torch optimizer", path=("train", "optimizer"))
+        raise SpecError(f"'{use.name}' returned a {type(made).__name__}, not a torch optimizer", path=("train", "optimizer"))
     if "closure" in accepted_arguments(made.step).required:
-        finding = f"{use.name} computes the loss several times a step, which a step here does not do: take another one"
+        finding = f"{use.name} computes the loss several times per step, which is not supported: use another optimizer"
         raise SpecError(finding, path=("train", "optimizer"))
     return made
 
@@ -163,7 +166,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any
         for name, parameter in zip(group["names"], group["params"], strict=True):
             if id(parameter) not in held:
                 finding = f"the optimizer does not have '{name}', which trains"
-                raise TrainError(f"{finding}: make it of the rewritten module's parameters, or leave it to the settings")
+                raise TrainError(
+                    f"{finding}: create it with the parameters of the rewritten module, or set it in the configuration"
+                )
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -220,7 +225,7 @@ def _find(use: Use, known: Mapping[str, Any], what: str, more: tuple[str, ...] =
     if ":" not in use.name:
         names = [*more, *(kind.__name__ for kind in known.values())]
         near = did_you_mean(use.name, names) or did_you_mean(use.name.lower(), known)
-        finding = f"torch has no {what} '{use.name}'{near}; another one is named 'package.module:Class'"
+        finding = f"torch has no {what} '{use.name}'{near}; for another one write 'package.module:Class'"
         raise SpecError(finding, path=("train", what))
     return imported(use.name, ("train", what))
 
@@ -248,8 +253,8 @@ def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[
     if bad:
         more = f" and {len(bad) - 5} more" * (len(bad) > 5)
         raise TrainError(
-            f"no gradient reached {', '.join(bad[:5])}{more} in the first step: what they compute does not reach the loss; "
-            "narrow the pass, or give it train: false"
+            f"no gradient reached {', '.join(bad[:5])}{more} in the first step, because the loss does not depend on them: "
+            "narrow the pattern of the pass, or set train: false"
         )
     return [name for names in lost.values() for name in names]
 

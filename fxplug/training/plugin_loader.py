@@ -147,7 +147,7 @@ def load(spec: Any, local: LocalModules) -> object:
     kind, name = (_import(spec, local), spec) if isinstance(spec, str) else (spec, getattr(spec, "__name__", ""))
     plugin = construct(kind, Use(name, dict(options or {}))) if isinstance(kind, type) else kind
     if not hook_methods(plugin) and not isinstance(plugin, BasePlugin):
-        raise SpecError(f"{type(plugin).__name__} is no plugin: it has none of the methods {', '.join(OFFERED)}")
+        raise SpecError(f"{type(plugin).__name__} is not a plugin: it has none of the methods {', '.join(OFFERED)}")
     return plugin
 
 
@@ -182,7 +182,7 @@ def hook_methods(plugin: object) -> dict[str, tuple[Callable[..., Any], tuple[st
         where = f"{type(plugin).__name__}.{hook}"
         if hook not in OFFERED:
             hint = did_you_mean(hook, OFFERED)
-            raise SpecError(f"{where}: there is no hook '{hook}'{hint}; the hooks are {', '.join(OFFERED)}")
+            raise SpecError(f"{where}: no hook is called '{hook}'{hint}; the hooks are {', '.join(OFFERED)}")
         methods[hook] = method, _wanted(method, hook, where)
     return methods
 
@@ -190,7 +190,7 @@ def hook_methods(plugin: object) -> dict[str, tuple[Callable[..., Any], tuple[st
 def _wanted(method: Callable[..., Any], hook: str, where: str) -> tuple[str, ...]:
     function = method if inspect.isroutine(method) else type(method).__call__
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-        raise SpecError(f"{where} is a generator or async: nothing of it would run, since hooks are called and not awaited")
+        raise SpecError(f"{where} is a generator or async, and would never run: hooks are called, not awaited")
     parameters = inspect.signature(method).parameters
     if hook.startswith(CHAINED):
         return _value(method, hook, where)
@@ -199,10 +199,10 @@ def _wanted(method: Callable[..., Any], hook: str, where: str) -> tuple[str, ...
     has_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if by_position and not has_rest:
-        raise SpecError(f"{where} takes {by_position[0]} by position; hooks get their data by name: {', '.join(offered)}")
+        raise SpecError(f"{where} takes {by_position[0]} by position, and hooks get their data by name: {', '.join(offered)}")
     for name in named:
         if name not in offered:
-            raise SpecError(f"{where}: the hook has no '{name}'{did_you_mean(name, offered)}; it offers {', '.join(offered)}")
+            raise SpecError(f"{where}: the hook gets no '{name}'{did_you_mean(name, offered)}; it gets {', '.join(offered)}")
     return offered if has_rest else tuple(named)
 
 

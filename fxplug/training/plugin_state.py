@@ -72,7 +72,7 @@ class TrainingState:
     def save(self, path: str | Path) -> None:
         """Write a checkpoint of this moment to the folder `path`, from which the run can be resumed."""
         if self.write_checkpoint is None:
-            raise RuntimeError("this state is of no run")
+            raise RuntimeError("this state does not belong to a run")
         self.write_checkpoint(Path(path))
 
 

@@ -155,7 +155,7 @@ class Plugins:
         text = f"plugin {plugin} raised in {hook}{at}: {type(error).__name__}: {error}"
         if isinstance(error, KeyError) and error.args and hook.startswith("on_"):
             batch = given["batch"] if isinstance(given.get("batch"), Mapping) else {}
-            text += f"{did_you_mean(error.args[0], [*OFFERED[hook], *batch])}; the hook offers {', '.join(OFFERED[hook])}"
+            text += f"{did_you_mean(error.args[0], [*OFFERED[hook], *batch])}; the hook gets {', '.join(OFFERED[hook])}"
             text += f", and its batch has {', '.join(batch)}" if batch else ""
         if hook == "transform_pil_image" and isinstance(error, (AttributeError, TypeError)) and "numpy" in str(error):
             text += "; img is a numpy array [h, w, 3], an argument named 'pil' is the PIL image"
@@ -171,7 +171,7 @@ class Plugins:
         lines = []
         for (plugin, hook), (seconds, calls, longest, failures) in zip(self._places, self._tally.tolist(), strict=True):
             limit = next(limit for start, limit in LIMITS.items() if hook.startswith(start))
-            over = f", the longest {longest:.3g} s where {limit:g} s is much" if longest > limit else ""
+            over = f", the longest {longest:.3g} s, above {limit:g} s" if longest > limit else ""
             if over or seconds / max(total, 1e-9) > SHARE:
                 took = f"{seconds:.3g} s, {seconds / max(total, 1e-9):.1%} of the run"
                 lines.append(f"slow plugin: {plugin}.{hook} took {took} ({calls:.0f} calls{over})")
@@ -187,7 +187,7 @@ class Plugins:
                 pickle.dumps(plugin)
             except Exception as error:  # the plugin's: what it holds is pickled
                 text = f"plugin {name} cannot be sent to worker processes: {type(error).__name__}: {error}"
-                raise TrainError(f"{text}; set 'workers' of the data to 0, or keep what it holds out of it") from error
+                raise TrainError(f"{text}; set 'workers' of the data to 0, or do not store that in the plugin") from error
         # in this order: the modules are there before the objects of their classes are read
         return {"local": self._local, "on_error": self.on_error, "plugins": kept, "places": self._places, "tally": self._tally}
 
@@ -235,7 +235,7 @@ def put_gradients(module: nn.Module, result: Any) -> None:
     named = dict(module.named_parameters())
     for name, gradient in result.items():
         if name not in named:
-            raise TypeError(f"it returned a gradient of '{name}', which is no parameter{did_you_mean(name, named)}")
+            raise TypeError(f"it returned a gradient of '{name}', which is not a parameter{did_you_mean(name, named)}")
         if gradient is not None and not (isinstance(gradient, Tensor) and gradient.shape == named[name].shape):
             found = list(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
             raise TypeError(f"it returned {found} as the gradient of '{name}', which has the shape {list(named[name].shape)}")

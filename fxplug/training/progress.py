@@ -44,7 +44,7 @@ class Progress:
         name = highest if highest is not None and highest in metrics else "loss"
         if name not in metrics:
             listed = ", ".join(metrics) or "nothing"
-            raise TrainError(f"test.patience and test.best go by the task's own best metric or by 'loss'; tests give {listed}")
+            raise TrainError(f"test.patience and test.best need the task's best metric or 'loss'; the tests give {listed}")
         score = -metrics[name] if name == "loss" != highest else metrics[name]
         better = score > (float("-inf") if self.score is None else self.score)
         if better:
@@ -92,9 +92,9 @@ class Progress:
     def update(self, name: str, value: object) -> None:
         """Take `grad_accum` from a plugin, for the next start of an epoch. ValueError for anything else."""
         if name != "grad_accum":
-            raise ValueError(f"'{name}' cannot be changed while the run goes on; 'grad_accum' can")
+            raise ValueError(f"'{name}' cannot be changed during the run; only 'grad_accum' can")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"grad_accum must be a whole number from 1 on, not {value!r}")
+            raise ValueError(f"grad_accum must be a whole number, 1 or more, not {value!r}")
         self.asked = value
 
     def renew(self) -> str:

@@ -73,7 +73,7 @@ def take_best(trainer: Trainer) -> None:
     if trainer.ema is not None:
         fill(trainer.ema.average, kept.ema)
     trainer.metrics = trainer.progress.measured or trainer.metrics  # a checkpoint of an earlier version does not have them
-    trainer.watch.note(f"the module is that of step {kept.progress['step']}, which tested best")
+    trainer.watch.note(f"the module is that of step {kept.progress['step']}, which had the best test")
 
 
 def _tell(trainer: Trainer, path: Path) -> None:
@@ -94,7 +94,7 @@ def rescue(trainer: Trainer, error: BaseException) -> None:
     lost, module = None, f" and '{trainer.out / 'module'}'"
     kept = list_checkpoints(trainer.out / "checkpoints")
     if trainer.sharded is not None:
-        lost = "its weights are parts on several processes"
+        lost = "its weights are sharded over several processes"
     elif not stepper.whole:
         lost = "the optimizer was changing the weights"
     elif not all(bool(p.isfinite().all()) for p in trainer.trained.values()):
@@ -110,12 +110,12 @@ def rescue(trainer: Trainer, error: BaseException) -> None:
         if lost is None:
             _write_modules(trainer)
     except Exception as other:  # as above
-        module = f"; there is no module, as it cannot be written: {other}"
+        module = f"; the module could not be written: {other}"
     text = f"{'stopped' if isinstance(error, KeyboardInterrupt) else 'the run ended'} after step {step}"
     if lost is None:
-        text += f": what it learnt is in '{kept[-1]}' (--resume goes on from there){module}"
+        text += f": the training is saved in '{kept[-1]}' (continue with --resume){module}"
     else:
-        text += f", of which nothing is kept as {lost}; {_newest(trainer)}"
+        text += f", and nothing of it is saved because {lost}; {_newest(trainer)}"
     error.add_note(text)
     trainer.watch.note(text, said=False)
 
@@ -185,7 +185,7 @@ def restore(trainer: Trainer, path: Path) -> None:
     if len(kept.random) == trainer.accelerator.num_processes:
         read_random_state(kept.random[trainer.accelerator.process_index])
     else:
-        trainer.watch.note("another number of processes than before: dropout draws other numbers from here on")
+        trainer.watch.note("the number of processes differs from before: dropout draws other numbers from here on")
     if trainer.out is not None and trainer.first:  # later ones are of a line of the run that is given up
         for later in list_checkpoints(trainer.out / "checkpoints"):
             if int(later.name.removeprefix(PREFIX)) > trainer.progress.step:
@@ -267,7 +267,7 @@ def _reported(trainer: Trainer, what: str) -> Iterator[None]:
         if not full:
             raise TrainError(f"{text}; make the folder writable and resume") from error
         if trainer.settings.save.on_full_disk == "stop":
-            raise TrainError(f"{text}; make room and resume, or set save.on_full_disk: continue") from error
+            raise TrainError(f"{text}; free some space and resume, or set save.on_full_disk: continue") from error
         trainer.watch.note(f"{text}; the run goes on")
 
 

@@ -71,9 +71,9 @@ def train(
     """
     config = source if isinstance(source, Config) else load_config(source, set)
     if config.train is None:
-        raise SpecError("there is no 'train' section; it says the task, epochs or steps, and lr", where=config.where())
+        raise SpecError("the section 'train' is missing: it sets the task, epochs or steps, and lr", where=config.where())
     if config.data is None:
-        raise SpecError("there is no 'data' section; it says where the samples are", where=config.where())
+        raise SpecError("the section 'data' is missing: it names the samples", where=config.where())
     with config.located():
         device = config.device if "device" in config.model_fields_set else None
         accelerator = launched(config.train.precision, device)
@@ -131,7 +131,7 @@ def _folder(name: str, out: str | Path | None, resume: bool | str | Path) -> Pat
     if out is not None:
         return Path(out)
     if resume is True:
-        raise SpecError("resume goes on with the run in a folder: say which, with out (--out)")
+        raise SpecError("resume continues the run in a folder: give it with out (--out)")
     if resume:
         path = Path(resume)
         if path.name == "best" and (path / "progress.json").is_file():
@@ -145,7 +145,7 @@ def _start(folder: Path, resume: bool | str | Path) -> Path | None:
     if resume:
         return folder if resume is True else Path(resume)
     if list_checkpoints(folder / "checkpoints"):
-        raise SpecError(f"'{folder}' holds a run: resume it (--resume), or give another folder")
+        raise SpecError(f"'{folder}' has a run already: continue it (--resume), or give another folder")
     return None
 
 
@@ -154,7 +154,7 @@ def _report(folder: Path, trainer: Trainer) -> None:
     try:
         report(None, trainer.module, folder / "report.html", folder=folder)
     except (FxplugError, OSError) as error:
-        trainer.watch.note(f"report.html is not written: {error}")
+        trainer.watch.note(f"report.html could not be written: {error}")
 
 
 def into_pipeline(module: TracedModule, out: Path, config: Config) -> str:

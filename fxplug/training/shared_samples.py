@@ -76,7 +76,10 @@ def divided(
         raise SpecError(getattr(error, "finding", str(error)), path=getattr(error, "path", ()) or PATH) from error
     for process, other in enumerate(gathered(accelerator, _text(plan.written))):
         if other != _text(plan.written):
-            raise TrainError(f"processes {accelerator.process_index} and {process} found different plans: report this model")
+            raise TrainError(
+                f"processes {accelerator.process_index} and {process} made different plans, which is a bug of fxplug: please "
+                "report this model"
+            )
     names = ("data", *ways)
     mesh = init_device_mesh(accelerator.device.type, (world, *ways.values()), mesh_dim_names=names)
     return parallelize(module, plan, mesh)
@@ -110,8 +113,8 @@ def _check_draws(gm: TracedModule, plan: Plan, args: Any, kwargs: Any) -> None:
     for node in drawn:
         if node.name not in known:
             raise SpecError(
-                f"'{node.name}' draws random numbers though the model is in evaluation, and processes that share a sample "
-                "would draw others than one does: set its dropout to 0, or mode: train"
+                f"'{node.name}' draws random numbers although the model is in evaluation, and processes that share a sample "
+                "would draw different ones: set its dropout to 0, or mode: train"
             )
 
 
@@ -157,6 +160,6 @@ def _check_equal_samples(accelerator: Accelerator, together: int, batch: Mapping
     for other in range(mine // together * together, (mine // together + 1) * together):
         if found[other] != found[mine]:
             raise TrainError(
-                f"processes {mine} and {other} share each sample, and were given different ones: a sampler must count "
-                f"{len(found) // together} parts, of which process r has number r // {together}"
+                f"processes {mine} and {other} share each sample, and got different ones: a sampler must use "
+                f"{len(found) // together} replicas, and process r must have rank r // {together}"
             )

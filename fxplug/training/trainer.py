@@ -102,7 +102,7 @@ class Trainer:
         self.tests = None if test is None else loader_of(test, train=False, hooks=None, **common)
         for key in ("patience", "best"):
             if getattr(self.settings.test, key) and not (self.tests and self.settings.test.every):
-                raise TrainError(f"test.{key} compares tests: give test.every, and what is tested (test in the section data)")
+                raise TrainError(f"test.{key} compares tests: set test.every, and the test data ('test' in the section data)")
         self._set_up(Path(base or Path.cwd()), timm)
         self._check_first_batch()  # before plugins see the module, which may hook it
         parts = self.task.parts()
@@ -143,7 +143,7 @@ class Trainer:
                 one.transform = self.task.transform(train)
                 spec = getattr(one, "spec", None)
                 if one.transform and spec and not spec.conditions and (spec.flip or spec.crop == "random"):
-                    finding = "has no effect: the task crops and flips by itself (classify: augment)"
+                    finding = "has no effect: the task crops and flips itself (classify: augment)"
                     raise SpecError(finding, path=("data", "flip" if spec.flip else "crop"))
 
     def _tell_of_the_model(self) -> None:
@@ -197,7 +197,7 @@ class Trainer:
             for group in self.groups:
                 group["params"] = [held[name] for name in group["names"]]
             if self.plugins.has("on_backpropagation"):
-                raise TrainError("a plugin's on_backpropagation does not see the gradients of a sharded run: leave 'shard' out")
+                raise TrainError("a plugin's on_backpropagation cannot see the gradients of a sharded run: remove 'shard'")
         if optimizer is not None:
             check_optimizer(optimizer, self.groups)
         made = optimizer or make_optimizer(self.settings.optimizer, self.groups)
@@ -263,7 +263,7 @@ class Trainer:
                 end.signal = asked[0] if asked else signal.SIGINT  # type: ignore[attr-defined]  # for the exit code
                 raise end
             if self._waits() and self.progress.step < self.steps:
-                self.watch.note(f"ended after step {self.progress.step}: {self.progress.waited} tests were no better")
+                self.watch.note(f"ended after step {self.progress.step}: {self.progress.waited} tests without an improvement")
             self._finish()
         except BaseException as error:  # whoever it comes from: nothing learnt is lost
             rescue(self, error)
@@ -283,7 +283,7 @@ class Trainer:
             self.plugins.call("on_epoch_start", epoch_length=progress.batches, **place)
         if progress.done == 0 and (line := progress.renew()):
             if self.settings.scheduler is not None:
-                line += f"; the learning rate goes on as planned for {self.watch.steps} steps, and there are {self.steps}"
+                line += f"; the learning rate keeps its schedule of {self.watch.steps} steps, and there are {self.steps}"
             self.watch.note(line)
             self.watch.steps, self.watch.epochs = self.steps, self.epochs
         set_mode(self.runner, self.module, self.settings.mode)
@@ -394,7 +394,7 @@ class Trainer:
     def test(self) -> dict[str, float]:
         """Compute the task's metrics on the test data, over all processes; those of the averaged weights, if there are any."""
         if self.tests is None:
-            raise TrainError("there is nothing to test on: give 'test' in the data section, or test=...")
+            raise TrainError("no test data: set 'test' in the data section, or pass test=...")
         begun = time.perf_counter()
         most = max(gathered(self.accelerator, self.tests.steps))
         with self._evaluating() as module:

@@ -83,27 +83,27 @@ MISTAKES = {
         one(path="layers.*", module="LayerNorm"),
         fxplug.MatchError,
         "p: 'layers.*' matched 0 places, expected >=1\n"
-        "  the path is what fails: 2 places meet the other conditions, for example\n"
+        "  the path does not match: 2 places match the other conditions, for example\n"
         "    blocks.1.norm\n    blocks.0.norm",
     ),
     "a container where one value is needed": (
         one(path="head", args=["value", "blocks"]),
         fxplug.MatchError,
-        "p: 'blocks' (ModuleList) is never called by the model, so it is no region; regions inside it: blocks.0, "
+        "p: 'blocks' (ModuleList) is never called by the model, so it is not a region; regions inside it: blocks.0, "
         "blocks.0.norm, blocks.0.attn, blocks.0.attn.qkv, blocks.0.attn.proj, blocks.0.mlp, blocks.0.mlp.0, "
         "blocks.0.mlp.1, blocks.0.mlp.2, blocks.1, ... (18)",
     ),
     "one of several paths": (
         one(path=["head", "blocks.*.atn"]),
         fxplug.MatchError,
-        "p: 'blocks.*.atn', one of 2 paths, matched 0 places, expected >=1\n  21 regions ran, for example\n"
+        "p: 'blocks.*.atn', one of 2 paths, matched 0 places, expected >=1\n  the model has 21 regions, for example\n"
         "    blocks.1.attn\n    blocks.0.attn\n    blocks.1.attn.qkv\n    blocks.0.attn.qkv\n    blocks.1.attn.proj\n"
         "  (with expect: '>=0' it may match nothing)",
     ),
     "a module that is never called": (
         one(path="spare"),
         fxplug.MatchError,
-        "p: 'spare' matched 0 places, expected >=1\n  'spare' (Linear) is never called by the model, so it is no region",
+        "p: 'spare' matched 0 places, expected >=1\n  'spare' (Linear) is never called by the model, so it is not a region",
     ),
     "a class that is not there": (
         one(module="Linaer"),
@@ -115,10 +115,10 @@ MISTAKES = {
         one(path="blocks.*.mlp", module="Linear"),
         fxplug.MatchError,
         "p: 'blocks.*.mlp' matched 0 places, expected >=1\n"
-        "  the class is what fails: 2 places meet the path, for example\n"
+        "  the class does not match: 2 places match the path, for example\n"
         "    blocks.0.mlp (Sequential)\n    blocks.1.mlp (Sequential)\n"
         "  inside of these there are some: 'blocks.*.mlp.**' matches 4 places\n"
-        "  of the wanted class there are: blocks.0.attn.qkv, blocks.0.attn.proj, blocks.0.mlp.0, blocks.0.mlp.2, "
+        "  of that class there are: blocks.0.attn.qkv, blocks.0.attn.proj, blocks.0.mlp.0, blocks.0.mlp.2, "
         "blocks.1.attn.qkv, blocks.1.attn.proj, blocks.1.mlp.0, blocks.1.mlp.2, head",
     ),
     "an operation that is not there": (
@@ -130,7 +130,7 @@ MISTAKES = {
     "an operation that is elsewhere": (
         one(path="**.mlp", op="softmax"),
         fxplug.MatchError,
-        "p: '**.mlp' matched 0 places, expected >=1\n  the path is what fails: the operation is found at "
+        "p: '**.mlp' matched 0 places, expected >=1\n  the path does not match: the operation is at "
         "blocks_0_attn_softmax, blocks_1_attn_softmax",
     ),
     "a wrong count": (
@@ -141,17 +141,18 @@ MISTAKES = {
     "two rules at one place": (
         rules(({"path": "head"}, {}), ({"module": "Linear"}, {})),
         fxplug.ClashError,
-        "p: two rules put a block after 'head'; narrow one of them",
+        "p: two rules put a block after 'head'; narrow the pattern of one of them",
     ),
     "a rule inside a region that another replaces": (
         rules(({"path": "blocks.0.mlp"}, {"place": "replace"}), ({"path": "blocks.*.mlp.0"}, {})),
         fxplug.ClashError,
-        "p: one rule replaces 'blocks.0.mlp' and another puts a block after 'blocks.0.mlp.0'; narrow one of them",
+        "p: one rule replaces 'blocks.0.mlp' and another puts a block after 'blocks.0.mlp.0'; narrow the "
+        "pattern of one of them",
     ),
     "a port that is not there": (
         one(path="blocks.0:in[2]", place="before"),
         fxplug.MatchError,
-        "p: 'blocks.0:in[2]' is no input of 'blocks.0'; there are 'blocks.0:in.x', 'blocks.0:in.mask'",
+        "p: 'blocks.0:in[2]' is not an input of 'blocks.0'; there are 'blocks.0:in.x', 'blocks.0:in.mask'",
     ),
     "a result that is several": (
         one(path="blocks.0"),
@@ -172,13 +173,13 @@ MISTAKES = {
     "an address that is none": (
         one(path="head", args=["value", "head:inn"]),
         fxplug.SpecError,
-        "'head:inn' is no address of a value: write 'path', 'path:in', 'path:in[1]', 'path:in.name', "
+        "'head:inn' is not an address of a value: write 'path', 'path:in', 'path:in[1]', 'path:in.name', "
         "'path:out[1][0]' or 'path:param.weight'",
     ),
     "patterns that pair unequally": (
         one(path="**.mlp", args=["value", "**.attn.*"]),
         fxplug.MatchError,
-        "p: '**.attn.*' is 4 places and '**.mlp' is 2; they are paired by order, so there must be as many\n"
+        "p: '**.attn.*' matches 4 places and '**.mlp' 2; they are paired in order, so the numbers must be equal\n"
         "  from: blocks.0.attn.qkv, blocks.0.attn.proj, blocks.1.attn.qkv, blocks.1.attn.proj\n"
         "  to:   blocks.0.mlp, blocks.1.mlp",
     ),
@@ -202,7 +203,7 @@ MISTAKES = {
     "no class": (
         one("operator:add", path="head"),
         fxplug.SpecError,
-        "'operator:add' is no module class: a block is an nn.Module",
+        "'operator:add' is not a module class: a block is an nn.Module",
     ),
     "a class that does not exist": (
         one("fxplug.blocks:Lroa", path="head"),
@@ -238,8 +239,8 @@ MISTAKES = {
     "a regex without end": (
         one(path="re:(((.+)+)+)+!"),
         fxplug.SpecError,
-        "'re:(((.+)+)+)+!' backtracks without end on these paths (stopped after 0.5 s): it repeats something that is "
-        "itself a repeat; write it without the inner one",
+        "'re:(((.+)+)+)+!' backtracks without end on these paths (stopped after 0.5 s): it repeats a group that "
+        "itself repeats; remove the inner repeat",
     ),
     "a parameter that is not there": (
         one(path="head", place="param", port="wieght"),
@@ -272,7 +273,7 @@ def test_a_mistake_is_told(net, mistake):
 
 
 def test_lists_of_unequal_length_are_refused_when_read():
-    with pytest.raises(fxplug.SpecError, match=r"args\[1\]: 1 ports for 2 path patterns; they pair up in order"):
+    with pytest.raises(fxplug.SpecError, match=r"args\[1\]: 1 ports for 2 path patterns: they are paired in order"):
         skip(["blocks.0"], ["blocks.1", "head"])
 
 
@@ -282,22 +283,23 @@ def test_a_region_is_replaced_once_and_an_extended_one_not_at_all(net):
     with pytest.raises(fxplug.ClashError) as caught:
         fxplug.apply(replaced, again)
     assert str(caught.value) == (
-        "q: 'blocks.0.mlp' is replaced by pass 'p' already: narrow one of the two passes, or say in the rule what both give, "
-        "combine: sum (their sum) or combine: chain (one after the other)"
+        "q: 'blocks.0.mlp' is replaced by pass 'p' already: narrow the pattern of one of the two passes, or combine them in "
+        "the rule, with combine: sum (their sum) or combine: chain (one after the other)"
     )
     scaled = fxplug.apply(replaced, one(Scale, "q", path="blocks.*.mlp", args=["y"]))  # its place is there
     assert [s["path"] for s in scaled.meta["passes"][-1]["sites"]] == ["blocks.0.mlp", "blocks.1.mlp"]
-    with pytest.raises(fxplug.MatchError, match="the class is what fails"):
+    with pytest.raises(fxplug.MatchError, match="the class does not match"):
         fxplug.find(replaced, one(Scale, "q", path="blocks.0.mlp", module="Sequential"))
     gone = fxplug.apply(net.gm, one(Add, path="blocks.0.mlp", place="replace", args=["x"]))
     with pytest.raises(fxplug.MatchError) as caught:
         fxplug.apply(gone, lora(at="blocks.0.mlp.0"))
-    assert str(caught.value).endswith("\n  'blocks.0.mlp.0' is gone: pass 'p' replaced 'blocks.0.mlp'")
+    assert str(caught.value).endswith("\n  'blocks.0.mlp.0' is no longer in the graph: pass 'p' replaced 'blocks.0.mlp'")
     inner = fxplug.apply(net.gm, lora(at="blocks.0.mlp.0"))
     with pytest.raises(fxplug.ClashError) as caught:
         fxplug.apply(inner, one(Add, path="blocks.0.mlp", place="replace"))
     assert str(caught.value) == (
-        "p: 'blocks.0.mlp.0' has a block of pass 'lora' (after) and cannot be replaced: narrow one of the two passes"
+        "p: 'blocks.0.mlp.0' has a block of pass 'lora' (after) and cannot be replaced: narrow the pattern of one of the two "
+        "passes"
     )
 
 
@@ -315,7 +317,7 @@ def test_only_traced_modules_are_rewritten(net):
 
 
 def test_a_failing_constructor_is_told_with_its_place_and_its_error(net):
-    with pytest.raises(fxplug.SpecError, match=r"^p: head: Broken.at made no block: KeyError: ") as caught:
+    with pytest.raises(fxplug.SpecError, match=r"^p: head: Broken.at failed: KeyError: ") as caught:
         fxplug.apply(net.gm, one(Broken, path="head"))
     assert type(caught.value.__cause__) is KeyError
 
@@ -332,7 +334,7 @@ def test_a_wrong_width_is_found_at_its_line_with_both_shapes(net, tmp_path, monk
     rule = "{match: {path: blocks.0.mlp.1}, use: 'test_errors:Wide', args: [y]}"
     (tmp_path / "wide.yaml").write_text(f"about: A feature more.\nrules:\n  - {rule}\n")
     assert refused(net, fxplug.load_pass("wide.yaml")).startswith(
-        "wide.yaml:3: wide: block Wide at 'blocks.0.mlp.1' gives [2, 5, 9] where [2, 5, 8] was, and 'blocks_0_mlp_2' cannot "
+        "wide.yaml:3: wide: block Wide at 'blocks.0.mlp.1' returns [2, 5, 9] where [2, 5, 8] was, and 'blocks_0_mlp_2' cannot "
         "take it (wide_blocks_0_mlp_1_Wide [2, 5, 9]): "
     )
 
@@ -346,7 +348,7 @@ def test_a_pass_that_is_not_neutral_is_found_at_its_first_region(net):
 
 def test_a_parameter_without_gradient_is_found(net):
     text = refused(net, one(Unused, path="head"))
-    assert text == "no gradient reaches p.head.Unused.weight: their result does not reach the output"
+    assert text == "no gradient reaches p.head.Unused.weight: the model's output does not depend on their result"
 
 
 def test_verify_says_when_inputs_do_not_fit(net):

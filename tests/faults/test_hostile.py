@@ -121,7 +121,7 @@ def test_no_name_reaches_a_class(folder, name, kind):  # noqa: F811
 @pytest.mark.parametrize("name", ["self", "inf", "nan", "torch", "device", "NoneType", "print", "pytree", "fx_pytree"])
 def test_no_node_has_a_name_that_the_code_uses(folder, name):  # noqa: F811
     craft(folder, lambda d: d["graphs"].update(eval=hostile.renamed(d["graphs"]["eval"], "relu", name)))
-    refused(folder, "is no node name")
+    refused(folder, "is not a valid node name")
 
 
 BLOCKS = [
@@ -144,7 +144,7 @@ def test_modes_of_torch_are_left_in_order(folder):  # noqa: F811
              ("l2", "exit_grad", [{"node": "e2"}])]  # fmt: skip
     nodes = [{**record, "name": n, "target": f"fxplug.ops.{t}", "args": a} for n, t, a in steps]
     craft(folder, lambda d: d["graphs"]["eval"].__setitem__(slice(-1, -1), nodes))
-    refused(folder, "did not enter last")
+    refused(folder, "not the last one changed")
 
 
 def test_functions_that_trust_their_callers_are_not_listed():
@@ -411,7 +411,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("fxplug.core.artifacts.artifact.save_file", full)
-    with pytest.raises(ArtifactError, match="cannot be written: the disk is full; what was there is as it was"):
+    with pytest.raises(ArtifactError, match="cannot be written: the disk is full; nothing in it was changed"):
         fxplug.save(small(1), tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "out"]
     assert torch.equal(fxplug.load(tmp_path / "out").a.weight, small().a.weight)

@@ -121,7 +121,7 @@ FILES = {
     "a sparse tensor": saved({"a": torch.eye(2).to_sparse()}),
     "a pickle that ends": saved({"a": torch.ones(5)}, pickled=lambda data: data[:-20]),
     "an archive that ends": saved({"a": torch.ones(500)})[:-700],
-    "leads out": archive(b"x", name="../../a/data.pkl"),
+    "is outside": archive(b"x", name="../../a/data.pkl"),
     "no data.pkl": archive(b"x", name="a/b"),
     "many brackets": header(b"[" * 10**6),
     "many objects": header(b'{"a":[' + b"{}," * 1_000_000 + b"{}]}"),
@@ -158,7 +158,7 @@ def test_tensors_have_no_more_elements_than_bytes(expanded, tmp_path):
     if isinstance(expanded, list):
         assert weight_files.read(tmp_path / "a.pt")
         return
-    with pytest.raises(ArtifactError, match="more elements than there are in the file"):
+    with pytest.raises(ArtifactError, match="more elements than the file"):
         weight_files.read(tmp_path / "a.pt")
 
 
@@ -201,7 +201,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch):
         with pytest.raises(ArtifactError):
             reading.read_bytes(tmp_path / name, 100)
     (tmp_path / "file").write_bytes(b"x" * 101)
-    with pytest.raises(ArtifactError, match="101 bytes, and more than 100 are not read"):
+    with pytest.raises(ArtifactError, match="101 bytes; the limit is 100"):
         reading.read_bytes(tmp_path / "file", 100)
     with pytest.raises(ArtifactError, match="changed while it was read"), reading.opened(tmp_path / "file"):
         (tmp_path / "file").write_bytes(b"y")
@@ -269,7 +269,7 @@ def test_tensors_come_by_their_names_wherever_their_bytes_are(tmp_path):
     file = io.BytesIO(data)
     head = weight_files.header(file, reading.about("odd"))
     file.truncate(len(data) - 1)
-    with pytest.raises(ArtifactError, match="odd became shorter while it was read"):
+    with pytest.raises(ArtifactError, match="odd was truncated while it was read"):
         list(weight_files.tensors(file, head, reading.about("odd")))
 
 
@@ -294,12 +294,12 @@ def ragged(value):
 
 
 ODD_TENSORS = {
-    "meta": (lambda t: t.to("meta"), "on the meta device, which holds no values"),
-    "sparse": (torch.Tensor.to_sparse, "is sparse .torch.sparse_coo.: give it .to_dense"),
-    "rows": (torch.Tensor.to_sparse_csr, "is sparse .torch.sparse_csr.: give it .to_dense"),
-    "wrapped": (lambda t: t.as_subclass(Wrapped), "is a Wrapped, which is no plain tensor: give its numbers"),
+    "meta": (lambda t: t.to("meta"), "on the meta device and has no values"),
+    "sparse": (torch.Tensor.to_sparse, "is sparse .torch.sparse_coo.: convert it with to_dense"),
+    "rows": (torch.Tensor.to_sparse_csr, "is sparse .torch.sparse_csr.: convert it with to_dense"),
+    "wrapped": (lambda t: t.as_subclass(Wrapped), "is a Wrapped, which is not a plain tensor: convert it with dequantize"),
     "nested": (ragged, "is a nested tensor"),
-    "whole numbers": (torch.Tensor.int, "holds torch.int32; an adapter's weights are floating point"),
+    "whole numbers": (torch.Tensor.int, "is torch.int32; an adapter's weights must be floating point"),
 }
 
 
@@ -337,13 +337,13 @@ def zipped():
 
 # what people have where weights should be, and what it is called where it is met
 KNOWN = {
-    "gguf": (b"GGUF\3" + b"\0" * 99, "it is a GGUF file, of weights quantised in blocks: take the .safetensors"),
-    "onnx": (b"\x08\x0a\x3a\x04\x12\x02me" + b"\0" * 40, "it is an ONNX file: load_onnx takes one that export wrote"),
-    "zip": (zipped(), "a zip archive|an archive without a 'data.pkl'"),
-    "text": (b"a note about the adapter\n" * 9, "it is text, and no weights"),
-    "json": (b'{"error": "Repository not found"}', "it is JSON text, as of a configuration or an error of a server"),
+    "gguf": (b"GGUF\3" + b"\0" * 99, "it is a GGUF file, whose weights are quantised: use the .safetensors"),
+    "onnx": (b"\x08\x0a\x3a\x04\x12\x02me" + b"\0" * 40, "it is an ONNX file: load_onnx reads one that export wrote"),
+    "zip": (zipped(), "a zip archive|a zip archive without a 'data.pkl'"),
+    "text": (b"a note about the adapter\n" * 9, "it is text, not weights"),
+    "json": (b'{"error": "Repository not found"}', "it is JSON text, such as a configuration or a server's error"),
     "html": (b"<!DOCTYPE html>\n<html><body>401</body></html>", "it is an HTML page: the download failed, or needs a login"),
-    "pickle": (pickle.dumps({"a": [1, 2]}), "pickle.dump wrote it, and not torch.save|written by torch.save"),
+    "pickle": (pickle.dumps({"a": [1, 2]}), "a file of pickle.dump|written by torch.save"),
     "git-lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of git-lfs: .* 'git lfs pull'"),
     "picture": (b"\x89PNG\r\n\x1a\n" + b"\0" * 99, "it is a picture .PNG."),
 }
@@ -363,7 +363,7 @@ def test_a_file_of_another_kind_is_called_what_it_is(kind, suffix, tmp_path):
     ):  # fmt: skip
         with pytest.raises(ArtifactError, match=text):
             read()
-    with pytest.raises(ArtifactError, match="and load takes the folder that fxplug.save wrote"):
+    with pytest.raises(ArtifactError, match="and load takes a folder that fxplug.save wrote"):
         fxplug.load(file)
     if kind not in ("onnx", "zip", "pickle"):
         with pytest.raises(ArtifactError, match=text):
@@ -371,5 +371,5 @@ def test_a_file_of_another_kind_is_called_what_it_is(kind, suffix, tmp_path):
     if kind in ("html", "git-lfs", "picture"):
         fxplug.save(gm, tmp_path / "module")
         (tmp_path / "module" / "manifest.json").write_bytes(data)
-        with pytest.raises(ArtifactError, match=f"manifest.json is no JSON.*{text if kind != 'picture' else ''}"):
+        with pytest.raises(ArtifactError, match=f"manifest.json is not JSON.*{text if kind != 'picture' else ''}"):
             fxplug.load(tmp_path / "module")

@@ -91,7 +91,7 @@ def test_other_inputs_weights_and_buffers_are_told_at_the_first_call():
         return changed if rank in (1, 2) else module, tokens()
 
     found = by_rank(gm, other_input, {"ulysses": 2, "ring": 2})
-    assert len(set(found)) == 1 and "the input 0 of process 2 is not that of process 0: processes that share" in found[0]
+    assert len(set(found)) == 1 and "the input 0 of process 2 is not that of process 0: pass the same weights" in found[0]
     found = by_rank(gm, other_weight, {"ulysses": 2, "ring": 2})
     assert len(set(found)) == 1 and "the weight 'layers.1.weight' of process 3 is not that of process 0" in found[0]
     found = by_rank(gm, other_buffer, {"batch": 2, "ulysses": 2})
@@ -232,8 +232,8 @@ def process(rank, how, folder):
 @sweep(
     ("how", "text"),
     [
-        ("die", "process 1 does not answer: it died; process 0 waits at 'scaled_dot_product_attention_1_parallel' ("),
-        ("hang", "process 1 does not come: it is at 'layers_1'; process 0 waits at '"),
+        ("die", "process 1 does not answer and must have died; process 0 waits at 'scaled_dot_product_attention_1_parallel' ("),
+        ("hang", "process 1 did not reach the collective: it is at 'layers_1'; process 0 waits at '"),
         ("input", "the input 0 of process 1 is not that of process 0"),
     ], 2,
 )
@@ -258,7 +258,7 @@ def test_a_saved_module_on_fewer_processes(tmp_path):
         again(tokens())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(fxplug.SpecError, match=r"for 4 processes .ring 2 x ulysses 2., and there are 1: start as many"):
+        with pytest.raises(fxplug.SpecError, match=r"for 4 processes .ring 2 x ulysses 2., and there are 1: start that number"):
             again(tokens())
         one = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("ulysses",))
         with pytest.raises(fxplug.SpecError, match="the mesh has 1 processes along 'r?u?"):

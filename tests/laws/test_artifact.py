@@ -459,7 +459,7 @@ def test_other_files_stay_and_stale_ones_go(tmp_path: Path) -> None:
         fxplug.save(gm, folder, overwrite=False)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("x")
-    with pytest.raises(ArtifactError, match="holds something that is no artifact"):
+    with pytest.raises(ArtifactError, match="has files and is not an artifact"):
         fxplug.save(gm, tmp_path / "home")
 
 
@@ -677,9 +677,9 @@ def test_damaged_files(folder: Path) -> None:
     weights.unlink()
     refused(folder, "model.safetensors is missing")
     (folder / "manifest.json").write_text("{")
-    refused(folder, "manifest.json is no JSON")
+    refused(folder, "manifest.json is not JSON")
     (folder / "manifest.json").unlink()
-    refused(folder, "is no artifact: it has no manifest.json")
+    refused(folder, "is not an artifact: it has no manifest.json")
     refused(folder / "nowhere", "there is no folder")
 
 
@@ -693,12 +693,12 @@ def test_names_that_leave_the_folder(folder: Path, name: str) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = {"sha256": "", "size": 0}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    refused(folder, "leads out of the folder")
+    refused(folder, "is outside the folder")
 
 
 def test_code_has_no_place(folder: Path) -> None:
     (folder / "hook.py").write_text("raise SystemExit")
-    refused(folder, "hook.py lies in the artifact")
+    refused(folder, "hook.py is in the folder of the artifact")
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"]["hook.py"] = {"sha256": "", "size": 0}
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -714,8 +714,8 @@ def test_json_that_is_none(folder: Path) -> None:
     text = (folder / "graph.json").read_text()
     (folder / "graph.json").write_text(text.replace('"format": 1', '"format": NaN'))
     restamp(folder)
-    refused(folder, "NaN, which is no JSON")
-    refused(folder, "more than 100 are not read", limits=fxplug.Limits(json=100))
+    refused(folder, "NaN, which is not JSON")
+    refused(folder, "the limit is 100", limits=fxplug.Limits(json=100))
     (folder / "graph.json").write_text(text.replace('"format": 1', '"format": 1, "format": 1'))
     restamp(folder)
     refused(folder, "twice in one object")
@@ -767,43 +767,45 @@ BAD_NAMES = ["x\nimport os", "a b", "", "import", "a.b", "ü", "1a", 'x"', "relu
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_bad_names(folder: Path, name: object) -> None:
     craft(folder, lambda d: node(d, target="torch.relu").update(name=name))
-    refused(folder, "is no node name")
+    refused(folder, "is not a valid node name")
 
 
 CHANGES = {
-    "placeholder name": (lambda d: node(d, "placeholder").update(target="x=__import__('os')"), "is no argument"),
-    "placeholder stars": (lambda d: node(d, "placeholder").update(target="***x"), "is no argument"),
+    "placeholder name": (lambda d: node(d, "placeholder").update(target="x=__import__('os')"), "is not a valid argument"),
+    "placeholder stars": (lambda d: node(d, "placeholder").update(target="***x"), "is not a valid argument"),
     "placeholder self": (lambda d: node(d, "placeholder").update(target="self"), "cannot be the name of an argument"),
     "placeholder default": (lambda d: node(d, "placeholder", "note").update(args=[{"node": "x"}]), "only a plain value"),
     "placeholder arguments": (lambda d: node(d, "placeholder").update(args=[1, 2]), "arguments that a placeholder cannot have"),
-    "attribute dunder": (lambda d: node(d, "get_attr").update(target="offset.__class__"), "a name of Python's own"),
+    "attribute dunder": (lambda d: node(d, "get_attr").update(target="offset.__class__"), "a name that Python reserves"),
     "attribute code": (lambda d: node(d, "get_attr").update(target='offset") or ("'), "must be letters"),
-    "attribute keyword": (lambda d: node(d, "get_attr").update(target="offset.import"), "no tensor of the artifact"),
-    "attribute unknown": (lambda d: node(d, "get_attr").update(target="forward"), "no tensor of the artifact"),
-    "module dunder": (lambda d: node(d, "call_module").update(target="a.__init__"), "a name of Python's own"),
-    "module unknown": (lambda d: node(d, "call_module").update(target="train"), "no module of the artifact"),
-    "module root": (lambda d: node(d, "call_module").update(target=""), "is no module path"),
+    "attribute keyword": (lambda d: node(d, "get_attr").update(target="offset.import"), "not a tensor of the artifact"),
+    "attribute unknown": (lambda d: node(d, "get_attr").update(target="forward"), "not a tensor of the artifact"),
+    "module dunder": (lambda d: node(d, "call_module").update(target="a.__init__"), "a name that Python reserves"),
+    "module unknown": (lambda d: node(d, "call_module").update(target="train"), "not a module of the artifact"),
+    "module root": (lambda d: node(d, "call_module").update(target=""), "is not a valid module path"),
     "later node": (lambda d: node(d, target="torch.relu").update(args=[{"node": "output"}]), "not defined before it"),
     "no node": (lambda d: node(d, target="torch.relu").update(args=[{"node": "zzz"}]), "not defined before it"),
     "itself": (lambda d: node(d, target="torch.relu").update(args=[{"node": "relu"}]), "not defined before it"),
     "duplicate": (lambda d: d["graphs"]["eval"].insert(1, d["graphs"]["eval"][0]), "two nodes are named 'x'"),
-    "keyword argument": (lambda d: node(d, target="torch.relu").update(kwargs={"a=1)\nimport os#": 1}), "is no argument name"),
+    "keyword argument": (lambda d: node(d, target="torch.relu").update(kwargs={"a=1)\nimport os#": 1}), "is not a valid "
+                                                                                                        "argument name"),
     "address": (
         lambda d: node(d, target="torch.relu").update(op="call_method", target="new", kwargs={"cdata": 8}),
         "'new' is not a method that a graph may call",
     ),
     "unknown op": (lambda d: node(d).update(op="exec"), "must be one of placeholder, .*, not 'exec'"),
-    "unknown tag": (lambda d: node(d, target="torch.relu").update(args=[{"pickle": "gASV"}]), "no kind of value 'pickle'"),
+    "unknown tag": (lambda d: node(d, target="torch.relu").update(args=[{"pickle": "gASV"}]), "no type of value is called "
+                                                                                              "'pickle'"),
     "function as argument": (
         lambda d: node(d, target="torch.relu").update(args=[{"function": "torch.relu"}]),
-        "no kind of value",
+        "no type of value",
     ),
-    "dtype": (lambda d: node(d, target="torch.relu").update(args=[{"dtype": "load"}]), "'load' is no dtype"),
-    "two tags": (lambda d: node(d, target="torch.relu").update(args=[{"tuple": [], "list": []}]), "no encoded value"),
+    "dtype": (lambda d: node(d, target="torch.relu").update(args=[{"dtype": "load"}]), "'load' is not a valid dtype"),
+    "two tags": (lambda d: node(d, target="torch.relu").update(args=[{"tuple": [], "list": []}]), "not an encoded value"),
     "entry in node": (lambda d: node(d).update(code="1"), "unknown key 'code'"),
     "entry in meta": (lambda d: node(d)["meta"].update(stack_trace="x"), "unknown key 'stack_trace'"),
     "output first": (lambda d: d["graphs"]["eval"].reverse(), "ArtifactError|not defined|output"),
-    "no output": (lambda d: d["graphs"]["eval"].pop(), "end in its one output"),
+    "no output": (lambda d: d["graphs"]["eval"].pop(), "end with one output"),
     "stack": (lambda d: node(d)["meta"].update(stack=10**6), "cannot be used: IndexError"),
     "shape": (lambda d: node(d)["meta"].update(shape=["x"]), "whole number"),
     "port": (
@@ -814,11 +816,11 @@ CHANGES = {
     "no graph": (lambda d: d.update(graphs={}), "has no graph"),
     "result code": (
         lambda d: node(d, target="torch.relu").update(target={"result": "a:b", "fields": ["a=1"]}),
-        "is no field of a result",
+        "is not a valid field of a result",
     ),
     "result name": (
         lambda d: node(d, target="torch.relu").update(target={"result": "a:b c", "fields": ["a"]}),
-        "is no name of a result",
+        "is not a valid name of a result",
     ),
     "torch.nn class": (
         lambda d: d["modules"]["a"].update({"class": "Linaer"}),
@@ -826,13 +828,15 @@ CHANGES = {
     ),
     "torch.nn function": (lambda d: d["modules"]["a"].update({"class": "Parameter"}), "no module class 'Parameter'"),
     "module kind": (lambda d: d["modules"]["a"].update(kind="pickle"), "must be one of none, .*, not 'pickle'"),
-    "module arguments": (lambda d: d["modules"]["a"]["arguments"].update({"in_features": "x"}), "Linear cannot be built again"),
-    "module attribute": (lambda d: d["modules"]["a"]["attributes"].update({"_forward_hooks": []}), "part of every module"),
-    "module dunder attribute": (lambda d: d["modules"]["a"]["attributes"].update({"__class__": 1}), "part of every module"),
-    "container attribute": (lambda d: d["modules"][""]["attributes"].update({"forward": 1}), "part of every module"),
-    "module path": (lambda d: d["modules"].update({"c d": {"kind": "none"}}), "is no module path"),
-    "orphan": (lambda d: d["modules"].update({"z.y": {"kind": "none"}}), "has no place"),
-    "alias": (lambda d: d["modules"].update({"z": {"kind": "same", "as": "y"}}), "does not come before it"),
+    "module arguments": (lambda d: d["modules"]["a"]["arguments"].update({"in_features": "x"}), "Linear cannot be rebuilt"),
+    "module attribute": (lambda d: d["modules"]["a"]["attributes"].update({"_forward_hooks": []}), "an attribute of every "
+                                                                                                   "module"),
+    "module dunder attribute": (lambda d: d["modules"]["a"]["attributes"].update({"__class__": 1}), "an attribute of every "
+                                                                                                    "module"),
+    "container attribute": (lambda d: d["modules"][""]["attributes"].update({"forward": 1}), "an attribute of every module"),
+    "module path": (lambda d: d["modules"].update({"c d": {"kind": "none"}}), "is not a valid module path"),
+    "orphan": (lambda d: d["modules"].update({"z.y": {"kind": "none"}}), "must come after its parent"),
+    "alias": (lambda d: d["modules"].update({"z": {"kind": "same", "as": "y"}}), "must come before it"),
     "block import": (
         lambda d: d["modules"].update({"a": {"kind": "block", "class": "os:system", "arguments": {}}}),
         "not allowed",
@@ -855,13 +859,13 @@ CHANGES = {
         lambda d: d["modules"].update({"a": {"kind": "block", "class": "fxplug.blocks:Lora.__init__", "arguments": {}}}),
         "import path|fxplug has no block",
     ),
-    "tensor dtype": (lambda d: d["tensors"]["offset"].update(dtype="float16"), "in its file and"),
-    "tensor shape": (lambda d: d["tensors"]["offset"].update(shape=[5]), "in its file and"),
+    "tensor dtype": (lambda d: d["tensors"]["offset"].update(dtype="float16"), "in its file, and"),
+    "tensor shape": (lambda d: d["tensors"]["offset"].update(shape=[5]), "in its file, and"),
     "tensor strides": (lambda d: d["tensors"]["offset"].update(stride=[10**12]), "do not fit its shape"),
     "tensor kind": (lambda d: d["tensors"]["offset"].update(kind="code"), "must be one of parameter, buffer, not 'code'"),
-    "tensor missing": (lambda d: d["tensors"].pop("offset"), "do not agree: 'offset'"),
-    "tensor surplus": (lambda d: d["tensors"].update(more=d["tensors"]["offset"]), "do not agree: 'more'"),
-    "tensor alias": (lambda d: d["tensors"]["a.weight"].update(same_as="b.weight"), "holds 'a.weight'|come before"),
+    "tensor missing": (lambda d: d["tensors"].pop("offset"), "do not match: 'offset'"),
+    "tensor surplus": (lambda d: d["tensors"].update(more=d["tensors"]["offset"]), "do not match: 'more'"),
+    "tensor alias": (lambda d: d["tensors"]["a.weight"].update(same_as="b.weight"), "has the tensor 'a.weight'|come before"),
     "missing entry": (lambda d: d.pop("modules"), "missing key 'modules'"),
     "wrong type": (lambda d: d.update(tensors=[]), "must be a mapping, not a list"),
 }
@@ -905,7 +909,7 @@ def test_texts_stay_texts(folder: Path, first: str) -> None:
     try:
         gm = fxplug.load(folder)
     except ArtifactError as error:
-        assert "would be read as code" in str(error)
+        assert "would be executed as code" in str(error)
     else:
         assert next(n for n in gm.graph.nodes if n.target == "note").args == (first,)
 
@@ -921,10 +925,10 @@ def test_hostile_arguments_of_our_own_functions(name: str) -> None:
 @pytest.mark.parametrize(
     "name, target, arguments, message",
     [
-        ("enter", "enter_grad", [False], "nothing changes back"),
-        ("enter", "enter_autocast", ["cpu", {"dtype": "bfloat16"}, True, True], "nothing changes back"),
-        ("leave", "exit_grad", [False], "did not enter"),
-        ("leave", "exit_autocast", [{"node": "x"}], "did not enter"),
+        ("enter", "enter_grad", [False], "no node restores it"),
+        ("enter", "enter_autocast", ["cpu", {"dtype": "bfloat16"}, True, True], "no node restores it"),
+        ("leave", "exit_grad", [False], "not the last one changed"),
+        ("leave", "exit_autocast", [{"node": "x"}], "not the last one changed"),
     ],
 )
 def test_modes_of_torch_are_left_alone(folder: Path, name: str, target: str, arguments: list[object], message: str) -> None:
@@ -937,7 +941,7 @@ def test_results_need_permission(folder: Path) -> None:
     craft(folder, lambda d: node(d, target="torch.relu").update(target={"result": "subprocess:Popen"}))
     again = fxplug.load(folder)
     assert any(n.target is ops.Record for n in again.graph.nodes)
-    refused(folder, "is no result class", allow=["subprocess"])
+    refused(folder, "is not a result class", allow=["subprocess"])
     craft(folder, lambda d: node(d, target={"result": "subprocess:Popen"}).update(target={"result": "no_such_package:Thing"}))  # type: ignore[arg-type]
     refused(folder, "cannot be imported", allow=["no_such_package"])
 
@@ -958,7 +962,7 @@ def test_what_is_not_traced_is_not_saved(tmp_path: Path) -> None:
         fxplug.save(nn.Linear(1, 1), tmp_path / "out")  # type: ignore[arg-type]
     gm = small()
     gm.meta["passes"] = [{"name": "../up"}]
-    with pytest.raises(ArtifactError, match="cannot name a file"):
+    with pytest.raises(ArtifactError, match="cannot be a file name"):
         fxplug.save(gm, tmp_path / "out")
     with pytest.raises(ArtifactError, match="not plain data"):
         fxplug.save(small(), tmp_path / "out", config={"a": object()})

@@ -137,7 +137,7 @@ def test_interrupts_at_any_time(monkeypatch):
             try:
                 found = module(x)
             except FxplugError as error:  # an interrupt between two tries to undo: told, and mended by the next change
-                assert "left half-made" in str(error)
+                assert "left the weights of this module incomplete" in str(error)
                 module.adapters.use("a")
                 found = module(x)
             ((name, weight),) = module.adapters.active.items()
@@ -164,9 +164,9 @@ def test_a_live_merge_without_memory_is_whole_or_says_so(at, lasts, monkeypatch)
     with pytest.raises(MemoryError):
         module.adapters.use("b")
     if lasts:
-        with pytest.raises(FxplugError, match=r"left half-made .*\(MemoryError\): adapters.use"):
+        with pytest.raises(FxplugError, match=r"left the weights of this module incomplete .*\(MemoryError\): adapters.use"):
             module(fuzz.example())
-        with pytest.raises(FxplugError, match="left half-made"):
+        with pytest.raises(FxplugError, match="left the weights of this module incomplete"):
             copy.deepcopy(module)(fuzz.example())
         monkeypatch.undo()
         module.adapters.use("a")
@@ -274,7 +274,7 @@ def test_a_backward_pass_after_a_change_is_right_or_an_error(form, way):
     except RuntimeError as error:
         assert "modified by an inplace operation" in str(error)
     except FxplugError as error:
-        assert "between a forward and its backward pass" in str(error)
+        assert "between a forward pass and its backward pass" in str(error)
     else:
         assert torch.equal(found, wanted)
 

@@ -79,13 +79,13 @@ REFUSED = {  # pairs that cannot be, and why
     ("scale", "hcp/patch"): "hcp_patch: 'blocks.0.mlp.act' has a block of pass 'scale' \\(after\\) and cannot be replaced",
     ("skip", "hcp/patch"): "hcp_patch: 'blocks.1.mlp.act' has a block of pass 'skip' \\(after\\) and cannot be replaced",
     ("hcp/patch", "replace"): "nothing here is a GELU; the classes here are .*PatchPlugin",
-    ("vpt", "tome"): "7 tokens are no grid of patches of a picture of 32 x 32; is 'prefix' right",
+    ("vpt", "tome"): "7 tokens are not a grid of patches of an image of 32 x 32: check 'prefix'",
     **dict.fromkeys(
         [("vpt", "first_block_cache"), ("vpt", "teacache")],
-        "a mark stands on two values of one shape, here \\(2, 5, 96\\) and \\(2, 8, 96\\)",
+        "a mark needs two values of one shape, not \\(2, 5, 96\\) and \\(2, 8, 96\\)",
     ),
     ("hcp/patch_after", "hcp/patch_before"): "HCP-Diffusion puts hcp_patch_before into one container at 'blocks.0.mlp' with",
-    ("tome", "vpt"): "7 tokens are no grid of patches of a picture of 32 x 32; is 'prefix' right",
+    ("tome", "vpt"): "7 tokens are not a grid of patches of an image of 32 x 32: check 'prefix'",
 }
 PASSES = sorted(small.PASSES)
 

@@ -202,12 +202,12 @@ def test_an_adapter_is_replaced_in_its_slot(loaded, files):
         ("inc", "no adapter 'inc' .did you mean 'ink'"),
         ({"ink": float("nan")}, "weight of 'ink' must be a finite number"),
         ({"ink": True}, "must be a finite number"),
-        ({"ink": 1e39}, "a weight is beyond torch.float32"),
+        ({"ink": 1e39}, "a weight is out of range for torch.float32"),
         (["ink", "flim"], "sample 1: no adapter 'flim' .did you mean 'film'"),
-        ([0, 3], "sample 1: there is no adapter at position 3; there are 3: ink, film, clay"),
+        ([0, 3], "sample 1: no adapter at position 3; there are 3: ink, film, clay"),
         (torch.tensor([0.5]), "whole numbers"),
         ([], "use takes a name"),
-        (["ink"] * 1025, "up to 1024 samples, not 1025"),
+        (["ink"] * 1025, "at most 1024 samples, not 1025"),
         (7, "use takes a name"),
     ],
 )
@@ -226,7 +226,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing(traced, files, tmp_path):
         return {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": torch.ones(576, 2)}
 
     refused = [
-        (files["clay"][0], SpecError, r"3 layers of the adapter have a rank above rank_max=4, the highest is 6.*rank_max=6"),
+        (files["clay"][0], SpecError, r"3 layers of the adapter have a rank above rank_max=4, the highest of them 6"),
         (half("blocks.7.attn.qkv"), ArtifactError, "1 of 1 layers are not in the graph: 'blocks.7.attn.qkv'"),
         (half("blocks.0.attn.qkv", torch.nan), ArtifactError, "not finite"),
         (half("blocks.0.attn.qkv", dtype=torch.int32), ArtifactError, "floating point"),
@@ -247,7 +247,7 @@ def test_a_module_without_slots_says_so(traced):
         fxplug.Adapters(traced[1])
     with pytest.raises(AttributeError, match="no pass here has slots"):
         _ = traced[1].adapters
-    with pytest.raises(SpecError, match="dropout and slots do not go together"):
+    with pytest.raises(SpecError, match="dropout and slots cannot be used together"):
         slotted(traced[1], dropout=0.1)
 
 
@@ -524,11 +524,11 @@ def test_odd_places_to_switch_in():
         new.adapters.load("a", halves({"q": (8, 8)}))
     new.adapters.use({"a": 0.3})
     assert new.adapters.active == {"a": pytest.approx(0.3, rel=1e-6)}  # not rounded to the model's dtype
-    with pytest.raises(SpecError, match="a text of at most 128 bytes"):
+    with pytest.raises(SpecError, match="text of at most 128 bytes"):
         new.adapters.load("\ud800", halves({"q": (8, 8)}))
     for how in ({"fuse": None}, {"fuse": "fused"}, {"merge": "live"}):
         assert fxplug.lower(new, **how)(x[:0].bfloat16()).shape == (0, 3, 8)
-    with pytest.raises(SpecError, match="meta device, which holds no values"):
+    with pytest.raises(SpecError, match="meta device and has no values"):
         new.to("meta").adapters.use("a")
 
 
@@ -625,8 +625,8 @@ def test_the_first_tensor_carries_the_samples_where_no_option_names_another(list
 
 
 @pytest.mark.parametrize("name, text", [
-    ("tt", r"samples: ':in.tt' is no input.*':in.x\[0\]'.*did you mean ':in.t'"),
-    ("x", r"':in.x' is no input .*':in.x\[0\]'"),
+    ("tt", r"samples: ':in.tt' is not an input.*':in.x\[0\]'.*did you mean ':in.t'"),
+    ("x", r"':in.x' is not an input .*':in.x\[0\]'"),
     ("return_dict", r"':in.return_dict' was False when the model was traced"),
     ("x[*]", r"must be the name of an input of the model, such as 'timestep' or 'x\[0\]', not 'x\[\*\]'"),
     (3, r"must be the name of an input .* not 3"),
@@ -637,10 +637,10 @@ def test_samples_that_no_input_carries_are_told(listed, name, text):
 
 
 def test_samples_go_with_slots_and_have_a_dimension(traced):
-    with pytest.raises(SpecError, match="goes with slots"):
+    with pytest.raises(SpecError, match="requires 'slots'"):
         fxplug.load_pass("lora", samples="x")
     case = next(c for c in zoo.cases() if c.name == "diffusers/UNet2DModel")
     args, kwargs = case.inputs(2)
     gm = fxplug.trace(case.build().eval(), args, {**kwargs, "timestep": torch.tensor(7)})
-    with pytest.raises(SpecError, match="samples: ':in.timestep' is one number when traced, and has no dimension of samples"):
+    with pytest.raises(SpecError, match="samples: ':in.timestep' was one number when traced and has no dimension of samples"):
         fxplug.apply(gm, fxplug.load_pass("lora", at="mid_block.**", slots=2, samples="timestep"))

@@ -268,14 +268,15 @@ TWICE = """
 """
 CASES = [
     (USED, ["1 results are halved", "Print how many results", "\n1\n"]),
-    (UNFIT.format(change="contract=2"), ["no pass named 'halve'", "for contract 2 of fxplug's core, and this one has 1"]),
+    (UNFIT.format(change="contract=2"), ["no pass named 'halve'", "for version 2 of the extension interface, and this fxplug "
+                                                                  "has 1"]),
     (UNFIT.format(change="bases=('missing',)"), ["it needs the extension 'missing', which cannot be used: it is not in"]),
     (BROKEN.format(code="raise RuntimeError('no order')"), ["importing 'halve:EXTENSION' failed: RuntimeError: no order"]),
     (BROKEN.format(code="EXTENSION = 3"), ["'halve:EXTENSION' is a int, not a fxplug.Extension"]),
-    (TWICE.format(kind="verbs", key="train", use='app(["train", "x"])'), ["'train'", "halve", "both bring"]),
-    (TWICE.format(kind="passes", key="lora", use='fxplug.load_pass("lora")'), ["'lora'", "halve", "is one of fxplug's"]),
-    (TWICE.format(kind="names", key="lower", use="fxplug.lower"), ["'lower'", "halve", "both bring"]),
-    (TWICE.format(kind="accessors", key="adapters", use="gm.adapters"), ["'adapters'", "halve", "both bring"]),
+    (TWICE.format(kind="verbs", key="train", use='app(["train", "x"])'), ["'train'", "halve", "both define"]),
+    (TWICE.format(kind="passes", key="lora", use='fxplug.load_pass("lora")'), ["'lora'", "halve", "and so has fxplug"]),
+    (TWICE.format(kind="names", key="lower", use="fxplug.lower"), ["'lower'", "halve", "both define"]),
+    (TWICE.format(kind="accessors", key="adapters", use="gm.adapters"), ["'adapters'", "halve", "both define"]),
 ]
 
 

@@ -113,7 +113,7 @@ def test_merge_says_what_does_not_fit():
     for ratio in (1, -0.1, "half", True):
         with pytest.raises(fxplug.SpecError, match="ratio must be at least 0 and below 1"):
             Merge(ratio)
-    with pytest.raises(fxplug.SpecError, match="17 tokens are no grid of patches of a picture of 8 x 8"):
+    with pytest.raises(fxplug.SpecError, match="17 tokens are not a grid of patches of an image of 8 x 8"):
         Merge(max_downsample=2).sides(17, 8, 8)
 
 
@@ -396,7 +396,7 @@ def test_tome_says_when_another_pass_adds_tokens():
     at = r"re:(?P<site>(?P<block>blocks\.\d+)\.attn)$"
     tome = fxplug.load_pass("tome", at=at, grid=":in.x", max_downsample=16, prefix=1)
     new = fxplug.apply(base.gm, fxplug.load_pass("vpt", tokens=3), tome)
-    with pytest.raises(fxplug.VerifyError, match="7 tokens are no grid of patches of a picture of 32 x 32; is 'prefix' right"):
+    with pytest.raises(fxplug.VerifyError, match="7 tokens are not a grid of patches of an image of 32 x 32: check 'prefix'"):
         fxplug.verify(base.gm, new, base.args, compile=False)
     right = fxplug.apply(
         base.gm,

@@ -238,7 +238,7 @@ def test_the_full_size_is_one_graph():
 @pytest.mark.slow
 def test_a_controlnet_for_another_model_is_refused_with_what_differs():
     base, other = unets.sd15(), unets.sdxl()
-    with pytest.raises(fxplug.FxplugError, match="controlnet: the network is made for another model") as caught:
+    with pytest.raises(fxplug.FxplugError, match="controlnet: the network was made for another model") as caught:
         rewritten(base, control(other.model))
     key = next(line.split()[0] for line in str(caught.value).splitlines() if line.endswith("in the model"))
     ours, theirs = (list(m.state_dict()[key].shape) for m in (base.model, other.model))

@@ -439,7 +439,7 @@ class Odd(nn.Module):
 
 REFUSED = [
     ("lora", {"rank": 0}, "rank must be a whole number, 1 or more, not 0"),
-    ("lora", {"alpha_auto_scale": False}, "alpha_auto_scale: false makes alpha the scale itself: give an alpha"),
+    ("lora", {"alpha_auto_scale": False}, "alpha_auto_scale: false uses alpha itself as the scale: set alpha"),
     ("lora", {"alpha": 1, "alpha_auto_scale": False, "rslora": True}, "give one of the two"),
     ("lora_weight", {"rank": 0}, "rank must be a whole number, 1 or more, not 0"),
     ("dora", {"rank": -1}, "rank must be a whole number"),
@@ -453,14 +453,14 @@ REFUSED = [
     ("oft", {"block_size": 2, "terms": 2}, "terms must be a whole number, 3 or more, or 0 for the exact inverse, not 2"),
     ("boft", {}, "block_size 4 does not divide 6"),
     ("boft", {"block_size": 2, "levels": 2}, "levels must be 1 to 1 with 3 blocks of size 2, not 2"),
-    ("weight_norm", {"dim": 2}, r"dim 2 is no dimension of a parameter of shape \[5, 6\]; it has 0 to 1"),
+    ("weight_norm", {"dim": 2}, r"dim 2 is not a dimension of a parameter of shape \[5, 6\]; it has 0 to 1"),
     ("spectral_norm", {"steps": 0}, "steps must be a whole number, 1 or more, not 0"),
     ("ssf", {"dim": 3}, "has no dimension 3"),
     ("bottleneck", {"bottleneck": 0}, "bottleneck must be a whole number, 1 or more, not 0"),
     ("bottleneck", {"act": "Gelu"}, "torch.nn has no module class 'Gelu'.*GELU"),
     ("bottleneck", {"dropout": 1}, "dropout must be at least 0 and below 1, not 1"),
     ("parallel_adapter", {"at": "table"}, "only the widths .* may differ"),
-    ("vpt", {"from": "layer", "until": "norm"}, "has no 'num_prefix_tokens'.*; give it: prefix: 1"),
+    ("vpt", {"from": "layer", "until": "norm"}, "has no 'num_prefix_tokens': set prefix: 1"),
     ("vpt", {"from": "layer", "until": "norm", "prefix": -1}, "prefix must be a whole number, 0 or more, not -1"),
     ("vpt", {"from": "layer", "until": "norm", "prefix": 0, "tokens": 0}, "tokens must be a whole number, 1 or more, not 0"),
 ]
@@ -489,9 +489,9 @@ def test_rotations_refuse_tables_and_transposed_convolutions(kind):
 
 def test_a_map_of_a_vector_or_without_place_param_is_refused():
     rule = fxplug.Rule(fxplug.Match("norm"), use=Loha, place="param")
-    with pytest.raises(fxplug.SpecError, match=r"needs 2 dimensions, and .*norm.* is \[5\]: leave it out of the match"):
+    with pytest.raises(fxplug.SpecError, match=r"needs 2 dimensions, and .*norm.* is \[5\]: exclude it from the match"):
         fxplug.apply(odd(), fxplug.Pass("loha", rules=[rule]))
-    with pytest.raises(fxplug.SpecError, match="maps no parameter: its rule must say 'place: param'"):
+    with pytest.raises(fxplug.SpecError, match="does not act on a parameter: set 'place: param' in its rule"):
         fxplug.apply(odd(), fxplug.Pass("loha", rules=[fxplug.Rule(fxplug.Match("layer"), use=Loha, args=["y"])]))
 
 

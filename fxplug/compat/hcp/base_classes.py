@@ -97,7 +97,7 @@ class BasePluginBlock(nn.Module):
 
     def remove(self) -> None:
         """Raises SpecError: a graph that has the plugin is one thing, the one it was made from is another."""
-        raise SpecError(f"plugin '{self.name}' is part of a graph; for the model without it take the module it was applied to")
+        raise SpecError(f"plugin '{self.name}' is part of a graph and cannot be removed: use the module it was applied to")
 
     def feed_input_data(self, data: Any) -> None:
         """Gets the inputs of the pass, a dict by name, before each call."""
@@ -271,7 +271,7 @@ class MultiPluginBlock(BasePluginBlock):
     ) -> None:
         super().__init__(name)
         if host_model is None:
-            raise SpecError(f"plugin '{name}': a MultiPluginBlock needs its host_model: hand it on to super().__init__")
+            raise SpecError(f"plugin '{name}': a MultiPluginBlock needs its host_model: pass it to super().__init__")
         self.host_from = [Ref(layer["layer"]) for layer in from_layers]
         self.host_to = [Ref(layer["layer"]) for layer in to_layers]
         self.host_model = Ref(host_model)
@@ -316,7 +316,7 @@ class PatchPluginContainer(nn.Module):
     def add_plugin(self, name: str, plugin: PatchPluginBlock) -> None:
         """Put a plugin behind those that are there. Raises SpecError where one has that name."""
         if name in self.plugin_names:
-            raise SpecError(f"two plugins '{name}' are at one place: give each a name of its own")
+            raise SpecError(f"two plugins are named '{name}' at one place: give each another name")
         setattr(self, name, plugin)
         self.plugin_names.append(name)
 
@@ -383,8 +383,8 @@ class WrapPluginBlock(PatchPluginBlock):
         super().__init__(*args, **kwargs)
         if type(self).forward is not BasePluginBlock.forward:
             raise SpecError(
-                f"{type(self).__name__} has a forward of its own: write what it does before and after its module as "
-                "pre_forward and post_forward, or as the forward of a container (container_cls)"
+                f"{type(self).__name__} has its own forward: write what it does before and after its module as pre_forward and "
+                "post_forward, or as the forward of a container (container_cls)"
             )
 
 

@@ -33,13 +33,13 @@ def built_in(target: str, common: dict[str, Any], given: dict[str, Any], host: H
         return _controlnet(common, given, host, notes)
     if kind == "EmbeddingPTHook":
         raise SpecError(
-            f"'{target}' is made in Python, as the vectors of words and their token ids come of a tokenizer: "
-            "fxplug.compat.hcp.words.word_vectors makes the pass that does the same",
+            f"'{target}' cannot be converted, because it needs the token ids of a tokenizer: make the pass in Python with "
+            "fxplug.compat.hcp.words.word_vectors",
             path=("_target_",),
         )
     raise SpecError(
-        f"'{target}' is HCP-Diffusion's own and has no equal among fxplug's passes; a copy of its class with the bases of "
-        "fxplug.compat.hcp can be used as any other plugin",
+        f"'{target}' is part of HCP-Diffusion, and fxplug has no pass for it: copy its class, with the base classes of "
+        "fxplug.compat.hcp, and use it like any other plugin",
         path=("_target_",),
     )
 
@@ -56,11 +56,11 @@ def _controlnet(common: dict[str, Any], given: dict[str, Any], host: Host, notes
     for key, stock in STOCK.items():
         layers = read_layers(take_key(given, key), key)
         if ["pre_hook:" * layer.pre_hook + layer.pattern for layer in layers] not in stock:
-            raise SpecError(f"HCP-Diffusion's ControlNet is wired for {stock[0]}; another wiring has no equal", path=(key,))
+            raise SpecError(f"the ControlNet of HCP-Diffusion is supported with {stock[0]} only", path=(key,))
     channels = given.pop("cond_block_channels", [3, 16, 32, 96, 256, 320])
     for key in ("layers_per_block", "block_out_channels"):
         if given.pop(key, None) is not None:
-            notes.append(f"{common['name']}: {key} is left out, as the ControlNet is made like the UNet")
+            notes.append(f"{common['name']}: {key} is ignored, because the ControlNet is built like the UNet")
     for key in given:
         known = ["cond_block_channels", "layers_per_block", "block_out_channels", *OPTIONS]
         raise SpecError(f"unknown key '{key}'{did_you_mean(key, known)}", key=key)
@@ -86,20 +86,22 @@ def _low_rank(
     sort: str, common: dict[str, Any], given: dict[str, Any], host: Host, notes: list[str], dropout: float
 ) -> dict[str, Any]:
     if "branch" in given and sort != "dapp":
-        notes.append(f"{common['name']}: branch is read as up to 0.7; from 0.9 on HCP-Diffusion reads it with type: dapp alone")
+        notes.append(
+            f"{common['name']}: branch is read as in HCP-Diffusion 0.7 and earlier; from 0.9 on only type: dapp has it"
+        )
     half = _half(sort, given)
     layers = read_layers(take_key(given, "layers"), "layers")
     if any(layer.pre_hook or layer.kind for layer in layers):
-        raise SpecError("only re: stands before a layer here", path=("layers",))
+        raise SpecError("only the prefix re: is allowed here", path=("layers",))
     given.pop("inplace", None)  # where a sum is stored, which a graph decides itself
     if given.pop("svd_init", False):
-        raise SpecError("the low-rank update of fxplug has no 'svd_init'", path=("svd_init",))
+        raise SpecError("'svd_init' is not supported by fxplug's low-rank update", path=("svd_init",))
     options = {"rank": _rank(given.pop("rank", 1)), "alpha": number(given.pop("alpha", 1.0), ("alpha",))}
     if not given.pop("alpha_auto_scale", True):
         options["alpha_auto_scale"] = False
     if sort == "loha":
         if half:
-            raise SpecError("an update of half of the batch is no LoHa, which changes a weight that all samples share")
+            raise SpecError("an update of half of the batch cannot be a LoHa, which changes a weight that all samples share")
         options, kind = _loha(common, given, options, notes), "hcp/loha"
     else:
         options, kind = _lora(common, given, options, notes, dropout), "hcp/half_lora" if half else "hcp/lora"
@@ -114,7 +116,7 @@ def _low_rank(
 def half_of(mask: Any) -> str | None:
     """Which half of the batch a `mask` of HCP-Diffusion chooses, first or second; None for all of it. Raises SpecError."""
     if mask is not None and (not isinstance(mask, (list, tuple)) or tuple(mask) not in list(MASKS)):
-        raise SpecError(f"{shown(mask)}: an update is of the whole batch or of one half of it")
+        raise SpecError(f"{shown(mask)}: an update must be for the whole batch or for one half of it")
     branch = None if mask is None else MASKS[tuple(mask)]
     return None if branch is None else HALVES[branch]
 
@@ -142,10 +144,12 @@ def _lora(
 ) -> dict[str, Any]:
     options["dropout"] = number(given.pop("dropout", dropout), ("dropout",), least=0.0, below=1.0)
     if options["dropout"]:
-        notes.append(f"{common['name']}: dropout is of what goes into the update; in HCP-Diffusion it is of its result")
+        notes.append(
+            f"{common['name']}: dropout is applied to the input of the update; in HCP-Diffusion it is applied to its result"
+        )
     if given.pop("bias", False):
         options["bias"] = True
-        notes.append(f"{common['name']}: the bias of the update begins at zero; in HCP-Diffusion it begins at random")
+        notes.append(f"{common['name']}: the bias of the update is initialised to zero; in HCP-Diffusion it is random")
     return options
 
 
@@ -153,11 +157,12 @@ def _loha(common: Mapping[str, Any], given: dict[str, Any], options: dict[str, A
     """HCP-Diffusion's rank is shared by its groups, of which LoHa (arXiv 2108.06098) has two."""
     rank, groups = options["rank"], given.pop("rank_groups", 2)
     if groups != 2 or isinstance(rank, float) or rank % 2:
-        raise SpecError(f"a LoHa has two factors of one rank: rank {rank} in {groups} groups is none", path=("rank_groups",))
+        raise SpecError(f"a LoHa has two factors of one rank, so rank {rank} in {groups} groups is not "
+                        "possible", path=("rank_groups",))
     if given.pop("bias", False):
         raise SpecError("a LoHa has no 'bias'", path=("bias",))
     if dropout := given.pop("dropout", 0.0):
-        notes.append(f"{common['name']}: a dropout of {dropout} is left out, as HCP-Diffusion's LohaLayer never applies it")
+        notes.append(f"{common['name']}: a dropout of {dropout} is ignored, because HCP-Diffusion's LohaLayer never applies it")
     # there the scale is alpha / (2 * rank of a factor), here alpha / rank of a factor
     alpha = options["alpha"] if "alpha_auto_scale" in options else options["alpha"] / 2
     return {**options, "rank": rank // 2, "alpha": alpha}

@@ -29,9 +29,9 @@ OTHERS = {  # how the names of files begin that are none of HCP-Diffusion's
     "lora_te": "an adapter file of kohya's scripts or LyCORIS, which new.adapters.load reads",
     "unet.": "an adapter file of diffusers or PEFT, which new.adapters.load reads",
     "base_model.": "an adapter file of PEFT, which new.adapters.load reads",
-    "model.diffusion_model.": "a whole checkpoint of Stable Diffusion with its original names, which nothing here reads",
-    "down_blocks.": "the weights of a whole UNet: `weights` of a configuration names such a file",
-    "text_model.": "the weights of a whole text encoder: `weights` of a configuration names such a file",
+    "model.diffusion_model.": "a whole checkpoint of Stable Diffusion with its original names, which is not supported",
+    "down_blocks.": "the weights of a whole UNet: give the file as `weights` of a configuration",
+    "text_model.": "the weights of a whole text encoder: give the file as `weights` of a configuration",
 }
 
 
@@ -44,7 +44,7 @@ def read_sections(file: str | Path, ema: bool = False) -> dict[str, State]:
     file, suffix = Path(file), "_ema" if ema else ""
     data, _ = weight_files.read(file)
     if not isinstance(data, Mapping):
-        raise ArtifactError(f"{file} is a {type(data).__name__}, no checkpoint of HCP-Diffusion")
+        raise ArtifactError(f"{file} contains a {type(data).__name__}, so it is not a checkpoint of HCP-Diffusion")
     found: dict[str, State] = {}
     flat = dict(_flat(data))
     for text, tensor in flat.items():
@@ -83,14 +83,16 @@ def keyed(section: str, state: Mapping[str, Tensor], file: str | Path) -> dict[s
     for text, tensor in state.items():
         read = KEY.fullmatch(text)
         if read is None:
-            raise SpecError(f"{file}: '{text}' in {section} names no weight of a layer: it looks like LAYER.___.WEIGHT")
+            raise SpecError(f"{file}: '{text}' in {section} is not the weight of a layer, which looks like LAYER.___.WEIGHT")
         path, key = read["path"], read["key"]
         here = found.setdefault(path, {})
         if section == "lora":
             if key == GROUPS and tensor.numel() == 1 and int(tensor) == 1:
                 continue
             if key == GROUPS or (key.startswith("layer.W_") and tensor.dim() in (3, 5)):
-                raise SpecError(f"{file}: '{path}' is a LoHa of HCP-Diffusion, which its own loader cannot read either")
+                raise SpecError(
+                    f"{file}: '{path}' is a LoHa of HCP-Diffusion, which is not supported (HCP-Diffusion cannot load it either)"
+                )
             if key not in LOW_RANK:
                 raise SpecError(f"{file}: '{path}' has no weight '{key}'{did_you_mean(key, LOW_RANK)}")
             key = LOW_RANK[key]
@@ -106,7 +108,9 @@ def trained_alpha(weights: Mapping[str, State], notes: list[str]) -> float:
     """The alpha that low-rank updates were trained with: of all layers, else 1.0, which `notes` then has something about."""
     known = {round(float(here["scale"]) * here["down.weight"].shape[0], 6) for here in weights.values() if "scale" in here}
     if len(known) > 1:
-        notes.append(f"its layers were trained with alpha from {min(known):g} to {max(known):g}: alpha is 1.0 for all of them")
+        notes.append(
+            f"its layers were trained with alpha from {min(known):g} to {max(known):g}: alpha is set to 1.0 for all of them"
+        )
     return known.pop() if len(known) == 1 else 1.0
 
 
@@ -121,11 +125,11 @@ def selected(names: Sequence[str], layers: Any, file: str | Path) -> list[str]:
     chosen: set[str] = set()
     for layer in read_layers(layers, "layers"):
         if layer.pre_hook or layer.kind:
-            raise SpecError(f"'{layer.text}': only re: stands before a layer here", path=("layers",))
+            raise SpecError(f"'{layer.text}': only the prefix re: is allowed here", path=("layers",))
         here = [name for name in names if any(_is(layer.path, part, layer.regex) for part in _parts(name))]
         if not here:
             hint = did_you_mean(layer.path, {part for name in names for part in _parts(name)})
-            raise SpecError(f"'{layer.text}' is no layer that {file} has weights of{hint}", path=("layers",))
+            raise SpecError(f"'{layer.text}' is not a layer that {file} has weights of{hint}", path=("layers",))
         chosen.update(here)
     return [name for name in names if name in chosen]
 

@@ -50,7 +50,7 @@ def load_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[
     filled = {name.partition(".")[0] for name in chosen}
     for name in dict.fromkeys(name for here in homes.values() for name in here.values()):
         if name.partition(".")[0] in filled and name not in chosen and not name.endswith(".scale"):
-            raise SpecError(f"{file}: nothing in it is '{name}'")
+            raise SpecError(f"{file}: it has no '{name}'")
     with torch.no_grad():
         for name, tensor in chosen.items():
             target[name].copy_(tensor)
@@ -72,9 +72,9 @@ def save_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[
             sections.setdefault(section, {})[f"{path}.___.{key}"] = state[name].detach().cpu().contiguous().clone()
             names.append(name)
     if out.suffix not in (".ckpt", ".safetensors"):
-        raise SpecError(f"{file}: a checkpoint of HCP-Diffusion ends in .ckpt or .safetensors")
+        raise SpecError(f"{file}: the name of a checkpoint of HCP-Diffusion must end in .ckpt or .safetensors")
     if not names:
-        raise SpecError(f"no pass here has weights that a checkpoint of HCP-Diffusion has: {_listed(passes, module)}")
+        raise SpecError(f"no pass here has weights that a checkpoint of HCP-Diffusion can store: {_listed(passes, module)}")
     with reported(about(file), "cannot be written"), new_file(out) as beside:
         if out.suffix == ".ckpt":
             with open_new(beside) as opened:
@@ -99,8 +99,8 @@ def _read(file: Path, ema: bool) -> dict[tuple[str, str], State]:
     }
     if not found:
         raise ArtifactError(
-            f"{file} has no low-rank updates and no plugins ('lora', 'plugin'); it has {', '.join(sections)}, which a "
-            "configuration mixes into its model: fxplug convert hcp FILE -o OUT.yaml"
+            f"{file} has no low-rank updates and no plugins ('lora', 'plugin'); it has {', '.join(sections)}, which are merged "
+            "into a model by a configuration: fxplug convert hcp FILE -o OUT.yaml"
         )
     return found
 
@@ -119,7 +119,7 @@ def _check_layers(module: TracedModule, file: str | Path, found: Mapping[tuple[s
         text += f"\n  {len(lost)} of its {len(found)} layers have no such pass here, and {len(foreign)} are not in this model"
     theirs, own = looks_like([p for _, p in found], {p: here for (s, p), here in found.items()}), looks_like(modules)
     if foreign and theirs:
-        text += f"; its names are those of {theirs}" + (f", and this is {own}" if own and own != theirs else "")
+        text += f"; its names are for {theirs}" + (f", and this is {own}" if own and own != theirs else "")
     raise SpecError(text)
 
 
@@ -144,7 +144,7 @@ def _homes(module: TracedModule, passes: Sequence[str]) -> Homes:
             known = homes.setdefault((section, path), here)
             other = owners.setdefault((section, path), name)
             if known != here:
-                raise SpecError(f"the passes {other} and {name} both have weights at '{path}': say which (passes=['{name}'])")
+                raise SpecError(f"the passes {other} and {name} both have weights at '{path}': choose one (passes=['{name}'])")
     return homes
 
 
@@ -175,7 +175,9 @@ def _source(entry: Mapping[str, Any], path: str) -> str:
     given = entry["params"]
     targets, sources = ([value] if isinstance(value, str) else value for value in (given["to"], given["args"][0]))
     if any(map(is_pattern, targets)):
-        raise SpecError(f"the pass {entry['name']} has patterns for its layers, and a file their paths: convert with --model")
+        raise SpecError(
+            f"the pass {entry['name']} has patterns for its layers, and a file needs their paths: convert with --model"
+        )
     return str(sources[list(targets).index(path)]).removesuffix(":in[:]")
 
 

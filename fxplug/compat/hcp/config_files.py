@@ -52,11 +52,11 @@ def _read(file: Path, notes: list[str], around: tuple[Path, ...], known: dict[Pa
         if found is None:
             keys = next((f"; HCP-Diffusion's sets {keys}" for name, keys in BASES.items() if base.endswith(name)), "")
             found_none = f"_base_: '{base}' is in no folder around {file.name}"
-            notes.append(f"{found_none}: it is not read, and what it sets is missing{keys}")
+            notes.append(f"{found_none}: it is not read, so the keys that it sets are missing{keys}")
             continue
         if found in (*around, here):
             chain = " -> ".join(path.name for path in (*around, here, found))
-            raise source.error(f"'{base}' is over this very file: {chain}", "_base_", index)
+            raise source.error(f"'{base}' includes this file itself: {chain}", "_base_", index)
         merged = _merged(_read(found, notes, (*around, here), known), merged)
     return known.setdefault(here, merged)
 
@@ -101,7 +101,7 @@ class References:
         """
         self.left -= 1
         if self.left < 0:
-            raise self.source.error(f"its references stand for more than {DEFAULT.entries} values", *path)
+            raise self.source.error(f"its references expand to more than {DEFAULT.entries} values", *path)
         here = _at(self.source.data, path)
         if isinstance(here, Mapping):
             return {key: self.value(*path, key, asked=asked) for key in here}
@@ -121,27 +121,27 @@ class References:
             if found[0] == text:
                 return value
             if isinstance(value, (Mapping, list)):
-                raise self.source.error(f"{shown(text)}: '{found[1]}' is {shown(value)}, and stands within a text", *path)
+                raise self.source.error(f"{shown(text)}: '{found[1]}' is {shown(value)}, which cannot be part of a text", *path)
             text = text[: found.start()] + str(value) + text[found.end() :]
             if len(text) > DEFAULT.text:
-                raise self.source.error(f"its references make a text of more than {DEFAULT.text} characters", *path)
+                raise self.source.error(f"its references expand to a text of more than {DEFAULT.text} characters", *path)
         if "${" in text:
-            raise self.source.error(f"{shown(text)}: '${{' without a '}}' that ends it", *path)
+            raise self.source.error(f"{shown(text)}: '${{' without its '}}'", *path)
         return text
 
     def target(self, reference: str, text: str, path: Path_) -> Path_:
         """The path that `a.b[0]` means from the top, or `..a` from the place that has it: a dot is the mapping around it."""
         if ":" in reference:
             name = reference.partition(":")[0]
-            raise self.source.error(f"{shown(text)} calls the resolver '{name}': write its value", *path)
+            raise self.source.error(f"{shown(text)} uses the resolver '{name}', which is not supported: write its value", *path)
         read = REFERENCE.fullmatch(reference)
         if read is None or len(read[1]) > len(path):
-            raise self.source.error(f"{shown(text)}: '{reference}' is no path of the configuration", *path)
+            raise self.source.error(f"{shown(text)}: '{reference}' is not a path of the configuration", *path)
         found: Path_ = path[: len(path) - len(read[1])] if read[1] else ()
         for key in re.findall(r"[\w-]+", read[2]):
             around = _at(self.source.data, found)
             if isinstance(around, str) and "${" in around:
-                raise self.source.error(f"{shown(text)}: '{dotted(found)}' is a reference: name what it stands for", *path)
+                raise self.source.error(f"{shown(text)}: '{dotted(found)}' is a reference: name its target instead", *path)
             step: str | int = int(key) if isinstance(around, list) and key.isdigit() else key
             known = around if isinstance(around, Mapping) else range(len(around)) if isinstance(around, list) else ()
             if step not in known:

@@ -75,7 +75,7 @@ def convert(
             raise source.error("\n".join(["has no plugins, and its section 'unet' cannot be translated:", *notes]))
     task = more.get("train", {}).get("task", {}).get("denoise", {})
     if any("hcp/half_lora" in entry for entry in passes) and "train_guidance" not in task:
-        notes.append("a branch is of half of a batch: {denoise: {train_guidance: SCALE}} trains each sample in both halves")
+        notes.append("a branch is for half of a batch: {denoise: {train_guidance: SCALE}} trains each sample in both halves")
     data, folder = more.get("data", {}), Path(out).parent if out else Path.cwd()
     for key in {"images", "conditions"} & data.keys():
         folders = data[key] if isinstance(data[key], list) else [data[key]]
@@ -97,13 +97,13 @@ def convert_checkpoint(
     sections = read_sections(file, ema)
     weights = keyed("lora", sections.get("lora", {}), file)
     if "plugin" in sections:
-        raise SpecError(f"{file} has weights of plugins, which go into a saved rewrite that has the plugins: --into DIR")
+        raise SpecError(f"{file} has weights of plugins: give the saved rewrite with these plugins, --into DIR")
     merge = MergeSection([{"file": str(file), "alpha": 1.0, **({"ema": True} if ema else {})}] if sections.get("base") else [])
     if weights:
         given: dict[str, Any] = {"name": "lora", "file": str(file), "alpha": trained_alpha(weights, notes)}
         merge.passes = [{"hcp/checkpoint": {**given, **({"ema": True} if ema else {})}}]
     if theirs := looks_like([*weights, *sections.get("base", {})], weights):
-        notes.append(f"the names in {Path(file).name} are those of {theirs}")
+        notes.append(f"the names in {Path(file).name} are for {theirs}")
     head = merge.head(model_sections(model, Path(out).parent if out else Path.cwd()), model_sections(model, Path.cwd()), notes)
     return Converted(_text(Path(file), "weights", head, merge.passes, notes, model is None), notes)
 
@@ -112,7 +112,7 @@ def read_input(text: str) -> tuple[str, list[Any]]:
     """`cond=n,3,8*h,8*w` as a name and its sizes. Raises SpecError."""
     name, equals, sizes = text.partition("=")
     if not equals or not name.isidentifier():
-        raise SpecError(f"'{text}' is no input: write NAME=SIZES, as in cond=n,3,8*h,8*w")
+        raise SpecError(f"'{text}' is not an input: write NAME=SIZES, as in cond=n,3,8*h,8*w")
     parts = [part.strip() for part in sizes.split(",") if part.strip()]
     return name, [int(part) if part.isdigit() else part for part in parts]
 
@@ -126,7 +126,9 @@ def _sections(source: Source, part: str, notes: list[str]) -> dict[str, Any]:
     name = next(name for name in PARTS if name != part)
     other = [key for key in PARTS[name] if data.get(key)]
     if other:
-        notes.append(f"left out, as a configuration is of one model: {', '.join(other)} (convert again with --part {name})")
+        notes.append(
+            f"left out, because a configuration is for one model: {', '.join(other)} (convert again with --part {name})"
+        )
     plugins, loras = PARTS[part]
     trains = part == "unet" and data.get("unet")
     if not data.get(plugins) and not data.get(loras) and not merges(data, part) and not trains:
@@ -155,11 +157,13 @@ def _note_skipped_keys(source: Source, part: str, notes: list[str]) -> None:
     read = READ | {"unet"} if part == "unet" else READ
     left = [key for key in source.data if key in TRAINER - read and source.data[key] is not None]
     if left:
-        notes.append(f"left out, as they are of training or drawing and no plugins: {', '.join(left)}")
+        notes.append(f"left out, because they are for training or sampling, not plugins: {', '.join(left)}")
     if others:
-        notes.append(f"left out, as HCP-Diffusion itself has no such keys: {', '.join(others)}")
+        notes.append(f"left out, because HCP-Diffusion has no such keys: {', '.join(others)}")
     if source.data.get("text_encoder"):
-        notes.append("text_encoder: trains layers of the model itself; a run's task names those (text: {clip: {trainable}})")
+        notes.append(
+            "text_encoder: trains layers of the model itself: name them in the task of a run (text: {clip: {trainable}})"
+        )
 
 
 def _names_layers(value: Any) -> bool:
@@ -211,7 +215,7 @@ def _check_inputs(host: Host) -> None:
     unused = [name for name in host.inputs if name not in host.used and not host.binds(name)]
     if unused:
         raise SpecError(
-            f"input '{unused[0]}' is asked for by no plugin{did_you_mean(unused[0], host.used)}, and none of its sizes is a "
+            f"input '{unused[0]}' is not used by any plugin{did_you_mean(unused[0], host.used)}, and none of its sizes is a "
             "name that another input uses"
         )
 

@@ -155,8 +155,8 @@ def _check_pairing(site: Site, source: str) -> None:
     there = dict(zip(select(target, paths), select(pattern, paths), strict=False)).get(site.path.partition("@")[0])
     if there != source:
         raise SpecError(
-            f"'{source}' is paired with '{site.path}' by the order in which they run; HCP-Diffusion goes by the order in "
-            f"which modules are registered, and pairs '{there}' with it: list the layers, or convert with --model, which does"
+            f"'{source}' is paired with '{site.path}' in the order in which they run; HCP-Diffusion uses the order in which "
+            f"modules are registered, and pairs '{there}' with it: list the layers, or convert with --model"
         )
 
 
@@ -242,7 +242,9 @@ def _run_order(gm: Any, layers: Sequence[tuple[str, bool]]) -> list[int]:
         if region is None:
             raise SpecError(f"'{path}' is never called by the model, so a plugin there would never run")
         if f"{path}@1" in regions.by_key:
-            raise SpecError(f"'{path}' is called more than once; a MultiPluginBlock takes layers that are called once")
+            raise SpecError(
+                f"'{path}' is called more than once, and a MultiPluginBlock supports only layers that are called once"
+            )
         if region.leaf is not None:
             nodes = [region.leaf]
         else:
@@ -278,9 +280,9 @@ def without_result(pre_hook: bool, who: str) -> Iterator[None]:
         if not pre_hook or "NoneType" not in str(error):
             raise
         raise TraceError(
-            f"{who}: to_layer_hook fails ({error}). Before its layer there is no result: with pre_hook its fea_out is None; "
-            "compute from fea_in and give the new input, or drop the prefix to change the result. (HCP-Diffusion ignores the "
-            "spelling prehook: and changes the result.)"
+            f"{who}: to_layer_hook fails ({error}). With pre_hook it runs before its layer, so fea_out is None: compute the "
+            "new input from fea_in, or drop the prefix to change the result. (HCP-Diffusion ignores the spelling prehook: and "
+            "changes the result.)"
         ) from error
 
 
@@ -288,6 +290,6 @@ def unchanged(out: Any, who: str) -> None:
     """Refuse a from_layer_hook that gives something: torch would change the from-layer with it."""
     if out is not None:
         raise TraceError(
-            f"{who}: from_layer_hook gives {described(out)}, which would change its from-layer; name that layer among the "
-            "to-layers, and give nothing here"
+            f"{who}: from_layer_hook returns {described(out)}, which would change its from-layer: name that layer among the "
+            "to-layers, and return nothing here"
         )

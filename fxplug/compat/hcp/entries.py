@@ -81,7 +81,7 @@ def plugin_passes(name: str, entry: Any, host: Host, notes: list[str]) -> list[d
     elif issubclass(kind, (SinglePluginBlock, PatchPluginBlock)):
         keys = ("layers",)
     else:
-        raise SpecError(f"{kind.__name__} is none of the four sorts of plugin", path=("_target_",))
+        raise SpecError(f"{kind.__name__} is not one of the four kinds of plugin", path=("_target_",))
     lists = [read_layers(take_key(given, key), key) for key in keys]
     _check_options(kind, given, keys)
     if given:
@@ -110,10 +110,11 @@ def _layers(
 ) -> dict[str, Any]:
     hooked = [layer.text for layer in layers if layer.pre_hook]
     if hooked:
-        raise SpecError(f"'{hooked[0]}': a {kind.__name__} has no pre_hook; HCP-Diffusion ignores it here", path=("layers",))
+        raise SpecError(f"'{hooked[0]}': a {kind.__name__} has no pre_hook: remove it (HCP-Diffusion "
+                        "ignores it)", path=("layers",))
     kinds = {layer.kind for layer in layers}
     if len(kinds) > 1:
-        raise SpecError("some layers have cls(...) and some not, or another: make it two plugins", path=("layers",))
+        raise SpecError("some layers have another cls(...) or none: make two plugins", path=("layers",))
     with at_key("layers"):
         found = host.places(layers)
     given: dict[str, Any] = {**common, "layers": patterns(layers)}
@@ -122,7 +123,7 @@ def _layers(
         given["within"] = [within]
     if wrap:
         if within is not None:
-            raise SpecError("cls(...) and wrap_model both choose layers below: take one of them", path=("layers",))
+            raise SpecError("cls(...) and wrap_model both choose layers below: use one of them", path=("layers",))
         given.update(_wrapped(kind, common, found, host, one_by_one=not single and _patch_pass(kind) == "hcp/patch_around"))
     _feeds(kind, given, host)
     if single:
@@ -158,7 +159,7 @@ def _wrapped(
         foreign = [c for c in seen["exclude_classes"] if not issubclass(c, BasePluginBlock)]
         if foreign:
             out = foreign[0].__name__
-            raise SpecError(f"wrap_model leaves out {out}: name the model (--model), so that the layers can be listed")
+            raise SpecError(f"wrap_model excludes {out}: give the model (--model), so that the layers can be listed")
         given = {"within": names, "wrap": True}
         return {**given, "exclude_key": seen["exclude_key"]} if seen["exclude_key"] is not None else given
     listing = type(kind.__name__, (kind,), {"wrap_layer": classmethod(lambda cls, name, layer, **rest: layer)})
@@ -235,7 +236,7 @@ def _pairs(
     kind: Any, common: dict[str, Any], sources: list[LayerPattern], targets: list[LayerPattern], host: Host
 ) -> list[dict[str, Any]]:
     if any(layer.kind for layer in (*sources, *targets)) and host.model is None:
-        raise SpecError("cls(...) in pairs: name the model (--model), so that the layers can be listed", path=("from_layer",))
+        raise SpecError("cls(...) in pairs: give the model (--model), so that the layers can be listed", path=("from_layer",))
     with at_key("from_layer"):
         froms = host.places(sources)
     with at_key("to_layer"):
@@ -246,8 +247,8 @@ def _pairs(
     elif len(sources) != len(targets):
         lists = f"\n  from: {[s.text for s in sources]}\n  to:   {[t.text for t in targets]}"
         raise SpecError(
-            f"from_layer has {len(sources)} entries and to_layer {len(targets)}, and what their expressions match is not known"
-            f": name the model (--model), so that the layers can be counted and paired{lists}"
+            f"from_layer has {len(sources)} entries and to_layer {len(targets)}, and the number of layers that their "
+            f"expressions match is not known: give the model (--model), so that they can be paired{lists}"
         )
     else:
         rows = zip(sources, targets, strict=True)
@@ -284,7 +285,8 @@ def _multi(
         with at_key(key):
             found[key] = host.places(layers)
         if found[key] is None:
-            raise SpecError("has expressions: name the model (--model), so that the layers can be listed in order", path=(key,))
+            raise SpecError("has regular expressions: give the model (--model), so that the layers can be listed "
+                            "in order", path=(key,))
     froms, tos = (found[key] or [] for key in ("from_layers", "to_layers"))
     values = []
     for place in (*froms, *tos):
@@ -317,8 +319,8 @@ def _feeds(kind: type[BasePluginBlock], given: dict[str, Any], host: Host) -> No
     missing = [name for name in asked if name not in own and name not in host.inputs]
     if missing:
         raise SpecError(
-            f"{kind.__name__} asks for the input '{missing[0]}' (feed_input_data): give its shape, as in "
-            f"--input {missing[0]}=n,3,8*h,8*w --input sample=n,c,h,w"
+            f"{kind.__name__} needs the input '{missing[0]}' (feed_input_data): give its shape, as in --input "
+            f"{missing[0]}=n,3,8*h,8*w --input sample=n,c,h,w"
         )
     new = [name for name in asked if name not in own]
     host.used.update(new)

@@ -31,5 +31,7 @@ def described(value: Any) -> str:
 def checked(value: Any, like: Any, who: str, what: str) -> Any:
     """`value`, if it has the structure of `like`. Raises TraceError with both."""
     if described(value) != described(like):
-        raise TraceError(f"{who} gives {described(value)}, and {what} is {described(like)}: the two must be alike")
+        raise TraceError(
+            f"{who} returns {described(value)}, and {what} is {described(like)}: both must have the same structure"
+        )
     return value

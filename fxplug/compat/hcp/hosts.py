@@ -102,5 +102,5 @@ def pass_name(name: str, notes: list[str]) -> str:
     """A plugin's name as a pass's, which is a Python name."""
     new = identifier(name)
     if new != name:
-        notes.append(f"plugin '{name}' is called {new} here, as names are of letters, digits and '_'")
+        notes.append(f"plugin '{name}' is renamed to {new}, because names may only have letters, digits and '_'")
     return new

@@ -47,7 +47,7 @@ def read_layer(text: object) -> LayerPattern:
     Raises SpecError for another prefix, which HCP-Diffusion would ignore, and for an expression that does not compile.
     """
     if not isinstance(text, str):
-        raise SpecError(f"a layer is a text, not {shown(text)}")
+        raise SpecError(f"a layer must be text, not {shown(text)}")
     rest, regex, pre_hook, kind = text, False, False, None
     while ":" in rest:
         head, _, tail = rest.partition(":")
@@ -107,8 +107,8 @@ def places(layers: Iterable[LayerPattern], classes: Mapping[str, str]) -> list[M
             exact = not layer.regex and not first.regex and layer is not first
             if place.pre_hook != layer.pre_hook or exact:
                 raise SpecError(
-                    f"'{first.text}' and '{layer.text}' both name '{path or 'the model'}', and HCP-Diffusion drops the "
-                    "second: a layer stands once in a list"
+                    f"'{first.text}' and '{layer.text}' both name '{path or 'the model'}', and HCP-Diffusion drops the second: "
+                    "list each layer once"
                 )
     return [place for _, place in found.values()]
 
@@ -128,8 +128,10 @@ def paired(sources: Sequence[MatchedLayer], targets: Sequence[MatchedLayer]) -> 
     """Sources and targets as pairs by order. Raises SpecError, with both lists, when there are not as many."""
     if len(sources) != len(targets):
         raise SpecError(
-            f"from_layer is {len(sources)} layers and to_layer is {len(targets)}; they are paired by order, so there must "
-            f"be as many (HCP-Diffusion drops the rest)\n  from: {listed(sources)}\n  to:   {listed(targets)}"
+            f"from_layer matches {len(sources)} layers and to_layer {len(targets)}; they are paired in order, so the numbers "
+            "must be equal (HCP-Diffusion drops the rest)\n"
+            f"  from: {listed(sources)}\n"
+            f"  to:   {listed(targets)}"
         )
     return list(zip(sources, targets, strict=True))
 

@@ -36,7 +36,7 @@ class MergeSection:
         if not self.parts:
             return head
         kept = {key: here[key] for key in ("model", "weights") if here.get(key) is not None}
-        notes.append("paths of the model and of the parts in it are those of the working folder, as HCP-Diffusion's are")
+        notes.append("paths of the model and of its parts are relative to the working folder, as in HCP-Diffusion")
         made = {"model": {"call": BUILDER, "options": {**kept, "parts": self.parts}}}
         return {**made, **{key: value for key, value in head.items() if key not in ("model", "weights")}}
 
@@ -109,7 +109,7 @@ def _read_group(
     group = validate(_Group, {key: value for key, value in given.items() if value is not None})
     if group.type != part:
         if group.lora or group.part or group.plugin:
-            notes.append(f"merge.{name} is left out, as it is of another model (convert again with --part {group.type})")
+            notes.append(f"merge.{name} is left out, because it is for another model (convert again with --part {group.type})")
         return
     more = {"ema": True} if ema else {}
     for item in [validate(_PartSection, one, "part", index) for index, one in enumerate(group.part)]:
@@ -118,14 +118,16 @@ def _read_group(
     for index, given in enumerate(group.lora):
         one = validate(_LoraSection, given, "lora", index)
         if one.dropout:
-            notes.append(f"merge.{name}: a dropout of {one.dropout} is left out, as nothing drops out when a model is used")
+            notes.append(
+                f"merge.{name}: a dropout of {one.dropout} is left out, because dropout has no effect when a model is used"
+            )
         own = {"name": pass_name(f"{name}_lora_{index}", notes), "file": one.path, "alpha": one.alpha}
         own |= {} if one.layers is None else {"layers": one.layers}
         own |= more | ({} if one.mask is None else {"mask": one.mask})
         found.passes.append({"hcp/checkpoint": own if one.alpha_auto_scale else {**own, "alpha_auto_scale": False}})
     if group.lora and not group.part and group.base_model_alpha != 1 and "base_model_alpha" in group.model_fields_set:
         share = group.base_model_alpha
-        notes.append(f"merge.{name}: base_model_alpha: {share:g} is left out, as HCP-Diffusion takes it for 'part' alone")
+        notes.append(f"merge.{name}: base_model_alpha: {share:g} is left out, because HCP-Diffusion uses it for 'part' only")
     _plugin_weights(name, group.plugin, plugins, notes)
 
 
@@ -157,11 +159,13 @@ def _plugin_weights(group: str, plugins: Mapping[str, Any], known: list[str], no
             raise SpecError(f"plugin_cfg has no plugin '{name}'{did_you_mean(name, known)}", path=path)
         passes = " ".join(f"--pass {one}" for one in here)
         notes.append(
-            f"merge.{group}: the weights of {name} are put into the saved rewrite: fxplug convert hcp {item['path']} "
-            f"--into DIR {passes}"
+            f"merge.{group}: put the weights of {name} into the saved rewrite: fxplug convert hcp {item['path']} --into DIR "
+            f"{passes}"
         )
         if item.get("layers", "all") != "all":
-            notes.append(f"merge.{group}: {name} gets all weights of its file, and not those of layers: {item['layers']} alone")
+            notes.append(f"merge.{group}: {name} gets all weights of its file, not only those of layers: {item['layers']}")
         rest = {key: value for key, value in item.items() if key not in ("path", "layers")}
         if rest:
-            notes.append(f"merge.{group}: {name}: set_hyper_params({rest}) is left out: give such values in the pass's options")
+            notes.append(
+                f"merge.{group}: {name}: set_hyper_params({rest}) is left out: set these values in the options of the pass"
+            )

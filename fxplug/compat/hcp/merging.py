@@ -75,7 +75,7 @@ class TrainedLora(nn.Module):
         for name, value in own.items():
             if held[name].shape != value.shape:
                 wanted, there = list(held[name].shape), list(value.shape)
-                raise SpecError(f"{file}: {name} is {there}, and this layer takes {wanted}: it is of another model")
+                raise SpecError(f"{file}: {name} is {there}, and this layer needs {wanted}: the file is for another model")
         with torch.no_grad():
             for name, value in own.items():
                 held[name].copy_(value)
@@ -152,11 +152,13 @@ def _part(part: MixedCheckpoint, state: Mapping[str, Tensor], number: int) -> St
         text = f"part {number + 1}: {len(lost)} of {len(found)} weights in {file} are not in this model: '{lost[0]}'"
         text += did_you_mean(lost[0], state)
         theirs, own = looks_like(found), looks_like(state)
-        raise SpecError(text + (f"; its names are those of {theirs}" if theirs and theirs != own else ""))
+        raise SpecError(text + (f"; its names are for {theirs}" if theirs and theirs != own else ""))
     for name, value in found.items():
         if value.shape != state[name].shape:
             there, wanted = list(value.shape), list(state[name].shape)
-            raise SpecError(f"part {number + 1}: '{name}' is {there} in {file}, and {wanted} here: it is of another model")
+            raise SpecError(
+                f"part {number + 1}: '{name}' is {there} in {file}, and {wanted} here: the file is for another model"
+            )
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise SpecError(f"part {number + 1}: '{name}' in {file} has values that are not finite")
     return found
@@ -166,5 +168,5 @@ def _sections(file: str, ema: bool) -> dict[str, State]:
     try:
         return checkpoint() if file == SAMPLE else read_sections(file, ema)
     except ArtifactError as error:
-        here = "" if Path(file).exists() else "; files of a merge are looked for from the working folder"
+        here = "" if Path(file).exists() else "; paths of a merge are relative to the working folder"
         raise SpecError(f"{error}{here}", path=("file",)) from None

@@ -104,8 +104,8 @@ class PatchPlugin(nn.Module):
             kept = [key for key in {**given, **kwargs} if key not in inputs]
             if any(key not in kwargs or key not in given or kwargs[key] is not given[key] for key in kept):
                 raise TraceError(
-                    f"{name}: pre_forward changes what the model gives by name ({', '.join(kept)}); this pass changes the "
-                    "arguments by position: for one by name write a rule with port x.name"
+                    f"{name}: pre_forward changes arguments that the model passes by name ({', '.join(kept)}), and this pass "
+                    "changes positional ones only: for one by name write a rule with port x.name"
                 )
         return checked(tuple(args) or tuple(kwargs[key] for key in inputs), x, "pre_forward", "the module's input")
 
@@ -181,7 +181,7 @@ class PatchAround(PatchPlugin):
             return block
         container = patches(site, plugin, options, wrap, exclude_key, also)
         if not _keeps_host(type(container)):
-            raise SpecError(f"{type(container).__name__} has a forward of its own: use the pass hcp/patch")
+            raise SpecError(f"{type(container).__name__} has its own forward: use the pass hcp/patch")
         check_beside(site, container)
         return cls(container, call, feeds, side)
 
@@ -195,7 +195,7 @@ class PatchAround(PatchPlugin):
             out = self.before(x, args, named) if self.side == "before" else self.after(y, args, named)
         if kept.anew:
             raise TraceError(
-                f"{type(self.container).__name__}: '{kept.anew[0]}' is assigned during the call: make it in __init__, and "
+                f"{type(self.container).__name__}: '{kept.anew[0]}' is assigned during the call: create it in __init__, and "
                 "change it in place"
             )
         self.read.names.update(kept.read)
@@ -205,8 +205,8 @@ class PatchAround(PatchPlugin):
         """The forward is over and left these attributes. Raises TraceError where the next one would go on with them."""
         for name in self.read.stale(self.container, left):
             raise TraceError(
-                f"{name} is read before this call has written it: it holds what the last call left. A graph keeps no "
-                "Python values between calls; what lasts is a buffer that is changed in place"
+                f"{name} is read before this call has written it: it has the value from the last call. A graph stores no "
+                "Python values between calls: use a buffer that is changed in place"
             )
 
 
@@ -239,8 +239,8 @@ def _continued(container: PatchPluginContainer, y: Any, args: tuple[Any, ...], k
             loops = False
         if not loops:
             raise TraceError(
-                f"{type(container).__name__}: its forward does more than to hand a value from one post_forward to the next, so "
-                f"'{name}' cannot be added behind the patch of an earlier pass; put both in one pass (also: [...])"
+                f"{type(container).__name__}: its forward does more than pass a value from one post_forward to the next, so "
+                f"'{name}' cannot be added after the patch of an earlier pass: put both in one pass (also: [...])"
             )
         y = checked(plugin.post_forward(y, *args, **kwargs), y, f"{name}: post_forward", "the result of the patch before it")
     return y
@@ -273,13 +273,15 @@ def check_beside(site: Site, container: PatchPluginContainer) -> None:
             there = plain if earlier is None else type(earlier).__name__
             if there == plain != own or (there == own and not (there == plain and pre)):
                 continue  # the first is refused where the graph is written: a module with a block beside it is not replaced
-            names, what = ", ".join(container.plugin_names), "two passes would compute something else"
+            names, what = ", ".join(container.plugin_names), "two passes would give another result"
             if plain not in (there, own):
                 raise SpecError(
-                    f"a {there} of '{record['name']}' is at '{site.path}', and {names} wants a {own}, which HCP-Diffusion puts "
+                    f"a {there} of '{record['name']}' is at '{site.path}', and {names} needs a {own}, which HCP-Diffusion puts "
                     f"around it: {what}; put them at different layers"
                 )
-            why = f"which a {there} runs" if there != plain else f"whose post_forward gets what {pre[0]} makes of the arguments"
+            why = f"which a {there} runs" if there != plain else (
+                f"whose post_forward gets the arguments that {pre[0]} has changed"
+            )
             raise SpecError(
                 f"HCP-Diffusion puts {names} into one container at '{site.path}' with '{record['name']}', {why}: {what}. Write "
                 "one pass with both (also: [...]), as fxplug convert hcp --model does for the same layers and the same lr"
@@ -290,11 +292,11 @@ def _half(container: Any, method: str) -> Any:
     """The container, if running one method of its plugins beside the module is all that it does."""
     other = "pre_forward" if method == "post_forward" else "post_forward"
     if not _keeps_host(type(container)):
-        raise SpecError(f"{type(container).__name__} has a forward of its own: use the pass hcp/patch")
+        raise SpecError(f"{type(container).__name__} has its own forward: use the pass hcp/patch")
     for name, plugin in container:
         if getattr(type(plugin), other) is not getattr(PatchPluginBlock, other):
             raise SpecError(
-                f"{name} ({type(plugin).__name__}) has a {other} too, and this pass runs {method} alone: use the pass "
+                f"{name} ({type(plugin).__name__}) has a {other} too, and this pass runs only {method}: use the pass "
                 "hcp/patch_around"
             )
     return container
@@ -335,8 +337,8 @@ def around_pass(given: Any) -> Pass:
     if not own.layers:
         raise SpecError("must be a list of layers, not an empty one", path=("layers",))
     if own.within or any(not isinstance(layer, str) or is_pattern(layer) for layer in own.layers):
-        raise SpecError("the layers are listed one by one here, as a plugin keeps what it keeps at each of them; "
-                        "fxplug convert hcp --model lists them", path=("layers",))  # fmt: skip
+        raise SpecError("list the layers one by one, because a plugin has its own state at each of them; fxplug convert hcp "
+                        "--model does that", path=("layers",))  # fmt: skip
     options = {key: params[key] for key in ("plugin", "options", "wrap", "exclude_key", "also", "feeds") if key in params}
     rules = []
     for layer in dict.fromkeys(own.layers):

@@ -45,8 +45,8 @@ def patches(
         if container is not None and made.container() is not container:
             wanted, there = type(made).container_cls.__name__, type(container).__name__
             raise SpecError(
-                f"{type(made).__name__} wants the container {wanted}, and a {there} is at '{site.path}' already: plugins share "
-                "a place when they share a container"
+                f"{type(made).__name__} needs the container {wanted}, and a {there} is at '{site.path}' already: plugins can "
+                "share a place only with the same container"
             )
         container = host = made.container()
     return container
@@ -66,7 +66,7 @@ def make(
     options = dict(options or {})
     for key in options:
         if key in given and key != "hook_param":
-            raise SpecError(f"'{key}' is given to a plugin by its place, and is no option")
+            raise SpecError(f"'{key}' is set by the place of a plugin and cannot be an option")
     known = accepted_arguments(kind)
     host_given = {k: v for k, v in given.items() if k in known.names or known.free}
     if "lora_id" in known.names and "name" not in known.names:
@@ -86,22 +86,22 @@ def make(
     except FxplugError:
         raise
     except Exception as error:  # the plugin's constructor
-        raise SpecError(f"making {kind.__name__} failed: {type(error).__name__}: {error}") from error
+        raise SpecError(f"{kind.__name__} cannot be built: {type(error).__name__}: {error}") from error
     finally:
         MAKING.reset(token)
     if not isinstance(made, base):
-        raise SpecError(f"{kind.__name__} gave a {type(made).__name__}, no {base.__name__}")
+        raise SpecError(f"{kind.__name__} returned a {type(made).__name__}, not a {base.__name__}")
     lost = next((name for name, value in (*made.named_parameters(), *made.named_buffers()) if value.is_meta), None)
     if lost is not None and not torch.empty(0).is_meta:
         raise SpecError(
-            f"{kind.__name__}: '{lost}' has no values (its device is meta): it is of a module that plugins share and that was "
-            "made, or moved, for a model without values; import the plugin's file anew, or make the module in each __init__"
+            f"{kind.__name__}: '{lost}' is on the meta device and has no values, because plugins share a module that was made "
+            "for a model on that device: import the plugin's file again, or create the module in each __init__"
         )
     beside = next((plugin for plugin, inner in making.plugins if plugin is not made and not inner), None)
     if beside is not None:
         raise SpecError(
             f"{kind.__name__} makes another plugin, {type(beside).__name__} '{beside.name}', at a layer of the model, which "
-            "would not run: a plugin makes others at layers of its own; give this one an entry with its layers"
+            "would not run: a plugin may only create others at its own layers; give this one its own entry with its layers"
         )
     if kind.get_trainable_parameters is not BasePluginBlock.get_trainable_parameters:
         _freeze_untrained(made)
@@ -113,8 +113,8 @@ def _freeze_untrained(plugin: Any) -> None:
     trained, own = {id(p) for p in plugin.get_trainable_parameters()}, {id(p) for p in plugin.parameters()}
     if not trained <= own:
         raise SpecError(
-            f"{type(plugin).__name__}.get_trainable_parameters gives parameters that are not the plugin's: those of the model "
-            "are named in a run's train.trainable"
+            f"{type(plugin).__name__}.get_trainable_parameters returns parameters that are not the plugin's: to train "
+            "parameters of the model, name them in train.trainable of a run"
         )
     for part in plugin.modules():
         for name, parameter in list(part._parameters.items()):
@@ -134,8 +134,8 @@ def plugin_class(plugin: str | type) -> type[BasePluginBlock]:
     except SpecError as error:
         if "no module named 'hcpdiff'" in error.finding or "No module named 'hcpdiff" in error.finding:
             raise SpecError(
-                f"'{plugin}' imports hcpdiff, which is not here: write `from fxplug.compat.hcp import ...` in the place of "
-                "`from hcpdiff.models.plugin import ...`; the rest of the file stays as it is"
+                f"'{plugin}' imports hcpdiff, which is not installed: replace `from hcpdiff.models.plugin import ...` by `from "
+                "fxplug.compat.hcp import ...`; the rest of the file can stay"
             ) from None
         raise
     if not isinstance(kind, type) or not issubclass(kind, BasePluginBlock):
@@ -143,7 +143,7 @@ def plugin_class(plugin: str | type) -> type[BasePluginBlock]:
         hint = ""
         if any(name.startswith("hcpdiff") for name in bases):
             hint = ": import its base class from fxplug.compat.hcp instead of hcpdiff.models.plugin"
-        raise SpecError(f"'{plugin}' is no plugin class of fxplug.compat.hcp{hint}")
+        raise SpecError(f"'{plugin}' is not a plugin class of fxplug.compat.hcp{hint}")
     return kind
 
 
@@ -172,20 +172,20 @@ def running(
         feed(plugins, feeds, fed)
         yield
     found = [
-        (key, "is made or assigned during the call: make it in __init__, and change a buffer in place (copy_)")
+        (key, "is created or assigned during the call: create it in __init__, and change a buffer in place (copy_)")
         for key in call.anew
     ]
     found += [
-        (key, "is read before this call has written it: it holds what the last call left")
+        (key, "is read before this call has written it, so it has the value from the last call")
         for attribute, key in call.read.items()
         if attribute in call.set
     ]
     for key, finding in found:
         path, _, own = key.rpartition(".")
         raise TraceError(
-            f"{'.'.join(filter(None, [name, path]))}: the attribute 'self.{own}' {finding}. A graph keeps no Python values "
-            "between calls; give what comes from outside as an input of the pass (feed_input_data gets it), and keep what "
-            "lasts in a buffer (register_buffer in __init__, changed in place)"
+            f"{'.'.join(filter(None, [name, path]))}: the attribute 'self.{own}' {finding}. A graph stores no Python values "
+            "between calls: pass values from outside as inputs of the pass (feed_input_data gets them), and store others in a "
+            "buffer (register_buffer in __init__, changed in place)"
         )
 
 
@@ -195,10 +195,12 @@ def feed(plugins: Sequence[BasePluginBlock], names: Sequence[str], values: Seque
     taking = [plugin for plugin in every if wants_inputs(plugin)]
     if names and not taking:
         who = ", ".join(plugin.name for plugin in plugins)
-        raise TraceError(f"{who}: takes no inputs ({', '.join(names)} are given): no register_input_feeder_to is called")
+        raise TraceError(f"{who}: takes no inputs (but gets {', '.join(names)}): it does not call register_input_feeder_to")
     if len(names) != len(values):
         listed = ", ".join(names) or "none"
-        raise TraceError(f"'feeds' names {len(names)} inputs ({listed}), and 'args' has {len(values)} behind the driver's own")
+        raise TraceError(
+            f"'feeds' names {len(names)} inputs ({listed}), and 'args' has {len(values)} after those of the plugin's driver"
+        )
     for plugin in taking:
         data = _Inputs(zip(names, values, strict=True))
         data.plugin = plugin.name
@@ -212,8 +214,8 @@ class _Inputs(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise TraceError(
-            f"{self.plugin}: feed_input_data asks for '{key}', which is no input of the pass"
-            f"{did_you_mean(key, self)}; it has {', '.join(self) or 'none'}: declare it in 'inputs' and 'feeds'"
+            f"{self.plugin}: feed_input_data asks for '{key}', which is not an input of the pass{did_you_mean(key, self)}; it "
+            f"has {', '.join(self) or 'none'}: declare it in 'inputs' and 'feeds'"
         )
 
 
@@ -222,6 +224,6 @@ def _refuse_excluded(site: Site, exclude_key: str | None) -> None:
         return
     if searched(exclude_key, [site.path], lambda finding: SpecError(f"exclude_key {shown(exclude_key)} {finding}")):
         raise SpecError(
-            f"wrap_model leaves out '{site.path}' (exclude_key '{exclude_key}'), and a pass cannot: list the layers, or "
-            "convert with --model, which does"
+            f"wrap_model excludes '{site.path}' (exclude_key '{exclude_key}'), and a pass cannot: list the layers, or convert "
+            "with --model"
         )

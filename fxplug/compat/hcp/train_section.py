@@ -35,7 +35,7 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
     said, model, sets = (reader.section(key) for key in ("train", "model", "data"))
     unread = [key for key, read in (("train", _has_known_keys(said)), ("data", _folders(sets))) if reader.top(key) and not read]
     if unread:
-        notes.append(f"left out, as they are of training or drawing and no plugins: {', '.join(unread)}")
+        notes.append(f"left out, because they are for training or sampling, not plugins: {', '.join(unread)}")
     if not _has_known_keys(said) and not _folders(sets):
         return {}
     place = model.get("pretrained_model_name_or_path") or "REPLACE_ME"
@@ -55,7 +55,7 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
     if model.get("ema"):
         decay = model["ema"].get("decay_max") if isinstance(model["ema"], Mapping) else model["ema"]
         train |= {"ema": decay} if isinstance(decay, float) and 0 < decay < 1 else {}
-        notes.append("ema: the decay grows with the steps there, and here it is the same from the first on")
+        notes.append("ema: the decay is constant here; in HCP-Diffusion it grows with the steps")
     if model.get("gradient_checkpointing"):
         train["checkpointing"] = True
     if (precision := PRECISIONS.get(str(reader.top("mixed_precision")))) is not None:
@@ -64,7 +64,7 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
     if isinstance(said.get("workers"), int):
         data["workers"] = said["workers"]
     if said.get("scale_lr"):
-        notes.append("scale_lr multiplies each lr by the samples of a step there: write lr so")
+        notes.append("scale_lr multiplies each lr by the samples of a step: write the resulting lr")
     _note_unread_keys("train", said, (*TRAIN, *QUIET, "scale_lr"), notes)
     seed = reader.top("seed")
     head = {"seed": seed} if isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 else {}
@@ -84,7 +84,7 @@ def own_layers(source: Source, more: dict[str, Any], notes: list[str]) -> None:
                 raise SpecError(f"must be a mapping with 'layers', not {shown(entry)}")
             layers = read_layers(take_key(dict(entry), "layers"), "layers")
             if any(layer.pre_hook or layer.kind for layer in layers):
-                raise SpecError("only re: stands before a layer here", path=("layers",))
+                raise SpecError("only the prefix re: is allowed here", path=("layers",))
             rates.add(number(entry.get("lr", RATE), ("lr",), least=0.0))
             found += [pattern or "**" for pattern in patterns(layers)]
     if "train" in more and len(rates) == 1:
@@ -172,13 +172,13 @@ def _loop(said: Mapping[str, Any], denoise: dict[str, Any], notes: list[str]) ->
         if loss.get("type") == "v":
             denoise["prediction"] = "v_prediction"
         elif loss.get("type") not in (None, "eps"):
-            notes.append(f"of train.loss, nothing here is type: {shown(loss['type'])}")
+            notes.append(f"train.loss: type: {shown(loss['type'])} is not supported")
         criterion = loss.get("criterion")
         target = str(criterion.get("_target_")).rpartition(".")[2] if isinstance(criterion, Mapping) else "MSELoss"
         if isinstance(criterion, Mapping) and target == "MinSNRLoss":
             denoise["snr_gamma"] = _number(criterion.get("gamma", 1.0))
         elif target != "MSELoss":
-            notes.append(f"of train.loss, nothing here is criterion: {target}; the loss is the squared error")
+            notes.append(f"train.loss: criterion: {target} is not supported; the loss is the squared error")
     return made
 
 
@@ -186,7 +186,7 @@ def _note_unread_keys(name: str, section: Mapping[str, Any], read: Iterable[str]
     """A note on the keys of a section that are not read; of those that say what is so here anyway, none."""
     left = [key for key in section.keys() - set(read) if not key.startswith("_") and section[key] not in (None, "", {}, [])]
     if left := sorted(key for key in left if section[key] != DEFAULTS.get(key, ...)):
-        notes.append(f"of {name}, nothing here is {', '.join(left)}")
+        notes.append(f"{name}: {', '.join(left)}: not supported")
 
 
 def _schedule(scheduler: Any, steps: Any, notes: list[str]) -> dict[str, Any]:
@@ -203,15 +203,15 @@ def _schedule(scheduler: Any, steps: Any, notes: list[str]) -> dict[str, Any]:
         given = {key: _number(value) for key, value in scheduler.items() if not key.startswith("_")}
         return {"scheduler": {target.rpartition(".")[2]: given}}
     if (course := SCHEDULERS.get(str(name))) is None:
-        notes.append(f"no scheduler here is {shown(name or target)}: the learning rate stays as it is")
+        notes.append(f"the scheduler {shown(name or target)} is not supported: the learning rate is constant")
         return {}
     if name in ("linear", "cosine") and isinstance(length, int) and steps not in (None, length):
-        notes.append(f"the scheduler {name} ends after {length} steps there, and here with the run, after {steps}")
+        notes.append(f"the scheduler {name} ends with the run, after {steps} steps; in HCP-Diffusion after {length}")
     left = [key for key, value in (scheduler.get("scheduler_kwargs") or {}).items() if value is not None]
     if warmup is not None and not isinstance(warmup, int):
         left.append(f"num_warmup_steps: {shown(warmup)}")
     if left:
-        notes.append(f"of the scheduler {name}, nothing here is {', '.join(left)}")
+        notes.append(f"the scheduler {name}: {', '.join(left)}: not supported")
     warmed = isinstance(warmup, int) and warmup > 0 and name != "constant"
     return {"scheduler": {course: {"warmup": warmup}} if warmed else course}
 
@@ -231,7 +231,9 @@ def _data(sets: Mapping[str, Any], train: dict[str, Any], notes: list[str]) -> d
     if conditions[0] and len(set(conditions)) == 1:
         made["conditions"] = str(conditions[0])
     elif any(conditions):
-        notes.append(f"data.{name}: the condition images are in several folders, and here in one: data.conditions is left out")
+        notes.append(
+            f"data.{name}: the condition images are in several folders, and only one is supported: data.conditions is left out"
+        )
     for entry in (one, *sources):
         _note_unread_keys(f"data.{name}", entry, DATA, notes)
     bucket = one.get("bucket")
@@ -242,17 +244,17 @@ def _data(sets: Mapping[str, Any], train: dict[str, Any], notes: list[str]) -> d
         elif isinstance(side, (int, list)):
             made["size"] = side
         elif ".SizeBucket" not in str(bucket.get("_target_")):
-            notes.append(f"data.{name}.bucket: write the size of the images (data.size), which is not read here")
+            notes.append(f"data.{name}.bucket is not converted: write the size of the images (data.size)")
     if any(entry.get("prompt_template") or entry.get("word_names") or entry.get("text_transforms") for entry in sources):
         notes.append(
-            "prompt templates, their text_transforms and learned words are not read here: captions lie beside the images "
+            "prompt templates, their text_transforms and learned words are not converted: captions must be beside the images "
             "(data.captions)"
         )
     if any(entry.get("caption_file") for entry in sources):
         notes.append("caption_file: write the captions beside the images, or a metadata.jsonl")
     if len(kept) > 1:
         others = ", ".join(other for other in kept if other != name)
-        notes.append(f"data has {name}, and here is one set of data: left out {others}, and the loss_weight of each")
+        notes.append(f"data has several sets, and only {name} is converted: left out {others}, and the loss_weight of each")
     return made
 
 

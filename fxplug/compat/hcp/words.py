@@ -46,7 +46,7 @@ class WordVectors(Block):
         tokens, width = table.num_embeddings, table.embedding_dim
         ids = sorted(words)
         if ids != list(range(tokens, tokens + len(ids))):
-            raise SpecError(f"the ids of learned words follow those of the table, {tokens} and on; found {ids[:4]}")
+            raise SpecError(f"the ids of learned words must follow those of the table, from {tokens} on; found {ids[:4]}")
         for token, vectors in words.items():
             if vectors.dim() != 2 or vectors.shape[1] != width or not len(vectors):
                 raise SpecError(f"the word {token} has vectors {list(vectors.shape)}, and the table's are {width} wide")

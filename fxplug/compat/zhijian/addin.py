@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 CACHE = "inputs_cache"
 KEEPS = (
-    "what lasts from one call of the model to the next is a buffer that is changed in place (self.count.add_(1)); a value for "
-    "this call only needs no 'self.'"
+    "store a value for later calls in a buffer that is changed in place (self.count.add_(1)); a value for this call needs no "
+    "'self.'"
 )
 
 
@@ -97,8 +97,8 @@ class Addin(Block):
         for name in [*call.anew, *(() if self.carries else call.set)]:
             if name != CACHE:
                 raise SpecError(
-                    f"{self.called} sets '{name}' of the add-in, which would stay what it was when traced. A value from "
-                    f"elsewhere in the model comes by an in point, as 'inputs_cache'; {KEEPS}"
+                    f"{self.called} sets '{name}' of the add-in, which a graph cannot change. For a value from elsewhere in "
+                    f"the model use an in point, 'inputs_cache'; {KEEPS}"
                 )
         self.read.names.update(call.read)
         return (result, call.next_call_state()) if self.carries else result
@@ -115,7 +115,7 @@ class Addin(Block):
         except (TypeError, AttributeError) as error:
             if not self.across and not self.carries and getattr(addin, CACHE, None) is None and "None" in str(error):
                 raise SpecError(
-                    f"{self.called} uses 'inputs_cache', and the line has no '{{in1}}' that says which value that is ({error})"
+                    f"{self.called} uses 'inputs_cache', and the line has no '{{in1}}' to name that value ({error})"
                 ) from error
             raise
         finally:
@@ -134,8 +134,8 @@ class Addin(Block):
         """The forward is over and left these attributes. Raises SpecError where the next one would go on with them."""
         for name in self.read.stale(self.addin, left):
             raise SpecError(
-                f"{type(self.addin).__name__} reads '{name}' as the call of the model before left it, and in a graph each "
-                f"call begins anew: {KEEPS}"
+                f"{type(self.addin).__name__} reads '{name}' from the previous call of the model, which a graph does not "
+                f"store: {KEEPS}"
             )
 
     @property
@@ -148,7 +148,7 @@ class Addin(Block):
         new = (result, *inputs[1:]) if isinstance(result, Tensor) else result
         if not isinstance(new, (tuple, list)) or _structure(tuple(new)) != _structure(tuple(inputs)):
             raise SpecError(
-                f"{self.called} returns {_structure(result)} before a module that is called with {_structure(tuple(inputs))}; "
+                f"{self.called} returns {_structure(result)} before a module that is called with {_structure(tuple(inputs))}: "
                 "return a tensor for the first argument, or a tuple for all"
             )
         return tuple(new)
@@ -159,8 +159,8 @@ class Addin(Block):
             result = result[0]
         if _structure(result) != _structure(outputs):
             raise SpecError(
-                f"{self.called} returns {_structure(result)} behind a module that returns {_structure(outputs)}; "
-                "what reads it needs the same structure"
+                f"{self.called} returns {_structure(result)} after a module that returns {_structure(outputs)}: return the "
+                "same structure"
             )
         return result
 
@@ -185,7 +185,7 @@ def _check_called_once(site: Site, path: str) -> None:
     if len(calls) > 1:
         raise SpecError(
             f"the in point is at '{path}', which the model calls {len(calls)} times ({', '.join(calls)}), and a line cannot "
-            f"say which call is meant; write a rule with args: [..., '{calls[-1]}'] and a block of your own"
+            f"choose one: write a rule with args: [..., '{calls[-1]}'] and your own block"
         )
 
 

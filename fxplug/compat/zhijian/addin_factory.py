@@ -39,13 +39,13 @@ def make_addin(addin: Any) -> nn.Module:
     try:
         check_options(kind, options, name)
     except SpecError as error:
-        raise SpecError(f"{name} cannot be made of the options {', '.join(options) or '(none)'}: {error}") from None
+        raise SpecError(f"{name} cannot be built with the options {', '.join(options) or '(none)'}: {error}") from None
     try:
         addin = kind(**options)
     except Exception as error:  # the constructor's
-        raise SpecError(f"{name} fails in its own constructor, here as in ZhiJian: {type(error).__name__}: {error}") from error
+        raise SpecError(f"{name} fails in its constructor, as it does in ZhiJian: {type(error).__name__}: {error}") from error
     if not isinstance(addin, nn.Module):
-        raise SpecError(f"{name} makes a {type(addin).__name__}; an add-in is an nn.Module")
+        raise SpecError(f"{name} returns a {type(addin).__name__}, and an add-in must be an nn.Module")
     return addin
 
 
@@ -100,8 +100,8 @@ def takes_outputs(addin: nn.Module, method: str, point: str) -> bool:
         raise SpecError(f"{name}.{method}{signature} must take (module, inputs), or (module, inputs, outputs)")
     if point == "in" and 2 not in fits:
         raise SpecError(
-            f"{name}.{method}{signature} takes outputs, and before a module there are none; put the point behind the module, "
-            "or name a method that takes (module, inputs)"
+            f"{name}.{method}{signature} takes outputs, and before a module there are none: put the point after the module, or "
+            "name a method that takes (module, inputs)"
         )
     return 3 in fits
 

@@ -135,7 +135,7 @@ def _class_name(addin: Any, path: tuple[str, ...]) -> str:
 def _chosen(addins: Mapping[str, Any], line: Line | AddinEntry) -> Any:
     if line.addin not in addins:
         hint = did_you_mean(line.addin, addins) or f"; there is {', '.join(addins)}"
-        raise SpecError(f"no add-in '{line.addin}' was given{hint}\n  {line.text}", path=("addin",))
+        raise SpecError(f"no add-in '{line.addin}'{hint}\n  {line.text}", path=("addin",))
     addin = addins[line.addin]
     if hasattr(addin, "named_parameters") and not isinstance(addin, type):  # a class may make its methods when it is called
         for method in [line.method] if isinstance(line, Line) else [hook.method for hook in line.hooks]:

@@ -53,9 +53,9 @@ def convert(file: str | Path, *, model: str | None = None, out: str | Path | Non
     used.update(TRAINING)
     left = [str(key) for key in source.data if key not in used]
     if left:
-        notes.append(f"left out, as no add-in reads it: {', '.join(left)}")
+        notes.append(f"left out, because no add-in reads it: {', '.join(left)}")
     if model is None and lines:
-        notes.append(f"{PLACEHOLDER} stands for what only the model tells: convert with --model, or write it")
+        notes.append(f"{PLACEHOLDER} marks a value that depends on the model: convert with --model, or write it")
     comments = [f"{Path(file).name} of ZhiJian, by `fxplug convert zhijian`.", *(f"Note: {note}" for note in notes)]
     return Converted(dump_configuration(comments, config, (Mapping,)), notes)
 
@@ -101,7 +101,7 @@ def _trainable(source: Source, model: nn.Module | None, notes: list[str]) -> tup
     if not keys and not words:
         notes.append("reuse_keys is empty, which freezes everything in ZhiJian")
     elif model is None:
-        notes.append("in trainable, names of modules without parameters (fc_norm where it is Identity) are to be taken out")
+        notes.append("remove names of modules without parameters from trainable (fc_norm where it is Identity)")
     return found, _names_addins(keys) or ADDIN in words
 
 

@@ -51,6 +51,6 @@ class ModuleView:
     @staticmethod
     def _refused(what: str) -> SpecError:
         return SpecError(
-            f"the add-in {what}, and may only read that module of the base model: its settings, its weights by their "
-            "names, and of a single layer 'forward'; a module that is to run again is written as a block of one's own"
+            f"the add-in {what}, and it may only read that module of the base model: its settings, its weights by name, and "
+            "'forward' of a single layer; to run a module again, write your own block"
         )

@@ -21,7 +21,7 @@ from ...core.errors import SpecError, did_you_mean, shown
 
 KINDS = ("inout", "in", "out")
 ENDS = ("...", "…", "input", "output")  # steps that stand for modules nobody names
-BESIDE = "a point stands directly before or behind a module, as in '{in1}(fc2)' or '(fc2){out1}'"
+BESIDE = "a point must be directly before or after a module, as in '{in1}(fc2)' or '(fc2){out1}'"
 NAME = re.compile(r"[^\W\d]\w*")
 WORD = re.compile(r"\w+")
 POINT = re.compile(r"\{\s*(\w*?)\s*(\d*)\s*\}")
@@ -105,7 +105,7 @@ class Line:
 def parse(text: str) -> list[Line]:
     """Read one line or several. Raises SpecError that points at the place, and says what was expected there."""
     if not isinstance(text, str):
-        raise SpecError(f"a line is text such as '(MLPAddin.adapt_input): ...->{{inout1}}(fc2)->...', not {shown(text)}")
+        raise SpecError(f"a line must be text such as '(MLPAddin.adapt_input): ...->{{inout1}}(fc2)->...', not {shown(text)}")
     return list(_LineReader(text).lines())
 
 
@@ -189,7 +189,7 @@ class _LineReader:
         addin = self.name("the class of the add-in")
         self.expect(".", f"and a method, as in '({addin}.adapt_input)'")
         method = self.name(f"a method of {addin}")
-        self.expect(")", "behind the method")
+        self.expect(")", "after the method")
         self.expect(":", f"behind '({addin}.{method})'")
         points: list[_Point] = []
         named: list[ModuleSide] = []
@@ -227,10 +227,10 @@ class _LineReader:
             if before:
                 self.fail(BESIDE, before[0][2])
             word = WORD.match(self.text, self.at)
-            hint = f"; a module stands in brackets: '({word[0]})'" if word else "; an arrow leads to a module, or to '...'"
+            hint = f"; write a module in brackets: '({word[0]})'" if word else "; an arrow must point to a module, or to '...'"
             self.fail(f"expected '...' or a module such as '(fc2)', found {self.next_token()}{hint}")
         parts = self.path()
-        self.expect(")", "behind the module")
+        self.expect(")", "after the module")
         behind = self.points()
         named.append(ModuleSide(parts, step=step, at=self.at))
         for side, found in (("in", before), ("out", behind)):
@@ -244,11 +244,13 @@ class _LineReader:
                 return points
             found = POINT.match(self.text, self.at)
             if not found:
-                self.fail("a point is '{inout1}', '{in1}' or '{out1}'")
+                self.fail("a point must be '{inout1}', '{in1}' or '{out1}'")
             kind, number = found.groups()
             if kind not in KINDS:
                 point = f"{{{kind}{number}}}"
-                self.fail(f"no point '{point}'{did_you_mean(kind, KINDS)}; a point is '{{inout1}}', '{{in1}}' or '{{out1}}'")
+                self.fail(
+                    f"no point '{point}'{did_you_mean(kind, KINDS)}; a point must be '{{inout1}}', '{{in1}}' or '{{out1}}'"
+                )
             if not number:
                 self.fail(f"'{{{kind}}}' has no number: write '{{{kind}1}}'; an in and an out with one number belong together")
             points.append((kind, number, self.at))
@@ -261,7 +263,7 @@ class _LineReader:
                 self.skip()
                 word = WORD.match(self.text, self.at)
                 if not word:
-                    self.fail(f"expected a name behind the dot, found {self.next_token()}")
+                    self.fail(f"expected a name after the dot, found {self.next_token()}")
                 parts.append(word[0])
                 self.at = word.end()
             elif self.take("["):
@@ -279,7 +281,7 @@ class _LineReader:
                 if isinstance(parts[-1], Index) and parts[-1].count == 0:
                     self.fail(f"the range [{text}] is empty")
                 self.at = found.end()
-                self.expect("]", "behind the index")
+                self.expect("]", "after the index")
             else:
                 return tuple(parts)
 
@@ -293,12 +295,12 @@ class _Misplaced(Exception):
 def _paired(points: list[_Point]) -> tuple[tuple[Insertion, ...], tuple[str, ...]]:
     """The insertions of a line, those at one place first, as ZhiJian orders them."""
     if not points:
-        raise _Misplaced("this line puts the add-in nowhere: mark the place by '{inout1}' before or behind a module")
+        raise _Misplaced("this line has no place for the add-in: mark one with '{inout1}' before or after a module")
     notes: tuple[str, ...] = ()
     seen: dict[str, _Point] = {}
     for point in points:
         if seen.setdefault(str(point), point) is not point:
-            raise _Misplaced(f"a second '{point}': each point of a line has a number of its own", point.place.at)
+            raise _Misplaced(f"'{point}' is there twice: each point of a line needs its own number", point.place.at)
     ins = [p for p in points if p.kind == "in"]
     outs = [p for p in points if p.kind == "out"]
     if len(ins) == 2 and not outs:
@@ -323,13 +325,13 @@ def _paired(points: list[_Point]) -> tuple[tuple[Insertion, ...], tuple[str, ...
     for insertion in insertions:
         end = insertion.end
         if ends.setdefault(end, end) is not end:
-            raise _Misplaced(f"two points change {end}: make two passes of it, the second gets what the first left", end.at)
+            raise _Misplaced(f"two points change {end}: make two passes, and the second gets the result of the first", end.at)
     return tuple(insertions), notes
 
 
 def _alone(point: _Point, other: str, others: list[_Point]) -> str:
     near = f" (found '{others[0]}'; partners have the same number)" if others else ""
-    what = "result goes" if other == "out" else "value comes from"
+    what = "result goes" if other == "out" else "value is from"
     return (
         f"'{point}' has no '{{{other}{point.number}}}'{near}: mark where the add-in's {what} "
         f"by '{{{other}{point.number}}}', or write '{{inout{point.number}}}' where both are one place"
@@ -339,14 +341,16 @@ def _alone(point: _Point, other: str, others: list[_Point]) -> str:
 def _check_ends(start: _Point, end: _Point) -> None:
     a, b = start.place, end.place
     if (b.step, b.side == "out") < (a.step, a.side == "out"):
-        raise _Misplaced(f"'{end}' stands before '{start}', and a value can only flow to what runs later", b.at)
+        raise _Misplaced(f"'{end}' runs before '{start}', and a value can only flow to what runs later", b.at)
     if a.indices and not b.indices and any(i.count != 1 for i in a.indices):
-        raise _Misplaced(f"'{start}' is at several modules and '{end}' at one; both ends of a range pair up in order", b.at)
+        raise _Misplaced(f"'{start}' matches several modules and '{end}' one; the ends of a range are paired in order, so the "
+                         "numbers must be equal", b.at)
     counts = [[i.count for i in place.indices] for place in (a, b)]
     if a.indices and b.indices and all(None not in c for c in counts):
         sizes = [_product(c) for c in counts]
         if sizes[0] != sizes[1] and not {i.text for i in a.indices} <= {i.text for i in b.indices}:
-            raise _Misplaced(f"'{start}' is at {sizes[0]} modules and '{end}' at {sizes[1]}; they pair up in order", b.at)
+            raise _Misplaced(f"'{start}' matches {sizes[0]} modules and '{end}' {sizes[1]}; they are paired in order, so the "
+                             "numbers must be equal", b.at)
 
 
 def _product(counts: list[int | None]) -> int:

@@ -60,7 +60,8 @@ def read_entry(given: Mapping[str, Any], at: tuple[str | int, ...]) -> AddinEntr
     if not _lists(hooks, str) or not all(len(hook) == 2 and hook[1] in SIDES for hook in hooks):
         raise SpecError(f"must be a list of [method, pre] or [method, post], not {shown(hooks)}", path=(*at, "hook"))
     if len(places) != len(hooks):
-        raise SpecError(f"{len(hooks)} hooks for {len(places)} places; they pair up in order", path=(*at, "hook"))
+        raise SpecError(f"{len(hooks)} hooks for {len(places)} places; they are paired in order, so the "
+                        "numbers must be equal", path=(*at, "hook"))
     if not isinstance(kwargs or {}, Mapping):
         raise SpecError(f"must be a mapping, not {shown(kwargs)}", path=(*at, "kwargs"))
     paired = (Hook(module_path(place), method, SIDES[side]) for place, (method, side) in zip(places, hooks, strict=True))
@@ -111,6 +112,6 @@ def _with(addin: Any, entry: AddinEntry) -> Any:
     if isinstance(addin, Mapping):
         return {**addin, "options": {**(addin.get("options") or {}), **entry.kwargs}}
     if not isinstance(getattr(addin, "func", addin), type):
-        finding = f"has options for {entry.addin}, and that was given ready made: give its class"
+        finding = f"has options for {entry.addin}, which is an instance: give its class"
         raise SpecError(finding, path=(*entry.at, "kwargs"))
     return functools.partial(addin, **entry.kwargs)

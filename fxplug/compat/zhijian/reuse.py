@@ -37,7 +37,7 @@ def _has_parameters(pattern: str, model: nn.Module) -> bool:
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     chosen = [*select(pattern, [name for name in modules if name]), *select(pattern, parameters)]
     if not chosen:
-        raise SpecError(f"'{pattern}' names nothing of the model{did_you_mean(pattern, modules)}", path=("reuse_keys",))
+        raise SpecError(f"'{pattern}' matches no module of the model{did_you_mean(pattern, modules)}", path=("reuse_keys",))
     return any(f"{name}.".startswith(f"{one}.") for one in chosen for name in parameters)
 
 

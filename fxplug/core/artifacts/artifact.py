@@ -42,14 +42,14 @@ def check_passes(passes: Any, modules: Collection[str]) -> None:
         applied = check_record(AppliedPass, entry, where)
         gates = "gates" in applied.networks
         if gates and f"{applied.name}.gates.table" not in modules:
-            raise ArtifactError(f"{where} has slots, and there is no module '{shown(applied.name)}.gates.table'")
+            raise ArtifactError(f"{where} has slots, but the module '{shown(applied.name)}.gates.table' is missing")
         for index, site in enumerate(applied.sites):
             if site.bank is None:  # where the block may be the kind of operation that a pass made
                 continue
             if not gates:
-                raise ArtifactError(f"{where} has slots, and no network 'gates', which says how much of each is taken")
+                raise ArtifactError(f"{where} has slots, but the network 'gates', which has their strengths, is missing")
             if site.block not in modules:
-                raise ArtifactError(f"{where}, site {index + 1}: there is no module {shown(site.block)}, its block")
+                raise ArtifactError(f"{where}, site {index + 1}: its block, the module {shown(site.block)}, is missing")
 
 
 MODES = {"eval": False, "train": True}
@@ -75,12 +75,14 @@ def save(
     Raises ArtifactError for what cannot be saved, and for a folder that holds something else.
     """
     if not isinstance(module, TracedModule):
-        raise ArtifactError(f"save takes a traced module, not a {type(module).__name__}: fxplug.trace(model, inputs) makes one")
+        raise ArtifactError(
+            f"fxplug.save takes a traced module, not a {type(module).__name__}: fxplug.trace(model, inputs) makes one"
+        )
     module = _saved_form(module)
     if parts := module.meta.get("parts"):
         raise ArtifactError(
-            f"this process keeps only its part of {len(parts)} weights, '{parts[0]}' the first: save what parallelize gives "
-            "where there are no processes, with the weights that whole_state gathers"
+            f"this process has only its shard of {len(parts)} weights, such as '{parts[0]}': gather them with whole_state, and "
+            "save the module that parallelize gives without processes"
         )
     target = Path(folder).absolute()
     raises = _unwritten(folder)
@@ -193,7 +195,9 @@ def _pass_names(module: TracedModule) -> list[str]:
     names = [entry["name"] for entry in module.meta.get("passes", [])]
     for name in names:
         if not PASS_NAME.match(name) or f"{name}.safetensors" in FIXED:
-            raise ArtifactError(f"the pass '{name}' cannot name a file: use letters, digits and _, and not 'model'")
+            raise ArtifactError(
+                f"the name of the pass '{name}' cannot be a file name: use letters, digits and _, and not 'model'"
+            )
     return names
 
 
@@ -242,7 +246,7 @@ def _yaml(config: Mapping[str, Any]) -> str:
     try:
         return str(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
     except (yaml.YAMLError, TypeError, ValueError) as error:
-        raise ArtifactError(f"the configuration holds something that is not plain data: {error}") from None
+        raise ArtifactError(f"the configuration has a value that is not plain data: {error}") from None
 
 
 def _dump(document: dict[str, Any]) -> bytes:
@@ -274,18 +278,20 @@ def _readable(modules: list[TracedModule]) -> str:
 
 
 def _unwritten(folder: str | os.PathLike[str]) -> Raises:
-    return lambda finding: ArtifactError(f"{folder} {finding}; what was there is as it was")
+    return lambda finding: ArtifactError(f"{folder} {finding}; nothing in it was changed")
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise ArtifactError(f"{target} is not a folder of its own; save needs a folder")
+        raise ArtifactError(f"{target} is not a folder: save needs a folder of its own")
     if not target.exists() or not any(target.iterdir()):
         return
     if not overwrite:
-        raise ArtifactError(f"{target} exists; save(..., overwrite=True) replaces it")
+        raise ArtifactError(f"{target} exists: save(..., overwrite=True) replaces it")
     if not (target / MANIFEST).is_file():
-        raise ArtifactError(f"{target} holds something that is no artifact (it has no {MANIFEST}); save into another folder")
+        raise ArtifactError(
+            f"{target} has files and is not an artifact (it has no {MANIFEST}): save to another folder"
+        )
 
 
 # --- reading
@@ -304,7 +310,9 @@ def _build(
         check_counts({"nodes of a graph": graphs}, {"nodes of a graph": limits.nodes})
     document = check_record(Document, data, "graph.json")
     if document.format != FORMAT:
-        raise ArtifactError(f"graph.json has format {document.format}, the manifest has {FORMAT}")
+        raise ArtifactError(
+            f"graph.json has format {document.format}, and the manifest {FORMAT}: they are from different artifacts"
+        )
     records = document.tensors
     modules = read_modules(document.modules, allow, records, limits)
     tree = modules[""]
@@ -316,7 +324,7 @@ def _build(
     names = [name for name, _, _ in state_of(tree)]
     if names != list(records):
         odd = sorted(set(names) ^ set(records)) or names
-        raise ArtifactError(f"graph.json: modules and tensors do not agree: {', '.join(map(shown, odd[:3]))}")
+        raise ArtifactError(f"graph.json: the modules and the tensors do not match: {', '.join(map(shown, odd[:3]))}")
     called = {n for n, m in modules.items() if not isinstance(m, Container)}
     tensors = {
         f"{path}.{key}" if path else key
@@ -366,7 +374,7 @@ def _check_paths(module: TracedModule, graphs: dict[bool, Any]) -> None:
             if node.op in ("get_attr", "call_module"):
                 found = reach(module, node.target)
                 if isinstance(found, torch.Tensor) is not (node.op == "get_attr") or isinstance(found, Container):
-                    raise ArtifactError(f"graph.json: node '{node.name}' takes {shown(node.target)} for what it is not")
+                    raise ArtifactError(f"graph.json: node '{node.name}' uses {shown(node.target)} as something that it is not")
 
 
 def _set_modes(module: TracedModule, document: Document, modules: dict[str, nn.Module]) -> None:
@@ -375,7 +383,7 @@ def _set_modes(module: TracedModule, document: Document, modules: dict[str, nn.M
     module.twin_error = twin_error
     for name in document.modes:
         if name not in modules or not name:
-            raise ArtifactError(f"graph.json: the mode of {shown(name)} is said, which is no module")
+            raise ArtifactError(f"graph.json: a mode is given for {shown(name)}, which is not a module")
         modules[name].training = not document.training
 
 

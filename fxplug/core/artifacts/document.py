@@ -162,4 +162,4 @@ def check_counts(document: Mapping[str, Any], limits: Mapping[str, int]) -> None
     """Raises ArtifactError for an object of graph.json with more members than `limits` has for it."""
     for key, most in limits.items():
         if isinstance(found := document.get(key, ()), (dict, list)) and len(found) > most:
-            raise ArtifactError(f"graph.json has {len(found)} {key}; more than {most} are not read")
+            raise ArtifactError(f"graph.json has {len(found)} {key}; the limit is {most}")

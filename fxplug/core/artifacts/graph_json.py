@@ -59,7 +59,7 @@ def _find_result(record: Any, allow: Sequence[str]) -> tuple[Any, bool]:
     if is_import_path(path) and allowed(path.partition(":")[0], allow):
         cls = import_class(path, allow)
         if _result_class(cls, {}) is None:
-            raise ArtifactError(f"{path} is no result class: neither a dataclass nor a NamedTuple nor a dict")
+            raise ArtifactError(f"{path} is not a result class: neither a dataclass nor a NamedTuple nor a dict")
         return cls, False
     if fields is None:
         return ops.Record, True
@@ -105,8 +105,8 @@ def _write_target(node: fx.Node) -> Any:
         else:
             called = torch.overrides.resolve_name(node.target) or repr(node.target)
         raise ArtifactError(
-            f"the node '{node.name}' calls {called}, which is not in the closed list of functions an artifact may call; "
-            f"trace with the module that calls it kept whole: leaf: [{_region(node)}]"
+            f"the node '{node.name}' calls {called}, which is not one of the functions that an artifact may call: trace again "
+            f"and keep the module that calls it whole, leaf: [{_region(node)}]"
         )
     return record
 
@@ -163,7 +163,7 @@ class GraphReader:
                 raise ArtifactError(f"graph.json: two nodes are named '{name}'")
             nodes[name] = self._node(graph, name, record, nodes)
         if [r.op for r in records].count("output") != 1 or records[-1].op != "output":
-            raise ArtifactError("graph.json: a graph must end in its one output")
+            raise ArtifactError("graph.json: a graph must end with one output node")
         _check_pairs(graph)
         check_program(graph)
         return graph
@@ -175,12 +175,12 @@ class GraphReader:
         meta = self._meta(record.meta)
         target = self._target(op, name, record.target, meta)
         if op == "call_method" and not (args and isinstance(args[0], fx.Node)):
-            raise ArtifactError(f"graph.json: node '{name}' calls the method {shown(target)} of nothing")
+            raise ArtifactError(f"graph.json: node '{name}' calls the method {shown(target)} without a value to call it on")
         if op in COUNTS and (kwargs or len(args) not in COUNTS[op]):
             raise ArtifactError(f"graph.json: node '{name}' has arguments that a {op} cannot have")
         node = insert(graph, op, target, args, kwargs, name=name, meta=meta)
         if node.name != name or name in GENERATED:
-            raise ArtifactError(f"graph.json: '{name}' is no node name: it is a word of Python or torch")
+            raise ArtifactError(f"graph.json: '{name}' is not a valid node name: Python or torch reserves it")
         return node
 
     def _target(self, op: str, name: str, target: Any, meta: dict[str, Any]) -> Any:
@@ -200,10 +200,10 @@ class GraphReader:
                 raise ArtifactError(f"graph.json: {shown(target)} is not a method that a graph may call{near}")
         elif op == "get_attr":
             if check_path(target, "attribute") not in self.tensors:
-                raise ArtifactError(f"graph.json: node '{name}' reads {shown(target)}, which is no tensor of the artifact")
+                raise ArtifactError(f"graph.json: node '{name}' reads {shown(target)}, which is not a tensor of the artifact")
         elif op == "call_module":
             if check_path(target, "module path") not in self.modules:
-                raise ArtifactError(f"graph.json: node '{name}' calls {shown(target)}, which is no module of the artifact")
+                raise ArtifactError(f"graph.json: node '{name}' calls {shown(target)}, which is not a module of the artifact")
         elif op == "placeholder":
             plain = check_name(target.removeprefix("*").removeprefix("*") if type(target) is str else target, "argument")
             if plain in ("self", "torch"):
@@ -237,12 +237,12 @@ def _check_pairs(graph: fx.Graph) -> None:
             continue
         if node.target in pairs.values():
             if [user.target for user in node.users] != [leave for leave, enter in pairs.items() if enter is node.target]:
-                raise ArtifactError(f"graph.json: '{node.name}' changes a mode of torch that nothing changes back")
+                raise ArtifactError(f"graph.json: '{node.name}' changes a mode of torch, and no node restores it")
             inside.append(node)
         elif node.target in pairs:
             last = inside.pop() if inside else None
             if last is None or node.args != (last,) or node.kwargs or last.target is not pairs[node.target]:
-                raise ArtifactError(f"graph.json: '{node.name}' leaves a mode of torch that it did not enter last")
+                raise ArtifactError(f"graph.json: '{node.name}' restores a mode of torch that is not the last one changed")
 
 
 # names of Python that FX writes for values, `slice(0, 1, None)`, and those of values of torch, `torch.float16`
@@ -271,10 +271,10 @@ def check_program(graph: Graph) -> None:
             count += isinstance(part, ast.FunctionDef)
             name = getattr(part, "id", None) or getattr(part, "attr", None)
             if not isinstance(part, SYNTAX) or count > 1 or (name is not None and name not in known):
-                raise SyntaxError(f"{shown(ast.unparse(part))} is no part of the graph")
+                raise SyntaxError(f"{shown(ast.unparse(part))} is not part of the graph")
     except (SyntaxError, ValueError, MemoryError) as error:
         raise ArtifactError(
-            f"graph.json: a text in it would be read as code; the artifact is damaged or hostile: {error}"
+            f"graph.json: a text in it would be executed as code, so the artifact is damaged or malicious: {error}"
         ) from None
 
 
@@ -289,16 +289,18 @@ def reach(root: nn.Module, path: str) -> Any:
     found: Any = root
     for place, key in enumerate(path.split(".")):
         if not isinstance(found, nn.Module):
-            raise ArtifactError(f"'{path}' leads into a tensor")
+            raise ArtifactError(f"'{path}' names a part of a tensor")
         declared = [table[key] for table in (found._parameters, found._buffers, found._modules) if key in table]
         if len(declared) != 1 or declared[0] is None:
-            raise ArtifactError(f"'{path}' is no one module, parameter or buffer of the model")
+            raise ArtifactError(f"'{path}' is not one module, parameter or buffer of the model")
         try:
             at: Any = int(key) if key.isdigit() else key
             taken = found[at] if by_index(key, first=place == 0) else getattr(found, key)  # type: ignore[index]
         except (LookupError, AttributeError, TypeError):
             taken = None
         if taken is not declared[0]:
-            raise ArtifactError(f"{shown(path)} is no path of the model: {shown(key)} is part of every {type(found).__name__}")
+            raise ArtifactError(
+                f"{shown(path)} is not a path of the model: {shown(key)} is part of every {type(found).__name__}"
+            )
         found = declared[0]
     return found

@@ -158,7 +158,7 @@ def write_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
 def _constructor_arguments(module: nn.Module, path: str, built: dict[Any, dict[str, Any] | str]) -> dict[str, Any]:
     """The constructor arguments that give an equal module, and attributes to set afterwards; else what the module holds."""
     if any(forward_hooks(module)):
-        raise ArtifactError(f"'{path}' has forward hooks, which an artifact cannot hold: trace with it not kept whole")
+        raise ArtifactError(f"'{path}' has forward hooks, which cannot be saved: trace again without it as a leaf")
     if quantised.is_own_layer(module):
         arguments, attributes = quantised.rebuilding(module)
         return {"arguments": _encode_all(arguments), "attributes": _encode_all(attributes)}
@@ -176,8 +176,8 @@ def _constructor_arguments(module: nn.Module, path: str, built: dict[Any, dict[s
     except Unportable as error:
         cls = type(module).__qualname__
         raise ArtifactError(
-            f"'{path}' ({cls}) cannot be rebuilt from constructor arguments: {reason}; nor from what it holds: {error}. "
-            f"Trace without that leaf, or keep each constructor argument of {cls} as an attribute of the same name"
+            f"'{path}' ({cls}) cannot be rebuilt from its constructor arguments ({reason}) or from its attributes ({error}). "
+            f"Trace without that leaf, or store each constructor argument of {cls} as an attribute of the same name"
         ) from None
 
 
@@ -201,8 +201,8 @@ def _class_record(module: nn.Module, path: str) -> dict[str, Any]:
     name = block_name(cls) or f"{cls.__module__}:{cls.__qualname__}"
     if not is_import_path(name):
         raise ArtifactError(
-            f"'{path}' is of the class {cls.__qualname__} of {cls.__module__}, which nobody else can import: define it at "
-            "the top of a module of its own"
+            f"'{path}' is of the class {cls.__qualname__} of {cls.__module__}, which cannot be imported from a file: define it "
+            "at the top level of a module"
         )
     return {"kind": "block" if getattr(cls, "is_block", False) else "leaf", "class": name}
 
@@ -230,7 +230,7 @@ def constructor_arguments(module: nn.Module) -> dict[str, Any]:
             value = module._parameters[name] is not None
         if value is parameter.empty or isinstance(value, (torch.Tensor, nn.Module)) or inspect.ismethod(value):
             if parameter.default is parameter.empty:
-                raise ValueError(f"the constructor argument '{name}' is not kept as an attribute of the same name")
+                raise ValueError(f"the constructor argument '{name}' is not stored as an attribute of the same name")
             continue
         if type(value) is not type(parameter.default) or value != parameter.default:
             found[name] = value
@@ -280,7 +280,7 @@ def difference(module: nn.Module, rebuilt: nn.Module) -> str | None:
     """How a rebuilt module differs from the one it is to replace, tensors' values and dtypes aside; None if not."""
     ours, theirs = _facts(module), _facts(rebuilt)
     differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    return f"what the constructor makes differs in {', '.join(differing[1:4] or differing)}" if differing else None
+    return f"the constructor gives a module that differs in {', '.join(differing[1:4] or differing)}" if differing else None
 
 
 # --- read
@@ -307,10 +307,10 @@ class _Reader:
 
     def read(self, records: Mapping[str, ModuleRecord]) -> dict[str, nn.Module]:
         if "" not in records or records[""].kind != "container":
-            raise ArtifactError("graph.json: the modules must have an entry '' that is a container")
+            raise ArtifactError("graph.json: the modules must have an entry '' (the root), which is a container")
         for path, record in records.items():
             if path and check_path(path, "module path").count(".") >= self.limits.depth:
-                raise ArtifactError(f"graph.json: the module {shown(path)} lies deeper than {self.limits.depth}")
+                raise ArtifactError(f"graph.json: the module {shown(path)} is nested deeper than {self.limits.depth}")
             self._attach(path, self._module(path, record))
         return self.made
 
@@ -318,7 +318,7 @@ class _Reader:
         if path:
             parent, _, key = path.rpartition(".")
             if parent not in self.made or key in self.made[parent]._modules:
-                raise ArtifactError(f"graph.json: the module {shown(path)} has no place: its parent must come before it")
+                raise ArtifactError(f"graph.json: the module {shown(path)} must come after its parent")
             self.made[parent]._modules[key] = module
         todo = [(path, module)]
         while todo:  # by hand, as each name of a shared module counts
@@ -326,7 +326,9 @@ class _Reader:
             if module is None:
                 continue
             if len(self.made) >= self.limits.modules or where.count(".") >= self.limits.depth:
-                raise ArtifactError(f"graph.json: shared modules give more than {self.limits.modules} paths, or too deep ones")
+                raise ArtifactError(
+                    f"graph.json: shared modules have more than {self.limits.modules} paths, or are nested too deeply"
+                )
             self.made.setdefault(where, module)
             todo += [(f"{where}.{key}" if where else key, child) for key, child in module._modules.items()]
 
@@ -336,14 +338,16 @@ class _Reader:
             return None
         if record.kind == "same":
             if record.same not in self.made or f"{path}.".startswith(f"{record.same}." if record.same else ""):
-                raise ArtifactError(f"graph.json: {where} is said to be {shown(record.same)}, which does not come before it")
+                raise ArtifactError(f"graph.json: {where} refers to {shown(record.same)}, which must come before it")
             return self.made[record.same]
         attributes = {k: self._value(v, function=record.kind != "container") for k, v in record.attributes.items()}
         if record.kind == "container":
             for name, value in attributes.items():
                 check_name(name, f"attribute of {where}")
                 if not is_plain_attribute(name, value):
-                    raise ArtifactError(f"graph.json: {where} sets {shown(name)}, a part of every module, or no plain value")
+                    raise ArtifactError(
+                        f"graph.json: {where} sets {shown(name)}, which is an attribute of every module, or not a plain value"
+                    )
             container = Container(tuple(record.classes), attributes)
             _empty_state(container, record)
             return container
@@ -351,7 +355,7 @@ class _Reader:
         checked = getattr(cls, "by_constructor", False) is True  # which says what it may hold
         if record.arguments is None or (checked and attributes):
             if checked or issubclass(cls, nn.RNNBase):
-                raise ArtifactError(f"graph.json: {where}: a {cls.__name__} is made from constructor arguments only")
+                raise ArtifactError(f"graph.json: {where}: a {cls.__name__} may have constructor arguments only")
             module = object.__new__(cls)
             nn.Module.__init__(module)
             _empty_state(module, record)
@@ -367,13 +371,15 @@ class _Reader:
         for name, value in arguments.items():
             if name not in known:
                 near = did_you_mean(name, known)
-                raise ArtifactError(f"graph.json: {where}: a {cls.__name__} is not made with {shown(name)}{near}")
+                raise ArtifactError(
+                    f"graph.json: {where}: the constructor of {cls.__name__} has no argument {shown(name)}{near}"
+                )
             check_size(value, self.limits.size, f"{shown(name)} of {where}")
         try:
             with Budget(STEPS * (self.expected[path] + 16)):
                 return construct(cls, arguments)
         except Exception as error:  # the constructor's, of torch or of a block that is allowed
-            raise ArtifactError(f"{where}: {cls.__qualname__} cannot be built again: {shown(str(error), 300)}") from error
+            raise ArtifactError(f"{where}: {cls.__qualname__} cannot be rebuilt: {shown(str(error), 300)}") from error
 
     def _class(self, kind: str, name: str) -> type[nn.Module]:
         name = present(name)
@@ -389,7 +395,7 @@ class _Reader:
         cls = import_class(name, self.allow)
         if not issubclass(cls, nn.Module) or (kind == "block" and getattr(cls, "is_block", False) is not True):
             needed = "an nn.Module" + " with is_block" * (kind == "block")
-            raise ArtifactError(f"graph.json: {shown(name)} is no {kind}: it is not {needed}")
+            raise ArtifactError(f"graph.json: {shown(name)} is not {needed}, so it cannot be a {kind}")
         return cls
 
     def _value(self, data: Any, function: bool) -> Any:
@@ -414,7 +420,7 @@ def _set_attribute(module: nn.Module, name: str, value: Any, where: str) -> None
         and name in WEIGHT_LISTS
         or not (inherited is None or isinstance(inherited, PLAIN_TYPES) and isinstance(value, (*PLAIN_TYPES, list, tuple)))
     ):
-        raise ArtifactError(f"graph.json: {where} sets {shown(name)}, which is part of every module of its class")
+        raise ArtifactError(f"graph.json: {where} sets {shown(name)}, which is an attribute of every module of its class")
     vars(module)[name] = value
 
 
@@ -426,7 +432,7 @@ def _empty_state(module: nn.Module, record: ModuleRecord) -> None:
     for names, table in tables:
         for key, there in names.items():
             if "." in check_path(key, "tensor name"):
-                raise ArtifactError(f"graph.json: {shown(key)} is no tensor name: it has a dot")
+                raise ArtifactError(f"graph.json: {shown(key)} is not a tensor name: it has a dot")
             table[key] = torch.empty(0, device="meta") if there else None
 
 

@@ -69,7 +69,7 @@ def listed(data: dict[str, Any], folder: object) -> dict[str, FileRecord]:
     files = check_record(Manifest, data, MANIFEST).files
     for name in files:
         if "/" in name or "\\" in name or name in ("", ".", "..") or "\0" in name:
-            raise ArtifactError(f"{MANIFEST} lists {shown(name)}, which leads out of the folder")
+            raise ArtifactError(f"{MANIFEST} lists {shown(name)}, which is outside the folder")
         if name not in FIXED and not (name.endswith(".safetensors") and PASS_NAME.match(name.removesuffix(".safetensors"))):
             raise ArtifactError(f"{MANIFEST} lists {shown(name)}, a kind of file that an artifact does not have")
     for name in ("model.safetensors", "graph.json"):
@@ -82,7 +82,7 @@ def parse(data: bytes, name: str = "graph.json", limits: Limits = DEFAULT) -> di
     """The object of a JSON text, within the limits. Raises ArtifactError, which names the file `name`."""
     found = parse_json(data, about(name), limits)
     if type(found) is not dict:
-        raise ArtifactError(f"{name} is no JSON object")
+        raise ArtifactError(f"{name} is not JSON object")
     return found
 
 
@@ -162,13 +162,13 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Sn
     if folder.is_file():
         with opened(folder) as file:
             what = begins(file.read(64))
-        raise ArtifactError(f"{folder} is {what or 'a file'}, and load takes the folder that fxplug.save wrote")
+        raise ArtifactError(f"{folder} is {what or 'a file'}, and load takes a folder that fxplug.save wrote")
     if not folder.is_dir():
         raise ArtifactError(f"there is no folder {folder}")
     with reported(about(folder)):
         names = os.listdir(folder)
     if MANIFEST not in names:
-        raise ArtifactError(f"{folder} is no artifact: it has no {MANIFEST}")
+        raise ArtifactError(f"{folder} is not an artifact: it has no {MANIFEST}")
 
     def open_file(name: str) -> BinaryIO:
         # no link that leads out of the folder, and nothing that waits or does something when opened
@@ -182,26 +182,28 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Sn
         file = open_file(name)
         found = size_of(file)
         if found != record.size:
-            what = "truncated: the copy is incomplete" if found < record.size else "longer than it was"
+            what = "truncated: the copy is incomplete" if found < record.size else "longer than when it was saved"
             raise ArtifactError(f"{name} has {found} bytes instead of {shown(record.size)}; it is {what}")
         found_files[name] = (file, record.sha256)
     for name in names:
         if name not in files and Path(name).suffix.lower() in CODE:
-            raise ArtifactError(f"{printable(name)} lies in the artifact and is not listed: code has no place there; remove it")
+            raise ArtifactError(
+                f"{printable(name)} is in the folder of the artifact, and the manifest does not list it: remove it"
+            )
     return Snapshot(found_files, limits)
 
 
 def _text(file: BinaryIO, name: str, limits: Limits) -> bytes:
     raises, size = about(name), size_of(file)
     if size > limits.json:
-        raise raises(f"has {size} bytes, and more than {limits.json} are not read; see Limits")
+        raise raises(f"has {size} bytes; the limit is {limits.json}; fxplug.Limits can raise it")
     with reported(raises):
         data = file.read(size)
     if len(data) < size:
-        raise raises("became shorter while it was read")
+        raise raises("was truncated while it was read")
     return data
 
 
 def _check(name: str, found: Any, digest: str) -> None:
     if found.hexdigest() != digest:
-        raise ArtifactError(f"{name} is not as it was written: its SHA-256 differs from the manifest's")
+        raise ArtifactError(f"{name} has changed since it was saved: its SHA-256 differs from the manifest's")

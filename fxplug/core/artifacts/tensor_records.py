@@ -48,15 +48,15 @@ def parts_of(owner: nn.Module, tensor: Any) -> tuple[dict[str, Any], dict[str, T
             state: Any = owner.state
             return {"class": class_path(tensor)}, {DATA: _plain(tensor), "SCB": state.SCB if tensor.SCB is None else tensor.SCB}
     except Unportable as error:
-        raise ArtifactError(f"a {type(tensor).__name__} cannot be written down: {error}") from None
-    raise ArtifactError(f"a {type(tensor).__name__} says of no plain tensors that it is made of them")
+        raise ArtifactError(f"a {type(tensor).__name__} cannot be saved: {error}") from None
+    raise ArtifactError(f"a {type(tensor).__name__} cannot be saved: it does not list the plain tensors that it is made of")
 
 
 def assemble_tensor(record: TensorRecord, parts: dict[str, Tensor], allow: Sequence[str]) -> Tensor:
     """The tensor that these parts make, of the class that a record names, which `allow` has to cover. Raises ArtifactError."""
     cls: Any = import_class(record.cls, allow)
     if not issubclass(cls, Tensor):
-        raise ArtifactError(f"graph.json: {shown(record.cls)} is no class of tensors")
+        raise ArtifactError(f"graph.json: {shown(record.cls)} is not a class of tensors")
     if "context" in record.model_fields_set:
         if not callable(getattr(cls, "__tensor_unflatten__", None)):
             raise ArtifactError(f"graph.json: {shown(record.cls)} cannot be made of plain tensors")
@@ -70,9 +70,9 @@ def assemble_tensor(record: TensorRecord, parts: dict[str, Tensor], allow: Seque
             own = {"has_fp16_weights": True} if data.is_floating_point() else {"CB": data, "SCB": parts["SCB"]}
             made = cls(data, requires_grad=False, **own)
         else:
-            raise ArtifactError(f"graph.json: {shown(record.cls)} is no class whose parts are known")
+            raise ArtifactError(f"graph.json: {shown(record.cls)} is not a class whose parts are known")
     if not is_packed(made):
-        raise ArtifactError(f"graph.json: {shown(record.cls)} is no class of a quantised tensor")
+        raise ArtifactError(f"graph.json: {shown(record.cls)} is not a class of a quantised tensor")
     return made
 
 
@@ -95,7 +95,7 @@ def check_layer(path: str, layer: Any) -> None:
             fits = inner.blocksize == 256 and inner.code.numel() == 256 and inner.absmax.numel() == -(-blocks // 256)
         fits = fits and state.absmax.dtype == (torch.uint8 if state.nested else torch.float32)
     if not fits:
-        raise ArtifactError(f"graph.json: the parts of the weight of {shown(path)} are not those of a layer {list(shape)}")
+        raise ArtifactError(f"graph.json: the parts of the weight of {shown(path)} do not fit a layer of shape {list(shape)}")
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _context_kinds(allow: Sequence[str] = ()) -> dict[str, ValueKind]:
         path, name = body
         cls = import_class(path, allow)
         if not issubclass(cls, enum.Enum) or name not in cls.__members__:
-            raise ArtifactError(f"graph.json: {shown(body)} is no member of an enumeration")
+            raise ArtifactError(f"graph.json: {shown(body)} is not a member of an enumeration")
         return cls[name]
 
     def write_record(value: Any, write: Write) -> Any:
@@ -126,7 +126,7 @@ def _context_kinds(allow: Sequence[str] = ()) -> dict[str, ValueKind]:
         path, fields = body
         cls = import_class(path, allow)
         if not (dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))):
-            raise ArtifactError(f"graph.json: {shown(path)} is no record")
+            raise ArtifactError(f"graph.json: {shown(path)} is not a record")
         return cls(**read(fields))
 
     return {
@@ -169,7 +169,7 @@ def records_of(
 
 def _parts(name: str, owner: nn.Module, tensor: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if tensor.is_meta:
-        raise ArtifactError(f"'{name}' is a {type(tensor).__name__} without values, which an artifact cannot hold")
+        raise ArtifactError(f"'{name}' is a {type(tensor).__name__} without values, which cannot be saved")
     try:
         return parts_of(owner, tensor)
     except ArtifactError as error:
@@ -189,7 +189,7 @@ def state_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 def _tensor_record(name: str, tensor: torch.Tensor, persistent: bool = True, packed: bool = False) -> dict[str, Any]:
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
     if not plain and not packed:
-        raise ArtifactError(f"'{name}' is a {type(tensor).__name__} ({tensor.layout}), which safetensors cannot hold")
+        raise ArtifactError(f"'{name}' is a {type(tensor).__name__} ({tensor.layout}), which safetensors cannot store")
     record: dict[str, Any] = {
         "kind": "parameter" if isinstance(tensor, nn.Parameter) else "buffer",
         "shape": list(tensor.shape),
@@ -238,17 +238,17 @@ def read_tensors(
     raw: dict[str, torch.Tensor] = {}
     for file, name, value in stored:
         if name not in expected or name in raw:
-            raise ArtifactError(f"{file} holds {shown(name)}, which graph.json does not place there")
+            raise ArtifactError(f"{file} has the tensor {shown(name)}, which graph.json does not list for it")
         raw[name] = value
     missing = sorted(expected - set(raw))
     if missing:
         more = f" nor {len(missing) - 1} more" * (len(missing) > 1)
-        raise ArtifactError(f"no file holds the tensor {shown(missing[0])}{more}")
+        raise ArtifactError(f"the tensor {shown(missing[0])}{more} is in no file of the artifact")
     values: dict[str, torch.Tensor] = {}
     for name, record in records.items():
         if record.same_as is not None:
             if (other := record.same_as) not in values:
-                raise ArtifactError(f"graph.json: {shown(name)} is said to be {shown(other)}, which does not come before it")
+                raise ArtifactError(f"graph.json: {shown(name)} refers to {shown(other)}, which must come before it")
             values[name] = values[other]
         else:
             values[name] = _tensor(name, record, raw, device, allow)
@@ -268,7 +268,9 @@ def _tensor(
         parts = {key: _tensor(f"{name}.{key}", part, raw, device, allow) for key, part in record.parts.items()}
         made = assemble_tensor(record, parts, allow)
         if tuple(made.shape) != shape or made.dtype != dtype:
-            raise ArtifactError(f"graph.json: the parts of '{name}' make {made.dtype} {list(made.shape)}, which it is not")
+            raise ArtifactError(
+                f"graph.json: the parts of '{name}' give {made.dtype} {list(made.shape)}, which differs from its record"
+            )
         return made
     value = raw.pop(name, None)
     if value is None:
@@ -276,7 +278,9 @@ def _tensor(
     else:
         value = torch.view_as_complex(value) if dtype.is_complex else value
         if value.dtype != dtype or tuple(value.shape) != shape:
-            raise ArtifactError(f"'{name}' is {value.dtype} {tuple(value.shape)} in its file and {dtype} {shape} in graph.json")
+            raise ArtifactError(
+                f"'{name}' is {value.dtype} {tuple(value.shape)} in its file, and {dtype} {shape} in graph.json"
+            )
         value = value.to(device) if device is not None else value
     if record.stride is None:
         return value

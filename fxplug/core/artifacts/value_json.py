@@ -25,21 +25,21 @@ IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z
 def check_name(text: Any, what: str) -> str:
     """`text` if it is a plain identifier, else ArtifactError."""
     if type(text) is not str or not text.isidentifier() or not text.isascii() or keyword.iskeyword(text):
-        raise ArtifactError(f"graph.json: {shown(text)} is no {what}: it must be a plain identifier")
+        raise ArtifactError(f"graph.json: {shown(text)} is not a valid {what}: it must be a plain identifier")
     return text
 
 
 def check_path(text: Any, what: str) -> str:
     """`text` if it is a dotted path of identifiers, numbers and keys such as `2-1`, else ArtifactError."""
     if type(text) is not str:
-        raise ArtifactError(f"graph.json: {shown(text)} is no {what}")
+        raise ArtifactError(f"graph.json: {shown(text)} is not a valid {what}")
     for part in text.split("."):
         # the code has what is no identifier as `self.blocks[0]` or `self.blocks['2-1']`
         if not functions.PATH_KEY.match(part):
             signs = "letters, digits and any of _-+:/@=,"
-            raise ArtifactError(f"graph.json: {shown(text)} is no {what}: {shown(part)} must be {signs}")
+            raise ArtifactError(f"graph.json: {shown(text)} is not a valid {what}: {shown(part)} must be {signs}")
         if part.startswith("__"):
-            raise ArtifactError(f"graph.json: {what} {shown(text)} reaches for '{part}', a name of Python's own")
+            raise ArtifactError(f"graph.json: {what} {shown(text)} uses '{part}', a name that Python reserves")
     return text
 
 
@@ -56,7 +56,7 @@ def is_import_path(text: Any) -> bool:
 def import_class(path: str, allow: Sequence[str]) -> type:
     """The class `package.module:Class`, imported only if `allow` covers its module."""
     if not is_import_path(path):
-        raise ArtifactError(f"graph.json: {shown(path)} is no import path 'package.module:Class'")
+        raise ArtifactError(f"graph.json: {shown(path)} is not an import path 'package.module:Class'")
     module, _, qualname = path.partition(":")
     if not allowed(module, allow):
         top = module.partition(".")[0]
@@ -72,7 +72,7 @@ def import_class(path: str, allow: Sequence[str]) -> type:
         if found is None:
             raise ArtifactError(f"{module} has no class {qualname}, which the artifact needs")
     if not isinstance(found, type) or found.__module__ != module:
-        raise ArtifactError(f"{qualname} is no class that {module} defines")
+        raise ArtifactError(f"{qualname} is not a class that {module} defines")
     return found
 
 
@@ -164,7 +164,7 @@ def encode(value: Any, explicit: bool = False, kinds: Mapping[str, ValueKind] | 
     for name, kind in kinds.items():
         if isinstance(value, kind.cls) and (written := kind.write(value, write)) is not None:
             return {name: written}
-    raise Unportable(f"a {type(value).__qualname__} is no plain value")
+    raise Unportable(f"a {type(value).__qualname__} is not a plain value")
 
 
 def _base(value: float | str) -> int | float | str:
@@ -205,7 +205,7 @@ def decode(
         return data
     if kind is str:
         if len(data) > limits.string:
-            raise ArtifactError(f"{where}: a text of {len(data)} characters; more than {limits.string} are not read")
+            raise ArtifactError(f"{where}: a text of {len(data)} characters; the limit is {limits.string}")
         return data
     if kind is float:
         if not math.isfinite(data):
@@ -214,23 +214,23 @@ def decode(
     if kind is list:
         return [decode(v, nodes, limits, forms, where) for v in data]
     if kind is not dict or len(data) != 1:
-        raise ArtifactError(f"{where}: {shown(data)} is no encoded value")
+        raise ArtifactError(f"{where}: {shown(data)} is not an encoded value")
     ((name, body),) = data.items()
     if name == "node":
         if nodes is None:
-            raise ArtifactError(f"{where}: a node stands where only a plain value may")
+            raise ArtifactError(f"{where}: only a plain value is allowed here, not a node")
         if type(body) is not str or body not in nodes:
             raise ArtifactError(f"{where}: an argument refers to the node {shown(body)}, which is not defined before it")
         return nodes[body]
     if name not in forms:
-        raise ArtifactError(f"{where}: there is no kind of value {shown(name)}{did_you_mean(name, forms)}")
+        raise ArtifactError(f"{where}: no type of value is called {shown(name)}{did_you_mean(name, forms)}")
     form, read = forms[name][-2:]
     if form is not object and type(body) is not form:
-        raise ArtifactError(f"{where}: {shown(data)} is no {name}")
+        raise ArtifactError(f"{where}: {shown(data)} is not a valid {name}")
     try:
         return read(body, lambda v: decode(v, nodes, limits, forms, where), limits)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ArtifactError(f"{where}: {shown(data)} is no {name}: {shown(str(error))}") from None
+        raise ArtifactError(f"{where}: {shown(data)} is not a valid {name}: {shown(str(error))}") from None
 
 
 Read = Callable[[Any], Any]
@@ -240,14 +240,14 @@ Form = tuple[type, Callable[[Any, Read, Limits], Any]]  # how the JSON of a kind
 
 def _float(body: str, read: Read, limits: Limits) -> float:
     if body not in ("inf", "-inf", "nan"):
-        raise ArtifactError(f"graph.json: {shown(body)} is no float")
+        raise ArtifactError(f"graph.json: {shown(body)} is not a float")
     return float(body)
 
 
 def _dict(body: list[Any], read: Read, limits: Limits) -> dict[Any, Any]:
     made = {decode(k, None, limits): read(v) for k, v in body}
     if len(made) < len(body):
-        raise ValueError("it has a key twice")
+        raise ValueError("it has the same key twice")
     return made
 
 
@@ -265,14 +265,14 @@ def _complex(body: list[Any], read: Read, limits: Limits) -> complex:
 
 def _device(body: str, read: Read, limits: Limits) -> torch.device:
     if body.partition(":")[0] not in DEVICES:
-        raise ArtifactError(f"graph.json: {shown(body)} is no device of a graph{did_you_mean(body, DEVICES)}")
+        raise ArtifactError(f"graph.json: {shown(body)} is not a device of a graph{did_you_mean(body, DEVICES)}")
     return torch.device(body)
 
 
 def check_integer(value: Any) -> int:
     """`value` if it is a whole number, else ArtifactError."""
     if type(value) is not int:
-        raise ArtifactError(f"graph.json: {shown(value)} stands where a whole number must")
+        raise ArtifactError(f"graph.json: {shown(value)} must be a whole number")
     return value
 
 
@@ -291,7 +291,7 @@ def _named_kind(name: str, cls: type, table: Mapping[str, Any]) -> ValueKind:
 
     def read(body: str, _: Read, limits: Limits) -> Any:
         if body not in table:
-            raise ArtifactError(f"graph.json: {shown(body)} is no {name} of torch{did_you_mean(body, table)}")
+            raise ArtifactError(f"graph.json: {shown(body)} is not a valid {name} of torch{did_you_mean(body, table)}")
         return table[body]
 
     return ValueKind(cls, lambda value, write: names.get(value), str, read)
@@ -339,13 +339,13 @@ class Budget(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls -= 1
         if self.calls < 0:
-            raise ArtifactError("it makes more than the tensors that the file has for it")
+            raise ArtifactError("it creates tensors that the file does not have")
         return func(*args, **(kwargs or {}))
 
 
 def check_size(value: Any, limit: int, what: str) -> None:
     """Refuse a whole number beyond `limit` among the values of an argument. Raises ArtifactError."""
     if isinstance(value, int) and abs(value) > limit:
-        raise ArtifactError(f"graph.json: {what} is {shown(value)}; more than {limit} is not read")
+        raise ArtifactError(f"graph.json: {what} is {shown(value)}; the limit is {limit}")
     for member in value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ():
         check_size(member, limit, what)

@@ -92,7 +92,9 @@ class RegionEdges:
         out = recording.results.get(remembered_as, recording.mode)
         if out is None:
             if recording.fake and isinstance(module, torch.jit.ScriptModule):
-                raise NeedsValues(f"'{key}' is a scripted module, which runs on real tensors only: trace before it is scripted")
+                raise NeedsValues(
+                    f"'{key}' is a torch.jit module, which runs on real tensors only: trace the model before it is scripted"
+                )
             recording.paused = True
             try:
                 # a packed weight says by a torch function what its product is
@@ -107,8 +109,8 @@ class RegionEdges:
             recording.results.put(remembered_as, out, [*plain, *plain_kw.values()])
         if _members((plain, plain_kw)) != before:
             raise TraceError(
-                f"'{key}' is kept whole, but changes a list or dict that it is given, which a graph cannot say; "
-                "name a module around it instead"
+                f"leaf '{key}' changes a list or dict among its arguments, which a graph cannot record: name a module around "
+                "it as the leaf instead"
             )
         self.called.add(path)
         node = recording.node("call_module", path, nodes, node_kw, identifier(key))
@@ -262,11 +264,13 @@ class _InputBinding:
         """An example as the model will see it, bound to its node; members of containers by `getitem`."""
         if isinstance(value, torch.Tensor):
             if own := ops.attributes(value):
-                raise TraceError(f"argument '{name}' is a tensor with {own}, which no graph can read: pass it without")
+                raise TraceError(
+                    f"argument '{name}' is a tensor with {own}, which a graph cannot read: pass a tensor without it"
+                )
             if self.recording.first_tensor is None:
                 self.recording.first_tensor = node
             if kind := ops.other_kind(value):
-                raise TraceError(f"argument '{name}' is a {kind} tensor, which no graph can take: {ops.TO_DENSE}")
+                raise TraceError(f"argument '{name}' is a {kind} tensor, which a graph cannot take: {ops.TO_DENSE}")
             self.tensors.append((node, value, name))
             return self.recording.mark(self.example(value), node)
         if isinstance(value, OPAQUE):
@@ -309,7 +313,7 @@ class _InputBinding:
                 members = {key: _result(self.recording, member) for key, member in now.items()}
             except TraceError as error:
                 text = str(error).replace("the model returns", "it holds", 1)
-                raise TraceError(f"forward puts into the argument '{name}' what a graph cannot: {text}") from None
+                raise TraceError(f"forward writes to the argument '{name}', and a graph cannot do the same: {text}") from None
             args = (node, members if isinstance(value, dict) else list(members.values()))
             self.recording.node("call_function", ops.put_members, args, {}, "put_members", effect=True)
 
@@ -384,8 +388,8 @@ def _result(recording: Recording, value: Any, path: str = "") -> Any:
     if members is None:
         way_out = "call it with use_cache=False" if "Cache" in type(value).__name__ else "turn that part off"
         raise TraceError(
-            f"the model returns a {type(value).__name__}{path and f' ({path!r})'}, which a graph cannot make: a result is a "
-            f"tensor, a plain value, or a tuple, list, dict or dataclass of them; {way_out}, or trace a submodule"
+            f"the model returns a {type(value).__name__}{path and f' ({path!r})'}, which a graph cannot return: a result must "
+            f"be a tensor, a plain value, or a tuple, list, dict or dataclass of them; {way_out}, or trace a submodule"
         )
     new = {key: _result(recording, member, f"{path}.{key}" if path else str(key)) for key, member in members}
     if type(value) in (tuple, list):

@@ -147,7 +147,8 @@ class Nodes(TorchFunctionMode, Recorder):
                 copy.meta.update(meta_of(old))
                 redirect(old, copy)
             kinds = self.node("call_function", ops.same_dtype, (old, new), {}, f"{new.name}_same_dtype")
-            self.guard_after(kinds, True, (*source_line(), f"whether what it puts into the buffer '{name}' has its dtype"))
+            self.guard_after(kinds, True, (*source_line(), f"whether the value written to the buffer '{name}' has the buffer's "
+                                                           "dtype"))
             for dim, size in enumerate(sizes):
                 self.decide(self.size_of(new, "size", size, dim))
             self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
@@ -221,14 +222,13 @@ class Nodes(TorchFunctionMode, Recorder):
         """Keep a tensor that was there before the run as a buffer, under the attribute that holds it if there is one."""
         if isinstance(tensor, FakeTensor) or (self.journal is not None and self.journal.makes(tensor)):
             raise TraceError(
-                f"{self.place()}: a tensor comes from a function that does not report to torch (numpy, a script function, "
-                f"an extension), so it cannot be recorded; {self.way_out()}"
+                f"{self.place()}: a tensor is from a function that torch does not dispatch (numpy, a scripted function, an "
+                f"extension), so it cannot be recorded; {self.way_out()}"
             )
         name = self.attribute_name(tensor) or "constant"
         if kind := ops.other_kind(tensor):
             raise TraceError(
-                f"{self.place()}: '{name}' is a {kind} tensor, which no graph can hold: {ops.TO_DENSE}, "
-                f"or {self.way_out()}"
+                f"{self.place()}: '{name}' is a {kind} tensor, which a graph cannot hold: {ops.TO_DENSE}, or {self.way_out()}"
             )
         if self.named_weights[0] != len(self.parameters):  # most have their names before the model is called
             self.named_weights = len(self.parameters), set(self.parameters.values())
@@ -285,7 +285,7 @@ class Nodes(TorchFunctionMode, Recorder):
             return value, self.opaque[id(value)]
         what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
         raise TraceError(
-            f"{self.place()}: {what} is given to a torch function and cannot be written into a graph; {self.way_out()}"
+            f"{self.place()}: {what} is passed to a torch function and cannot be an argument in a graph; {self.way_out()}"
         )
 
     def dynamic_dtype(self, dtype: torch.dtype) -> Any:
@@ -409,6 +409,6 @@ class Nodes(TorchFunctionMode, Recorder):
         """The message about a value that is read out of fake data: where that is, and what to do."""
         where, line = source_line(error)
         return (
-            f"{self.region()} reads a value out of its data ({where}: {line}), which fake tensors do not have; "
-            f"{self.way_out()}, or trace on real tensors: real=True"
+            f"{self.region()} reads a value from its data ({where}: {line}), and fake tensors have none; {self.way_out()}, or "
+            "trace on real tensors: real=True"
         )

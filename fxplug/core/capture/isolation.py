@@ -52,8 +52,8 @@ def exclusive_trace(model: nn.Module) -> Iterator[None]:
     me = threading.get_ident()
     if _tracing.thread == me:
         raise TraceError(
-            "a trace was asked for inside a trace: forward, or something that it calls, traces a model; trace that one first "
-            "and let forward call the result"
+            "fxplug.trace was called during a trace: forward, or something that it calls, traces a model; trace that model "
+            "first and let forward call the result"
         )
     with _tracing.lock, contextlib.ExitStack() as stack:
         _tracing.thread = me
@@ -69,7 +69,10 @@ def exclusive_trace(model: nn.Module) -> Iterator[None]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if id(module) in modules and threading.get_ident() in others and _tracing.thread == me:
                 if not _tracing.lock.acquire(timeout=PATIENCE):
-                    raise TraceError(f"another thread has been tracing this model for {PATIENCE:.0f} s")
+                    raise TraceError(
+                        f"another thread has been tracing this model for {PATIENCE:.0f} s: trace a model in one thread at a "
+                        "time"
+                    )
                 _tracing.lock.release()
             return _tracing.call(module, *args, **kwargs)
 
@@ -181,8 +184,9 @@ def refuse_python_random(model: nn.Module) -> Iterator[None]:
         drew = "numpy.random"
     if drew:
         raise TraceError(
-            f"{type(model).__name__} draws from Python's '{drew}' in {'training' if model.training else 'evaluation'}, and "
-            "its graph would repeat that one draw; keep the module that does so whole: leaf: [its path]"
+            f"{type(model).__name__} draws random numbers from Python's '{drew}' in "
+            f"{'training' if model.training else 'evaluation'}, and a graph would return the same numbers at every call; keep "
+            "the module that does so whole: leaf: [its path]"
         )
 
 

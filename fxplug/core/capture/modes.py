@@ -151,7 +151,7 @@ REFUSED: dict[Any, dict[str, str]] = {
         **dict.fromkeys(("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all", "initial_seed"), STATE),
     },
     torch.func: dict.fromkeys("vmap grad grad_and_value vjp jvp jacrev jacfwd hessian linearize".split(), FUNCTIONS),  # noqa: SIM905
-    torch.autograd.graph.saved_tensors_hooks: {"__enter__": "changes what autograd saves"},
+    torch.autograd.graph.saved_tensors_hooks: {"__enter__": "changes what autograd saves for the backward pass"},
 }
 # torch keeps these lists of its functions for good: made within a trace they would have what stands for functions there
 LISTS = (
@@ -233,8 +233,8 @@ def _refusing(recording: Recording, original: Callable[..., Any], name: str, doe
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if _asks(recording):
             raise TraceError(
-                f"{recording.place()}: {does} ({name}), which a graph cannot do anew at each call; do it outside of forward, "
-                f"or {recording.way_out()}"
+                f"{recording.place()}: {does} ({name}), which a graph cannot repeat at each call; do it outside of forward, or "
+                f"{recording.way_out()}"
             )
         return original(*args, **kwargs)
 

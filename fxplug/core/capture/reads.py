@@ -290,7 +290,8 @@ class RecordedNumbers(Nodes):
             given = [a for a in current.args if isinstance(a, fx.Node)]
             floating = any(getattr(a.meta.get("dtype"), "is_floating_point", False) for a in given)
             if floating and (short in ORDERED or short in ("item", "tolist")):
-                self.refuse_way(does, ", or accept the values of this call as a guard: trace(..., real=True)")
+                self.refuse_way(does, ", or trace on real tensors, with the values of this call as a guard: trace(..., "
+                                      "real=True)")
             follows = not floating or short in ("isnan", "isinf")
             return current.all_input_nodes if follows else []
 
@@ -299,4 +300,6 @@ class RecordedNumbers(Nodes):
     def refuse_way(self, does: str, more: str = "") -> None:
         """Raises TraceError: what the model `does` here goes one way or another."""
         where, line = source_line()
-        raise TraceError(f"{self.region()} {does} ({where}: {line}), and a graph has one way only; {self.way_out()}{more}")
+        raise TraceError(
+            f"{self.region()} {does} ({where}: {line}), and a graph records one branch only; {self.way_out()}{more}"
+        )

@@ -64,7 +64,8 @@ class Function:
 
     def __getattr__(self, name: str) -> Any:
         raise TraceError(
-            f"{self._recording.place()}: reads '{name}' of a grad_fn, which a graph cannot say; {self._recording.way_out()}"
+            f"{self._recording.place()}: reads '{name}' of a grad_fn; autograd's internals cannot be captured in a graph; "
+            f"{self._recording.way_out()}"
         )
 
 
@@ -128,7 +129,9 @@ class Recording(RecordedNumbers):
             return self.value(func, name or "is_nonzero", args)
         if name in LATER or func is torch.autograd.backward:
             called = name or "backward"
-            raise TraceError(f"{self.place()}: calls '{called}' of a tensor, which a graph cannot say; {self.way_out()}")
+            raise TraceError(
+                f"{self.place()}: calls Tensor.{called}(); autograd calls cannot be captured in a graph; {self.way_out()}"
+            )
         if func is torch.autograd.grad and not self.autograd:
             raise NeedsAutograd
         if name in TEXT and self.computed(args[0]):
@@ -154,13 +157,15 @@ class Recording(RecordedNumbers):
         """Text that is made of a tensor's values: what people read may be told, anything else hangs on them."""
         user = asker(frame)
         if user is not None and not is_text_for_people(user):
-            raise TraceError(f"{self.place()}: makes text of a tensor's values, which a graph cannot follow; {self.way_out()}")
+            raise TraceError(
+                f"{self.place()}: turns a tensor's values into a string, which cannot be captured in a graph; {self.way_out()}"
+            )
 
     def attribute(self, func: Any, tensor: torch.Tensor, *rest: Any) -> Any:
         """What reading an attribute of a tensor gives. Raises TraceError where a graph cannot say it, as for setting one."""
         name = func.__self__.__name__
         if func.__name__ != "__get__":
-            raise TraceError(f"{self.place()}: sets '{name}' of a tensor, which a graph cannot say; {self.way_out()}")
+            raise TraceError(f"{self.place()}: sets Tensor.{name}, which cannot be captured in a graph; {self.way_out()}")
         if name == "shape":
             return self.shape(tensor)
         node = self.recorded(tensor) if isinstance(tensor, torch.Tensor) else None
@@ -173,11 +178,11 @@ class Recording(RecordedNumbers):
         if name in (*ops.QUESTIONS, *OUTSIDE) and asker(sys._getframe(2)) is not None:
             if name in ops.QUESTIONS:
                 return self.query_autograd(tensor, name)
-            raise TraceError(f"{self.place()}: reads '{name}' of a tensor, which a graph cannot say; {self.way_out()}")
+            raise TraceError(f"{self.place()}: reads Tensor.{name}, which cannot be captured in a graph; {self.way_out()}")
         if not isinstance(out, torch.Tensor) or name == "grad":
             return out
         if name not in functions.ATTRIBUTES:
-            raise TraceError(f"{self.place()}: reads '{name}' of a tensor, which a graph cannot say; {self.way_out()}")
+            raise TraceError(f"{self.place()}: reads Tensor.{name}, which cannot be captured in a graph; {self.way_out()}")
         op, target, extra = functions.ATTRIBUTES[name](tensor)
         return self.bind(out, self.node(op, target, (self.lookup(tensor), *extra), {}, self.named(name)))
 
@@ -224,8 +229,8 @@ class Recording(RecordedNumbers):
             changed += several[0]
         if any(views) and (written := next(filter(None, map(self.parameter_of, changed)), None)):
             raise TraceError(
-                f"{self.place()}: writes the parameter '{written}' in place, and weights are never written by a graph: make it "
-                f"a buffer (register_buffer), whose writes are recorded, or {self.way_out()}"
+                f"{self.place()}: writes the parameter '{written}' in place, and a graph never writes parameters: make it a "
+                f"buffer (register_buffer), whose writes are recorded, or {self.way_out()}"
             )
         if isinstance(out, (str, torch.dtype)) or short == "can_cast":
             for x in given:
@@ -235,7 +240,9 @@ class Recording(RecordedNumbers):
         if isinstance(out, bool) and short.startswith(("is_", "has_", "can_", "_")) and asker(sys._getframe(2)) is None:
             return out  # torch asks for itself, and will ask again
         if short == "is_inference" and self.inference[-1]:
-            raise TraceError(f"{self.place()}: asks whether a tensor is one of inference mode: trace outside of inference mode")
+            raise TraceError(
+                f"{self.place()}: calls Tensor.is_inference() in inference mode: trace outside of torch.inference_mode"
+            )
         if out is None and method is None and func not in functions.names() and not changed:
             return None
         op, target, nodes = self.target(func, method, nodes)
@@ -266,23 +273,26 @@ class Recording(RecordedNumbers):
             return self.mark(out, node) if self.recorded(out) is not None else out
         if out is not None and not isinstance(out, (torch.Tensor, tuple, list, dict)) and type(out) not in NUMBERS:
             raise TraceError(
-                f"{self.place()}: {short} returns a {type(out).__name__}, which cannot be followed; {self.way_out()}"
+                f"{self.place()}: {short} returns a {type(out).__name__}, which cannot be captured in a graph; {self.way_out()}"
             )
         return self.bind(out, node)
 
     def guard_itself(self, node: fx.Node, out: torch.Tensor, given: torch.Tensor) -> None:
         """Hold whether an operation gives its argument itself, which code with `a is b` can tell from a copy."""
         same = self.node("call_function", ops.is_same, (node, self.lookup(given)), {}, f"{node.name}_itself")
-        self.guard_after(same, out is given, (*source_line(), "whether it gives its argument itself"))
+        self.guard_after(same, out is given, (*source_line(), "whether it returns its argument itself"))
 
     def leave_torch(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor's values go where they cannot be followed: a few of them can be held by a guard."""
         if self.fake:
             raise NeedsValues(self.needs_values())
         if name not in ("numpy", "__array__") or tensor.numel() > MANY:
-            raise TraceError(f"{self.place()}: takes a tensor out of torch ({name}), so what follows is lost; {self.way_out()}")
+            raise TraceError(
+                f"{self.place()}: converts a tensor to a value outside torch ({name}), so what is computed from it cannot be "
+                f"captured; {self.way_out()}"
+            )
         node = self.node("call_method", "tolist", (self.lookup(tensor),), {}, self.named("tolist"))
-        self.guard(node, tensor.tolist(), does=f"takes values that it computes out of torch ({name})")
+        self.guard(node, tensor.tolist(), does=f"converts values that it computes to values outside torch ({name})")
 
     def dynamic_dtype(self, dtype: torch.dtype) -> Any:
         return self.dtypes.dtype_argument(dtype)
@@ -343,7 +353,8 @@ class Recording(RecordedNumbers):
         if owner is not None and getattr(owner, getattr(func, "__name__", ""), None) is func:
             return "call_function", func, nodes
         raise TraceError(
-            f"{self.place()}: calls {torch.overrides.resolve_name(func) or func!r}, which has no public name; {self.way_out()}"
+            f"{self.place()}: calls {torch.overrides.resolve_name(func) or func!r}, which has no public name in torch, so a "
+            f"graph cannot call it; {self.way_out()}"
         )
 
     def reshaped(self, func: Any, tensor: torch.Tensor, rest: Any, kwargs: Any) -> None:

@@ -41,11 +41,11 @@ def with_retracer(module: V, model: nn.Module, limit: int = LIMIT) -> V:
     """The module itself, with a model to trace for further calls. Raises SpecError as `variants` does."""
     _checked(module)
     if not isinstance(model, nn.Module) or isinstance(model, TracedModule):
-        raise SpecError(f"variants takes the model that was traced, not {shown(model, 80)}")
+        raise SpecError(f"variants(gm, model) takes the model that was traced, not {shown(model, 80)}")
     if type(limit) is not int or limit < 0:
-        raise SpecError(f"the limit of variants is a number of graphs, not {shown(limit)}")
+        raise SpecError(f"variants: limit must be a number of graphs, not {shown(limit)}")
     if path := _difference(model, module):
-        raise SpecError(f"the model is not the one that was traced, or was changed since: '{path}' differs")
+        raise SpecError(f"variants: the model is not the one that was traced, or was changed since: '{path}' differs")
     made = module._variants.made
     module._variants = VariantCache(Retracer(model), limit)
     module._variants.made = made
@@ -58,8 +58,9 @@ def _checked(gm: Any) -> TracedModule:
     saved = isinstance(gm, Variants) and gm._variants.retrace is None and gm._variants.made
     if gm._steps is None or saved:
         raise SpecError(
-            "it is not known what was done to this module since its trace (it was loaded, merged or parallelized, or its graph "
-            "was edited by hand): call variants(...) on the trace, or on what apply, lower and bind have made of it"
+            "variants cannot repeat what was done to this module since its trace (it was loaded, merged or parallelized, or "
+            "its graph was edited by hand): call variants(...) on the traced module, or on what apply, lower and bind have "
+            "made of it"
         )
     return gm
 
@@ -89,7 +90,7 @@ class Retracer:
             except FxplugError:
                 raise
             except Exception as error:  # the model's
-                raise TransientRefusal(f"the model itself does not take it: {type(error).__name__}: {error}") from error
+                raise TransientRefusal(f"the model itself fails on this call: {type(error).__name__}: {error}") from error
 
     def check(self) -> None:
         """Raises TransientRefusal for a model that was changed since it was traced."""
@@ -158,7 +159,7 @@ def _with_tensors_of(owner: TracedModule, model: nn.Module) -> Iterator[None]:
                     if value is None or found is value:
                         continue
                     if found is None or found.shape != value.shape:
-                        raise TransientRefusal(f"the module no longer has '{name}' as the model has it")
+                        raise TransientRefusal(f"'{name}' of this module is no longer that of the model")
                     before.append((own, key, value))
                     own[key] = found
         yield

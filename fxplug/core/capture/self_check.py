@@ -32,10 +32,10 @@ from .isolation import (
 from .module_state import Journal, State, StatePlace, storage_of
 from .recorder import Recording
 
-DRAWS = "the random generators are left otherwise: the graph draws more numbers than the model, or fewer"
+DRAWS = "the random generators end in another state: the graph draws more or fewer numbers than the model"
 # what inputs, weights and the gradients of results are multiplied by; the first is the example
 SCALES = [(values, weights, grads) for weights in (1, 0.01, 100) for values in (1, 0.01, 100) for grads in (1, 0.01, -100)]
-UNCHECKED = "or take the graph as it is: trace(..., check=False)"
+UNCHECKED = "or skip this check: trace(..., check=False)"
 
 
 def has_values(weights: list[torch.Tensor], call: Any) -> bool:
@@ -149,7 +149,7 @@ def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State,
             continue  # the model has no gradients here
         if isinstance(found[1], type):
             name = type(model).__name__
-            raise TraceError(f"{where}: the graph of {name} has a backward that fails, and the model's does not")
+            raise TraceError(f"{where}: the backward pass of the graph of {name} fails, and that of the model does not")
         (mine, kept, draws), (others, left, drawn) = found
         if scales != SCALES[0] and not all(x.isfinite().all() for x in mine if x is not None):
             continue  # too large to tell
@@ -157,14 +157,14 @@ def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State,
         for a, b in zip(mine, others, strict=True):
             if (a is None) != (b is None) or (a is not None and not (equal(a, b) or rounded(a, b))):
                 at = "" if scales == SCALES[0] else " with inputs {} times, weights {} times, and gradients {} times as large"
-                problem = f"other gradients than the model{at.format(*scales)}"
+                problem = f"its gradients differ from the model's{at.format(*scales)}"
         if changed := [name for name, b in kept.items() if name in left and not equal(b, left[name])]:
-            problem = f"another '{changed[0]}' afterwards, which it writes once and the model again in its backward"
+            problem = f"'{changed[0]}' differs afterwards: the graph writes it once, and the model again in its backward pass"
         if problem or not equal_random_state(draws, drawn):
             raise TraceError(
-                f"{where} has a backward of its own, which runs code, and the graph has what its forward does, and "
-                f"{problem or 'other random numbers afterwards'}; turn checkpointing off, give the function tensors and plain "
-                f"values only, or keep the module that calls it whole: leaf: [its path], {UNCHECKED}"
+                f"{where} has a backward of its own, of which the graph records nothing; "
+                f"{problem or 'the random numbers afterwards differ'}: turn checkpointing off, pass the function tensors and "
+                f"plain values only, or keep the module that calls it whole: leaf: [its path], {UNCHECKED}"
             )
 
 
@@ -317,21 +317,21 @@ class _Pair:
         if problem := difference(a.out, b.out):
             return f"the output differs {problem}"
         if problem := difference(a.inputs, b.inputs):
-            return f"the inputs are left otherwise, {problem}"
+            return f"the inputs differ after the call, {problem}"
         for (name, mine), (_, other) in zip(a.facts, b.facts, strict=True):
             if mine != other and not (self.more_gradients and name == "gradients" and all(map(operator.le, mine, other))):
-                return f"the output has other {name}: {other} instead of {mine}"
+                return f"the output differs in {name}: {other} instead of {mine}"
         anew = {self.buffer(place) for place in places}
         for name, value in a.buffers.items():
             if name not in anew and name in b.buffers and not alike(value, b.buffers[name]):
-                return f"the buffer '{name}' is left otherwise, {difference(value, b.buffers[name])}"
+                return f"the buffer '{name}' differs after the call, {difference(value, b.buffers[name])}"
         if problem := self.memory(a, b):
             return problem
         if not equal_random_state(a.draws, b.draws) and (threading.active_count() == 1 or self.may_draw()):
             return DRAWS
         for (name, _, _), mine, other in zip(SETTINGS, a.settings, b.settings, strict=True):
             if mine != other and name != "gradients":  # a graph gives them back also where the model leaves them switched
-                return f"{name} is left as {other}, not as {mine}"
+                return f"after the call, {name} is {other} instead of {mine}"
         return None
 
     def may_draw(self) -> bool:
@@ -349,7 +349,7 @@ class _Pair:
             before = self.journal.kept[memory_id(storage)][1]
             mine, other = a.memory.get(memory_id(storage), before), b.memory.get(memory_id(storage), before)
             if mine is not other and not torch.equal(_bytes(mine), _bytes(other)):
-                return f"the tensor {held} is left otherwise"
+                return f"the tensor {held} differs after the call"
         return None
 
     def buffer(self, place: StatePlace) -> str | None:
@@ -406,9 +406,9 @@ class _Pair:
             self.rewind()
             if not fresh.error and (later.error or difference(fresh.out, later.out)):
                 raise TraceError(
-                    f"forward notes {noted[0]}, and calls of other sizes depend on it, so a graph would be another model after "
-                    "one of them: keep it out of forward, call the model with the largest size before it is traced, or keep "
-                    f"the module whole: leaf: [its path], {UNCHECKED}"
+                    f"forward stores {noted[0]}, which changes what calls of other sizes give, and a graph cannot store it: "
+                    "move that out of forward, call the model with the largest size before it is traced, or keep the module "
+                    f"whole: leaf: [its path], {UNCHECKED}"
                 )
 
     # --- words
@@ -423,15 +423,15 @@ class _Pair:
                 return  # sums in another order each time
             raise TraceError(
                 f"{name} is not a function of its inputs, weights, buffers and torch's random numbers: called twice from the "
-                f"same state its outputs differ {own}; it may read a clock, a file, a global or a generator of its own. Keep "
-                f"the module that does so whole: leaf: [its path], {UNCHECKED}"
+                f"same state its outputs differ {own}. It may read a clock, a file, a global or a random generator of its own. "
+                f"Keep the module that does so whole: leaf: [its path], {UNCHECKED}"
             )
         mode = "training" if self.model.training else "evaluation"
         error = ours[step].error
         raise TraceError(
-            f"the graph of {name} is not the model, in {mode} at the {('first', 'second')[step]} call with the example inputs"
-            f"{', of other values' if step and self.other else ''}: {text}. Something reaches the result without being "
-            f"recorded. Keep the module that does so whole: leaf: [its path], {UNCHECKED}"
+            f"the graph of {name} does not give what the model gives, in {mode} at the {('first', 'second')[step]} call with "
+            f"the example inputs{' at other values' if step and self.other else ''}: {text}. Something affects the result and "
+            f"was not recorded. Keep the module that does so whole: leaf: [its path], {UNCHECKED}"
         ) from error
 
 
@@ -443,9 +443,8 @@ def _content(place: StatePlace) -> Any:
 
 def _text_of_kept(place: StatePlace) -> str:
     return (
-        f"forward keeps {place} for its next call, and a graph cannot: keep a tensor in a buffer "
-        "(register_buffer) and write it there, which is recorded, or keep the module whole: "
-        f"leaf: [{place.path() or 'its path'}], {UNCHECKED}"
+        f"forward stores {place} for its next call, and a graph cannot: store a tensor in a buffer (register_buffer), which is "
+        f"recorded, or keep the module whole: leaf: [{place.path() or 'its path'}], {UNCHECKED}"
     )
 
 

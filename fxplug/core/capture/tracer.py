@@ -73,9 +73,9 @@ def trace(
     if not isinstance(model, nn.Module):
         raise TraceError(f"trace takes an nn.Module, not {type(model).__name__}")
     if isinstance(model, TracedModule):
-        raise TraceError("this model is traced already; trace the model it came from")
+        raise TraceError("this is a traced module already: trace the model it was made from")
     if "_orig_mod" in model._modules:
-        raise TraceError("this is what torch.compile made of a model: trace the model itself, and compile its graph")
+        raise TraceError("this is a module from torch.compile: trace the model itself, and compile its graph")
     _check_names(model)
     args = args if isinstance(args, (tuple, list)) else (args,)
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
@@ -150,21 +150,23 @@ def _checked_trace(
             if (function := _walking(error)) is None:
                 raise  # the model's own
             raise TraceError(
-                f"an input, a result or what a list holds nests too deep for a graph, or without end ({function})"
+                f"an input, a result or a list in it is nested too deeply for a graph, or contains itself ({function})"
             ) from None
         except FxplugError:
             raise
         except Exception as error:  # torch's, or the model's own
             if isinstance(error, AttributeError) and str(error) == "'FakeTensor' object has no attribute 'names'":
                 where = ": ".join(source_line(error))
-                finding = f"{where}: reads 'names' of a tensor, which a graph cannot say: name no dimensions, or keep"
+                finding = (
+                    f"{where}: reads Tensor.names, which cannot be captured in a graph: do not use named dimensions, or keep"
+                )
                 raise TraceError(f"{finding} the module whole: leaf: [its path]") from error
             if isinstance(self_check.one_call(model, call, State(model)), type):
                 raise
             text = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 300)}"
             raise TraceError(
-                f"{type(model).__name__} ({': '.join(source_line(error))}) fails while it is traced, and by itself does not: "
-                f"{text}; keep the module that does so whole: leaf: [its path]{', or leave real=False away' * (real is False)}"
+                f"{type(model).__name__} ({': '.join(source_line(error))}) fails while it is traced, and runs otherwise: "
+                f"{text}; keep the module that fails whole: leaf: [its path]{', or remove real=False' * (real is False)}"
             ) from error
     for reason in dict.fromkeys(job.reasons):
         warnings.warn(f"{type(model).__name__} was traced on its real tensors: {reason}", stacklevel=3)
@@ -177,7 +179,7 @@ def _refuse_kinds(job: _Job) -> None:
         if is_lazy(tensor):
             raise TraceError(f"'{name}' has no shape before the first call: call the model once before it is traced")
         if kind := other_kind(tensor):
-            raise TraceError(f"'{name}' is a {kind} tensor, which no graph can hold: {TO_DENSE}")
+            raise TraceError(f"'{name}' is a {kind} tensor, which a graph cannot hold: {TO_DENSE}")
 
 
 def _walking(error: RecursionError) -> str | None:
@@ -225,12 +227,13 @@ def _trace(job: _Job) -> TracedModule:
     gm = assemble(model, graphs, twin_error)
     if not checked:
         if first.inlined:
-            warnings.warn(f"{first.inlined} has a backward of its own, and the graph the gradient of its forward", stacklevel=4)
+            warnings.warn(f"{first.inlined} has a backward of its own; the graph uses the gradient of its "
+                          "forward instead", stacklevel=4)
         moving = (name for name, m in model.named_modules() if m.training and getattr(m, "running_mean", None) is not None)
         if first.checkpointed and (name := next(moving, None)) is not None:
             warnings.warn(
-                f"{first.checkpointed} runs its code again in the backward, and the graph does not: if '{name}' is in it, the "
-                "model moves its statistics twice; turn checkpointing off for the trace",
+                f"{first.checkpointed} runs its code again in the backward pass, and the graph does not: if '{name}' is in it, "
+                "the model updates its statistics twice; turn checkpointing off for the trace",
                 stacklevel=4,
             )
         return gm
@@ -294,7 +297,7 @@ def _record(job: _Job, training: bool | None) -> Recorded:
         if only_fake:
             if not isinstance(error, NeedsValues):
                 raise
-            way = " (its weights or inputs are on the meta device: with values it is traced on real tensors)"
+            way = " (its weights or inputs are on the meta device; with values it could be traced on real tensors)"
             raise TraceError(f"{error}{'' if job.real is False else way}") from error
         reason = str(error) if isinstance(error, NeedsValues) else f"{type(error).__name__}: {str(error).strip()}"
         reason = reason.partition("\n")[0]
@@ -302,7 +305,7 @@ def _record(job: _Job, training: bool | None) -> Recorded:
     try:
         recorded = _run(job, False, training)
     except Exception as error:  # the model's or torch's again
-        error.add_note(f"before, on fake tensors: {reason}")
+        error.add_note(f"the first attempt, on fake tensors, failed with: {reason}")
         raise
     job.reasons.append(reason)
     return recorded
@@ -373,10 +376,10 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
             error.add_note(f"while tracing {recording.place(error)}{' on fake tensors' * (mode is not None)}")
             raise
         if recording.failed:
-            text = f"{recording.failed}: an operation fails here and the code goes on, so the inputs decide what it does"
+            text = f"{recording.failed}: an operation fails here and the code catches that, so the inputs decide what it does"
             if recording.fake:
                 raise NeedsValues(text)
-            raise TraceError(f"{text}; a graph has one way only: keep the module whole, leaf: [its path]")
+            raise TraceError(f"{text}, and a graph records one branch only: keep the module whole, leaf: [its path]")
         for tensor, made in weights:
             carry_over(made, tensor)  # what the model put on it, for the state to see and to take off
         written = state.changes()
@@ -418,11 +421,11 @@ def _refuse_anew(
         name = f"{path}.{place.key}" if path else place.key
         if place.before is MISSING:
             raise TraceError(
-                f"forward makes the {kind} '{name}' when it is first called, and the graph would be without it: make it in "
+                f"forward creates the {kind} '{name}' when it is first called, and the graph would not have it: create it in "
                 "__init__, or call the model once before it is traced"
             )
         raise TraceError(
-            f"forward puts another tensor in the place of the {kind} '{name}', which a graph cannot: make it a buffer "
+            f"forward assigns a new tensor to the {kind} '{name}', which a graph cannot do: make it a buffer "
             f"(register_buffer), or keep the module whole: leaf: [{path or 'its path'}]"
         )
 
@@ -445,11 +448,14 @@ def _check_names(model: nn.Module) -> None:
             where = f"{path}.{name}" if path else name
             as_code = unicodedata.normalize("NFKC", name)  # Python does so with names
             if not name or as_code != name or not name.isprintable() or UNWRITABLE.intersection(name):
-                raise TraceError(f"the name {where!r} of a module or tensor cannot be written into a graph: name it otherwise")
+                raise TraceError(f"the name {where!r} of a module or tensor cannot be written into a graph: rename it")
             if not PATH_KEY.match(name) or name.startswith("__"):
                 unsaved.append(where)
     if unsaved:
-        text = "the graph runs, and cannot be saved: name it with letters, digits and _-+:/=, without two underscores in front"
-        warnings.warn(f"the name {unsaved[0]!r} of a module or tensor can be in no artifact; {text}", stacklevel=3)
+        text = (
+            "the graph runs, but cannot be saved: rename it with letters, digits and _-+:/=, and without two underscores in "
+            "front"
+        )
+        warnings.warn(f"the name {unsaved[0]!r} of a module or tensor cannot be in an artifact; {text}", stacklevel=3)
 
 

@@ -32,7 +32,7 @@ def page(name: str | Path) -> str:
     given = example.get("with") or {}
     missing = [key for key, value in draft.params.items() if value == REQUIRED and key not in given]
     if missing:
-        raise SpecError(f"pass '{draft.name}' has no 'example' that gives '{missing[0]}', which it requires")
+        raise SpecError(f"pass '{draft.name}' requires '{missing[0]}', and its 'example' does not give it")
     config = {
         "model": example.get("model", SMALL),
         "device": "meta",

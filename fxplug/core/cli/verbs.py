@@ -48,7 +48,9 @@ class Verbs(TyperGroup):
         except Exception as error:  # of all there is: this is the end of a command
             if isinstance(error, BrokenPipeError) or type(error).__module__.startswith(("typer", "click")):
                 if str(getattr(error, "message", "")).startswith("Got unexpected extra argument") and "--set" in sys.argv:
-                    error.message += ". A shell splits braces and blanks: what stands behind --set goes in single quotes"  # type: ignore[attr-defined]
+                    error.message += (
+                        ". A shell expands braces and splits at spaces: quote the value of --set with single quotes"
+                    )  # type: ignore[attr-defined]
                 raise  # typer's own: the reader went away, the call is wrong, or --help is done
             print(traceback.format_exc() if ctx.meta.get(DEBUG) else message(error), end="", file=sys.stderr)
             raise typer.Exit(1) from None
@@ -204,7 +206,7 @@ def uncollected() -> Iterator[None]:
 def load_saved(folder: str, set: list[str] | None, allow: list[str] | None, device: str | None = None) -> TracedModule:
     """The module in the folder of a saved rewrite. Raises typer.BadParameter where `set` changes something."""
     if set:
-        raise typer.BadParameter("--set changes a configuration, and this is the folder of a saved rewrite")
+        raise typer.BadParameter("--set changes a configuration, and this is the folder of a saved rewrite: leave it out")
     from ..artifacts.artifact import load
 
     return load(folder, allow=allow or (), device=device)

@@ -230,7 +230,7 @@ def unlike(a: Any, b: Any, place: str = "", same: Callable[[Any, Any], bool] = _
         return _tensor_unlike(a, b, at)
     a, b = (x.item() if isinstance(x, np.generic) else x for x in (a, b))  # a graph gives Python's own numbers
     if type(a) is not type(b):
-        return f"in kind{at}: a {type(b).__name__} instead of a {type(a).__name__}"
+        return f"in type{at}: a {type(b).__name__} instead of a {type(a).__name__}"
     inner, other = children(a), children(b)
     if inner is None or other is None:
         return None if same(a, b) else f"in value{at}: {b!r} instead of {a!r}"
@@ -304,8 +304,8 @@ class CodeInGraph(NotImplementedError):
     def __init__(self, module: Container) -> None:
         self.module = module
         super().__init__(
-            f"the code of this {module.classes[0]} is in the graph of the traced model: call the model, or keep the part whole "
-            "when the model is traced, leaf: [its path]"
+            f"this {module.classes[0]} cannot be called by itself, because its code is in the graph of the traced model: call "
+            "the model, or keep this part whole when the model is traced, leaf: [its path]"
         )
 
 

@@ -27,7 +27,8 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     fits = 0 <= dim < v.dim() and g.numel() == v.shape[dim] or dim == -1 and v.dim() > 0 and g.numel() == 1
     if not fits or g.device != v.device:
         raise GuardError(
-            f"the norms of {tuple(v.shape)} along dimension {dim} cannot be {tuple(g.shape)} on {g.device}, not {v.device}"
+            f"weight norm: the magnitude {tuple(g.shape)} on {g.device} does not fit the weight {tuple(v.shape)} on {v.device} "
+            f"along dimension {dim}"
         )
     return kernels.weight_norm(v, g, dim)  # type: ignore[no-any-return]
 
@@ -62,14 +63,19 @@ def recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
 def _check_sizes(sizes: Tensor, data: Tensor) -> None:
     """Batch sizes never grow from step to step, and their sum is the number of rows: else memory is read that is not there."""
     if sizes.dim() != 1 or sizes.dtype != torch.int64 or sizes.device.type != "cpu":
-        raise GuardError(f"batch sizes are int64, one dimension, on the CPU; these are {sizes.dtype} {tuple(sizes.shape)}")
+        raise GuardError(
+            f"the batch sizes of a packed sequence must be one dimension of int64 on the CPU, not {sizes.dtype} "
+            f"{tuple(sizes.shape)}"
+        )
     if torch.compiler.is_compiling() or isinstance(sizes, FakeTensor):
         return
     with DisableTorchFunction():
         found = sizes.tolist()
         rows = data.shape[0] if data.dim() else 0
     if not found or found[-1] < 1 or found != sorted(found, reverse=True) or sum(found) != rows:
-        raise GuardError(f"batch sizes from step to step, {found[:8]}, do not grow, and their sum is that of the {rows} rows")
+        raise GuardError(
+            f"the batch sizes of a packed sequence, {found[:8]}, must not increase and must sum to its {rows} rows"
+        )
 
 
 # a part of the path of a module or tensor that artifacts can have

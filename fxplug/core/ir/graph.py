@@ -220,8 +220,8 @@ def without_edges(graph: fx.Graph) -> fx.Graph:
 
 
 AROUND = (
-    "a program compiled around a module with slots does not see adapters.using(...): compile the module itself, "
-    "or leave fullgraph=True away"
+    "a program that is compiled around a module with slots does not see adapters.using(...): compile the module itself, or "
+    "remove fullgraph=True"
 )
 
 
@@ -255,7 +255,7 @@ def going_on(forward: Any) -> Any:
             raise
         except Exception as error:  # torch's
             text = shown(f"{type(error).__name__}: {error}", 300)
-            raise GuardError(f"an operation fails, and the model, which has some in a `try`, may go on: {text}") from error
+            raise GuardError(f"an operation of the graph fails, which the model may catch in a `try`: {text}") from error
 
     return wrapper
 

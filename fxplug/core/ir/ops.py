@@ -66,7 +66,7 @@ def guard(value: Any, expected: Any, decision: Decision | str) -> None:
         else:
             check(value if expected else torch.sym_not(value))
     elif value != expected:
-        raise GuardError(f"{_describe(decision, expected)}; now it is {brief(value)}: trace again with such an input")
+        raise GuardError(f"{_describe(decision, expected)}; now it is {brief(value)}: trace again with an input like this")
 
 
 def check_state(name: str, args: tuple[Any, ...], expected: Any, decision: Decision | str) -> None:
@@ -79,16 +79,18 @@ def check_state(name: str, args: tuple[Any, ...], expected: Any, decision: Decis
         check(value == expected)
     elif value != expected:
         text = _describe(decision, expected)
-        raise GuardError(f"{text}; now it is {brief(value)}: call it as it was traced, or trace again as it is called")
+        raise GuardError(
+            f"{text}; now it is {brief(value)}: call it in the state in which it was traced, or trace it again in this one"
+        )
 
 
 def _describe(decision: Decision | str, expected: Any) -> str:
     if isinstance(decision, str):
         return decision
     where, line, what = decision
-    plain = " (Python's len() gives a plain number; x.shape[0] in its place is any size)"
+    plain = " (Python's len() gives a plain number; use x.shape[0] for any size)"
     hint = plain if re.search(r"\blen\(", line) and ".size(" in what else ""
-    return f"{where}: '{line}' was decided on {what}, {brief(expected, 40)} when traced{hint}"
+    return f"{where}: '{line}' depends on {what}, which was {brief(expected, 40)} when traced{hint}"
 
 
 def autograd_query(x: torch.Tensor, question: str) -> bool:
@@ -160,7 +162,10 @@ def check_inputs(
         index = next(i for i, (a, b) in enumerate(zip(now, firsts, strict=True)) if a != b)
         pair = f"'{names[index]}' and '{names[min(now[index], firsts[index])]}'"
         was, is_now = ("two tensors", "one") if now[index] != index else ("one tensor", "two")
-        raise GuardError(f"arguments {pair} were {was} when the model was traced; now they are {is_now}: trace again so")
+        raise GuardError(
+            f"arguments {pair} were {was} when the model was traced; now they are {is_now}: trace again with arguments like "
+            "these"
+        )
     for value, rank, dtype, name in zip(values, ranks, dtypes, names, strict=True):
         if not isinstance(value, torch.Tensor):
             raise GuardError(f"argument '{name}' was a tensor when the model was traced; now it is {brief(value)}: trace again")
@@ -168,8 +173,8 @@ def check_inputs(
             raise GuardError(f"argument '{name}' was dense when the model was traced; now it is {kind}: {TO_DENSE}")
         if value.dim() != rank:
             raise GuardError(
-                f"argument '{name}' had {rank} dimensions when the model was traced; "
-                f"now its shape is {tuple(value.shape)}: trace again with such an input"
+                f"argument '{name}' had {rank} dimensions when the model was traced; now its shape is {tuple(value.shape)}: "
+                "trace again with an input like this"
             )
         if dtype is not None and value.dtype != dtype:
             raise GuardError(
@@ -177,7 +182,10 @@ def check_inputs(
                 f"now it is {value.dtype}: convert the input, or trace again in that dtype"
             )
         if own := attributes(value):
-            raise GuardError(f"argument '{name}' is a tensor with {own}: a model may read that, and a graph does not")
+            raise GuardError(
+                f"argument '{name}' is a tensor with {own}, which the model may read and the graph does not: pass a tensor "
+                "without it"
+            )
 
 
 def first_of_each(values: tuple[Any, ...]) -> tuple[int, ...]:

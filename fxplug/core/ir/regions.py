@@ -254,9 +254,12 @@ def find_input(regions: Regions, region: Region, port: Port) -> tuple[Port, int,
         if _is(port.keys, found[0].keys, found[1]):
             return found
     listed = ", ".join(f"'{found[0]}'" for found in ports)
-    why = "is no input"
+    why = "is not an input"
     if not region.key and port.keys[0] in regions.constants:
-        why = f"was {regions.constants[str(port.keys[0])]!r} when the model was traced and is part of the graph, no input"
+        why = (
+            f"was {regions.constants[str(port.keys[0])]!r} when the model was traced, so it is part of the graph and not an "
+            "input"
+        )
         listed += f"; trace with a tensor for '{port.keys[0]}'"
     raise MatchError(f"'{port}' {why} of '{region.key or 'the model'}'; there are {listed}")
 
@@ -303,7 +306,7 @@ def each(regions: Regions, port: Port) -> list[Port]:
     chosen = [p for p, index in ports if _is(wanted, p.keys, index)]
     if not chosen:
         listed = ", ".join(f"'{p}'" for p, _ in ports)
-        raise MatchError(f"'{port}' is no value of '{region.key or 'the model'}'; there are {listed or 'none'}")
+        raise MatchError(f"'{port}' is not a value of '{region.key or 'the model'}'; there are {listed or 'none'}")
     return chosen
 
 
@@ -376,10 +379,10 @@ def no_region(regions: Regions, path: str) -> str:
     if path in modules and not regions.inserted(path):
         for place, (name, _) in regions.replaced.items():
             if f"{path}.".startswith(f"{place}."):
-                return f"'{path}' is gone: pass '{name}' replaced '{place}'"
+                return f"'{path}' is no longer in the graph: pass '{name}' replaced '{place}'"
         inner = [k for k in regions.ran if k.startswith(f"{path}.")]
         inside = f"; regions inside it: {listed(inner)}" if inner else ""
-        return f"'{path}' ({class_names(modules[path])[0]}) is never called by the model, so it is no region{inside}"
+        return f"'{path}' ({class_names(modules[path])[0]}) is never called by the model, so it is not a region{inside}"
     return f"no region '{path}'{did_you_mean(path, regions.ran)}"
 
 

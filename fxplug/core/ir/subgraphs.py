@@ -87,7 +87,7 @@ def plan(key: str, nodes: list[fx.Node], root: nn.Module) -> RegionCut | str:
         if not both:
             break
         if foreign := [n for n in both if not added(n)]:
-            return f"is no whole: what leaves it comes back into it through {_named(foreign)}"
+            return f"cannot be one unit: values leave it and come back into it through {_named(foreign)}"
         inside.update(both)
     before = [n for n in between if n in need]
     after = [n for n in between if n not in need and n.op != "get_attr"]
@@ -224,7 +224,7 @@ def _reordered(nodes: list[fx.Node], before: list[fx.Node], after: list[fx.Node]
                 if any(v.op != "get_attr" or any(v.target == a.target for a in two.all_input_nodes) for v in values):
                     return f"cannot be moved past '{one.name}' in {_named([one])}, which changes a tensor in place"
             if is_random(other, root) and is_random(node, root):
-                return f"draws random numbers in turn with {_named([other])}"
+                return f"draws random numbers alternately with {_named([other])}"
     return None
 
 

@@ -31,7 +31,7 @@ def bind(module: TracedModule, inputs: Mapping[str, Any]) -> TracedModule:
     nodes = {str(node.target).lstrip("*"): node for node in module.graph.find_nodes(op="placeholder")}
     home = module._modules.get(HOME)
     if home is not None and not (isinstance(home, Container) and home.classes == (HOME,)):
-        raise SpecError(f"bind: the model has a module '{HOME}' of its own, where its inputs would go")
+        raise SpecError(f"bind: the model has a module '{HOME}' of its own, and that name is needed for its inputs")
     held = home._buffers if home is not None else {}
     values = {name: _value(module, name, value, nodes, held.get(name)) for name, value in inputs.items()}
     new = {name: value for name, value in values.items() if name not in held}
@@ -69,8 +69,8 @@ def _value(
         return torch.full((), value, dtype=checks[0].args[5], device=None if like is None else like.device)
     if not isinstance(value, torch.Tensor):
         raise SpecError(
-            f"bind: '{name}' is {shown(value)}, a {type(value).__name__}: a module holds tensors, and numbers of inputs that a "
-            "pass has added; trace with other values of other inputs"
+            f"bind: '{name}' is {shown(value)}, a {type(value).__name__}: only tensors can be bound, and numbers for inputs "
+            "that a pass has added; for another value of any other input trace again"
         )
     return value.detach().clone()
 
@@ -106,7 +106,7 @@ def _check_order(graph: fx.Graph) -> None:
         if node.args:
             seen = seen or str(node.target)
         elif seen and not str(node.target).startswith("*"):
-            raise SpecError(f"bind: the input '{node.target}' stands behind '{seen}' and has no default: bind it as well")
+            raise SpecError(f"bind: the input '{node.target}' comes after '{seen}' and has no default: bind it as well")
 
 
 OWN_STATE = set(
@@ -284,7 +284,10 @@ class TracedModule(fx.GraphModule):
     def train(self, mode: bool = True) -> TracedModule:
         """Go into training, or out of it, with the graph of that mode. Raises TraceError where the model has none for it."""
         if self._twin is None and mode != self._graph_mode and self.twin_error:
-            raise TraceError(f"this model has no graph for {'training' if mode else 'evaluation'}: {self.twin_error}")
+            raise TraceError(
+                f"this module has no graph for {'training' if mode else 'evaluation'}, because the model could not be traced "
+                f"in it: {self.twin_error}"
+            )
         super().train(mode)
         if self._twin is not None and mode != self._graph_mode:
             self._graph_mode, self._graph, self._twin = mode, self._twin, self._graph
@@ -354,8 +357,8 @@ class TracedModule(fx.GraphModule):
             return found.__get__(self)  # a context manager leaves nothing behind, so a pipeline may open it
         if callable(found):
             raise AttributeError(
-                f"'{name}' is a method of {self.classes[0]}; this is its traced graph, which such a method cannot "
-                "change: call it on the model before tracing"
+                f"'{name}' is a method of {self.classes[0]}, which a traced graph does not have: call it on the model before "
+                "tracing"
             )
         if name in ("dtype", "device"):
             first: torch.Tensor | None = next(self.parameters(), None)
@@ -410,7 +413,7 @@ class TracedModule(fx.GraphModule):
         return self._copy_on(tree)
 
     def __reduce__(self) -> Any:
-        raise TypeError("a traced module is not pickled: fxplug.save(module, folder) keeps graph and weights")
+        raise TypeError("a traced module cannot be pickled: use fxplug.save(module, folder)")
 
 
 OF_THE_ROOT.update(RESERVED, OWN_STATE, dir(TracedModule), vars(fx.GraphModule(nn.Module(), fx.Graph())))

@@ -148,7 +148,7 @@ class Variants(TracedModule):
                 try:
                     self._variants.made.append(tie(self, _stepped(variant, [step])))
                 except FxplugError as error:
-                    text = f"the variant '{shown(label, 120)}' of what this was made of is not in it: {error}"
+                    text = f"the variant '{shown(label, 120)}' is not in the new module: {error}"
                     warnings.warn(text, stacklevel=4)
         return self
 
@@ -183,16 +183,21 @@ class Variants(TracedModule):
         cache = self._variants
         for variant in cache.made:
             if _has_mode(self, variant) and refusal(variant, args, kwargs) is None and not repeatable(variant):
-                raise GuardError("its graph has written or drawn something by then")
+                raise GuardError(
+                    "its graph has written to a buffer or drawn random numbers, so the call cannot be repeated with another "
+                    "graph"
+                )
         if self._steps is None:
-            raise GuardError("what was done to this module since the trace is not known, as of a graph that was edited by hand")
+            raise GuardError(
+                "the steps since the trace of this module are not known, for example because its graph was edited by hand"
+            )
         if cache.retrace is None:
-            raise GuardError("the model is not at hand to trace it so, only what was saved of it")
+            raise GuardError("the module was loaded from an artifact, and the model to trace is not available")
         if len(cache.made) >= cache.limit:
             rows = "; ".join(shown(row, 120) for row in self.variants)
             raise GuardError(
-                f"it has {len(cache.made)} variants already, which differ from the first in: {rows or 'nothing yet'}; "
-                "variants(module, model, limit=N) allows more"
+                f"the limit of {len(cache.made)} variants is reached, which differ from the first in: {rows or 'nothing yet'}; "
+                "raise it with variants(module, model, limit=N)"
             )
         if why := cache.refused.get(form := key(self, args, kwargs)):
             raise GuardError(why)
@@ -340,7 +345,7 @@ def tie(owner: TracedModule, other: TracedModule) -> TracedModule:
     """
     ports = [inputs_of(module.graph) for module in (owner, other)]
     if ports[0] != ports[1]:
-        raise GuardError(f"it would take other inputs: {', '.join(ports[1])}")
+        raise GuardError(f"its graph takes other inputs: {', '.join(ports[1])}")
     constants: dict[str, torch.Tensor] = {}
     adopted: dict[str, nn.Module] = {}
     names: dict[str, str] = {}
@@ -377,13 +382,13 @@ def _leaf(owner: TracedModule, other: TracedModule, name: str) -> dict[str, nn.M
     try:
         mine = owner.get_submodule(name)
     except AttributeError:
-        raise GuardError(f"it calls '{name}' ({type(theirs).__name__}), which this module does not have") from None
+        raise GuardError(f"its graph calls '{name}' ({type(theirs).__name__}), which this module does not have") from None
     if type(mine) is type(theirs):
         return {}
     found = dict(mine.named_parameters())
     same = all(found.get(key) is value for key, value in theirs.named_parameters())
     if not isinstance(mine, Container) or not same:
-        raise GuardError(f"it calls '{name}', a {type(theirs).__name__} there and a {type(mine).__name__} here")
+        raise GuardError(f"its graph calls '{name}', a {type(theirs).__name__} there and a {type(mine).__name__} here")
     return {name: theirs}
 
 
@@ -400,14 +405,14 @@ def _tensor(module: TracedModule, name: str) -> torch.Tensor | None:
 def _same_shape(owner: TracedModule, other: TracedModule, name: str) -> None:
     mine, theirs = _tensor(owner, name), _tensor(other, name)
     if mine is None or theirs is None or mine.shape != theirs.shape:
-        raise GuardError(f"it reads '{name}', which this module does not have in that shape")
+        raise GuardError(f"its graph reads '{name}', which this module does not have in that shape")
 
 
 def _constant(owner: TracedModule, other: TracedModule, name: str, found: dict[str, torch.Tensor]) -> str:
     """The name under which the owner has a constant of another trace; `found` gets those that are new to it."""
     value = _tensor(other, name)
     if value is None:
-        raise GuardError(f"it reads the constant '{name}', which is not there")
+        raise GuardError(f"its graph reads the constant '{name}', which this module does not have")
     number, new = 0, name
     while (known := found.get(new, _tensor(owner, new))) is not None:
         if known.dtype == value.dtype and known.shape == value.shape and _equal(known, value):

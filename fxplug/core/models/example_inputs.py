@@ -67,7 +67,8 @@ def default_inputs(config: Config, model: nn.Module) -> dict[str, Any]:
 
 def _default_inputs(config: Config, model: nn.Module) -> dict[str, Tensor]:
     if config.model.kind != "timm":
-        raise SpecError(_wanted_inputs("needs example inputs", model), path=("inputs",), where=config.where("model"))
+        raise SpecError(_wanted_inputs("needs example inputs: a shape "
+                                       "for each tensor", model), path=("inputs",), where=config.where("model"))
     options = config.model.options
     shape = list(getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224)))
     shape[0] = options.get("in_chans", shape[0])
@@ -88,7 +89,7 @@ def _wanted_inputs(finding: str, model: nn.Module) -> str:
     lines = [f"    {p.name}: [1, 3, 64, 64]" for p in parameters if _is_required(p)]
     takes = ", ".join(str(p).partition(":")[0].partition(" =")[0] for p in parameters)
     return (
-        f"{type(model).__name__} {finding}: a shape for each tensor\n  forward({takes})\n  for example\n  inputs:\n"
+        f"{type(model).__name__} {finding}: give a shape for each tensor\n  forward({takes})\n  for example\n  inputs:\n"
         + "\n".join(lines)
         + "\n  whole numbers: {shape: [1, 77], dtype: int64, high: 1000}"
     )

@@ -46,10 +46,10 @@ def _build(config: Config, device: str | None) -> nn.Module:
     except FxplugError:
         raise
     except Exception as error:  # the model's constructor, anybody's
-        finding = f"{_name(config.model)} cannot be made: {type(error).__name__}: {error}"
+        finding = f"{_name(config.model)} cannot be built: {type(error).__name__}: {error}"
         raise SpecError(finding, path=("model",)) from error
     if not isinstance(model, nn.Module):
-        raise SpecError(f"{_name(config.model)} gave a {type(model).__name__}, no nn.Module", path=("model",))
+        raise SpecError(f"{_name(config.model)} gave a {type(model).__name__}, not an nn.Module", path=("model",))
     if config.weights is not None:
         load_weights(model, config.weights, config.base)
     elif config.model.kind == "diffusers" and isinstance(config.model.target, str):
@@ -80,9 +80,11 @@ def torch_device(config: Config, device: str | None = None) -> torch.device:
     try:
         found = torch.device(text)
     except RuntimeError:
-        raise SpecError(f"no device '{text}'; cpu, cuda, cuda:1 or meta, for example", path=("device",), where=where) from None
+        raise SpecError(f"no device '{text}': write cpu, cuda, cuda:1 or meta, for "
+                        "example", path=("device",), where=where) from None
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise SpecError(f"'{text}' is not here: {torch.cuda.device_count()} CUDA devices", path=("device",), where=where)
+        raise SpecError(f"'{text}' is not available: this machine has "
+                        f"{torch.cuda.device_count()} CUDA devices", path=("device",), where=where)
     return found
 
 
@@ -147,11 +149,11 @@ def _diffusers_config(path: Path, spec: ModelSpec) -> dict[str, Any]:
         file = _cached_config(file, spec)
     if not file.is_file():
         parts = sorted(p.parent.name for p in path.glob("*/config.json"))
-        hint = f"; a pipeline's folder: name one of its models, {', '.join(parts)}" if parts else ""
+        hint = f": it is the folder of a pipeline; name one of its models, {', '.join(parts)}" if parts else ""
         raise SpecError(f"'{spec.target}' has no config.json{hint}", path=("model",))
     read = read_json(file, lambda finding: SpecError(f"'{file}' {finding}", path=("model",)))
     if not isinstance(read, dict) or "_class_name" not in read:
-        raise SpecError(f"'{file}' names no '_class_name'", path=("model",))
+        raise SpecError(f"'{file}' has no '_class_name', which says which diffusers class it configures", path=("model",))
     return read
 
 
@@ -174,8 +176,8 @@ def _cached_config(file: Path, spec: ModelSpec) -> Path:
             return Path(found)
     which = f" (it looks like one of {repo}, which is not in the hub's cache here)" if is_one else ""
     finding = (
-        f"'{spec.target}' holds weights, and the model's configuration is not beside them{which}: give the model's config.json "
-        "or its folder as 'model', and this file as 'weights'"
+        f"'{spec.target}' is a file of weights without the model's configuration beside it{which}: give the model's "
+        "config.json or its folder as 'model', and this file as 'weights'"
     )
     raise SpecError(finding, path=("model",))
 
@@ -190,10 +192,13 @@ def _load_folder(model: nn.Module, folder: Path) -> None:
     whole = [f for f in files if f.stem == "diffusion_pytorch_model"] or [f for f in files if "-of-" in f.stem] or files
     shards = {f.stem.partition("-0")[0] for f in whole}
     if not whole:
-        finding = f"no .safetensors in '{folder.name}'; give 'weights', or its config.json as the model for new weights"
+        finding = (
+            f"no .safetensors file in '{folder.name}': give 'weights', or give its config.json as 'model' to start from new "
+            "weights"
+        )
         raise SpecError(finding, path=("model",))
     if len(shards) > 1:
-        finding = f"several weights in '{folder.name}': {', '.join(f.name for f in whole)}; name one in 'weights'"
+        finding = f"several files of weights in '{folder.name}': {', '.join(f.name for f in whole)}; name one in 'weights'"
         raise SpecError(finding, path=("model",))
     state: State = {}
     for file in whole:

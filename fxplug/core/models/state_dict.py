@@ -40,7 +40,10 @@ def load_weights(model: nn.Module, spec: WeightsSpec, base: Path, part: str = "w
             part_of_file = DENOISER if any(key.startswith(DENOISER) for key in state) else ""
             more = [key for key in state if key.startswith(part_of_file) and key not in wanted]
             if scale := weight_files.scale_of_weights(more):
-                finding = f"'{file.name}' holds quantised weights, which '{scale}' scales: give the weights that were quantised"
+                finding = (
+                    f"'{file.name}' has quantised weights, scaled by '{scale}', which cannot be loaded into this model: give "
+                    "the weights from before quantisation"
+                )
                 raise SpecError(finding)
             state = in_diffusers_layout(model, state, f"'{file.name}'")
         _assign(model, state, f"'{file.name}'")
@@ -55,7 +58,9 @@ def read_weights(file: Path, meta: bool = False, limits: Limits = DEFAULT) -> St
     SpecError.
     """
     def raises(finding: str) -> SpecError:
-        way = "; write its weights alone, as .safetensors" if "a pickle of more than weights" in finding else ""
+        way = "; save its weights alone, as .safetensors" if (
+            "objects other than tensors"
+        ) in finding else ""
         return SpecError(f"'{file.name}' {finding}{way}")
 
     if file.suffix == ".onnx":
@@ -76,12 +81,14 @@ def _read_shards(index: Path, raises: Raises, meta: bool, limits: Limits) -> Sta
     state: State = {}
     for name in dict.fromkeys(shards.values()):
         if Path(name).name != name or name.endswith(INDICES):
-            raise raises(f"names {shown(name)}, and the files of an index are weights that lie beside it")
+            raise raises(
+                f"names {shown(name)}, which is not allowed: an index may only name files of weights in its own folder"
+            )
         if not (index.parent / name).is_file():
-            raise raises(f"names '{name}', which does not lie beside it: all of its {len({*shards.values()})} files are needed")
+            raise raises(f"names '{name}', which is not in its folder: all of its {len({*shards.values()})} files are needed")
         state.update(read_weights(index.parent / name, meta, limits))
     if lost := next((key for key in shards if key not in state), None):
-        raise raises(f"says that '{lost}' is in '{shards[lost]}', which does not have it: it is the index of other files")
+        raise raises(f"says that '{lost}' is in '{shards[lost]}', which does not have it: the index belongs to other files")
     return state
 
 
@@ -113,7 +120,7 @@ def in_diffusers_layout(model: nn.Module, state: State, name: str) -> State:
             continue
         best = max(best, made or {}, key=lambda each: len(wanted & each.keys()))
     if why and not wanted & best.keys():
-        finding = f"{name} has neither diffusers' names of {classes[0]} nor those that diffusers converts ({why})"
+        finding = f"{name} has neither the key names of diffusers' {classes[0]} nor any that diffusers can convert ({why})"
         raise SpecError(finding, path=("weights",))
     return best
 
@@ -124,11 +131,11 @@ def _unwrapped(read: Any, name: str) -> State:
         if isinstance(read, Mapping) and isinstance(read.get(key), Mapping):
             read = read[key]
     if not isinstance(read, Mapping):
-        raise SpecError(f"'{name}' holds a {type(read).__name__}, not tensors by name")
+        raise SpecError(f"'{name}' contains a {type(read).__name__}, not a dict of tensors")
     other = [f"{key} ({type(value).__name__})" for key, value in read.items() if not isinstance(value, torch.Tensor)]
     if other or not read:
         found = f", but {', '.join(other[:SHOWN])}" if other else ": it is empty"
-        raise SpecError(f"'{name}' does not hold tensors by name only{found}")
+        raise SpecError(f"'{name}' must contain a dict of tensors only{found}")
     prefix = "module." if all(str(key).startswith("module.") for key in read) else ""
     return {str(key).removeprefix(prefix): value for key, value in read.items()}
 
@@ -138,7 +145,7 @@ def _without_ignored(state: State, spec: WeightsSpec) -> State:
         dropped = select(pattern, state)
         if not dropped:
             hint = did_you_mean(pattern, state)
-            raise SpecError(f"'{pattern}' is no key of the file{hint}", path=("weights", "ignore"))
+            raise SpecError(f"'{pattern}' is not a key of the file{hint}", path=("weights", "ignore"))
         state = {key: value for key, value in state.items() if key not in dropped}
     return state
 
@@ -149,8 +156,9 @@ def _in_order(model: nn.Module, state: State, name: str) -> State:
     for index, (ours, theirs) in enumerate(itertools.zip_longest(wanted, state)):
         if ours is None or theirs is None or wanted[ours].shape != state[theirs].shape:
             finding = (
-                f"'{name}' has not the model's tensors in their order ({len(state)} there, {len(wanted)} here); the "
-                f"first to differ is number {index}: {_with_shape(theirs, state)} there, {_with_shape(ours, wanted)} here"
+                f"the tensors of '{name}' are not those of the model in the same order ({len(state)} in the file, "
+                f"{len(wanted)} in the model); the first that differs is number {index}: {_with_shape(theirs, state)} in the "
+                f"file, {_with_shape(ours, wanted)} in the model"
             )
             raise SpecError(finding, path=("weights", "order"))
     return dict(zip(wanted, state.values(), strict=True))
@@ -169,12 +177,12 @@ def _renamed(model: nn.Module, state: State, spec: WeightsSpec) -> State:
         matched = select(pattern, wanted)
         if not matched:
             hint = did_you_mean(pattern, wanted)
-            raise SpecError(f"'{pattern}' is no key of the model{hint}", path=("weights", "keys"))
+            raise SpecError(f"'{pattern}' is not a key of the model{hint}", path=("weights", "keys"))
         for key, caught in matched.items():
             parts = [_filled(name, caught) for name in ([names] if isinstance(names, str) else names)]
             for part in parts:
                 if part not in state:
-                    finding = f"'{part}', wanted for '{key}', is no key of the file{did_you_mean(part, state)}"
+                    finding = f"'{part}', wanted for '{key}', is not a key of the file{did_you_mean(part, state)}"
                     raise SpecError(finding, path=("weights", "keys"))
             used.update(parts)
             out[key] = _joined(key, [state[part] for part in parts], wanted[key])
@@ -197,7 +205,7 @@ def _joined(key: str, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Te
         rest = [[n for d, n in enumerate(shape) if d != dim] for shape in (*shapes, list(like.shape))]
         if same and all(r == rest[0] for r in rest) and sum(s[dim] for s in shapes) == like.shape[dim]:
             return torch.cat(parts, dim)
-    finding = f"tensors of {', '.join(map(str, shapes))} cannot be joined to the {list(like.shape)} of '{key}'"
+    finding = f"tensors of shapes {', '.join(map(str, shapes))} cannot be concatenated to the {list(like.shape)} of '{key}'"
     raise SpecError(finding, path=("weights", "keys"))
 
 
@@ -217,7 +225,9 @@ def _assign(model: nn.Module, state: State, name: str) -> None:
         raise SpecError("\n".join(lines), path=("weights",))
     for key, value in state.items():
         if wanted[key].is_floating_point() and not value.is_floating_point():
-            finding = f"{name} holds {value.dtype} for '{key}', which is {wanted[key].dtype}: give it as floating point"
+            finding = (
+                f"{name} has {value.dtype} for '{key}', which is {wanted[key].dtype} in the model: give it as floating point"
+            )
             raise SpecError(finding, path=("weights",))
     model.load_state_dict(state, strict=False)
 

@@ -59,7 +59,7 @@ def make_block(
         text = getattr(error, "finding", str(error))
         raise SpecError(f"{p.name}: {site.node or site.path or 'the model'}: {text}", where=rule.where) from error.__cause__
     except Exception as error:  # the block's, which may be the user's
-        made = f"{kind.__name__}.at made no block: {type(error).__name__}: {error}"
+        made = f"{kind.__name__}.at failed: {type(error).__name__}: {error}"
         raise SpecError(f"{p.name}: {site.node or site.path or 'the model'}: {made}", where=rule.where) from error
     owner = tree
     *parents, last = name.split(".")
@@ -79,9 +79,9 @@ def _check_numbers(site: Site, p: Pass) -> None:
     """Raises SpecError for a site whose parameter is packed, or whose layer cannot be opened for another one of it."""
     if quantised.is_packed(site.parameter) or quantised.is_own_layer(site.module):
         raise SpecError(
-            f"{p.name}: '{site.path}' is quantised ({quantised.described(site.module)}), and a pass that changes a parameter "
-            f"cannot change its '{site.port.keys[0]}': leave the layer out, or put something beside it, such as lora, ia3, ssf "
-            "or an adapter",
+            f"{p.name}: '{site.path}' is quantised ({quantised.described(site.module)}), so a pass with 'place: param' cannot "
+            f"change its '{site.port.keys[0]}': exclude the layer, or use a pass that adds a block beside it, such as lora, "
+            "ia3 or ssf",
             where=site.rule.where,
         )
 
@@ -91,7 +91,7 @@ def block_class(rule: Rule) -> type[nn.Module]:
     assert rule.use is not None
     kind = rule.use if isinstance(rule.use, type) else import_target(rule.use, rule.where)
     if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-        raise SpecError(f"'{rule.use}' is no module class: a block is an nn.Module", where=rule.where)
+        raise SpecError(f"'{rule.use}' is not a module class: a block is an nn.Module", where=rule.where)
     if not callable(getattr(kind, "at", None)):
         raise SpecError(
             f"block class '{kind.__name__}' has no classmethod 'at(site, **options)', which makes a block for a site",
@@ -186,7 +186,9 @@ def check_traced(gm: Any) -> None:
     if not isinstance(gm, TracedModule):
         raise SpecError(f"apply takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
     if "source" in gm.meta:
-        raise SpecError("this module is lowered already: apply passes to what it was made from, meta['source'], and lower that")
+        raise SpecError(
+            "this module is lowered: apply passes to the module it was made from, meta['source'], and lower the result"
+        )
 
 
 def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
@@ -211,7 +213,7 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
     elif not isinstance(given, Pass):
         raise SpecError(
             f"apply takes passes, or sites as find gave them, not {shown(given)}: fxplug.load_pass reads a pass; to leave "
-            "sites out, take them out of the list itself: sites[:] = [...]"
+            "sites out, change the list itself: sites[:] = [...]"
         )
     p = given.p if isinstance(given, Sites) else given
     applied = gm.meta.get("passes", [])
@@ -273,7 +275,7 @@ def _looked_at(gm: TracedModule, p: Pass, sites: list[Site]) -> Iterator[None]:
         paths = [path] if path is not None else [k for k, m in gm.named_modules() if class_names(m) == called.classes][:3]
         raise SpecError(
             f"{p.name}: a block calls {called.classes[0]}{' (' + paths[0] + ')' if paths else ''}, a part of the model whose "
-            f"code is in the graph by now: keep that part whole when the model is traced, leaf: {paths or '[its path]'}",
+            f"code is in the graph: keep that part whole when the model is traced, leaf: {paths or '[its path]'}",
             where=sites[0].rule.where,
         ) from error
     finally:
@@ -282,11 +284,11 @@ def _looked_at(gm: TracedModule, p: Pass, sites: list[Site]) -> Iterator[None]:
         path, names = next(iter(changed.items()))
         at = next((site for site in sites if site.path.partition("@")[0] == path), sites[0])
         kind = block_class(at.rule).__name__ if at.rule.use is not None else "a block"
-        more = f" and {len(changed) - 1} modules more" if len(changed) > 1 else ""
+        more = f" and {len(changed) - 1} more modules" if len(changed) > 1 else ""
         raise SpecError(
-            f"{p.name}: {kind} at '{at.node or at.path}' changes the model that it is made for: {', '.join(names)} of "
-            f"'{path}'{more}; a block changes values, in its forward: put it before or after the module, or in its place, or "
-            "change the model before it is traced",
+            f"{p.name}: {kind} at '{at.node or at.path}' changes the model while it is built: {', '.join(names)} of "
+            f"'{path}'{more}; a block may only change values, in its forward: put it before or after the module or in its "
+            "place, or change the model before it is traced",
             where=at.rule.where,
         )
 

@@ -187,8 +187,8 @@ class Editor(OpenedGraph):
         if not same_structure(result, tree):
             where = f"{site.rule.where}: " if str(site.rule.where) else ""
             raise SpecError(
-                f"{where}{self.p.name}: '{site.node or site.port}' is {structure(tree)}, and what takes its place is "
-                f"{structure(result)}: return the same structure"
+                f"{where}{self.p.name}: '{site.node or site.port}' returns {structure(tree)}, and the block in its place "
+                f"returns {structure(result)}: return the same structure"
             )
 
     # --- the places that are changed
@@ -202,15 +202,15 @@ class Editor(OpenedGraph):
             if site.rule.combine is None:
                 name, _ = self.regions.replaced[path]
                 raise ClashError(
-                    f"{self.p.name}: '{site.path}' is replaced by pass '{name}' already: narrow one of the two passes, or say "
-                    "in the rule what both give, combine: sum (their sum) or combine: chain (one after the other)"
+                    f"{self.p.name}: '{site.path}' is replaced by pass '{name}' already: narrow the pattern of one of the two "
+                    "passes, or combine them in the rule, with combine: sum (their sum) or combine: chain (one after the other)"
                 )
             return True
         if site.path in self.earlier:
             name, inner, place = self.earlier[site.path]
             raise ClashError(
-                f"{self.p.name}: '{inner}' has a block of pass '{name}' ({place}) and cannot be replaced: "
-                "narrow one of the two passes"
+                f"{self.p.name}: '{inner}' has a block of pass '{name}' ({place}) and cannot be replaced: narrow the pattern "
+                "of one of the two passes"
             )
         return False
 
@@ -252,7 +252,7 @@ class Editor(OpenedGraph):
             if value.address not in self.kept:
                 if site.rule.carries and value.address == site.rule.name:
                     return None
-                raise MatchError(f"{self.p.name}: '{value.address}' is used before the rule that keeps it: put that rule first")
+                raise MatchError(f"{self.p.name}: '{value.address}' is used before the rule that names it: put that rule first")
             return self.kept[value.address]
         assert value.port is not None
         if value.kind == "operand":

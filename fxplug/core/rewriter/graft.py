@@ -41,7 +41,7 @@ def traced(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -
 
 def _example(node: fx.Node) -> Any:
     if "shape" not in node.meta:
-        raise TraceError(f"the value '{node.name}' is no tensor of a known shape")
+        raise TraceError(f"the value '{node.name}' must be a tensor whose shape is known")
     return torch.empty(node.meta["shape"], dtype=node.meta["dtype"], device="meta")
 
 

@@ -43,8 +43,8 @@ def find(gm: TracedModule, p: Pass) -> Sites:
         for path in counts[0].keys() & counts[-1].keys():
             if counts[0][path] != counts[-1][path]:
                 raise MatchError(
-                    f"{at(rule, p.name)}'{path or 'the model'}' has other such operations in training than in evaluation "
-                    f"({counts[0][path]} and {counts[-1][path]}), so they cannot be told apart: match a module instead"
+                    f"{at(rule, p.name)}'{path or 'the model'}' has a different number of these operations in training and in "
+                    f"evaluation ({counts[0][path]} and {counts[-1][path]}), so they cannot be matched: match a module instead"
                 )
         if not rule.admits(len(found)) and not (p.expect is not None and not rule.counted):
             from .near_misses import wrong_count
@@ -134,9 +134,9 @@ class _Finder:
         path = self.regions.by_key[hit.key].path
         named = hit.port.side == "param"
         if not named and ":" in self.rule.match.patterns[hit.pattern].removeprefix("re:").partition("{")[0]:
-            raise MatchError(f"'{hit.port}' is no parameter; write '{path}:param.weight', or only the path and a port")
+            raise MatchError(f"'{hit.port}' is not a parameter; write '{path}:param.weight', or only the path and a port")
         if len(hit.port.keys) > 1:
-            raise MatchError(f"'{hit.port}': a parameter has one name, such as '{path}:param.weight'")
+            raise MatchError(f"'{hit.port}' must be one name of a parameter, such as '{path}:param.weight'")
         pattern = str(hit.port.keys[0]) if named and hit.port.keys else self.rule.port or "weight"
         names = self.regions.parameters(path, pattern)
         if not names and is_exact(self.rule.match, path, hit.key):
@@ -148,7 +148,7 @@ class _Finder:
         read = self.regions.by_key[hit.key].leaf is not None
         found = [n for n in names if read or reads(self.regions, path, n, mapped=True)]
         if names and not found and is_exact(self.rule.match, path, hit.key):
-            raise MatchError(f"the model never reads '{path}.{names[0]}', so nothing would change")
+            raise MatchError(f"the model never reads '{path}.{names[0]}', so the pass would have no effect")
         return [Port(path, "param", (name,)) for name in found]
 
     def order(self, port: Port) -> fx.Node:
@@ -248,7 +248,7 @@ class _Finder:
         if port.side == "param":
             names = self.regions.parameters(port.path, str(port.keys[0])) if len(port.keys) == 1 else []
             if not names:
-                raise MatchError(f"'{address}' is no parameter")
+                raise MatchError(f"'{address}' is not a parameter")
             shape = self.regions.module(port.path)._parameters[names[0]].shape  # type: ignore[union-attr]
             return Value(str(port), tuple(shape), port=port)
         if port.with_members:
@@ -270,7 +270,9 @@ class _Finder:
             if not port.each and (relative or (names and not is_pattern(NAMES.sub("", port.path)))):
                 continue
             if relative is not None:
-                raise MatchError(f"'{item}' in args: name the region, as each of its values goes to another site")
+                raise MatchError(
+                    f"'{item}' in args: give the region without a port, since each of its values goes to another site"
+                )
             paths = [port.path]
             if is_pattern(NAMES.sub("", port.path)) or not names:
                 paths = list(select(port.path, self.regions.candidates(port.path)))
@@ -281,8 +283,10 @@ class _Finder:
             if len(found[index]) != len(places):
                 targets = [str(p.port) if p.port.keys else p.hit.key for p in places]
                 raise MatchError(
-                    f"'{item}' is {len(found[index])} places and '{self.rule.match.path}' is {len(places)}; they are "
-                    f"paired by order, so there must be as many\n  from: {listed(found[index])}\n  to:   {listed(targets)}"
+                    f"'{item}' matches {len(found[index])} places and '{self.rule.match.path}' {len(places)}; they are paired "
+                    "in order, so the numbers must be equal\n"
+                    f"  from: {listed(found[index])}\n"
+                    f"  to:   {listed(targets)}"
                 )
         return found
 
@@ -389,4 +393,4 @@ def _clashes(sites: Sequence[Site]) -> None:
             what = f"one rule replaces '{clash.path}' and another puts a block {here}"
             if clash.rule.place == site.rule.place and clash.path == site.path:
                 what = f"two rules put a block {here}"
-            raise ClashError(f"{site.pass_name}: {what}{f' ({lines})' if lines else ''}; narrow one of them")
+            raise ClashError(f"{site.pass_name}: {what}{f' ({lines})' if lines else ''}; narrow the pattern of one of them")

@@ -42,12 +42,12 @@ def last_layer(regions: Regions) -> str:
     if len(heads) == 1:
         return heads[0]
     if heads:
-        raise MatchError(f"this model has {len(heads)} last layers, {listed(heads)}: name those that are meant, at: [...]")
+        raise MatchError(f"this model has {len(heads)} last layers, {listed(heads)}: name the ones to change, at: [...]")
     made = list(dict.fromkeys(path for paths, others in found for path in (*paths, *others)))
-    comes = f"its result comes from {listed(made)}" if made else "its result is made of constants"
+    comes = f"its result is from {listed(made)}" if made else "its result is made of constants"
     raise MatchError(
-        f"this model has no last layer: {comes}, and not from a Linear or a convolution alone; name the layer that is meant, "
-        "at: ..., or build the model with one (timm's num_classes)"
+        f"this model has no single last layer: {comes}, not from one Linear or convolution; name the layer to change, at: ..., "
+        "or build the model with one (timm's num_classes)"
     )
 
 
@@ -142,7 +142,7 @@ def hits(regions: Regions, match: Match) -> list[Hit]:
         for key, groups in rows.items():
             if (by := regions.resized.get(regions.by_key[key].path)) is not None:
                 if port.path in (key, LAST):
-                    raise MatchError(f"'{key}' has another size since pass '{by}', which trains all of it: leave it out")
+                    raise MatchError(f"'{key}' was resized by pass '{by}', which trains all of it: leave it out")
                 continue
             found.setdefault((key, port), Hit(key, groups, replace(port, path=key), number))
     return list(found.values())
@@ -223,7 +223,7 @@ def unmatched_siblings(views: Sequence[Regions], p: Pass, sites: Iterable[Site])
     patterns = list(_patterns(views, rules, left, {*taken}))
     listed = ", ".join(patterns[:SHOWN]) + (f", ... ({len(patterns)} patterns)" if len(patterns) > SHOWN else "")
     plural = "s were" if len(left) > 1 else " was"
-    return f"{len(left)} similar layer{plural} not taken: {listed}{_with(p, rules, patterns)}"
+    return f"{len(left)} similar layer{plural} not matched: {listed}{_with(p, rules, patterns)}"
 
 
 def _with(p: Pass, rules: Sequence[Rule], patterns: list[str]) -> str:
@@ -232,7 +232,7 @@ def _with(p: Pass, rules: Sequence[Rule], patterns: list[str]) -> str:
         return ""
     key = "at" if "at" in p.params else "path"
     text = json.dumps([*rules[0].match.patterns, *patterns], ensure_ascii=False)
-    return f" (a pattern that takes them too: {key}: {text})" if len(text) < 400 else ""
+    return f" (a pattern that matches them too: {key}: {text})" if len(text) < 400 else ""
 
 
 def _patterns(views: Sequence[Regions], rules: Sequence[Rule], left: Sequence[str], taken: set[str]) -> Iterator[str]:

@@ -59,11 +59,11 @@ def misses(regions: Regions, match: Match) -> list[str]:
         return [line for pattern in match.patterns for line in _near_paths(regions, match, pattern, by_class)]
     if match.module and not set(by_path) & set(by_class):
         rows = [f"    {k} ({regions.classes(regions.by_key[k].path)[0]})" for k in by_path[:SHOWN]]
-        what = f"  the class is what fails: {len(by_path)} place{'s' * (len(by_path) != 1)} meet the path, for example"
-        return [what, *rows, *_below(regions, match), f"  of the wanted class there are: {listed(by_class)}"]
+        what = f"  the class does not match: {len(by_path)} place{'s' * (len(by_path) != 1)} match the path, for example"
+        return [what, *rows, *_below(regions, match), f"  of that class there are: {listed(by_class)}"]
     everywhere = [n for r in regions.by_key.values() for n in operations(r, match)]
     if everywhere:
-        return [f"  the path is what fails: the operation is found at {listed([n.name for n in everywhere])}"]
+        return [f"  the path does not match: the operation is at {listed([n.name for n in everywhere])}"]
     known = sorted({functions.short_name(n.target) for r in regions.by_key.values() for n in r.nodes})
     names = [op if isinstance(op, str) else functions.short_name(op) for op in match.op or ()]
     return [f"  no operation {', '.join(names)} here{did_you_mean(names[0], known)}; there are {', '.join(known)}"]
@@ -94,7 +94,9 @@ def _near_paths(regions: Regions, match: Match, pattern: str, by_class: list[str
         return [f"  {meant}"]
     pool = by_class or regions.ran
     near = difflib.get_close_matches(path.removeprefix("re:"), pool, n=SHOWN, cutoff=0.0)
-    why = f"the path is what fails: {len(pool)} places meet the other conditions" if by_class else f"{len(pool)} regions ran"
+    why = f"the path does not match: {len(pool)} places match the other conditions" if by_class else (
+        f"the model has {len(pool)} regions"
+    )
     return [f"  {why}, for example", *(f"    {k}" for k in near)]
 
 
@@ -112,7 +114,7 @@ def _meant(regions: Regions, match: Match, pattern: str) -> str:
     try:
         if not pattern.startswith("re:"):
             count = len(hits(regions, replace(match, path=f"**.{pattern}")))
-            return f"a pattern is held against whole paths: '**.{pattern}' matches {_places(count)}" if count else ""
+            return f"a pattern must match the whole path: '**.{pattern}' matches {_places(count)}" if count else ""
         expression = parse_port(pattern).path.removeprefix("re:").removeprefix("^")
         known = searched(expression, regions.candidates(pattern), SpecError)
     except FxplugError:  # a slice that goes beyond what is there, an expression that takes too long anywhere but at the start
@@ -120,9 +122,9 @@ def _meant(regions: Regions, match: Match, pattern: str) -> str:
     inside = [key for key in regions.ran if key in known and is_a(regions, regions.by_key[key].path, match.module)]
     if not inside:
         return ""
-    found = f"inside of one this is found at {_places(len(inside))}, for example {inside[0]}"
+    found = f"inside paths this is found at {_places(len(inside))}, for example {inside[0]}"
     whole = f"(?:{expression})" if "|" in expression else expression
-    return f"an expression must match from the start of a path; {found}: write 're:.*{whole}'"
+    return f"a regular expression must match from the start of a path; {found}: write 're:.*{whole}'"
 
 
 def _places(count: int) -> str:

@@ -30,7 +30,7 @@ def network_module(gm: TracedModule, p: Pass, name: str, spec: Mapping[str, Any]
     if isinstance(use, Path) or (isinstance(use, str) and not is_target(use)):
         return _from_folder(Path(use), what)
     if not isinstance(use, str):
-        raise SpecError(f"{what} is a {type(use).__name__}; it can be a module, a folder, or 'package.module:function'")
+        raise SpecError(f"{what} must be a module, a folder or 'package.module:function', not a {type(use).__name__}")
     make: Any = import_target(use, p.where)
     if "." in use.partition(":")[2] and not isinstance(import_target(use.rpartition(".")[0], p.where), type):
         raise SpecError(f"{what}: '{use}' must be a function, a class or a classmethod")
@@ -41,9 +41,9 @@ def network_module(gm: TracedModule, p: Pass, name: str, spec: Mapping[str, Any]
         finding = getattr(error, "finding", str(error))
         raise SpecError(finding if finding.startswith(what) else f"{what}: {finding}") from error
     except Exception as error:  # the network's constructor, diffusers' or anybody's
-        raise SpecError(f"{what}: {use} could not make it from this model: {type(error).__name__}: {error}") from error
+        raise SpecError(f"{what}: {use} fails for this model: {type(error).__name__}: {error}") from error
     if not isinstance(made, nn.Module):
-        raise SpecError(f"{what}: {use} gave a {type(made).__name__}, no nn.Module")
+        raise SpecError(f"{what}: {use} gave a {type(made).__name__}, not an nn.Module")
     return made
 
 
@@ -58,7 +58,7 @@ def unchanged(gm: TracedModule, who: str) -> Iterator[Unchanged]:
     if changed:
         path, names = next(iter(changed.items()))
         raise SpecError(
-            f"{who} changes the model that it is made for: {', '.join(names)} of '{path}'; change a copy of it, or change the "
+            f"{who} changes the model while it is built: {', '.join(names)} of '{path}'; change a copy of it, or change the "
             "model before it is traced"
         )
 
@@ -80,13 +80,13 @@ def _from_folder(folder: Path, what: str) -> nn.Module:
     folder = folder.parent if folder.name == "config.json" else folder
     if not (folder / "config.json").is_file():
         parts = sorted(f.parent.name for f in folder.glob("*/config.json"))
-        hint = f"; it is a pipeline's folder: name one of its models, {', '.join(parts)}" if parts else ""
+        hint = f": it is the folder of a pipeline; name one of its models, {', '.join(parts)}" if parts else ""
         raise SpecError(f"{what}: '{folder}' has no config.json{hint}")
     file = folder / "config.json"
     read = read_json(file, lambda finding: SpecError(f"{what}: '{file}' {finding}"))
     name = read.get("_class_name") if isinstance(read, dict) else None
     if not isinstance(name, str):
-        raise SpecError(f"{what}: '{file}' is no configuration of a diffusers model: it has no '_class_name'")
+        raise SpecError(f"{what}: '{file}' is not a configuration of a diffusers model: it has no '_class_name'")
     kind = _kind(name, what)
     try:
         return kind.from_pretrained(folder, local_files_only=True)  # type: ignore[no-any-return]

@@ -49,7 +49,7 @@ def named_sizes(gm: TracedModule, p: Pass) -> tuple[dict[str, int], dict[str, li
         shape, wanted = placeholders[name].meta.get("shape"), p.inputs[name]["shape"]
         if shape is None or len(shape) != len(wanted):
             found = "no tensor" if shape is None else f"of shape {list(shape)}"
-            raise SpecError(f"{p.name}: the model's input '{name}' is {found}; the pass wants {wanted}")
+            raise SpecError(f"{p.name}: the model's input '{name}' is {found}; the pass needs {wanted}")
         for size, known in zip(wanted, shape, strict=True):
             if isinstance(size, str) and size.isidentifier():
                 bound[size] = int(known)
@@ -132,7 +132,10 @@ def _samples(gm: TracedModule, p: Pass) -> str:
     if p.samples is None:
         first = next((str(port) for port, _, node in inputs if node.meta.get("shape")), None)
         if first is None:
-            raise SpecError(f"{p.name}: no input of the model is a tensor with samples, and slots are chosen by sample")
+            raise SpecError(
+                f"{p.name}: slots are chosen by sample, and no input of the model is a tensor with samples in its first "
+                "dimension: name one with 'samples'"
+            )
         return first
     wanted = parse_port(f":in.{p.samples}")
     try:
@@ -141,7 +144,7 @@ def _samples(gm: TracedModule, p: Pass) -> str:
         text = str(error) + did_you_mean(str(wanted), [str(port) for port, _, _ in inputs])
         raise SpecError(f"{p.name}: samples: {text}", where=p.where) from None
     if not node.meta["shape"]:
-        found = f"'{port}' is one number when traced, and has no dimension of samples"
+        found = f"'{port}' was one number when traced and has no dimension of samples"
         raise SpecError(f"{p.name}: samples: {found}", where=p.where)
     return str(port)
 
@@ -155,8 +158,8 @@ def join(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
     if p.parallel:
         given = "".join(f", {key}={value!r}" for key, value in p.parallel.items() if value not in (1, None))
         raise SpecError(
-            f"{p.name}: its places are found by running the model: plan = fxplug.parallel_plan(gm, args, kwargs{given}), "
-            "then fxplug.parallelize(gm, plan), after the last other pass"
+            f"{p.name}: a parallel pass is not applied with apply, because the model has to run to find its places: after the "
+            f"other passes, call plan = fxplug.parallel_plan(gm, args, kwargs{given}) and fxplug.parallelize(gm, plan)"
         )
     if p.loads and not p.rules:
         p = extensions.need_hook("rules_of_files", "adapters")(gm, p)
@@ -186,9 +189,9 @@ def join(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
             if differences:
                 break  # of another architecture: no size will do
     assert failed is not None
-    more = f"\n  no size fits; tried {'; '.join(tried)}" if len(tried) > 1 else ""
+    more = f"\n  no size fits: tried {'; '.join(tried)}" if len(tried) > 1 else ""
     if differences:
-        raise TraceError(f"{p.name}: the network is made for another model:{differences}\n  {failed}") from failed
+        raise TraceError(f"{p.name}: the network was made for another model:{differences}\n  {failed}") from failed
     raise TraceError(f"{p.name}: {failed}{more}") from failed
 
 
@@ -343,8 +346,8 @@ class _Arguments:
         except TypeError as error:
             kind = type(self.module).__name__
             raise SpecError(
-                f"network '{self.name}' ({kind}) cannot be called: {error}; it takes {', '.join(signature.parameters)}, and is "
-                f"given {', '.join([*map(str, self.spec), *(k for k in kwargs if k not in self.spec)]) or 'nothing'}"
+                f"network '{self.name}' ({kind}) cannot be called: {error}; it takes {', '.join(signature.parameters)}, and "
+                f"the pass gives {', '.join([*map(str, self.spec), *(k for k in kwargs if k not in self.spec)]) or 'nothing'}"
             ) from None
 
     def of_host(self, name: str) -> Any:

@@ -164,7 +164,7 @@ class _Comparison:
             with in_mode(mode.training, self.gm, self.new):
                 return self.compare(mode)
         except TraceError:
-            return f"not {mode.label}: the model could not be traced in that mode"
+            return f"not checked {mode.label}: the model could not be traced in that mode"
 
     def compare(self, mode: CallMode) -> str | None:
         try:
@@ -172,8 +172,8 @@ class _Comparison:
         except Exception as error:  # the model's
             text = f"{type(error).__name__}: {_first_line(error)}"
             if mode is not CALL_MODES[0]:
-                return f"not {mode.label}: the model itself fails there ({text})"
-            raise VerifyError(f"the model itself fails on these inputs, without any pass: {text}") from error
+                return f"not checked {mode.label}: the model itself fails there ({text})"
+            raise VerifyError(f"the model fails on these inputs without any pass: {text}") from error
         try:
             new = self.call(self.new, mode)
         except Exception as error:  # the rewritten model's: its blocks may be the user's
@@ -183,7 +183,7 @@ class _Comparison:
         if finding is None:
             return note or None
         if (unsteady := first_difference(base, self.call(self.gm, mode))) is not None:
-            again = f"the model itself does otherwise when it is called again{mode.which(unsteady.index)}"
+            again = f"the model gives another result when it is called again{mode.which(unsteady.index)}"
             raise Unchecked(f"{again}, with the same state, inputs and seed: {unsteady.text}")
         return self.explain(mode, base, new) or self.raise_located(mode, finding)
 
@@ -206,14 +206,14 @@ class _Comparison:
         opened = _opened_attentions(self.gm, self.new)
         for draws in (False, True):
             ours = self.call(self.new, mode, isolated) if draws else new
-            drawn = "random numbers that the passes draw were kept apart" if draws else ""
+            drawn = "random numbers that the passes draw are drawn separately" if draws else ""
             if draws and first_difference(base, ours) is None:
                 return drawn
             if opened:
                 control = self.call(apply(self.gm, _identity_pass(opened)), mode)
                 if first_difference(control, ours) is None and close_enough(base, control):
                     text = f"outputs agree within rounding where {', '.join(opened)} was opened: MultiheadAttention computes "
-                    return text + "in another order then" + (f"; {drawn}" if draws else "")
+                    return text + "in another order there" + (f"; {drawn}" if draws else "")
         return None
 
     # --- who it was
@@ -254,7 +254,7 @@ class _Comparison:
             line = f" ({entry['where']})" if entry.get("where") else ""
             where = f"\n  first region to differ: {entry.get('site', '')} ({entry.get('block', '')}){line}"
         elif watch.first is not None:
-            where = f"\n  first value to differ: '{watch.first.name}', which no block stands before"
+            where = f"\n  first value to differ: '{watch.first.name}', before any block"
         raise VerifyError(f"{names} says it is neutral, but {finding.text}{mode.which(finding.index)}{where}")
 
 

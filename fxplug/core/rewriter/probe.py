@@ -174,7 +174,7 @@ def locate_error(probe: Probe, error: Exception) -> VerifyError:
     if isinstance(error, AddedInput):
         return VerifyError(f"the example inputs do not fit: {text}")
     if isinstance(error, FxplugError):
-        text = f"{text} (a decision of the original model does not hold after the rewrite)"
+        text = f"{text} (a guard of the original model fails after the rewrite)"
     shapes = ", ".join(
         f"{a.name} {list(probe.env[a].shape)}" for a in node.all_input_nodes if isinstance(probe.env.get(a), torch.Tensor)
     )
@@ -191,7 +191,7 @@ def locate_error(probe: Probe, error: Exception) -> VerifyError:
         now = f"{list(made.shape)} where {list(before)} was"
         if tuple(made.shape) == tuple(before):
             now = f"{made.dtype} where {inserted.meta.get('dtype')} was"
-    return VerifyError(f"{what} gives {now}, and '{node.name}' cannot take it ({shapes}): {text}")
+    return VerifyError(f"{what} returns {now}, and '{node.name}' cannot take it ({shapes}): {text}")
 
 
 def changes(probe: Probe, node: fx.Node) -> bool:
@@ -342,7 +342,7 @@ def check_writes(gm: TracedModule, new: TracedModule, call: Call) -> Iterator[No
     yield
     changed = [what for what, t, before in watched if version(t) != before]
     if changed:
-        raise VerifyError(f"{changed[0]} is written by a block that keeps it as its own: a block changes nothing of the model")
+        raise VerifyError(f"a block writes to {changed[0]}: a block must not change the model's tensors")
 
 
 def named_leaves(module: nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -356,13 +356,13 @@ def first_difference(base: list[CallOutcome], new: list[CallOutcome]) -> CallDif
         if off := unlike(a.out, b.out):
             return CallDifference(index, f"outputs differ {off}")
         if off := unlike(a.inputs, {**b.inputs} if isinstance(b.inputs, dict) else common_part(a.inputs, b.inputs)):
-            return CallDifference(index, f"the inputs after the call differ {off}")
+            return CallDifference(index, f"the inputs differ after the call, {off}")
         for name in a.state.keys() & b.state.keys():
             if off := unlike(a.state[name], b.state[name]):
-                return CallDifference(index, f"'{name}' after the call differs {off}")
+                return CallDifference(index, f"'{name}' differs after the call, {off}")
         if lost := sorted(a.reached - b.reached):
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            return CallDifference(index, f"no gradient reaches {', '.join(lost[:3])}{more} any more")
+            return CallDifference(index, f"gradients no longer reach {', '.join(lost[:3])}{more}")
     return None
 
 
@@ -391,5 +391,5 @@ def constant_output_note(out: Any) -> str:
     if tensors and all(t.isnan().all() for t in tensors):
         raise Unchecked("every output of the model is NaN on these inputs, so there is nothing to compare")
     if tensors and all(equal(t, t.flatten()[:1].expand(t.numel()).view(t.shape)) for t in tensors):
-        return "every output is one value throughout, which may hide what changed before it"
+        return "every output has the same value everywhere, which may hide a change before it"
     return ""

@@ -94,7 +94,7 @@ class Site:
     def parameter(self) -> nn.Parameter:
         """The parameter that a block with place 'param' maps, with its values."""
         if self.port.side != "param":
-            raise SpecError("it maps no parameter: its rule must say 'place: param'")
+            raise SpecError("it does not act on a parameter: set 'place: param' in its rule")
         found = self.module._parameters[str(self.port.keys[0])]
         assert found is not None
         return found
@@ -148,13 +148,16 @@ class Sites(list[Site]):
         """Raises SpecError for another module than they were found on, for sites that others found, and for one twice."""
         if gm is not self.host:
             raise SpecError(
-                f"{self.p.name}: these sites were found on another traced module than the one they are applied to: find them "
-                "on that one, or give the pass"
+                f"{self.p.name}: these sites were found in another traced module than the one they are applied to: find them "
+                "in this one, or apply the pass"
             )
         if strange := [site for site in self if id(site) not in self._found]:
             raise SpecError(f"{self.p.name}: the site '{strange[0]}' was not found by this pass here")
         if twice := [site for site, times in Counter(map(id, self)).items() if times > 1]:
-            raise SpecError(f"{self.p.name}: the site '{self._found[twice[0]]}' stands in the list twice, and takes one block")
+            raise SpecError(
+                f"{self.p.name}: the site '{self._found[twice[0]]}' is in the list twice, and can have one block only: remove "
+                "one of the two"
+            )
 
 
 def input_name(gm: TracedModule, p: Pass, name: str) -> str:
@@ -300,7 +303,7 @@ def backward(site: Site, args: list[Any], late: fx.Node, first: str, early: list
     """What to say of an argument, `late` in it, that is computed behind the place where it is wanted."""
     index = next((i for i, arg in enumerate(args) if late in nodes_in(arg)), 0)
     where = f"{site.rule.where}: " if str(site.rule.where) else ""
-    why = "depends on it" if reaches(early, late) else "is computed only after it was used"
+    why = "depends on it" if reaches(early, late) else "is computed after that"
     value = site.args[index].address or site.rule.args[index]
     return MatchError(
         f"{where}{site.pass_name}: the value '{value}' cannot flow to '{site.port}': {first}, and '{value}' {why}, so it would "
@@ -315,8 +318,8 @@ def check_flow(graph: fx.Graph, name: str) -> None:
         if late is not None:
             place = late.meta.get("pass", {}).get("site") or late.name
             raise MatchError(
-                f"{name}: what is put in at '{place}' is computed from values that come after '{node.name}', which reads it: "
-                "a value can only flow to what runs later"
+                f"{name}: the block at '{place}' needs values that are computed after '{node.name}', which reads its result: a "
+                "value can only flow to what runs later"
             )
 
 

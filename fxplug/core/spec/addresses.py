@@ -79,8 +79,8 @@ def parse_port(text: str) -> Port:
     found = ADDRESS.match(text)
     if found is None or ":" in BRACES.sub("", found["path"]):
         raise SpecError(
-            f"'{text}' is no address of a value: write 'path', 'path:in', 'path:in[1]', 'path:in.name', "
-            "'path:out[1][0]' or 'path:param.weight'"
+            f"'{text}' is not an address of a value: write 'path', 'path:in', 'path:in[1]', 'path:in.name', 'path:out[1][0]' "
+            "or 'path:param.weight'"
         )
     return Port(found["path"], found["side"] or "out", _keys(found["keys"] or ""))
 
@@ -123,7 +123,7 @@ def alternatives(text: str) -> list[str]:
     for part in parts:
         count *= len(part)
         if count > MOST:
-            raise SpecError(f"{shown(text)} stands for more than {MOST} patterns: write `*` for some of its braces")
+            raise SpecError(f"{shown(text)} expands to more than {MOST} patterns: write `*` for some of its braces")
     return list(dict.fromkeys(map("".join, product(*parts))))
 
 
@@ -145,7 +145,9 @@ def _wild(part: str) -> str:
 def _names(part: str, text: str) -> list[str]:
     names = [name.strip() for name in part[1:-1].split(",")]
     if odd := next((name for name in names if ":" in name or "=" in name), None):
-        raise SpecError(f"'{odd}' in {shown(text)}: a slice stands alone in its braces, {{0:12}}; names are {{qkv,proj}}")
+        raise SpecError(
+            f"'{odd}' in {shown(text)}: a slice must be alone in its braces, {{0:12}}; a list of names is {{qkv,proj}}"
+        )
     return names
 
 
@@ -171,13 +173,13 @@ def compile_pattern(text: str) -> re.Pattern[str]:
             name = part[1:-1]
             if not name.isidentifier():
                 raise SpecError(
-                    f"'{part}' in '{text}' catches nothing: write {{i}}, names {{qkv,proj}}, a position {{-1}}, "
-                    f"a slice {{0:12}}, or {{i=0:12}}"
+                    f"'{part}' in '{text}' is not a placeholder: write {{i}}, names {{qkv,proj}}, a position {{-1}}, a slice "
+                    f"{{0:12}}, or {{i=0:12}}"
                 )
             out.append(rf"(?P={name})" if name in seen else rf"(?P<{name}>[^.]+)")
             seen.add(name)
         elif "{" in part or "}" in part:
-            found = "has braces that do not close, or stand in others: write each way as a pattern of its own in a list"
+            found = "has braces that are not closed, or are nested: write a list with one pattern for each alternative"
             raise SpecError(f"{shown(text)} {found}")
         else:
             out.append(_wild(part))
@@ -282,7 +284,7 @@ def is_risky(expression: str, starts: int = 1) -> bool:
 def check_expression(text: str, raises: Raises) -> None:
     """Raise what `raises` makes unless this is a regular expression, of bounded length, that compiles in bounded time."""
     if len(text) > DEFAULT.text:
-        raise raises(f"has {len(text)} characters, and more than {DEFAULT.text} are not read")
+        raise raises(f"has {len(text)} characters; the limit is {DEFAULT.text}")
     if is_risky(text):
         first_matches([[text]], [], raises)
     else:
@@ -318,14 +320,15 @@ def first_matches(
         )
         answer = json.loads(done.stdout)
     except OSError as error:
-        raise raises(f"cannot be matched: no process of Python starts ({error.strerror})") from None
+        raise raises(
+            f"cannot be matched: the Python process that matches regular expressions cannot be started ({error.strerror})"
+        ) from None
     except (subprocess.TimeoutExpired, ValueError):
         stopped = f"(stopped after {SLOW_PATTERN_SECONDS:g} s)"
         if sum(map(len, groups)) > 1:
             raise raises(f"take too long to match {stopped}") from None
         raise raises(
-            f"backtracks without end on these paths {stopped}: "
-            "it repeats something that is itself a repeat; write it without the inner one"
+            f"backtracks without end on these paths {stopped}: it repeats a group that itself repeats; remove the inner repeat"
         ) from None
     if isinstance(answer, list) and isinstance(answer[0], str):
         raise raises(f"is not a regular expression: {shown(answer[0])}: {answer[1]}")
@@ -372,7 +375,7 @@ def by_ending(
     """
     longest = max((len(pattern) for table in tables for pattern in table), default=0)
     if longest > limits.text:
-        raise raises(f"has a pattern of {longest} characters, and more than {limits.text} are not read; see Limits")
+        raise raises(f"has a pattern of {longest} characters; the limit is {limits.text}; fxplug.Limits can raise it")
     order = [{pattern: index for index, pattern in enumerate(table)} for table in tables]
     hard = [[pattern for pattern in table if not PLAIN.fullmatch(pattern)] for table in tables]
     caught: list[dict[str, tuple[int, dict[str, str]]]] = [{} for _ in tables]

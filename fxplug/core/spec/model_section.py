@@ -115,7 +115,7 @@ class WeightsSpec(Section):
         {}, "what the file calls each key of the model, by pattern; a list is joined", {"{a}.weight": "net.{a}.w"}
     )
     ignore: Annotated[list[str], checked(_patterns, str | list[str])] = setting(
-        [], "patterns of keys in the file that the model has no use for", ["head.*"]
+        [], "patterns of keys in the file that the model does not use", ["head.*"]
     )
 
     @model_validator(mode="before")
@@ -132,7 +132,7 @@ class WeightsSpec(Section):
     @model_validator(mode="after")
     def _one_way(self) -> WeightsSpec:
         if self.order and self.keys:
-            raise located(SpecError("'order' and 'keys' exclude each other"))
+            raise located(SpecError("'order' and 'keys' cannot be used together: give one of them"))
         return self
 
     def find(self, base: Path) -> Path:
@@ -150,7 +150,7 @@ class WeightsSpec(Section):
         found = [f for f in files if fnmatch(str(f), self.file) or fnmatch(f.name, self.file)]
         if len(found) != 1:
             listed = "".join(f"\n  {f}" for f in found) or did_you_mean(self.file, [f.name for f in files])
-            finding = f"'{self.file}' is {len(found)} files of package '{self.package}', not one{listed}"
+            finding = f"'{self.file}' must match one file of package '{self.package}', and matches {len(found)}{listed}"
             raise SpecError(finding, path=("weights", "file"))
         return Path(str(found[0].locate()))
 
@@ -159,8 +159,8 @@ def _shape(value: Any, path: tuple[str | int, ...] = ()) -> tuple[int, ...]:
     sizes = value if isinstance(value, (list, tuple)) else [value]
     for size in sizes:
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            finding = f"a shape is a list of whole numbers, {shown(size)} is none"
-            raise SpecError(f"{finding}; a constant list is {{value: [...]}}", path=path)
+            finding = f"a shape is a list of whole numbers, not {shown(size)}"
+            raise SpecError(f"{finding}; write a list that is a constant as {{value: [...]}}", path=path)
     if sizes is not value:
         raise SpecError(f"must be a list of whole numbers, not {shown(value)}", path=path)
     return tuple(sizes)
@@ -181,7 +181,7 @@ class Tensor(Section):
     @model_validator(mode="after")
     def _one_filling(self) -> Tensor:
         if self.fill is not None and (self.low is not None or self.high is not None):
-            raise located(SpecError("'fill' and 'low' or 'high' exclude each other"))
+            raise located(SpecError("'fill' cannot be used together with 'low' or 'high'"))
         if self.high is not None and self.high <= (self.low or 0):
             raise located(SpecError(f"must be above low, {self.low or 0}, not {self.high}", path=("high",)))
         return self
@@ -218,6 +218,6 @@ def _input(value: Any, path: tuple[str | int, ...]) -> InputSpec:
     if "shape" not in value:
         if any(key in value and not isinstance(value[key], (list, Mapping)) for key in others):
             near = next((f" (found '{key}')" for key in value if did_you_mean("shape", [key])), "")
-            raise SpecError(f"missing key 'shape'{near}; a constant mapping is {{value: ...}}", path=path)
+            raise SpecError(f"missing key 'shape'{near}; write a mapping that is a constant as {{value: ...}}", path=path)
         return {str(key): _input(item, (*path, key)) for key, item in value.items()}
     return validate(Tensor, value, *path)

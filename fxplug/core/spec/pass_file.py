@@ -80,7 +80,7 @@ def _near(module: str, where: Where) -> str:
     package, _, leaf = module.rpartition(".")
     beside = Path(where.file).parent / f"{module}.py"
     if where.file and beside.is_file():
-        return f"; {beside.name} lies beside {Path(where.file).name}: put that folder on PYTHONPATH"
+        return f"; {beside.name} is in the folder of {Path(where.file).name}: put that folder on PYTHONPATH"
     search = getattr(import_module(package), "__path__", []) if package else None
     prefix = f"{package}." if package else ""
     return did_you_mean(module, (prefix + found.name for found in pkgutil.iter_modules(search)))
@@ -160,11 +160,11 @@ def shipped(kind: str) -> dict[str, Path]:
     found = {p.relative_to(top).with_suffix("").as_posix(): p for p in sorted(top.rglob("*.yaml"))}
     for name, path in extensions.parts("passes").items() if kind == "passes" and extensions.others() else ():
         if name in found:
-            raise ClashError(f"an extension brings the pass '{name}' ({path}), which is one of fxplug's: rename it there")
+            raise ClashError(f"an extension has a pass '{name}' ({path}), and so has fxplug: rename the pass of the extension")
         package, _, file = path.partition(":")
         spec = find_spec(package)
         if spec is None or spec.origin is None:
-            raise SpecError(f"the pass '{name}' of an extension lies beside the module '{package}', which does not exist")
+            raise SpecError(f"an extension has its pass '{name}' in the package '{package}', which does not exist")
         found[name] = Path(spec.origin).parent / file
     return found
 
@@ -178,7 +178,7 @@ def find_file(text: str | Path, kind: str, base: Path | None = None) -> Path:
     if str(text) in known:
         return known[str(text)]
     beside = (base or Path.cwd()) / f"{text}.yaml"
-    hint = f"; for the file here write '{text}.yaml'" if beside.is_file() else did_you_mean(text, known)
+    hint = f"; for the file in this folder write '{text}.yaml'" if beside.is_file() else did_you_mean(text, known)
     hint += extensions.unusable_note()
     raise SpecError(f"no {one} named '{text}'{hint}")
 
@@ -212,7 +212,9 @@ def load_pass(
     check_common(common)
     if isinstance(source, Pass):
         if params:
-            raise SpecError(f"pass '{source.name}' has no parameters left to give: {', '.join(params)}")
+            raise SpecError(
+                f"pass '{source.name}' was loaded with its parameters already, so these cannot be given: {', '.join(params)}"
+            )
         for index, rule in enumerate(source.rules):
             _check_allowed(rule.use, allow, rule.where, ("rules", index, "use"))
         return replace(source, **common)
@@ -251,7 +253,7 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
         raise read.error(f"must be a mapping, not {shown(read.data['params'])}", "params")
     for key in read.data.get("params", {}):
         if key in (*COMMON, "base", "allow"):
-            raise read.error(f"parameter '{key}' has the name of a common setting", "params", key=key)
+            raise read.error(f"parameter '{key}' has the name of a setting that every pass has: rename it", "params", key=key)
         with read.inside("params"):
             check_name(key)
     name = re.sub(r"\W", "_", Path(read.file).stem)
@@ -289,7 +291,7 @@ class Draft:
         located = {"base": base} if "base" in inspect.signature(maker).parameters else {}
         made = maker({"name": self.name, **given} if isinstance(given, Mapping) else given, **located)
         if not isinstance(made, Pass):
-            raise SpecError(f"'{self.maker}' gave {shown(made)}, no Pass", where=at)
+            raise SpecError(f"'{self.maker}' gave {shown(made)}, not a Pass", where=at)
         for index, rule in enumerate(made.rules):
             _check_allowed(rule.use, allow, rule.where, ("rules", index, "use"))
             _check_options(rule.options, allow, rule.where, ("rules", index, "options"))
@@ -345,10 +347,11 @@ class Draft:
         for key, nothing in (("inputs", {}), ("networks", {}), ("slots", 0), ("samples", None), ("parallel", {})):
             data = {**data, key: _fill(data.get(key, nothing), values, used, source, (key,))}
         if not rules and not data["parallel"]:
-            raise source.error("every rule is left out: the parameters name no places", "rules")
+            raise source.error("every rule is left out, because the parameters name no places: give one that does", "rules")
         unused = [key for key in values if key not in used]
         if unused:
-            raise source.error(f"parameter '{unused[0]}' is used nowhere", "params", key=unused[0])
+            raise source.error(f"parameter '{unused[0]}' is not used by any rule: remove it, or write ${unused[0]} where it "
+                               "belongs", "params", key=unused[0])
         if not source.file and "name" not in {**data, **common}:
             raise SpecError("a pass without a file needs a 'name'")
         data = {key: value for key, value in data.items() if key not in PAGE_KEYS}
@@ -416,7 +419,7 @@ def _check_allowed(
         listed = ", ".join(roots)
         raise SpecError(f"module '{module}' is not allowed; allowed are {listed}", path=path, where=at)
     if "." in name:  # the modules that an allowed module imports are attributes of it
-        raise SpecError(f"'{name}' must be one name: its module is what is allowed", path=path, where=at)
+        raise SpecError(f"'{name}' must be one name without dots: only its module is allowed", path=path, where=at)
 
 
 def _check_options(value: Any, allow: Sequence[str] | None, at: Where, path: Sequence[str | int]) -> None:

@@ -61,7 +61,7 @@ class Match:
         if not isinstance(patterns, str) and not patterns:
             raise SpecError("needs at least one path", path=("path",))
         if inner and ops:
-            raise SpecError("'within' finds layers and 'op' operations: a rule has one of them", path=("within",))
+            raise SpecError("'within' finds layers and 'op' finds operations: give only one of them", path=("within",))
         _set(self, path=patterns, module=classes, op=ops or None, within=inner)
 
     @property
@@ -109,19 +109,23 @@ class Rule:
                 check_target(use, "use")
             _check_port(self.port, place)
             if combine is not None and (combine not in COMBINE or place != "replace"):
-                found = f"no way {shown(combine)} to combine{did_you_mean(combine, COMBINE)}; one of {', '.join(COMBINE)}"
-                raise SpecError(found if combine not in COMBINE else "goes with 'place: replace' only", path=("combine",))
+                found = f"must be one of {', '.join(COMBINE)}, not {shown(combine)}{did_you_mean(combine, COMBINE)}"
+                raise SpecError(found if combine not in COMBINE else "is only allowed with 'place: replace'", path=("combine",))
             options = {} if self.options is None else self.options
             if not isinstance(options, Mapping):
                 raise SpecError(f"must be a mapping, not {shown(options)}", path=("options",))
             if name is not None and (not isinstance(name, str) or not name):
                 raise SpecError(f"must be text, not {shown(name)}", path=("name",))
             if name is not None and place == "param":
-                raise SpecError("a block that maps a parameter has no second result to keep", path=("name",))
+                raise SpecError("place 'param' cannot keep a second result: its block returns the parameter alone; remove "
+                                "'name'", path=("name",))
             usual = {"before": ("x",), "param": ("value",)}.get(place, ("x", "y"))
             addresses = _check_args(usual if self.args is None else self.args, match)
             if use is None and (len(addresses) != 1 or options or name):
-                raise SpecError("a rule without 'use' puts one value there: it has one of 'args', no options and no name")
+                raise SpecError(
+                    "a rule without 'use' replaces a value by another: give one value in 'args', and neither 'options' nor "
+                    "'name'"
+                )
             count = _check_expect(self.expect)
         except SpecError as error:
             raise SpecError(error.finding, path=error.path, where=self.where) from None
@@ -187,7 +191,7 @@ class Pass:
             found = f"must be the name of an input of the model, such as 'timestep' or 'x[0]', not {shown(self.samples)}"
             raise SpecError(found, path=("samples",))
         if self.samples is not None and not self.slots:
-            raise SpecError("goes with slots: it says which input has the samples that choose among them", path=("samples",))
+            raise SpecError("requires 'slots': it names the input whose samples choose among them", path=("samples",))
         validate(PlanOptions, self.parallel, "parallel")
         if self.parallel:
             for key in ("rules", "inputs", "networks", "slots", "lr", "weight_decay", "expect"):
@@ -228,7 +232,7 @@ def check_common(settings: Mapping[str, Any]) -> None:
     if "name" in settings:
         check_name(settings["name"], "name")
         if iskeyword(settings["name"]):
-            raise SpecError(f"'{settings['name']}' is a word of Python's own", path=("name",))
+            raise SpecError(f"'{settings['name']}' is a Python keyword: choose another name", path=("name",))
     for key in ("lr", "weight_decay"):
         value = settings.get(key)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -307,7 +311,7 @@ def _check_args(args: Any, match: Match) -> tuple[str | tuple[str, ...], ...]:
             finding = f"must be a port or a list of ports, not {shown(item)}; constants go to 'options'"
             raise SpecError(finding, path=("args", index))
         if len(item) != len(match.patterns):
-            finding = f"{len(item)} ports for {len(match.patterns)} path patterns; they pair up in order"
+            finding = f"{len(item)} ports for {len(match.patterns)} path patterns: they are paired in order, so give as many"
             lists = f"\n  path: {list(match.patterns)}\n  args[{index}]: {list(item)}"
             raise SpecError(finding + lists, path=("args", index))
         addresses.append(tuple(item))
@@ -319,7 +323,7 @@ def _check_expect(expect: Any) -> tuple[str, int]:
     found = re.fullmatch(r"\s*(==|>=|<=|!=|>|<|)\s*(\d+)\s*", text, re.ASCII)
     if not found or isinstance(expect, bool):
         forms = ", ".join(f"{sign}N" for sign in _COUNTS)
-        raise SpecError(f"{shown(expect)} is not a count; write one of {forms}", path=("expect",))
+        raise SpecError(f"{shown(expect)} is not a count: write one of {forms}", path=("expect",))
     return found[1] or "==", int(found[2])
 
 

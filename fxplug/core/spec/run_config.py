@@ -37,7 +37,7 @@ def _passes(value: Any, info: ValidationInfo) -> list[Pass]:
     for index, item in enumerate(value):
         passes.append(_pass(item, base, ("passes", index)))
         if passes[-1].name in [p.name for p in passes[:-1]]:
-            finding = f"a second pass named '{passes[-1].name}'; give this one a 'name' of its own"
+            finding = f"another pass is named '{passes[-1].name}' already: give this one a 'name' of its own"
             raise SpecError(finding, path=("passes", index))
     return passes
 
@@ -77,7 +77,7 @@ class Config(Section):
         "resnet18",
     )
     weights: WeightsSpec | None = setting(
-        None, "a weight file, or where it lies in an installed package; null: the model as it is made", "a.safetensors"
+        None, "a weight file, or where it is in an installed package; null: the model as it is made", "a.safetensors"
     )
     device: str = setting("cpu", "where the model is; `meta` needs no memory", "cuda")
     dtype: Dtype | None = setting(None, "what the model's weights are converted to; null leaves them", "bfloat16")
@@ -150,7 +150,7 @@ def load_config(
     for item in [set] if isinstance(set, str) else set:
         _assign(read, item)
     try:
-        with read.inside(), reported(read.error, "names a file that cannot be looked for"):
+        with read.inside(), reported(read.error, "names a file whose path the system does not accept"):
             config = Config.model_validate(read.data, context={"source": read, "base": base})
     except ValidationError as error:
         raise _translated(error, Config, read) from None
@@ -197,7 +197,7 @@ def _assign(source: Source, item: str) -> None:
     try:
         data = parse_yaml(value).data
     except SpecError as error:
-        quoted = f"; as text it stands in quotes: --set '{text}={json.dumps(value, ensure_ascii=False)}'"
+        quoted = f"; to give text, quote it: --set '{text}={json.dumps(value, ensure_ascii=False)}'"
         finding = error.finding if value.startswith("[") else error.finding.removesuffix(QUOTES) + quoted
         raise SpecError(finding, where=here) from None
     node: Any = source.data
@@ -214,7 +214,7 @@ def _assign(source: Source, item: str) -> None:
         elif step is None and (path[0] in FREE or path == ("model", "options")):
             step = {}
         elif not isinstance(step, (dict, list)):
-            finding = f"leads nowhere: '{dotted(path)}' is {shown(step)}, it has no '{text}'"
+            finding = f"no such key: '{dotted(path)}' is {shown(step)}, which has no '{text}'"
             raise SpecError(finding, where=here)
         node[key] = step
         node = step
@@ -229,7 +229,7 @@ def _step(node: Any, text: str, path: tuple[str | int, ...], here: Where) -> tup
     head, _, rest = text.partition(".")
     if isinstance(node, list):
         if not head.isdecimal() or int(head) >= len(node):
-            finding = f"leads nowhere: '{dotted(path)}' has {len(node)} items, there is no '{head}'"
+            finding = f"no such item: '{dotted(path)}' has {len(node)} items, and no '{head}'"
             raise SpecError(finding, where=here)
         return int(head), rest, node[int(head)]
     inside = [key for key in node if text == key or text.startswith(f"{key}.")]  # './a.yaml' is a key
@@ -241,7 +241,7 @@ def _step(node: Any, text: str, path: tuple[str | int, ...], here: Where) -> tup
     if closed and head not in known:
         place = f"'{dotted(path)}'" if path else "a configuration"
         listed = f"it has {', '.join(known)}" if known else "it is empty"
-        finding = f"leads nowhere: {place} has no '{head}'{did_you_mean(head, known)}; {listed}"
+        finding = f"no such key: {place} has no '{head}'{did_you_mean(head, known)}; {listed}"
         raise SpecError(finding, where=here)
     return head, rest, None
 

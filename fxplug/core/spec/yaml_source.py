@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from .. import errors, reading
 from ..errors import DEFAULT, LONGEST, Limits, SpecError, brief, brief_fields, cut, did_you_mean
 
-QUOTES = "; a text that begins with * or {, or has braces within [ ] or { }, stands in quotes"
+QUOTES = "; quote a text that begins with * or {, or has braces within [ ] or { }"
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _plain(
         return SpecError(finding, where=Where(file, at.start_mark.line + 1))
 
     if node in around:
-        raise refuse("an alias that stands inside its own anchor", node)
+        raise refuse("an alias inside its own anchor: it would contain itself", node)
     if len(lines) > limits.entries:
         raise refuse(f"more than {limits.entries} values", node)
     if len(path) > limits.depth:
@@ -195,7 +195,7 @@ def _plain(
             if key.value in mapping:
                 raise refuse(f"key '{_cut(key.value)}' given twice", key)
             if len(key.value) > limits.text:
-                raise refuse(f"a key of {len(key.value)} characters, and more than {limits.text} are not read", key)
+                raise refuse(f"a key of {len(key.value)} characters; the limit is {limits.text}", key)
             lines[*path, key.value] = Where(file, key.start_mark.line + 1)
             mapping[key.value] = _plain(value, (*path, key.value), lines, file, (*around, node), limits)
         return mapping
@@ -207,13 +207,13 @@ def _plain(
         return items
     if isinstance(node, yaml.ScalarNode) and tag in _SCALARS:
         if tag in ("int", "float") and len(node.value) > limits.digits:
-            raise refuse(f"a number of {len(node.value)} digits, and more than {limits.digits} are not read", node)
+            raise refuse(f"a number of {len(node.value)} digits; the limit is {limits.digits}", node)
         try:
             return _SCALARS[tag](node.value)
         except ValueError:
             raise refuse(f"'{_cut(node.value)}' does not fit its tag '!!{tag}'", node) from None
     name = _cut(node.tag if tag == node.tag else f"!!{tag}")
-    raise refuse(f"tag '{name}' is not allowed; only plain values are read", node)
+    raise refuse(f"tag '{name}' is not allowed: only plain YAML values are read", node)
 
 
 def _cut(text: str) -> str:
@@ -240,7 +240,7 @@ def braces(value: object) -> str:
     """A hint for a mapping that was meant as a text with braces, such as `{qkv,proj}`; else an empty text."""
     if not (isinstance(value, Mapping) and value and all(isinstance(k, str) and v is None for k, v in value.items())):
         return ""
-    return f"; in YAML this is text when it stands in quotes: \"{{{','.join(map(str, value))}}}\""
+    return f"; quote it in YAML to make it text: \"{{{','.join(map(str, value))}}}\""
 
 
 def shown(value: object) -> str:
@@ -373,7 +373,8 @@ def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Findi
             # a field with an example says what it is for, and not what it must be
             named = fields(section, path[:-1]).get(str(path[-1])) if path else None
             expected = (named.description if named and not named.examples else None) or _KINDS.get(kind)
-            yield Finding(f"must be {expected}, not {shown(value)}" if expected else f"{shown(value)} does not fit", path)
+            yield Finding(f"must be {expected}, not {shown(value)}" if expected else f"{shown(value)} is not allowed "
+                                                                                     "here", path)
 
 
 def fields(section: type[BaseModel], path: Sequence[str | int]) -> dict[str, Any]:

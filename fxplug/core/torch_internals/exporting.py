@@ -30,8 +30,8 @@ def guards_of(program: ExportedProgram) -> list[str]:
         return list(program._guards_code)
     except AttributeError:
         raise FxplugError(
-            f"torch {torch.__version__} does not say which sizes an exported program holds for, and a package without these "
-            "conditions would compute wrong results: use a torch that fxplug was tested with"
+            f"torch {torch.__version__} does not report for which sizes an exported program is valid, and a package without "
+            "these conditions would compute wrong results: use a version of torch that fxplug is tested with"
         ) from None
 
 

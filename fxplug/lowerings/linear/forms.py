@@ -55,10 +55,10 @@ def form_named(how: str) -> str:
     """The form of this name, or `auto`; for the name of an earlier one what took its place. Raises SpecError."""
     known = ["auto", *FORMS]
     if how in EARLIER:
-        say(f"form '{how}' was never faster than '{EARLIER[how]}', which is taken")
+        say(f"form '{how}' was never faster than '{EARLIER[how]}', which is used instead")
         return EARLIER[how]
     if how not in known:
-        raise SpecError(f"fuse has no form {shown(how)}{did_you_mean(str(how), known)}; it has {', '.join(known)}")
+        raise SpecError(f"fuse must be one of {', '.join(known)}, not {shown(how)}{did_you_mean(str(how), known)}")
     return how
 
 
@@ -139,7 +139,7 @@ def read(file: Path, stamp: int) -> Mapping[Case, dict[str, Any]]:
         entries = {_case(text): entry for text, entry in document["cases"].items()}
         for entry in entries.values():
             if entry["form"] not in FORMS:
-                raise ValueError(f"no form {entry['form']!r}")
+                raise ValueError(f"unknown form {entry['form']!r}")
             dict(entry["ratios"])
         return entries
     except (FxplugError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -138,10 +138,10 @@ def called(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...]) -
 def misfit(lora: Lora, node: fx.Node, kind: str, x: Any) -> str | None:
     """Why a `Lora` that a node calls is none of a layer of this kind that reads x, or None."""
     if lora.kind != kind:
-        return f"it is made for {lora.kind} and stands behind {kind}"
+        return f"it was made for {lora.kind} and is at {kind}"
     own = inside(argument(node, 0, "x"))
     if own is not x:
-        return f"it reads '{getattr(own, 'name', own)}', the layer '{getattr(x, 'name', x)}'"
+        return f"it reads '{getattr(own, 'name', own)}', and the layer reads '{getattr(x, 'name', x)}'"
     return None
 
 

@@ -107,7 +107,7 @@ def tune(
             case = case._replace(rows=rows.get(path, case.rows), compiled=int(compiled))
             found.setdefault(case, []).append(path)
     if not found:
-        raise SpecError("no linear layer here has a Lora that could be fused with it: nothing to tune")
+        raise SpecError("nothing to tune: no linear layer here has a Lora that could be fused with it")
     timings = [measure(device, case, names, turns) for case, names in sorted(found.items())]
     entries = {t.case: {"form": t.form, "ratios": t.ratios, "milliseconds": t.milliseconds} for t in timings}
     return Tuned(timings, forms.write(device, entries))
@@ -289,7 +289,7 @@ def settle(seen: set[tuple[torch.device, Case]]) -> dict[torch.device, dict[Case
         try:
             forms.write(device, sure)
         except SpecError as error:
-            forms.say(f"what was measured is kept in this process alone: {error}")
+            forms.say(f"the measurements could not be saved and are used in this process only: {error}")
     return found
 
 

@@ -65,8 +65,8 @@ def unmerge(merged: TracedModule) -> TracedModule:
     before = merged.meta.get("unmerged")
     if not isinstance(before, TracedModule):
         raise SpecError(
-            "this module was not merged here: what merge gives keeps the un-merged one in meta['unmerged'], a file does not; "
-            "load the un-merged file"
+            "this module was not merged in this process: only the result of merge has the un-merged module, in "
+            "meta['unmerged'], and a file does not; load the un-merged file"
         )
     kept = [entry["name"] for entry in before.meta["passes"]]
     later = [entry["name"] for entry in merged.meta.get("passes", []) if entry["name"] not in kept]
@@ -87,15 +87,15 @@ def check_unlowered(gm: Any, caller: str) -> None:
     if "source" in gm.meta:
         raise SpecError(f"this module is lowered already: {caller} takes the one it was made from, meta['source']")
     if any(isinstance(module, TracedModule) for module in gm.modules() if module is not gm):
-        raise SpecError(f"this module has regions as modules of their own: {caller} takes the one it was made from")
+        raise SpecError(f"this module is outlined: {caller} takes the one it was made from")
 
 
 def _named(gm: TracedModule, passes: Sequence[str] | None) -> list[str]:
     known = [entry["name"] for entry in gm.meta.get("passes", [])]
     if isinstance(passes, str):
-        raise SpecError(f"passes is a list of names, not a text: write ['{passes}']")
+        raise SpecError(f"passes must be a list of names, not text: write ['{passes}']")
     if not known:
-        raise SpecError("no pass is applied to this module: there is nothing to merge")
+        raise SpecError("nothing to merge: no pass is applied to this module")
     for name in passes or ():
         if name not in known:
             raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, known)}; there are {', '.join(known)}")
@@ -105,7 +105,7 @@ def _named(gm: TracedModule, passes: Sequence[str] | None) -> list[str]:
         return list(passes)
     marks = {entry["name"] for entry in gm.meta["passes"] if is_mark(gm, entry)}
     if marks == set(known):
-        raise SpecError(f"{', '.join(known)} only marks where the graph may be cut: there is nothing to merge")
+        raise SpecError(f"nothing to merge: {', '.join(known)} only marks where the graph may be cut")
     return [name for name in known if name not in marks]
 
 
@@ -126,12 +126,12 @@ def uniform(gm: nn.Module, name: str) -> Tensor:
     table = gm.get_submodule(f"{name}.{GATES}.table")
     assert isinstance(table, Table)
     if table.weights.is_meta:
-        raise SpecError("the slots are on the meta device, which holds no values: move the module to a device that does")
+        raise SpecError("the slots are on the meta device and have no values: move the module to another device")
     weights = table.weights.float()
     if not torch.equal(weights[: max(int(table.entries), 1)], weights[:1].expand(max(int(table.entries), 1), -1)):
         raise SpecError(
-            f"the samples of a batch use different adapters of '{name}', and one weight cannot hold both: "
-            "use one choice for all, adapters.use(name), or keep the un-merged module for mixed batches"
+            f"the samples of a batch use different adapters of '{name}', which cannot be merged into one weight: use the same "
+            "for all samples, adapters.use(name), or keep the un-merged module for mixed batches"
         )
     return weights[0].clone()
 
@@ -179,7 +179,7 @@ class FoldPlan:
             self.clean(graph)
         for entry in gm.meta["passes"]:
             if entry["name"] in passes and entry["inputs"]:
-                self.reasons[entry["name"]]["it"] = f"it has inputs of its own: {', '.join(entry['inputs'])}"
+                self.reasons[entry["name"]]["it"] = f"it has its own inputs: {', '.join(entry['inputs'])}"
 
     # --- finding
 
@@ -215,7 +215,9 @@ class FoldPlan:
             name = str(node.target).partition(".")[0] if node.op in ("call_module", "get_attr") else ""
             if made_by is not None and made_by["name"] in self.passes and (added(node) or self.networked(node)):
                 beside = made_by.get("block") in [kind.__name__ for kind in BEHIND]
-                reason = "no layer with a weight stands directly at it" if beside else "it is no function of weights alone"
+                reason = (
+                    "there is no layer with a weight directly before or after it"
+                ) if beside else "it depends on more than weights"
                 self.refused(node, quantised.why_not(self.gm, made_by.get("site", "")) or reason)
             elif name in self.passes:
                 self.reasons[name].setdefault("it", f"'{node.name}' reads its weights")
@@ -240,7 +242,7 @@ class FoldPlan:
             return
         lines = []
         for name, rows in bad.items():
-            lines += [f"  {name}: {what} cannot go into a weight: {reason}" for what, reason in list(rows.items())[:3]]
+            lines += [f"  {name}: {what} cannot be merged into a weight: {reason}" for what, reason in list(rows.items())[:3]]
             lines += [f"  {name}: ... and {len(rows) - 3} more"] if len(rows) > 3 else []
         rest = [e["name"] for e in self.gm.meta["passes"] if e["name"] in self.passes and e["name"] not in bad]
         way = f"merge the others: passes={rest}" if rest else "leave it un-merged"

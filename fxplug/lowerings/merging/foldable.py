@@ -171,7 +171,7 @@ class FoldableGraph:
             if block.meta["pass"]["name"] not in self.passes:
                 rest.append(module)
             elif rest and not (sums(module) and all(map(sums, rest))):
-                self.refuse(block, "it maps what a block of another pass gives, which is not merged: merge that one too")
+                self.refuse(block, "its input is from a block of another pass, which is not merged: merge that one too")
             else:
                 steps.append(FoldStep(block.name, "param", block))
                 self.gone[block] = inner(block)
@@ -188,7 +188,7 @@ class FoldableGraph:
         if scaled is not None:
             reason = self.scales(self.block(x), x, kind, rest)
             if kind != "Linear" and (module is None or module.groups != 1):
-                reason = "it stands before a convolution in groups"
+                reason = "it is before a convolution in groups"
             if reason is None:
                 steps.append(FoldStep(str(x.target), "before", x))
                 self.gone[x] = x.args[0]
@@ -204,7 +204,7 @@ class FoldableGraph:
                 via = scaled is not None and isinstance(block, Lora) and inside(user.args[0]) is scaled
                 reason = self.fits(block, user, layer, scaled if via else x)
                 if reason is None and left and not (isinstance(block, Lora) and all(map(sums, left))):
-                    reason = "it stands behind a block of another pass, which is not merged: merge that one too"
+                    reason = "it is after a block of another pass, which is not merged: merge that one too"
                 if reason is None:
                     steps.append(FoldStep(str(user.target), "after", user, str(scaled.target) if via and scaled else ""))
                     self.gone[user] = result_read(user, block)
@@ -218,7 +218,7 @@ class FoldableGraph:
             self.refuse(scaled, f"'{scaled.name}' is also read by '{user.name}'")  # type: ignore[arg-type, union-attr]
         for user in readers(value) if len(readers(value)) > 1 else ():
             if isinstance(self.block(user), Lora) and self.takes(user) and inside(user.args[1]) is value:
-                self.refuse(user, f"what '{node.name}' gives is also read without it")
+                self.refuse(user, f"the result of '{node.name}' is also read without it")
         return tuple(steps)
 
     def block(self, node: Any) -> nn.Module | None:
@@ -246,7 +246,7 @@ class FoldableGraph:
         if module is not None and kind in CONVOLUTIONS:
             own = {k: getattr(module, k) for k in block.geometry}
             if block.same_padding or own != block.geometry:
-                return "its geometry is not the layer's"
+                return "its stride, padding or dilation differs from the layer's"
         if kind == "Embedding" and (module.max_norm if module is not None else argument(node, 3, "max_norm")) is not None:
             return "max_norm changes the table whenever it is read"
         return None
@@ -257,7 +257,7 @@ class FoldableGraph:
         last = kind in ("Linear", "Embedding", "LayerNorm", "RMSNorm")
         channels = {"Conv1d": -2, "Conv2d": -3, "Conv3d": -4}.get(kind, -1 if last else 1 - dims)
         if rest:
-            return "the weight is mapped by a block of another pass, which is not merged: merge that one too"
+            return "the weight goes through a block of another pass, which is not merged: merge that one too"
         if not dims or block.dim % dims != channels % dims:
             return f"it scales dimension {block.dim}, which is not that of the layer's channels"
         return None

@@ -44,12 +44,14 @@ def live(gm: TracedModule) -> TracedModule:
     check_unlowered(gm, "a live merge")
     names = slotted(gm)
     if not names:
-        raise SpecError("no pass here has slots, so there is nothing to switch: merge='fold' folds what is there for good")
+        raise SpecError("no pass here has slots, so there is nothing to switch: use merge='fold'")
     plan = FoldPlan(gm, set(names))
     plan.check()
     for name in names:
         if _table(gm, name).weights.is_meta:
-            raise SpecError("a live merge makes weights, and the meta device holds no values: move the module first")
+            raise SpecError(
+                "merge='live' computes weights, and the meta device has no values: move the module to another device first"
+            )
     tree = plan.tree
     tree._modules.update({name: copy.deepcopy(gm.get_submodule(name)) for name in names})
     home = HOME
@@ -138,7 +140,7 @@ class Shadows(nn.Module):
         self.state.clear()  # the weights may have been loaded too
 
     def forward(self, *args: Any) -> Any:
-        raise NotImplementedError("shadows hold weights; call the model")
+        raise NotImplementedError("this module only has merged weights: call the model")
 
     @torch.no_grad()
     def switched(self, root: nn.Module) -> None:
@@ -161,8 +163,8 @@ class Shadows(nn.Module):
             return {name: uniform(root, name).tolist() for name in self.passes}
         except SpecError:
             raise SpecError(
-                "entries for each sample do not go with a live merge, where all samples have one weight; nothing was changed: "
-                "use one choice for all, or lower with merge=None for mixed batches"
+                "per-sample adapters are not supported with merge='live', where all samples share one weight (nothing was "
+                "changed): use the same adapters for all samples, or lower with merge=None for mixed batches"
             ) from None
 
     def make(self, root: nn.Module, row: Row, now: list[Parts], gates: dict[str, list[float]]) -> None:

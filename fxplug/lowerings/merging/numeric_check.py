@@ -25,7 +25,7 @@ def compared(block: Lora, layer: Layer, x: Any, tree: nn.Module) -> str | None:
     """Whether a convolution that is written out gives with an update's weight what the update gives: tried on two sizes."""
     shape = getattr(x, "meta", {}).get("shape")
     if shape is None:
-        return "its input is no tensor of a known shape"
+        return "its input must be a tensor whose shape is known"
     probe = noise(block)
     gates = torch.ones(probe.slots) if probe.slots else None
     given = {layer.weight: delta(probe, gates, torch.float64)}
@@ -39,18 +39,18 @@ def compared(block: Lora, layer: Layer, x: Any, tree: nn.Module) -> str | None:
         try:
             ours = evaluate(layer.node, tree, {**given, x: image}, torch.float64)
         except Unfoldable:
-            return f"'{layer.node.name}' reads other values than it"
+            return f"'{layer.node.name}' does not read the same values"
         except (FxplugError, RuntimeError):  # a size that the model does not take
             continue
         rows = [] if gates is None else [torch.ones(1, weight_of(probe.up).shape[1], dtype=torch.float64)]
         try:
             theirs = probe(image, torch.zeros_like(ours), *rows)
         except RuntimeError:
-            return "its geometry is not the layer's"
+            return "its stride, padding or dilation differs from the layer's"
         if theirs.shape != ours.shape or not torch.allclose(ours, theirs, atol=1e-9):
-            return "its geometry is not the layer's"
+            return "its stride, padding or dilation differs from the layer's"
         tried += 1
-    return None if tried else "its geometry could not be compared with the layer's"
+    return None if tried else "its stride, padding and dilation could not be compared with the layer's"
 
 
 def evaluate(node: fx.Node, tree: nn.Module, given: Mapping[fx.Node, Any], dtype: torch.dtype) -> Any:

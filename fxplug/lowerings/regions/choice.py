@@ -25,7 +25,7 @@ def check_outlinable(gm: object, regions: object, caller: str) -> None:
     if "nested" in gm.meta or "regions" in gm.meta:
         raise SpecError("this module is outlined already: outline the module it was made from")
     if isinstance(regions, str):
-        raise SpecError(f"regions is a list of path patterns, not a text: write ['{regions}']")
+        raise SpecError(f"regions must be a list of path patterns, not text: write ['{regions}']")
 
 
 def choose(

@@ -100,7 +100,9 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
     graphs = {mode: _plain(graph) for mode, graph in gm.graphs.items()}
     chosen = {mode: _chosen(graph, gm, regions) for mode, graph in graphs.items()}
     if not any(chosen.values()):
-        raise MatchError("no regions here are alike and can be cut out, so nothing would compile less often: do not outline")
+        raise MatchError(
+            "the model has no repeated regions that can be outlined, so outlining saves no compilation: do not outline"
+        )
     home = HOME
     while hasattr(gm, home):
         home += "_"
@@ -209,18 +211,18 @@ def _cut(key: str, nodes: list[fx.Node], root: nn.Module) -> RegionCut | str:
     if isinstance(cut, str):
         return cut
     if _shares_memory(cut, root):
-        return "cannot be nested, as it reads two weights that share memory"
+        return "cannot be outlined, because it reads two weights that share memory"
     if changed := changed_input(cut.nodes, cut.inputs, root):
-        return f"cannot be nested, as '{changed.name}' changes its input in place"
+        return f"cannot be outlined, because '{changed.name}' changes its input in place"
     memory: dict[fx.Node, fx.Node] = {}
     for node in cut.nodes:
         first = next(iter(node.all_input_nodes), node)
         memory[node] = memory.get(first, first) if aliases(node, root) else node
     lent = [memory[node] for node in cut.outputs if "shape" in node.meta]
     if any(node in cut.inputs or node.op == "get_attr" for node in lent):
-        return "cannot be nested, as it gives a view of what enters it"
+        return "cannot be outlined, because it returns a view of its input"
     if len(set(lent)) < len(lent):
-        return "cannot be nested, as two of its results may be views of one tensor"
+        return "cannot be outlined, because two of its results may be views of one tensor"
     return cut
 
 

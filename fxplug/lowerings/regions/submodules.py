@@ -64,7 +64,7 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
             stacks = {mode: stack_around(cut) for mode, cut in cuts.items()}
             parts[key] = {m: extract(c, f"{home}.{names[key]}", names[key], stacks[m])[0] for m, c in cuts.items()}
     if not parts:
-        raise MatchError("no region here is repeated and can be cut out: name the regions yourself")
+        raise MatchError("the model has no repeated regions that can be outlined: name the regions yourself")
     return _assembled(gm, graphs, parts, home, names, checkpoint)
 
 
@@ -124,8 +124,8 @@ def _as_before(buffers: list[Tensor], read: list[Tensor]) -> AbstractContextMana
     def again() -> Iterator[None]:
         if versions != [version(t) for t in read if not t.is_inference()]:  # as autograd says of what it keeps
             raise FxplugError(
-                "weights were changed between a forward and its backward pass, which computes activations again: change "
-                "adapters and weights after it, or hold the adapters, `with module.adapters.hold()`, around both"
+                "weights were changed between a forward pass and its backward pass, which computes activations again: change "
+                "adapters and weights after it, or put `with module.adapters.hold()` around both"
             )
         after = [b.clone() for b in buffers]
         _put(buffers, before)
@@ -146,7 +146,7 @@ def _put(buffers: list[Tensor], values: list[Tensor]) -> None:
 def unrepeatable(cut: RegionCut, root: nn.Module) -> str | None:
     """Why a region cannot run a second time on the same inputs."""
     node = changed_input(cut.nodes, cut.inputs, root)
-    return None if node is None else f"cannot be checkpointed, as '{node.name}' changes its input in place"
+    return None if node is None else f"cannot be checkpointed, because '{node.name}' changes its input in place"
 
 
 def named(gm: TracedModule, patterns: Sequence[str]) -> list[str]:

@@ -24,8 +24,8 @@ class Clock:
     def __init__(self, name: str | None, names: Sequence[str]) -> None:
         if name is not None and name not in names:
             raise SpecError(
-                f"the model has no input '{name}' that says where in a run a call is{did_you_mean(name, names)}: give "
-                f"clock=..., one of {', '.join(names)}, or clock=None and say where each run begins"
+                f"the model has no input '{name}', which would tell the step of a call{did_you_mean(name, names)}: give one of "
+                f"{', '.join(names)} as clock=, or clock=None and mark where each run begins"
             )
         self.name, self.position = name, -1 if name is None else list(names).index(name)
         self.reset()
@@ -42,7 +42,7 @@ class Clock:
             return False, 0
         value = inputs[self.position]
         if value is None:
-            raise SpecError(f"the call has no '{self.name}', which tells where a run begins")
+            raise SpecError(f"the call has no '{self.name}', which is needed to see where a run begins")
         now = float(value.flatten()[0]) if isinstance(value, Tensor) else float(value)
         before, self.time = self.time, now
         if before is None:

@@ -92,7 +92,9 @@ def stale_sequence(
     check_integer("ways", ways, 1)
     found, module = _made(StaleSequence, gm, args, kwargs, 1, ways, batch, (warmup, correct, steps, clock), split, check)
     if found.plan.others:
-        raise SpecError(f"'{found.plan.others[0]}' reaches the result from patches that are a step apart: take pipefusion")
+        raise SpecError(
+            f"'{found.plan.others[0]}' is computed from patches of different steps and affects the result: use pipefusion"
+        )
     placed: StaleSequence = _placed(found, module, ways, batch, mesh)
     return placed
 
@@ -114,8 +116,8 @@ def in_steps(
     said: dict[str, Any] = dict(gm.meta.get("stepped") or {})
     if not said:
         raise SpecError(
-            "no pass says how this module runs in steps: rewrite it with the pass pipefusion, or with sequence_parallel and "
-            "stale: true; or call fxplug.pipefusion or fxplug.stale_sequence"
+            "no pass of this module runs it in steps: apply the pass pipefusion, or sequence_parallel with stale: true; or "
+            "call fxplug.pipefusion or fxplug.stale_sequence"
         )
     if "stages" in said:
         return pipefusion(gm, args, kwargs, **said, overlap=overlap, mesh=mesh, check=check)
@@ -136,7 +138,7 @@ def with_steps(gm: TracedModule, name: str, said: Mapping[str, Any]) -> TracedMo
     what = "stages" if "stages" in given else "stale: true"
     for key in given:
         if key not in known:
-            raise SpecError(f"{name}: '{key}' does not go with {what}: leave it out")
+            raise SpecError(f"{name}: '{key}' cannot be used with {what}: leave it out")
     new = gm.copied()
     new.meta |= {"stepped": given, "passes": [*gm.meta.get("passes", []), entry(name, given, [], neutral=True)]}
     return new
@@ -159,7 +161,9 @@ def _made(
     warmup, correct, steps, _ = run
     check_integer("warmup", warmup, 1)
     if check_integer("correct", correct) and steps is None:
-        raise SpecError(f"correct={correct} needs the number of steps of an image: give steps=..., or a function that tells it")
+        raise SpecError(
+            f"correct={correct} needs the number of steps of an image: give steps=..., or a function that returns it"
+        )
     plan = parallel_plan(gm, args, kwargs, ulysses=max(2, patches), batch=batch, split=split, check=False)
     patcher = Patcher(plan.stages[-1].found)
     patcher.run()

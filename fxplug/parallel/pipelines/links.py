@@ -111,12 +111,14 @@ def links_of(stages: int, ways: Mapping[str, int], mesh: DeviceMesh | None = Non
     needed = stages * math.prod(ways.values())
     if mesh is None:
         if dist.get_world_size() != needed:
-            raise SpecError(f"{stages} stages on {needed} processes, and there are {dist.get_world_size()}: start as many")
+            raise SpecError(
+                f"{stages} stages need {needed} processes, and there are {dist.get_world_size()}: start that number"
+            )
         kind = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
         mesh = init_device_mesh(str(kind or "cpu"), (needed // stages, stages), mesh_dim_names=("batch", "stages"))
     names = mesh.mesh_dim_names or ()
     if "stages" not in names or mesh["stages"].size() != stages:
-        raise SpecError(f"a mesh for {stages} stages has so many processes along 'stages': {mesh}")
+        raise SpecError(f"a mesh for {stages} stages must have that number of processes along 'stages': {mesh}")
     mine: list[Any] = []
     rows = mesh.mesh.movedim(names.index("stages"), -1).reshape(-1, stages).tolist()
     for row in rows:  # every process makes all groups; one for what goes on, one for what comes back

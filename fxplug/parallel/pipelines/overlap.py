@@ -64,8 +64,8 @@ class Overlapping(PipeFusion):
         run = self.begin(inputs)
         if self.waited:
             raise SpecError(
-                f"the steps between two calls cannot be taken patch by patch: {self.waited} needs all of what the model gave; "
-                "take a scheduler that computes each element by itself, or give overlap=False, which waits at each step"
+                f"the scheduler's step cannot run patch by patch: {self.waited} needs the whole output of the model; use a "
+                "scheduler that works element by element, or set overlap=False, which waits at each step"
             )
         entire = self.is_full_step(run)
         if not entire:
@@ -89,7 +89,9 @@ class Overlapping(PipeFusion):
             marks.append([t for t in pytree.tree_leaves(found) if isinstance(t, Tensor)])
         for rows in zip(*marks, strict=True):
             if owners(rows) is None:
-                raise SpecError("what comes behind the last stage mixes patches, which cannot come by one: give overlap=False")
+                raise SpecError(
+                    "the code after the last stage mixes patches, so it cannot run patch by patch: set overlap=False"
+                )
         self.known[id(run)] = _PromisedRun(result, marks)
 
     # --- a call whose result is promised
@@ -151,7 +153,7 @@ class Overlapping(PipeFusion):
             return
         found = owners([later.recipe.at("mark", patch) for patch in range(self.patches)])
         if found is None:
-            raise SpecError("what is done between two calls mixes patches, which cannot come one by one: give overlap=False")
+            raise SpecError("the code between two calls mixes patches, so it cannot run patch by patch: set overlap=False")
         self.owned[i, later.shape] = found
 
     def of(self, known: _PromisedRun, results: list[Recipe]) -> Any:

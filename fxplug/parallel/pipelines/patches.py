@@ -169,7 +169,9 @@ class Patcher(PlanWriter):
     ) -> fx.Node:
         """A call of what a collective is over time."""
         if kind is Broadcast:
-            raise SpecError(f"'{value.name}' draws random numbers, which would be others for every patch")
+            raise SpecError(
+                f"'{value.name}' draws random numbers, which would differ from patch to patch: use the model in evaluation mode"
+            )
         sizes = [self.size(stream) for stream in streams]
         given = [self.input("kept")] if kind in (Gather, AllReduce) else []
         dim, inner, born = (settings[1:] + (0, 1, False)[len(settings) - 1 :])

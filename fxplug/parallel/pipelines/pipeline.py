@@ -245,7 +245,7 @@ class PipeFusion(nn.Module):
             want = self.module(*args, **kwargs)
             worst = max(difference(want, self.step(run, inputs, entire)) for entire in (True, False))
         if worst.times > 1:
-            raise VerifyError(f"patches do not give what the model gives: an output differs by {worst.distance:.1e}")
+            raise VerifyError(f"running patch by patch gives another result: an output differs by {worst.distance:.1e}")
         return worst.distance
 
     # --- it stands for the model
@@ -271,7 +271,7 @@ class PipeFusion(nn.Module):
     def train(self, mode: bool = True) -> PipeFusion:
         """Do as torch's `train` for `mode` False. Raises SpecError for True: there are no gradients."""
         if mode:
-            raise SpecError("PipeFusion computes no gradients: train the module that it was made of")
+            raise SpecError("PipeFusion computes no gradients: train the module that it was made from")
         return super().train(False)
 
     def extra_repr(self) -> str:

@@ -203,8 +203,8 @@ class _StageNodes:
         places = self.places()
         if len(places) < number - 1:
             raise SpecError(
-                f"this model cannot be cut into {number} stages: there are {len(places)} places where few values go on; give "
-                f"stages={len(places) + 1} or fewer"
+                f"this model cannot be cut into {number} stages: it has {len(places)} places where few values pass from one "
+                f"part to the next; set stages={len(places) + 1} or fewer"
             )
         done = [0, *itertools.accumulate(map(self.work, self.order))]
         points = [(0, 0.0, 0), *((at, size, done[at]) for at, size in places), (len(self.order), 0.0, done[-1])]
@@ -212,7 +212,7 @@ class _StageNodes:
         for tenths in range(1, TENTHS * number):
             if (found := _path(points, number, share * (1 + tenths / TENTHS))) is not None:
                 return found
-        raise SpecError(f"this model cannot be cut into {number} stages that each have some of its work: give fewer stages")
+        raise SpecError(f"this model cannot be cut into {number} stages that each have some of its work: set fewer stages")
 
     def places(self) -> list[tuple[int, float]]:
         """Where fewer bytes go on than just before and just behind, and how many."""

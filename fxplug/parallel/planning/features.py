@@ -65,7 +65,7 @@ class Features(Backward):
             for pair, why in bad:
                 self.why[pair.closing] = why
             pairs = [pair for pair in pairs if all(pair is not one for one, _ in bad)]
-        raise Unsplittable(next((f"'{n.name}': {why}" for n, why in self.why.items()), "no layer takes what another gives"))
+        raise Unsplittable(next((f"'{n.name}': {why}" for n, why in self.why.items()), "no layer reads the output of another"))
 
     def plan(self, tries: ShardTrials, starts: dict[fx.Node, Placement]) -> ShardingPlan:
         """The plan of these starts; its streams are those that are used."""
@@ -85,7 +85,7 @@ class Features(Backward):
                 known.update(claims)
                 found.append(pair)
             else:
-                self.why[pair.closing] = f"'{odd}' is split otherwise for another layer"
+                self.why[pair.closing] = f"'{odd}' is split differently for another layer"
         return found
 
     def broken(self, found: ShardingPlan, pairs: list[LayerPair]) -> list[tuple[LayerPair, str]]:
@@ -93,7 +93,7 @@ class Features(Backward):
         bad: dict[int, tuple[LayerPair, str]] = {}
         for pair in pairs:
             if not found.summed(pair.closing):
-                bad[id(pair)] = pair, "what it is given is not split as its weight is"
+                bad[id(pair)] = pair, "its input is not split like its weight"
         from_starts: dict[fx.Node, set[fx.Node]] = {}
         for node in self.walk.graph.nodes:
             mine = {node} & set(found.starts)
@@ -106,7 +106,7 @@ class Features(Backward):
                 lost = {start for one in inputs if found.is_split(one) for start in from_starts.get(one, ())}
             for pair in pairs:
                 if lost & set(pair.starts):
-                    bad.setdefault(id(pair), (pair, f"'{node.name}' must have all of its features"))
+                    bad.setdefault(id(pair), (pair, f"'{node.name}' needs all features"))
             if found.is_split(node) or found.hangs_on_sizes(node):
                 from_starts[node] = mine
         return list(bad.values())
@@ -132,12 +132,12 @@ class Features(Backward):
                 if trial.starts:
                     found.append(trial)
                 elif trial.stuck:
-                    self.why.setdefault(closing, f"features of '{trial.stuck[0].name}' belong to no weight's rows")
+                    self.why.setdefault(closing, f"features of '{trial.stuck[0].name}' do not correspond to rows of a weight")
         best = max(found, key=lambda p: (-p.leaks, p.work, -len(p.stuck), p.finest), default=None)
         if best is not None:
             self.why.pop(closing, None)
         elif closing not in self.why:
-            self.why[closing] = "no input of it can be split and its results added up"
+            self.why[closing] = "none of its inputs can be split so that the results only need to be summed"
         return best
 
     def contracted(self, closing: fx.Node) -> Iterator[tuple[fx.Node, int]]:

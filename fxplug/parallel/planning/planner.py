@@ -60,7 +60,7 @@ def planned(
             (node,) = error.args
             more = walk.roots(node) | {node}
             if more <= forced or len(forced) > 40:
-                raise Unsplittable(f"{node_label(node)} is written in place, and what is written lies otherwise") from None
+                raise Unsplittable(f"{node_label(node)} is written in place with a value that is split differently") from None
             forced |= more
 
 
@@ -69,7 +69,7 @@ def replan(found: ShardingPlan, tries: ShardTrials) -> None:
     again = planned(found.walk, tries, found.starts, *found.settings)
     for node in found.walk.graph.nodes:
         if found.steps.get(node) != again.steps.get(node):
-            raise Unsplittable(f"{node_label(node)} does other things with other random values")
+            raise Unsplittable(f"what {node_label(node)} does depends on random values")
 
 
 class Planner:
@@ -140,7 +140,7 @@ class Planner:
             return self.full_value(node)
         everything = ArgumentSplit(gathers=tuple(split), whole_numbers=True)
         if node in self.forced or not is_plain_result(true):
-            return self.gathered(node, everything, "its result is one of another kind" if node not in self.forced else "")
+            return self.gathered(node, everything, "its result cannot be split" if node not in self.forced else "")
         if (value := self.attention(node)) is not None:
             return value
         outcome = self.result(node, split, sized)
@@ -155,7 +155,7 @@ class Planner:
         if step != ArgumentSplit():
             self.found.steps[node] = step
         if step.gathers:
-            self.found.why[node] = "one of its values must be whole"
+            self.found.why[node] = "one of its inputs must be complete"
         leaves, tree = pytree.tree_flatten(true)
         return pytree.tree_unflatten([leaf_like(leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)], tree)
 
@@ -165,13 +165,17 @@ class Planner:
         mine, behind = {node}, itertools.dropwhile(lambda n: n is not node, self.walk.graph.nodes if roots else ())
         for later in itertools.islice(behind, 1, None):
             if any(one not in mine and self.walk.roots(one) & roots for one in later.all_input_nodes):
-                raise Unsplittable(f"{node_label(node)} draws random numbers into a value read later: return a new tensor")
+                raise Unsplittable(
+                    f"{node_label(node)} writes random numbers into a value that is read later: return a new tensor"
+                )
             if not mine.isdisjoint(later.all_input_nodes):
                 mine.add(later)
         if not isinstance(self.walk.values[node], Tensor):
-            raise Unsplittable(f"{node_label(node)} draws random numbers and gives more than a tensor: make dropout a layer")
+            raise Unsplittable(
+                f"{node_label(node)} draws random numbers and returns more than one tensor: make dropout a separate layer"
+            )
         step = ArgumentSplit(gathers=tuple(split), whole_numbers=True, same=True)
-        return self.gathered(node, step, "it draws random numbers, which are the first process's everywhere", again=True)
+        return self.gathered(node, step, "it draws random numbers, which all processes take from the first", again=True)
 
     def gathered(self, node: fx.Node, step: ArgumentSplit, why: str, again: bool = False) -> Any:
         """The value of a node that runs on whole inputs: note this step, and why; split `again` if it is shaped as an input."""
@@ -306,7 +310,7 @@ class Planner:
         step = self.found.steps.get(value, ArgumentSplit())
         if value in self.walk.views and not step.same:  # what was drawn is read through this value alone (`drawn`)
             if step.gathers or step.splits:
-                raise Unsplittable(f"{node_label(value)} is written in place, and is the memory of another value")
+                raise Unsplittable(f"{node_label(value)} is written in place, and shares memory with another value")
             for one in value.all_input_nodes:
                 self.check_mutation(one)
 

@@ -124,7 +124,7 @@ def samples(walk: Walk) -> dict[fx.Node, int]:
     given = [node for node in walk.inputs if isinstance(walk.values[node], Tensor) and walk.values[node].dim()]
     first = next((n for n in given if walk.values[n].dim() > 2), next(iter(given), None))
     if first is None:
-        raise Unsplittable("no input is a tensor with samples")
+        raise Unsplittable("no input is a tensor with a dimension of samples")
     batch = walk.values[first].shape[0]
     return {node: 0 for node in given if walk.values[node].shape[0] == batch}
 

@@ -137,7 +137,7 @@ def bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     given.apply_defaults()
     for name, value in given.arguments.items():
         if kind := next((kind for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and (kind := other_kind(t))), ""):
-            raise SpecError(f"example input '{name}' is a {kind} tensor, which no graph takes: {TO_DENSE}")
+            raise SpecError(f"example input '{name}' is a {kind} tensor, which a graph cannot take: {TO_DENSE}")
     return list(given.arguments.values())
 
 

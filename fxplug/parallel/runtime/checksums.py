@@ -62,8 +62,8 @@ def check_equal_on_ranks(root: nn.Module, world: World, args: Sequence[Any], kwa
             apart = f" ({mine} and {theirs})" if mine != theirs else ""
             many = f"process{'es' * (len(others) > 1)} {', '.join(map(str, others))}"
             raise GuardError(
-                f"the {name} of {many} is not that of process {first}{apart}: processes that share a model are given the same "
-                "weights and the same inputs; each takes its own part by itself"
+                f"the {name} of {many} is not that of process {first}{apart}: pass the same weights and the same inputs to all "
+                "processes that share a model; each takes its own part itself"
             )
 
 

@@ -38,7 +38,7 @@ class Collective(Block):
         super().__init__()
         if not isinstance(ways, dict) or axis not in (*AXES, SEQUENCE):
             known = ", ".join((*AXES, SEQUENCE))
-            raise SpecError(f"a collective runs along one of {known}, not {shown(axis)} of {shown(ways)}")
+            raise SpecError(f"a collective must run along one of {known}, not {shown(axis)} of {shown(ways)}")
         self.ways, self.axis = all_degrees(ways), axis
 
     def here(self) -> World:
@@ -110,8 +110,8 @@ class Split(Lengthwise):
         total = sum(sizes) * inner
         if self.born and x.shape[self.dim] != total:
             raise GuardError(
-                f"dimension {self.dim} of {tuple(x.shape)} is not {sum(sizes)} times {inner}, as planned: give inputs of such "
-                "a size, or plan with inputs of this one"
+                f"dimension {self.dim} of {tuple(x.shape)} must be {sum(sizes)} times {inner}, as in the plan: use inputs of "
+                "that size, or make a plan with inputs of this one"
             )
         y = torch.unflatten(x, self.dim, (times(x, self.dim, total), total))
         y = layouts.narrowed(y, self.dim + 1, layouts.spans(sizes, rank, world, inner))
@@ -190,7 +190,9 @@ def check_integer(name: str, value: Any, least: int = 0) -> int:
 def times(x: Tensor, dim: int, size: int) -> int:
     """How often a dimension holds so many elements. Raises GuardError where that is no whole number."""
     if size and x.shape[dim] % size:
-        raise GuardError(f"dimension {dim} of {tuple(x.shape)} is not split as planned: plan with inputs of this size")
+        raise GuardError(
+            f"dimension {dim} of {tuple(x.shape)} is not split as in the plan: make a plan with inputs of this size"
+        )
     return x.shape[dim] // size if size else 1
 
 

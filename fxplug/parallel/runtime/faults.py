@@ -83,7 +83,7 @@ def _collect_reports(place: str) -> str:
     """What the processes say of themselves; the one that asks first asks for all."""
     me = _RankMonitor.current
     if me is None:
-        return f"another process died or does not come; this one {place}"
+        return f"another process died or did not reach the collective; this one {place}"
     try:
         store = me.of.clone()
         if int(store.add("fxplug/fault", 1)) > 1:
@@ -95,7 +95,10 @@ def _collect_reports(place: str) -> str:
         store.set("fxplug/found", text)
         return text
     except Exception:  # torch's own: the store is gone
-        return f"process 0, which keeps the store of torch.distributed, does not answer: it died; process {me.rank} {place}"
+        return (
+            f"process 0, which runs the store of torch.distributed, does not answer and must have died; process {me.rank} "
+            f"{place}"
+        )
 
 
 def _report(rank: int, answers: dict[int, str | None]) -> str:
@@ -105,9 +108,9 @@ def _report(rank: int, answers: dict[int, str | None]) -> str:
     if lost:
         many = len(lost) > 1
         names = ", ".join(map(str, lost))
-        return f"process{'es' * many} {names} {'do' if many else 'does'} not answer: {'they' if many else 'it'} died; {mine}"
+        return f"process{'es' * many} {names} {'do' if many else 'does'} not answer and must have died; {mine}"
     if away:
-        return "; ".join([*(f"process {r} does not come: it {answers[r]}" for r in away), mine])
+        return "; ".join([*(f"process {r} did not reach the collective: it {answers[r]}" for r in away), mine])
     return "the processes wait for each other: " + "; ".join(f"process {r} {text}" for r, text in answers.items())
 
 

@@ -47,11 +47,11 @@ class Reach(NamedTuple):
 def read(numbers: tuple[int, ...]) -> Reach:
     """A reach from its numbers. Raises SpecError for others than there can be."""
     if not isinstance(numbers, (tuple, list)) or len(numbers) < 5 or any(type(n) is not int for n in numbers):
-        raise SpecError(f"a reach is a row of whole numbers, five or more, not {shown(numbers)}")
+        raise SpecError(f"a halo must be a list of five or more whole numbers, not {shown(numbers)}")
     period, gives, before, after, least, *extra = numbers
     found = Reach(period, gives, before, after, least, tuple(extra))
     if min(found.period, found.gives, found.least) < 1 or found.before < 0 or len(found.extra) not in (0, found.period):
-        raise SpecError(f"no reach has the numbers {shown(numbers)}")
+        raise SpecError(f"{shown(numbers)} are not valid numbers of a halo")
     return found
 
 
@@ -80,8 +80,8 @@ class Fetch(Near):
         starts = [layouts.start(given, r, world) * inner for r in range(world + 1)]
         if x.shape[self.dim] != starts[rank + 1] - starts[rank]:
             raise GuardError(
-                f"dimension {self.dim} of {tuple(x.shape)} is not this process's part of {given * inner} rows: plan with "
-                "inputs of this size"
+                f"dimension {self.dim} of {tuple(x.shape)} is not this process's part of {given * inner} rows: make a plan "
+                "with inputs of this size"
             )
         windows = [self.bounds(r, world, given * inner, gives, out)[2:] for r in range(world)]
         overlaps = [[_overlap(windows[to], starts[of], starts[of + 1]) for to in range(world)] for of in range(world)]
@@ -115,8 +115,8 @@ class Cut(Near):
         whole = end - begin == given * inner
         if gives < world or last > y.shape[self.dim] or (whole and y.shape[self.dim] != gives * out):
             raise GuardError(
-                f"{gives * out} rows of {given * inner} cannot be split over {world} processes: give fewer ways, or plan with "
-                "inputs of this size"
+                f"{gives * out} rows of {given * inner} cannot be split over {world} processes: use fewer processes for "
+                "'rows', or make a plan with inputs of this size"
             )
         return y.narrow(self.dim, first, last - first).contiguous()
 

@@ -65,13 +65,13 @@ def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> World:
         dist.all_gather_object(plans, text)
         if other := next((rank for rank, plan in enumerate(plans) if plan != plans[0]), 0):
             raise SpecError(
-                f"process 0 has a plan for {plans[0]}, and process {other} one for {plans[other]}: all processes make the same "
-                "plan, or each is given the mesh of those that share its plan"
+                f"process 0 has a plan for {plans[0]}, and process {other} one for {plans[other]}: make the same plan in all "
+                "processes, or pass to each the mesh of those that share its plan"
             )
         if dist.get_world_size() != needed:
             raise SpecError(
-                f"the plan is for {needed} processes ({text}), and there are {dist.get_world_size()}: start as many, give "
-                "other ways, or give a mesh over some of them"
+                f"the plan is for {needed} processes ({text}), and there are {dist.get_world_size()}: start that number, use "
+                "other degrees, or pass a mesh over some of them"
             )
         kind = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
         mesh = init_device_mesh(str(kind or "cpu"), tuple(ways.values()), mesh_dim_names=tuple(ways))

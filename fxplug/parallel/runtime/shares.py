@@ -32,8 +32,8 @@ class Part(Split):
         mine = times * layouts.counts(sizes, world)[rank]
         if x.shape[self.dim] != mine:
             raise GuardError(
-                f"a weight {tuple(x.shape)} is neither whole, {times * sum(sizes)} along dimension {self.dim}, nor the part of "
-                f"process {rank} of {world}, {mine}: it was kept in parts on other processes"
+                f"a weight of shape {tuple(x.shape)} must be complete, {times * sum(sizes)} along dimension {self.dim}, or the "
+                f"shard of process {rank} of {world}, {mine}: it was sharded over another number of processes"
             )
         found: Tensor = _Share.apply(x, world)
         return found

@@ -117,7 +117,7 @@ def bucket_sizes(size: Size, buckets: Buckets) -> list[Size]:
         found.add((square, square))
     if not found:
         finding = f"size {size[0]}x{size[1]} is too small for buckets with sides of {least} to {most} in steps of {step}"
-        raise SpecError(f"{finding}; take a larger 'size' or a smaller 'step', {step} now", path=("data", "buckets"))
+        raise SpecError(f"{finding}: set a larger 'size' or a smaller 'step', which is {step}", path=("data", "buckets"))
     return sorted(found, key=lambda s: (s[1] / s[0], s))
 
 

@@ -24,7 +24,7 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if sample.keys() != first.keys():
             key = sorted(map(str, sample.keys() ^ first.keys()))[0]
             has, lacks = (sample, first) if key in sample else (first, sample)
-            raise TrainError(f"{has['name']} has '{key}' and {lacks['name']} has not")
+            raise TrainError(f"{has['name']} has '{key}' and {lacks['name']} does not")
     return {key: _collated(key, [sample[key] for sample in samples], samples) for key in first}
 
 
@@ -39,12 +39,14 @@ def _collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) ->
         for value, sample in zip(values, samples, strict=True):
             if value.shape != values[0].shape or value.dtype != values[0].dtype:
                 one, two = (f"{s['name']} ({_described(v)})" for v, s in ((values[0], samples[0]), (value, sample)))
-                raise TrainError(f"the {key}s of a batch must be of one size and kind: {one}, {two}; 'size' makes them so")
+                raise TrainError(f"the {key}s of a batch must have one size and dtype: {one}, {two}; set 'size' to resize them")
         return rescaled(key, torch.stack(values))
     try:
         return default_collate(values)
     except Exception as error:  # torch's, about samples of the user's
-        raise TrainError(f"the values of '{key}' make no batch: {error}; samples from {samples[0]['name']}") from error
+        raise TrainError(
+            f"the values of '{key}' cannot be collated into a batch: {error}; samples from {samples[0]['name']}"
+        ) from error
 
 
 def rescaled(key: str, images: Tensor) -> Tensor:

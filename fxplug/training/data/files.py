@@ -124,8 +124,8 @@ def _repeats(said: Sequence[ImageSettings], names: Sequence[str], key: str) -> l
     if sum(repeats) > DEFAULT.samples:
         most, name = max(zip(repeats, names, strict=True))
         raise SpecError(
-            f"an epoch has {sum(repeats):g} samples, of which '{name}' is {most:g}; it can have {DEFAULT.samples:g}: a smaller "
-            "multiply, num_repeats or number in a folder's name",
+            f"an epoch would have {sum(repeats):g} samples, {most:g} of them from '{name}'; the limit is {DEFAULT.samples:g}: "
+            "set a smaller multiply, num_repeats or number in the folder's name",
             path=(key,),
         )
     return repeats if {*repeats} != {1.0} else None
@@ -155,7 +155,10 @@ def _settings(file: Path, given: ImageSettings | None, sidecars: Sidecars, repea
         return settings
     if repeats:
         return ImageSettings(plain=concept[2], multiply=float(concept[1]) or None).under(settings)
-    text = f"the number in the name of a folder ('{concept[0]}') is no count of repeats: 'repeats: folders' makes it one"
+    text = (
+        f"the number in the name of a folder ('{concept[0]}') is not used as a count of repeats: 'repeats: folders' makes it "
+        "one"
+    )
     if not any(note.endswith("makes it one") for note in sidecars.notes):
         sidecars.notes.append(text)
     return settings
@@ -176,7 +179,7 @@ def _class_folders(top: Path, names: Sequence[str], conditions: Path | None) -> 
     if empty := sorted({*classes} - {name.partition("/")[0] for name in names}):
         raise SpecError(f"no images in the class folder {few(empty, 'folder')} of '{top}'", path=("classes",))
     if outside := [name for name in names if "/" not in name]:
-        raise SpecError(f"{few(outside, 'image')} outside of the class folders of '{top}'", path=("classes",))
+        raise SpecError(f"{few(outside, 'image')} not inside a class folder of '{top}': move or remove them", path=("classes",))
     return classes
 
 
@@ -185,7 +188,7 @@ def existing(folder: Path, key: str) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise SpecError(f"must be a folder, '{folder}' is a file", path=(key,))
+        raise SpecError(f"must be a folder, and '{folder}' is a file", path=(key,))
     if not folder.parent.is_dir():
         raise SpecError(f"no such folder '{folder}', nor '{folder.parent}'", path=(key,))
     near = did_you_mean(folder.name, (p.name for p in folder.parent.iterdir() if p.is_dir()))
@@ -218,7 +221,7 @@ def _condition_folder(spec: Data, base: Path) -> Path | None:
     if spec.conditions is None or ":" in spec.conditions.name:
         return None
     if spec.conditions.options:
-        raise SpecError("a folder has no options", path=("conditions", spec.conditions.name))
+        raise SpecError("a folder takes no options", path=("conditions", spec.conditions.name))
     return existing(base / spec.conditions.name, "conditions")
 
 
@@ -228,7 +231,8 @@ def match_stems(names: Sequence[str], conditions: Path) -> list[Path]:
     for name in images_below(conditions):
         stem = os.path.splitext(name)[0]
         if stem in found:
-            raise SpecError(f"'{found[stem]}' and '{name}' in '{conditions}' have the same stem", path=("conditions",))
+            raise SpecError(f"'{found[stem]}' and '{name}' in '{conditions}' have the same name without "
+                            "suffix", path=("conditions",))
         found[stem] = name
     if missing := [name for name in names if os.path.splitext(name)[0] not in found]:
         near = did_you_mean(os.path.splitext(missing[0])[0], found)
@@ -275,13 +279,13 @@ def read_metadata(file: Path, top: Path, names: Collection[str]) -> dict[str, di
             values = {key: value for key, value in (line.model_extra or {}).items() if value is not None}
             name = (file.parent.relative_to(top) / line.file_name).as_posix()
             if line.text is not None and line.caption is not None:
-                raise SpecError("both 'text' and 'caption'")
+                raise SpecError("give either 'text' or 'caption', not both")
             if taken := [key for key in OWN if key in values]:
-                raise SpecError(f"the key '{taken[0]}' is the loader's own; name it otherwise")
+                raise SpecError(f"the key '{taken[0]}' is reserved by the loader: rename it")
             if name not in names:
                 raise SpecError(f"no image '{name}'{did_you_mean(name, names)}")
             if name in found:
-                raise SpecError(f"'{name}' again in a later line")
+                raise SpecError(f"'{name}' is listed in an earlier line already")
         caption = line.caption if line.text is None else line.text
         found[name] = values if caption is None else {**values, "caption": caption}
     return found
@@ -296,7 +300,7 @@ def _numbered(names: Sequence[str], values: list[dict[str, Any]]) -> list[str] |
         without = [name for name, value in zip(names, values, strict=True) if key not in value]
         if without:
             given = f"'{key}' for {len(names) - len(without)} of {len(names)} images"
-            raise SpecError(f"{METADATA} gives {given}, not for '{without[0]}'", path=("images",))
+            raise SpecError(f"{METADATA} has {given}, and none for '{without[0]}'", path=("images",))
     kinds = {type(value["label"]) for value in values if "label" in value}
     if kinds <= {int}:
         return None

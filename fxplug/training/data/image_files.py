@@ -46,7 +46,7 @@ def _readable(name: str, source: Path | bytes = b"...") -> Iterator[None]:
         elif isinstance(error, FileNotFoundError):
             why = "no such file"
         elif isinstance(error, Image.DecompressionBombError):
-            why = f"too many pixels, as in a decompression bomb: {error}"
+            why = f"too many pixels (a possible decompression bomb): {error}"
         raise Unreadable(name, why) from error
 
 

@@ -157,12 +157,12 @@ class Loader(Dataset[Any]):
         keys = {key for value in self.items.values for key in value}
         for key in ("loss_scale", "cond_dropout"):
             if key in keys and key not in task.reads:
-                notes.append(f"'{key}' of images is not gone by: {type(task).__name__} has no use for it")
+                notes.append(f"'{key}' of images is ignored: {type(task).__name__} does not use it")
         if "flip_p" in keys and self.transform is not None:
-            notes.append("'flip_p' of images is not gone by: the task mirrors them by itself")
+            notes.append("'flip_p' of images is ignored: the task flips them itself")
         if self.left_out:
-            finding = f"{self.left_out} of {self.total} samples are left out of each epoch, others in each"
-            notes.append(f"{finding}: they fill no batch")
+            finding = f"{self.left_out} of {self.total} samples are left out of each epoch, different ones each time"
+            notes.append(f"{finding}, because they do not fill a batch")
         return notes
 
     # --- what runs in the workers, or in the training process when there are none
@@ -240,7 +240,7 @@ class Loader(Dataset[Any]):
         if isinstance(image, Tensor):
             if size is not None and image.shape[1:] != size:
                 finding = f"{name} is a float image of {image.shape[1]}x{image.shape[2]}, which is used as it is"
-                raise TrainError(f"{finding}; the size is to be {size[0]}x{size[1]}")
+                raise TrainError(f"{finding}, but the size must be {size[0]}x{size[1]}")
             for used, what in ((self._hooked("transform_pil_image"), "a plugin's transform_pil_image"),
                                (self.condition is not None and condition is None, "a condition function")):  # fmt: skip
                 if used:
@@ -268,7 +268,10 @@ class Loader(Dataset[Any]):
         changed = prepared(self.hooks.transform_pil_image(image), self.spec.channels)
         if fixed and changed.size != image.size:
             sizes = f"{changed.height}x{changed.width} of one of {image.height}x{image.width}"
-            raise TrainError(f"{name}: transform_pil_image made an image of {sizes}, which is cropped already")
+            raise TrainError(
+                f"{name}: transform_pil_image returned an image of {sizes}, but the size must stay the same, since it is "
+                "cropped already"
+            )
         return changed
 
     # --- groups, and what cannot be read
@@ -276,7 +279,7 @@ class Loader(Dataset[Any]):
     def _count(self, skipped: dict[str, str]) -> None:
         self.skipped.update(skipped)
         if len(self.skipped) > self.spec.max_corrupt:
-            found = f"{len(self.skipped)} images cannot be read, 'max_corrupt' is {self.spec.max_corrupt}"
+            found = f"{len(self.skipped)} images cannot be read, and 'max_corrupt' is {self.spec.max_corrupt}"
             raise TrainError(f"{found}: {too_many(self.skipped)}")
 
     def _bucketed(self, size: Size | None, fill: int) -> dict[Size, Sequence[int]]:
@@ -284,7 +287,7 @@ class Loader(Dataset[Any]):
         images = self.items.sizes
         if size is None or images is None or self.spec.buckets is None:
             missing = "the size of each image; give the data set 'sizes' [(h, w), ...]"
-            missing = "a 'size', whose area they have" if size is None else missing
+            missing = "a 'size', which sets their area" if size is None else missing
             raise SpecError(f"buckets need {missing}", path=("data", "buckets"))
         for i, image in enumerate(images):
             if not all(image):
@@ -301,7 +304,7 @@ class Loader(Dataset[Any]):
             self.items[i]
         except Unreadable as error:
             return {error.name: error.why}
-        return {f"image {i}": "its header does not tell its size"}
+        return {f"image {i}": "its size is not in its header"}
 
 
 def _are_equal(fetched: Any) -> Any:
@@ -311,7 +314,9 @@ def _are_equal(fetched: Any) -> Any:
 def _check_alike(image: Image.Image, condition: Any, size: Size, place: Crop, name: str) -> None:
     """TrainError for an image and a condition that cannot be cropped alike."""
     if isinstance(condition, Tensor) and (place.flip or not size == (image.height, image.width) == condition.shape[1:]):
-        raise TrainError(f"{name}: its condition is a float tensor, which cannot be cropped and mirrored with it")
+        raise TrainError(
+            f"{name}: its condition is a float tensor, which cannot be cropped and flipped with it: use a PIL image or uint8"
+        )
     if isinstance(condition, Image.Image):
         ratio = image.width * condition.height / (image.height * condition.width)
         if not 0.98 < ratio < 1.02:

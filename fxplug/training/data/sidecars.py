@@ -172,7 +172,7 @@ class Sidecars:
             if key not in (*KEYS, *IGNORED, "image"):
                 self._note(f"{source.file}: nothing reads '{key}'{did_you_mean(key, KEYS)}")
             elif key in IGNORED:
-                self._note(f"{source.file}: '{key}' is not gone by")
+                self._note(f"{source.file}: '{key}' is ignored")
         own = {key: said[key] for key in KEYS[2:] if key in said}
         with source.inside():
             settings = validate(ImageSettings, {**own, "prompt": said["main_prompt"]} if "main_prompt" in said else own)
@@ -194,10 +194,10 @@ class Sidecars:
             if name in names:
                 here = here.under(self.read(folder / name))
         if "batch_id.txt" in names:
-            self._note(f"{folder / 'batch_id.txt'} is not gone by: batches are of any images of a size")
+            self._note(f"{folder / 'batch_id.txt'} is ignored: any images of one size can be in a batch")
         archives = sorted(name for name in names if name.endswith(".zip"))
         if archives:
-            self._note(f"{folder / archives[0]} is not opened: unpack it")
+            self._note(f"{folder / archives[0]} is ignored: unpack it")
         self._folders[folder] = names, above, here
         return self._folders[folder]
 
@@ -282,10 +282,10 @@ def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) 
                 # as there: a subset has the images of its folder, not of those below it
                 listed += [(folder / name, _of_subset(folder / name, subset)) for name in below(folder) if "/" not in name]
     if not listed:
-        raise SpecError("it names no images", where=where)
+        raise SpecError("it lists no images", where=where)
     if unread:
         names = ", ".join(f"{key}{did_you_mean(key, Subset.model_fields)}" for key in sorted(unread))
-        notes.append(f"{file}: {names} are not read: 'size', 'buckets' and 'train' say such things here")
+        notes.append(f"{file}: {names} are ignored: set 'size', 'buckets' and the section 'train' of the configuration instead")
     return listed
 
 

@@ -39,7 +39,7 @@ def open_items(spec: Data, base: Path, *, test: bool = False) -> Items:
             function_of(spec.conditions, ("conditions",))
         elif spec.conditions and (spec.dataset or spec.call):
             kind = "dataset" if spec.dataset else "call"
-            finding = f"a folder of them goes with files; with '{kind}' each sample has its own 'condition'"
+            finding = f"a folder of conditions is only for image files; with '{kind}' each sample has its own 'condition'"
             raise SpecError(finding, path=("conditions",))
         if spec.dataset is not None:
             return open_dataset(spec, base, "test" if test else "train")
@@ -106,7 +106,7 @@ class OwnItems(Items):
         item = keyed(sample, name, self.columns)
         if item.get("caption", "") is None:
             if self.captions == "required":
-                raise TrainError(f"{name} has no caption; give it one, or say 'captions: optional'")
+                raise TrainError(f"{name} has no caption: write one, or set 'captions: optional'")
             item["caption"] = ""
         name = item.setdefault("name", name)
         for key in ("image", "condition"):
@@ -126,7 +126,7 @@ class OwnItems(Items):
         try:
             return operator.index(label.item() if hasattr(label, "item") else label)
         except (TypeError, RuntimeError, ValueError):
-            finding = f"{name}: a label must be a whole number, not {shown(label)}; text needs the data set to have 'classes'"
+            finding = f"{name}: a label must be a whole number, not {shown(label)}; for text the data set must have 'classes'"
             raise TrainError(finding) from None
 
 
@@ -173,7 +173,7 @@ def open_dataset(spec: Data, base: Path, split: str = "train") -> OwnItems:
     try:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # datasets', about files of anybody's
-        finding = f"'{folder}' is no data set written by save_to_disk: {error}"
+        finding = f"'{folder}' is not a data set written by save_to_disk: {error}"
         raise SpecError(finding, path=("dataset",)) from error
     dataset: Any = loaded
     if isinstance(loaded, datasets.DatasetDict):
@@ -221,19 +221,19 @@ def _columns(features: dict[str, str], spec: Data, folder: Path) -> dict[str, st
             sure = sorted(named, key=lambda name: free[name] != kinds[0]) or (sure if key == "image" else [])
         if len(sure) > 1 and not named:
             finding = f"{len(sure)} columns of '{folder}' may be the {key}: {', '.join(sure)}"
-            raise SpecError(f"{finding}; say which with columns: {{{key}: ...}}", path=("dataset",))
+            raise SpecError(f"{finding}; choose one with columns: {{{key}: ...}}", path=("dataset",))
         if sure:
             columns[key] = sure[0]
     if (label := columns.get("label")) and features[label] not in KINDS["label"]:
-        finding = f"column '{label}' is no label: it has {features[label]}, not whole numbers or text"
+        finding = f"column '{label}' is not a label: it has {features[label]}, not whole numbers or text"
         raise SpecError(finding, path=("columns", "label"))
     if "image" not in columns:
         finding = f"no image column in '{folder}', it has {found}; name it with columns: {{image: ...}}"
         raise SpecError(finding, path=("dataset",))
     if spec.captions == "required" and not {"caption", "label"} & columns.keys():
         raise SpecError(
-            f"no caption and no label column in '{folder}', it has {found}; name one with columns: {{caption: ...}}, "
-            "or say 'captions: none'",
+            f"no caption and no label column in '{folder}', it has {found}; name one with columns: {{caption: ...}}, or set "
+            "'captions: none'",
             path=("dataset",),
         )
     return columns
@@ -251,7 +251,7 @@ def _kind(feature: Any) -> str:
 def items_of(dataset: Any, spec: Data, name: str) -> OwnItems:
     """The items of a data set that is called `name`. Raises SpecError for one without length or numbers, or without samples."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        why = "an order that can be repeated and resumed needs samples that have a length and numbers"
+        why = "it needs a length and an index, so that the order can be repeated and resumed"
         raise SpecError(f"{name} is a {type(dataset).__name__}, not a map-style data set: {why}", path=("call",))
     if not len(dataset):
         raise SpecError(f"{name} has no samples", path=("call",))

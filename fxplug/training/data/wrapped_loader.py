@@ -57,15 +57,17 @@ class WrappedDataLoader:
         try:
             self.steps = len(loader)
         except TypeError:
-            raise TrainError("the DataLoader has no length: the length of an epoch must be known") from None
+            raise TrainError(
+                "the DataLoader has no length, which is needed for the length of an epoch: give it a map-style data set"
+            ) from None
         if not self.steps:
             raise TrainError("the DataLoader has no batches")
         sampler = getattr(loader, "sampler", None)
         if world > 1 and not isinstance(sampler, DistributedSampler):
             finding = f"{world} processes would train on the same batches: give the DataLoader a DistributedSampler"
-            raise TrainError(f"{finding}, or give its data set instead")
+            raise TrainError(f"{finding}, or pass its data set instead")
         if found := [hook for hook in ("transform_caption", "transform_pil_image") if hooks is not None and hooks.has(hook)]:
-            raise TrainError(f"a plugin's {found[0]} cannot reach into a DataLoader: give its data set instead")
+            raise TrainError(f"a plugin's {found[0]} has no effect inside a DataLoader: pass its data set instead")
         self.loader, self.items, self.seed, self.train, self.sampler = loader, loader.dataset, seed, train, sampler
         self.classes, self.skipped = classes_of(loader.dataset), dict[str, str]()
         self.transform: Transform | None = None
@@ -102,7 +104,7 @@ class WrappedDataLoader:
                 states = random_state()
             if batch is None:
                 if self.train:
-                    found = f"the DataLoader says that it has {self.steps} batches and ended after {index}"
+                    found = f"the length of the DataLoader is {self.steps} batches, and it ended after {index}"
                     raise TrainError(f"{found}: the length of its data set, or of its sampler, is wrong")
                 return
             if index >= start:

@@ -53,7 +53,7 @@ class Classify(Task):
         self.augment, self.preprocess = _augmentation(augment), _preprocessing(preprocess)
         self.criterion = _criterion(criterion)
         if self.criterion is not None and smoothing:
-            raise SpecError("is of cross entropy; with a 'criterion' give it to that", path=("smoothing",))
+            raise SpecError("is an option of cross entropy: with a 'criterion', set it there", path=("smoothing",))
         self.mapping = call
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
@@ -102,13 +102,13 @@ class Classify(Task):
             raise SpecError(f"the data has no labels; it has {', '.join(batch)}", path=("data",))
         label: Tensor = batch["label"]
         if label.dim() != 1 or label.is_floating_point():
-            raise SpecError(f"a label is a whole number, not {label.dtype} {list(label.shape[1:])}", path=("data",))
+            raise SpecError(f"a label must be a whole number, not {label.dtype} {list(label.shape[1:])}", path=("data",))
         return label
 
     def _outputs(self, module: nn.Module, batch: Batch) -> Tensor:
         outputs = self.call(module, batch)
         if outputs.dim() != 2:
-            raise SpecError(f"the model returns {list(outputs.shape)}; a classifier returns [batch, classes]")
+            raise SpecError(f"the model returns {list(outputs.shape)}, and a classifier must return [batch, classes]")
         return outputs
 
     def _compared(self, outputs: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -123,7 +123,7 @@ class Classify(Task):
         Rows 0 and 1 are mixed, 2 and 3 and so on: neighbours stay together when a batch is divided among processes.
         """
         if len(image) % 2:
-            raise SpecError(f"mixup and cutmix mix pairs, and a batch of {len(image)} is odd", path=("train", "batch"))
+            raise SpecError(f"mixup and cutmix need an even batch size, not {len(image)}", path=("train", "batch"))
         rows = torch.arange(len(image), device=image.device)
         order = torch.cat([rows[0::2], rows[1::2].flip(0)])  # timm mixes first with last
         mixup = timm.data.Mixup(self.mixup, self.cutmix, label_smoothing=0.0, num_classes=len(image))
@@ -164,7 +164,7 @@ def _settings(name: str | None, own: Any, channels: int, given: str | Mapping[st
     for key in ("mean", "std"):
         values = tuple(settings[key])
         if len(values) not in (1, channels) and channels != 1:
-            raise SpecError(f"has {len(values)} numbers, and the model sees {channels} channels", path=("preprocess", key))
+            raise SpecError(f"has {len(values)} numbers, and the model has {channels} input channels", path=("preprocess", key))
         # a model made for one channel sees the mean of the three
         settings[key] = (sum(values) / len(values),) * channels if len(values) != channels else values
     return settings

@@ -33,7 +33,7 @@ class Vae:
         config = load_config(whole, base=base)
         self.module = build(config, device=str(device)).eval().requires_grad_(False)
         if not callable(getattr(self.module, "encode", None)) or not callable(getattr(self.module, "decode", None)):
-            raise SpecError(f"{type(self.module).__name__} has no 'encode' and 'decode': it is no VAE")
+            raise SpecError(f"{type(self.module).__name__} has no 'encode' and 'decode': it is not a VAE")
         self.device, self.dtype = device, next((p.dtype for p in self.module.parameters()), torch.float32)
         found = getattr(self.module, "config", {})
         self.scale = float(found.get("scaling_factor") or 1.0)
@@ -93,8 +93,8 @@ class Text:
         for name, value in named.items():
             if not isinstance(value, Tensor) or len(value) != len(captions):
                 got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-                wanted = f"for {len(captions)} captions it is a tensor [{len(captions)}, ...]"
-                raise SpecError(f"'{self.name}' gives {got} for '{name}'; {wanted}")
+                wanted = f"for {len(captions)} captions it must be a tensor [{len(captions)}, ...]"
+                raise SpecError(f"'{self.name}' returns {got} for '{name}'; {wanted}")
         return {name: value.to(self.device) for name, value in named.items()}
 
 
@@ -129,7 +129,7 @@ class FolderText:
             kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
             model = kind.from_pretrained(parts[1], local_files_only=True)
         except Exception as error:  # transformers', about files of anybody's
-            text = f"'{folder.name}' holds no tokenizer and text encoder of transformers: {type(error).__name__}: {error}"
+            text = f"'{folder.name}' must have a tokenizer and a text encoder of transformers: {type(error).__name__}: {error}"
             raise SpecError(text) from error
         self.model = model.to(device, getattr(torch, dtype) if dtype else None).eval().requires_grad_(False)
         said = getattr(config, "max_position_embeddings", None) or LONGEST

@@ -95,11 +95,11 @@ class Denoise(Task):
         if label and (self.dropout or self.guidance != 1) and self.null_label is None:
             self.null_label = self._null_label()
         if texts and not any(self.call.uses(name) for name in ("text", *(f"text.{name}" for name in texts))):
-            found = f"the model is called with no text; there is {', '.join(texts)}"
+            found = f"the call of the model uses no text; there are {', '.join(texts)}"
             raise SpecError(f"{found}; {listed(inputs)}", path=("text",))
         for option, idle in (("dropout", 0), ("guidance", 1)):
             if getattr(self, option) != idle and self.text is None and not label:
-                raise SpecError(f"{option} needs captions or labels, and the model is called with none", path=(option,))
+                raise SpecError(f"{option} needs captions or labels, and the call of the model uses none", path=(option,))
         if self.text is None and (self.train_guidance is not None or self.negative):
             key = "negative" if self.train_guidance is None else "train_guidance"
             raise SpecError(f"{key} needs captions: give 'text'", path=(key,))
@@ -185,7 +185,7 @@ class Denoise(Task):
         x = self.vae.encode(image, draw) if self.vae is not None else image
         if x.dim() == 4 and x.shape[1] != self.shape[0]:
             finding = f"the images have {x.shape[1]} channels, and the model was traced with {self.shape[0]}"
-            hint = "'channels' says how they are read, 'vae' makes latents of them"
+            hint = "set 'channels' to read them otherwise, or 'vae' to make latents"
             raise SpecError(f"{finding}: {hint}", path=("data", "channels"))
         noise = draw.like(x)
         index = (position * self.noise.steps).long().clamp(0, self.noise.steps - 1)
@@ -200,7 +200,7 @@ class Denoise(Task):
             predicted = self._guided(module, noisy, time, without, conditions, self.train_guidance)
         if predicted.shape != target.shape:
             found = f"the model returns {list(predicted.shape)} for {list(x.shape)}"
-            raise SpecError(f"{found}; what it predicts has the shape of what it is given")
+            raise SpecError(f"{found}, but a prediction must have the shape of the noisy input")
         losses = (predicted.float() - target.float()).square().flatten(1).mean(1)
         return losses * self.noise.weight(index)
 
@@ -261,13 +261,13 @@ class Denoise(Task):
         classes = len(self.info.classes) if self.info.classes is not None else None
         if self.rows is not None and classes is not None and self.rows <= classes:
             raise SpecError(
-                f"to train without a label the model needs a row for that, and it has {self.rows} for {classes} classes: "
-                f"make it with {classes + 1}",
+                f"training without a label needs one more row in the embedding of classes, and the model has {self.rows} for "
+                f"{classes} classes: build it with {classes + 1}",
                 path=("dropout",),
             )
         found = self.rows - 1 if self.rows is not None else classes
         if found is None:
-            raise SpecError("the label that stands for none is not known: give 'null_label'", path=("dropout",))
+            raise SpecError("the label that means \"no class\" is not known: set 'null_label'", path=("dropout",))
         return found
 
     def _shape(self, inputs: Mapping[str, ModuleInput]) -> tuple[int, ...]:
@@ -282,7 +282,7 @@ class Denoise(Task):
             latents = tuple(self.vae.encode(empty, Draws(0, 0, device=self.info.device)).shape[1:])
             if len(seen) == 4 and latents[0] != seen[1]:
                 kind = type(self.vae.module).__name__
-                finding = f"{kind} makes latents of {latents[0]} channels, and the model was traced with {seen[1]}"
+                finding = f"{kind} gives latents of {latents[0]} channels, and the model was traced with {seen[1]}"
                 raise SpecError(finding, path=("vae",))
             return latents
         return (seen[1] if len(seen) == 4 else 3, *(size if all(size) else seen[2:]))

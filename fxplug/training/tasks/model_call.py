@@ -84,14 +84,14 @@ class ModuleCall:
                 raise SpecError(f"the model has no input '{name}'{hint}; {listed(inputs)}", path=("call",), key=name)
             if inputs[name].fixed:
                 raise SpecError(
-                    f"the model was traced with {name}={inputs[name].value!r}, so it takes nothing else there; give the "
-                    f"section 'inputs' a tensor for '{name}'",
+                    f"the model was traced with {name}={inputs[name].value!r}, which is part of the graph: give a tensor for "
+                    f"'{name}' in the section 'inputs'",
                     path=("call", name),
                 )
             _check_sources(source, known, ("call", name))
         missing = [name for name, i in inputs.items() if i.required and name not in mapping]
         if missing:
-            text = f"the model needs '{missing[0]}' and nothing says what it gets"
+            text = f"the model needs '{missing[0]}', and no value is set for it"
             hint = f"write call: {{{missing[0]}: ...}} with one of {', '.join(known)}"
             raise SpecError(f"{text}; {hint}; {listed(inputs)}", path=("call",))
 
@@ -110,8 +110,8 @@ class ModuleCall:
         if not isinstance(source, str):
             return source
         if source not in values:
-            found = f"the data has no '{source}', which the model is to be called with{did_you_mean(source, values)}"
-            raise SpecError(f"{found}; there is {', '.join(values)}", path=("data",))
+            found = f"the data has no '{source}', which 'call' passes to the model{did_you_mean(source, values)}"
+            raise SpecError(f"{found}; there are {', '.join(values)}", path=("data",))
         value = values[source]
         floats = isinstance(value, Tensor) and value.is_floating_point() and dtype is not None and dtype.is_floating_point
         return value.to(dtype) if floats else value
@@ -127,7 +127,7 @@ def _check_sources(source: Any, known: Collection[str], path: tuple[str, ...]) -
     for name in _sources(source):
         # another name may be a column of the data, which is known with the first batch
         if name not in known and "." in name:
-            raise SpecError(f"there is no value '{name}'{did_you_mean(name, known)}; there are {', '.join(known)}", path=path)
+            raise SpecError(f"no value '{name}'{did_you_mean(name, known)}; there are {', '.join(known)}", path=path)
 
 
 def default_call(inputs: Mapping[str, ModuleInput], texts: Mapping[str, Tensor]) -> dict[str, str]:
@@ -140,7 +140,7 @@ def default_call(inputs: Mapping[str, ModuleInput], texts: Mapping[str, Tensor])
             found[name] = value
         elif value != "label":
             hint = f"write call: {{NAME: {value}, ...}}"
-            raise SpecError(f"no input of the model has a name that says '{value}'; {hint}; {listed(inputs)}", path=("call",))
+            raise SpecError(f"no input of the model has a name that means '{value}'; {hint}; {listed(inputs)}", path=("call",))
     return found | {n: "condition" for n in free if inputs[n].added and (n == "cond" or n.endswith("_cond"))}
 
 
@@ -185,7 +185,7 @@ def image_of(batch: Mapping[str, Any]) -> Tensor:
     if "image" not in batch:
         found = ", ".join(name for name in batch if name not in ("index", "name")) or "nothing"
         hint = "name it with columns: {image: ...}, or call it 'image' in the data set"
-        raise SpecError(f"the data has no 'image'{did_you_mean('image', batch)}, it has {found}; {hint}", path=("data",))
+        raise SpecError(f"the data has no 'image'{did_you_mean('image', batch)}; it has {found}; {hint}", path=("data",))
     image: Tensor = batch["image"]
     return image
 
@@ -202,7 +202,7 @@ def check_labels(batch: Mapping[str, Any], count: int, classes: Collection[str] 
     if wrong:
         names = batch.get("name")
         who = f"'{names[wrong[0]]}'" if names else f"sample {wrong[0]} of the batch"
-        more = f"; {len(wrong)} such in this batch" if len(wrong) > 1 else ""
+        more = f"; {len(wrong)} such labels in this batch" if len(wrong) > 1 else ""
         known = f"; the data has {len(classes)} classes" if classes is not None else ""
         found = f"{who} has the label {int(label[wrong[0]])}, and the model has {count} {what}, 0 to {count - 1}"
         raise SpecError(f"{found}{more}{known}", path=("data",))

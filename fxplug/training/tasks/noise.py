@@ -80,8 +80,8 @@ class Diffusion(Noise):
         config = {**_shared(kind, own), "prediction_type": self.prediction}
         if config.get("rescale_betas_zero_snr") and self.prediction == "epsilon":
             raise SpecError(
-                "rescale_betas_zero_snr makes the last step pure noise, from which epsilon says nothing about the image: "
-                "take prediction: v_prediction or sample (arXiv 2305.08891)",
+                "rescale_betas_zero_snr makes the last step pure noise, where epsilon has no information about the image: use "
+                "prediction: v_prediction or sample (arXiv 2305.08891)",
                 path=("prediction",),
             )
         # every scheduler of this family has the noise of these betas, but only DDPM's adds it without a loop set up first
@@ -202,16 +202,16 @@ def open_noise(
     name = kind.__name__
     if not flow and not {"beta_schedule", "prediction_type"} <= {*accepted_arguments(kind).names}:
         raise SpecError(
-            f"{name} has no betas and no sigmas to train on; DDPMScheduler and its relatives have, and "
+            f"{name} has neither betas nor sigmas to train with: use DDPMScheduler or another with betas, or "
             "FlowMatchEulerDiscreteScheduler",
             path=("scheduler",),
         )
     given = str(config.get("prediction_type", "epsilon"))
     if flow and prediction not in (None, "flow"):
-        text = f"{name} is of flow matching, whose prediction is 'flow' (noise - x0), not '{prediction}'"
+        text = f"{name} is for flow matching, where the prediction is 'flow' (noise - x0), not '{prediction}'"
         raise SpecError(f"{text}; DDPMScheduler has '{prediction}'", path=("prediction",))
     if not flow and (prediction or given) not in PREDICTIONS[:3]:
-        text = f"{name} has the predictions {', '.join(PREDICTIONS[:3])}, not '{prediction or given}'"
+        text = f"{name} supports the predictions {', '.join(PREDICTIONS[:3])}, not '{prediction or given}'"
         if "flow" in (prediction or given):
             text += "; flow matching needs FlowMatchEulerDiscreteScheduler"
         raise SpecError(text, path=("prediction",))
@@ -250,7 +250,7 @@ def _scheduler(use: Use, base: Path) -> tuple[type, dict[str, Any]]:
     try:
         kind.from_config(config)  # type: ignore[attr-defined]
     except Exception as error:  # the scheduler's, of diffusers or anybody's
-        text = f"{name} cannot be made of these options: {type(error).__name__}: {error}"
+        text = f"{name} cannot be built with these options: {type(error).__name__}: {error}"
         raise SpecError(text, path=("scheduler", use.name)) from error
     return kind, config
 

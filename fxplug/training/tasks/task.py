@@ -107,7 +107,7 @@ def make_task(spec: Any) -> Task:
         raise SpecError(f"no task '{use.name}'{hint}", path=("train", "task"))
     kind = imported(NAMES.get(use.name, use.name), ("train", "task"))
     if not (isinstance(kind, type) and issubclass(kind, Task)):
-        raise SpecError(f"'{use.name}' is no subclass of fxplug.Task", path=("train", "task"))
+        raise SpecError(f"'{use.name}' is not a subclass of fxplug.Task", path=("train", "task"))
     task: Task = construct(kind, use, ("train", "task"))
     return task
 
@@ -129,7 +129,7 @@ def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = (), *g
         except FxplugError:
             raise
         except Exception as error:  # of anybody's class or function
-            raise SpecError(f"{use.name} cannot be made: {type(error).__name__}: {error}") from error
+            raise SpecError(f"{use.name} cannot be built: {type(error).__name__}: {error}") from error
 
 
 def function_of(use: Use, path: tuple[str, ...] = (), given: int = 1) -> Any:
@@ -141,6 +141,6 @@ def function_of(use: Use, path: tuple[str, ...] = (), given: int = 1) -> Any:
     if isinstance(target, type):
         return construct(target, use, path)
     if not callable(target):
-        raise SpecError(f"'{use.name}' is no function, but a {type(target).__name__}", path=path)
+        raise SpecError(f"'{use.name}' is not a function, but a {type(target).__name__}", path=path)
     check_options(target, use.options, use.name, path=path, given=given)
     return functools.partial(target, **use.options) if use.options else target
