@@ -48,9 +48,8 @@ class Verbs(TyperGroup):
         except Exception as error:  # of all there is: this is the end of a command
             if isinstance(error, BrokenPipeError) or type(error).__module__.startswith(("typer", "click")):
                 if str(getattr(error, "message", "")).startswith("Got unexpected extra argument") and "--set" in sys.argv:
-                    error.message += (
-                        ". A shell expands braces and splits at spaces: quote the value of --set with single quotes"
-                    )  # type: ignore[attr-defined]
+                    advice = ". A shell expands braces and splits at spaces: quote the value of --set with single quotes"
+                    error.message += advice  # type: ignore[attr-defined]
                 raise  # typer's own: the reader went away, the call is wrong, or --help is done
             print(traceback.format_exc() if ctx.meta.get(DEBUG) else message(error), end="", file=sys.stderr)
             raise typer.Exit(1) from None
