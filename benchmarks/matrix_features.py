@@ -1,0 +1,489 @@
+"""The features of `make matrix`: an entry each in `FEATURES`; a new one is one more entry.
+
+A feature takes a `State` (a traced module, its example call, what was done so far) and gives the next. One that `adapts` changes
+what is computed and is part of the oracle; the others must leave the result as it is. A feature that is a pass gives `passes`,
+and the oracle applies neighbouring ones together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import tempfile
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matrix_models import Subject, places, seeded, subject, traced
+from torch import Tensor, nn
+
+import fxplug
+from fxplug.core.ir.containers import leaves, map_leaves
+from fxplug.lowerings.linear.forms import FORMS
+from fxplug.lowerings.regions.fsdp import shard
+from fxplug.lowerings.regions.submodules import outline
+from fxplug.parallel.runtime.pretended import pretended
+
+COMPILER = "aot_eager"  # what torch.compile is called with: it traces and functionalises, and compiles nothing
+BLOCKS = "fxplug.blocks:"
+Call = Callable[..., Any]
+
+
+class NotApplicable(Exception):
+    """Why a feature has no meaning for a model, in a sentence."""
+
+
+@dataclass
+class State:
+    """A module between two features, how it is called, and what later features have to know."""
+
+    subject: Subject
+    gm: Any
+    kwargs: dict[str, Any]
+    done: tuple[str, ...] = ()
+    around: tuple[Callable[[Any], Call], ...] = ()  # put around the module for a call, the first one innermost
+    contexts: tuple[Callable[[], Any], ...] = ()  # entered for a call
+    ways: dict[str, int] = field(default_factory=dict)  # processes along each axis
+    calls: int = 1  # as many as what is kept from an earlier one needs to be used
+    result: Call | None = None  # called instead of the module until another feature follows
+    gradients: bool = False  # compared as well
+    compiled: bool = False
+    lowered: dict[str, Any] = field(default_factory=dict)  # arguments of `lower` so far
+    entered: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # what is left after the last call
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What can be done to a traced module."""
+
+    name: str
+    what: str
+    do: Callable[[State], State]
+    adapts: bool = False
+    passes: Callable[[State], list[Any]] | None = None
+    after: Callable[[State], State] = lambda state: state
+    slow: bool = False  # only with --long
+
+
+# --- what is called, and what it gives
+
+
+def result_of(state: State) -> tuple[list[Any], list[Tensor]]:
+    """The tensors that a state's last call gives in each process, and its gradients by the floating-point inputs if compared."""
+    with contextlib.ExitStack() as stack:
+        for context in state.contexts:
+            stack.enter_context(context())
+        if state.gradients:
+            return _with_gradients(state)
+        stack.enter_context(torch.no_grad())
+        return _values(state, state.kwargs), []
+
+
+def _values(state: State, kwargs: Mapping[str, Any]) -> list[Any]:
+    if not state.ways:
+        return [_called(state, kwargs)]
+    modes = torch.is_grad_enabled()
+
+    def one(rank: int) -> Any:
+        with torch.set_grad_enabled(modes), contextlib.ExitStack() as stack:
+            for context in state.contexts:
+                stack.enter_context(context())
+            return _called(state, kwargs)
+
+    return pretended(state.ways, one)
+
+
+def _called(state: State, kwargs: Mapping[str, Any]) -> Any:
+    call = state.result or target_of(state)
+    for _ in range(state.calls):
+        found = call(**copy_of(kwargs))
+    return found
+
+
+def copy_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs in new containers, as a call may change lists and dicts."""
+    return map_leaves(dict(kwargs), lambda value, _: value)  # type: ignore[no-any-return]
+
+
+def target_of(state: State) -> Call:
+    """The module with all that is put around it."""
+    target = state.gm
+    if state.compiled and not state.around and vars(target).get("_compiled_call_impl") is None:
+        target.compile(backend=COMPILER, fullgraph=True)
+    for wrap in state.around:
+        target = wrap(target)
+    if state.compiled and state.around and isinstance(target, nn.Module):
+        target.compile(**compile_options(target))
+    return target  # type: ignore[no-any-return]
+
+
+def compile_options(target: Any) -> dict[str, Any]:
+    return {"backend": COMPILER, "fullgraph": True}
+
+
+def _with_gradients(state: State) -> tuple[list[Any], list[Tensor]]:
+    inputs = {k: v.detach().requires_grad_() if is_float(v) else v for k, v in state.kwargs.items()}
+    found = _values(state, inputs)
+    wanted = [value for value in inputs.values() if is_float(value)]
+    sums = [sum(t.float().square().mean() for t in leaves(value) if is_float(t)) for value in found]
+    per_rank = [torch.autograd.grad(total, wanted, allow_unused=True, retain_graph=True) for total in sums]
+    gradients = [torch.stack([g if g is not None else torch.zeros_like(w) for g in ranks]).mean(0)
+                 for ranks, w in zip(zip(*per_rank, strict=True), wanted, strict=True)]  # fmt: skip
+    return [map_leaves(value, lambda t, _: t.detach() if isinstance(t, Tensor) else t) for value in found], gradients
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def begin(name: str) -> State:
+    made = subject(name)
+    return State(made, made.gm, made.kwargs)
+
+
+# --- passes
+
+
+def number(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def fill(gm: nn.Module, name: str) -> None:
+    """Give the parameters of a pass values that depend on their names alone, none of them neutral."""
+    with torch.no_grad():
+        for key, parameter in gm.named_parameters():
+            if not key.startswith(f"{name}.") or not is_float(parameter):
+                continue
+            random = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number(key)))
+            flat = parameter.flatten()
+            if parameter.numel() < 2 or bool((flat == flat[0]).all()):
+                parameter.add_((0.1 * random).to(parameter.dtype))
+            else:
+                inner = max(1, parameter.numel() // parameter.shape[0]) if parameter.ndim > 1 else 100
+                parameter.copy_(random * inner**-0.5)
+
+
+def applied(state: State, passes: list[Any]) -> State:
+    """The state after `fxplug.apply`; what was lowered is lowered again, as its error message says."""
+    gm, lowered = state.gm, state.lowered
+    if lowered and "source" in gm.meta:
+        gm = gm.meta["source"]
+    new = seeded(lambda: fxplug.apply(gm, *passes))
+    return relowered(replace(state, gm=new))
+
+
+def relowered(state: State) -> State:
+    return replace(state, gm=fxplug.lower(state.gm, **{"fuse": None, **state.lowered})) if state.lowered else state
+
+
+def adapter(name: str, what: str, file: str = "", more: Callable[[State], State] | None = None, **params: Any) -> Feature:
+    """A pass of the folder as a feature: its weights are filled, then `more` is done."""
+    file = file or name
+
+    def passes(state: State) -> list[Any]:
+        if missing := sorted(set(needs) - places(state.subject.name).keys()):
+            raise NotApplicable(f"this model has no two values of one shape, or no such module, for {missing[0]}")
+        own = {**params, **places(state.subject.name).get(file, {}), **state.subject.options.get(file, {})}
+        return [fxplug.load_pass(file, **{k: v(state) if callable(v) and not isinstance(v, nn.Module) else v for k, v in own.items()})]
+
+    def after(state: State) -> State:
+        made = state.gm.meta.get("source", state.gm)
+        fill(made, "new_head" if file == "head" else file)
+        return more(state) if more else state
+
+    needs = {"skip", "replace"} & {file}
+
+    def do(state: State) -> State:
+        return after(applied(state, passes(state)))
+
+    return Feature(name, what, do, True, passes, after)
+
+
+@cache
+def adapter_file(name: str, seed: int) -> dict[str, Tensor]:
+    """A LoRA for a model's layers, as a state dict in fxplug's layout."""
+    gm = fxplug.apply(traced(name)[1], fxplug.load_pass("lora", at="**", rank=2))
+    fill(gm, "lora")
+    with torch.no_grad():
+        for key, parameter in gm.named_parameters():
+            if key.startswith("lora."):
+                parameter.mul_(seed).add_(0.05 * (seed - 1))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "a.safetensors"
+        fxplug.save_adapter(gm, file, as_="fxplug")
+        from safetensors.torch import load_file
+
+        return load_file(file)
+
+
+def mixture(state: State) -> State:
+    """Two adapters in the slots, each sample with its own mixture."""
+    for seed, name in enumerate("ab", 1):
+        with tempfile.TemporaryDirectory() as folder:
+            from safetensors.torch import save_file
+
+            save_file(adapter_file(state.subject.name, seed), file := Path(folder) / "a.safetensors")
+            state.gm.adapters.load(name, file)
+    state.gm.adapters.use([{"a": 0.7, "b": 0.3}, "b"])
+    return state
+
+
+def control_network(state: State) -> nn.Module:
+    import unets
+
+    return unets.control(state.subject.model)  # type: ignore[no-any-return]
+
+
+def of_a_unet(feature: Feature, given: Callable[[State], dict[str, Any]]) -> Feature:
+    """A feature that only UNets have, which adds inputs."""
+
+    def with_inputs(state: State) -> State:
+        return replace(state, kwargs={**state.kwargs, **given(state)})
+
+    def passes(state: State) -> list[Any]:
+        if "sample" not in state.kwargs or not hasattr(state.subject.model, "up_blocks"):
+            raise NotApplicable("it is made for UNets of diffusers")
+        assert feature.passes is not None
+        return feature.passes(state)
+
+    def after(state: State) -> State:
+        return with_inputs(feature.after(state))
+
+    def do(state: State) -> State:
+        return after(applied(state, passes(state)))
+
+    return replace(feature, do=do, passes=passes, after=after)
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+
+def picture(state: State) -> dict[str, Any]:
+    n, _, h, w = state.kwargs["sample"].shape
+    return {"cond": random(n, 3, 8 * h, 8 * w, dtype=state.kwargs["sample"].dtype)}
+
+
+def image_tokens(state: State) -> dict[str, Any]:
+    return {"image": random(2, 3, state.subject.model.config.cross_attention_dim, dtype=state.kwargs["sample"].dtype)}
+
+
+# --- step caches
+
+
+def stepping(name: str, what: str, wrap: Callable[[Any], Any], **params: Any) -> Feature:
+    """Marks of a pass in the graph, and what takes them at the second call: equal inputs, so an equal result."""
+
+    def do(state: State) -> State:
+        own = {**params, **state.subject.options.get(name, {})}
+        marked = applied(state, [fxplug.load_pass(name, **own)])
+        return replace(marked, around=(*state.around, wrap), calls=2)
+
+    return Feature(name, what, do)
+
+
+# --- lowerings
+
+
+def lowering(name: str, what: str, **options: Any) -> Feature:
+    def do(state: State) -> State:
+        gm = state.gm.meta["source"] if state.lowered and "source" in state.gm.meta else state.gm
+        return relowered(replace(state, gm=gm, lowered={**state.lowered, **options}))
+
+    return Feature(name, what, do)
+
+
+def compile_whole(state: State) -> State:
+    return replace(state, compiled=True)
+
+
+def compile_regions(state: State) -> State:
+    return compile_whole(FEATURES["outline"].do(state))
+
+
+# --- the module as a value
+
+
+def saved(state: State) -> State:
+    with tempfile.TemporaryDirectory() as folder:
+        fxplug.save(state.gm, folder)
+        gm = fxplug.load(folder, allow=["diffusers", "timm", "torchao"])
+    return relowered(replace(state, gm=gm.train(state.gm.training)))
+
+
+def copied(state: State) -> State:
+    return replace(state, gm=copy.deepcopy(state.gm))
+
+
+def exported(to: str, state: State) -> State:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.pt2"
+        fxplug.export(state.gm, file, (), state.kwargs, to=to, free="batch")
+        if to == "pt2":
+            return replace(state, result=torch.export.load(file).module())
+        if to == "aoti":
+            return replace(state, result=fxplug.load_package(file, trusted=True))
+        return replace(state, result=fxplug.load_onnx(file))
+
+
+def other_form(made: Callable[[Any, nn.Module], Any], state: State) -> State:
+    """A call in a form that was not traced: the result in a class in the place of a tuple."""
+    if "return_dict" not in state.kwargs:
+        raise NotApplicable("the model has one form of call")
+    flipped = not state.kwargs["return_dict"]
+    gm = made(state.gm, state.subject.model)
+    wrapped = replace(state, gm=gm)
+
+    def call(**kwargs: Any) -> Any:
+        found = target_of(wrapped)(**{**kwargs, "return_dict": flipped})
+        return tuple(found.values()) if isinstance(found, Mapping) else found
+
+    return replace(wrapped, result=call)
+
+
+# --- precision
+
+
+def to_bfloat16(state: State) -> State:
+    def cast(value: Any, _: Any = None) -> Any:
+        return value.bfloat16() if is_float(value) else value
+
+    return replace(state, gm=state.gm.to(torch.bfloat16), kwargs=map_leaves(dict(state.kwargs), cast))
+
+
+def autocast(state: State) -> State:
+    return replace(state, contexts=(*state.contexts, partial(torch.autocast, "cpu", torch.bfloat16)))
+
+
+def quantised(state: State) -> State:
+    """The model's linear layers in 8 bits, by torchao: before its trace, as the guide says."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    if state.done:
+        raise fxplug.SpecError("quantise the model first, then trace it and apply passes")
+    if not any(isinstance(m, nn.Linear) for m in state.subject.model.modules()):
+        raise NotApplicable("the model has no linear layer")
+    quantize_(state.subject.model, Int8WeightOnlyConfig())
+    return replace(state, gm=fxplug.trace(state.subject.model, kwargs=state.kwargs).eval())
+
+
+# --- processes
+
+
+def parallel(state: State, **ways: int) -> State:
+    plan = fxplug.parallel_plan(state.gm, (), state.kwargs, check=False, **ways)
+    if plan.share == 0:
+        raise fxplug.SpecError("nothing of this model is split")
+    return replace(state, gm=fxplug.parallelize(state.gm, plan), ways=plan.ways)
+
+
+def split(name: str, what: str, **ways: int) -> Feature:
+    return Feature(name, what, partial(parallel, **ways))
+
+
+def staged(state: State) -> State:
+    def wrap(gm: Any) -> Any:
+        return fxplug.pipefusion(gm, (), state.kwargs, stages=2, patches=2, clock=None, check=False)
+
+    return replace(state, around=(*state.around, wrap), calls=2)
+
+
+def sharded(state: State) -> State:
+    """FSDP2 in a group of one process, which is there until the cell is done."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    state.entered.callback(dist.destroy_process_group)
+    return replace(state, gm=shard(outline(state.gm)), gradients=True)
+
+
+# --- training
+
+
+def checkpointed(state: State) -> State:
+    return replace(state, gm=outline(state.gm, checkpoint=True), gradients=True)
+
+
+def trained(state: State) -> State:
+    """Two steps of SGD on what passes have put in, or on all weights where there are no such."""
+    gm = state.gm
+    marks = {"first_block_cache", "teacache", "deepcache", "ditfastattn"}
+    names = {entry["name"] for entry in gm.meta.get("passes", [])} - marks
+    fxplug.trainable(gm, *([] if names else ["**"]))
+    chosen = [p for p in gm.parameters() if p.requires_grad]
+    for _ in range(2):
+        for context in (stack := contextlib.ExitStack(), *state.contexts)[1:]:
+            stack.enter_context(context())
+        with stack:
+            found = _values(replace(state, calls=1), state.kwargs)
+            losses = [sum(t.float().square().mean() for t in leaves(value) if is_float(t)) for value in found]
+        per_rank = [torch.autograd.grad(loss, chosen, allow_unused=True, retain_graph=True) for loss in losses]
+        with torch.no_grad():
+            for parameter, *grads in zip(chosen, *per_rank, strict=True):
+                known = [g for g in grads if g is not None]
+                if known:
+                    parameter.sub_(0.05 * sum(known) / len(known))
+    gm.requires_grad_(False)
+    return state
+
+
+# --- the table
+
+TRAINS = "two steps of SGD on what passes have put in, all weights where there is nothing"
+FEATURES: dict[str, Feature] = {
+    feature.name: feature
+    for feature in (
+        adapter("lora", "LoRA beside all layers", at="**", rank=2),
+        adapter("lora_slots", "LoRA in slots, a mixture for each sample", "lora", mixture, at="**", rank=2, slots=2),
+        adapter("dora", "DoRA", at="**", rank=2),
+        adapter("loha", "LoHa", at="**", rank=2),
+        adapter("lokr", "LoKr", at="**", rank=2),
+        adapter("delta", "whole changes of parameters"),
+        adapter("head", "a new last layer", size=6),
+        adapter("skip", "a gated skip between two layers"),
+        adapter("replace", "PReLU in the place of activations, or a new layer"),
+        of_a_unet(adapter("controlnet", "a ControlNet joined into the graph", network=control_network), picture),
+        of_a_unet(adapter("ip_adapter", "IP-Adapter", image=lambda s: ["n", 3, s.subject.model.config.cross_attention_dim]), image_tokens),
+        stepping("first_block_cache", "first-block cache, at a step that takes from an earlier one",
+                 lambda gm: fxplug.StepCache(gm, fxplug.Every(2), clock=None)),
+        stepping("teacache", "TeaCache, at a step that takes from an earlier one",
+                 lambda gm: fxplug.StepCache(gm, fxplug.TeaCache(limit=1e9), clock=None)),
+        stepping("deepcache", "DeepCache, at a step that takes from an earlier one",
+                 lambda gm: fxplug.StepCache(gm, fxplug.Every(2), clock=None)),
+        stepping("ditfastattn", "DiTFastAttn with a schedule of full steps", lambda gm: fxplug.FastAttention(gm, clock=None)),
+        *(lowering(f"fuse_{form}", f"lower(fuse={form!r}): {about}", fuse=form) for form, about in FORMS.items()),
+        lowering("merge_fold", "lower(merge='fold')", merge="fold"),
+        lowering("merge_live", "lower(merge='live')", merge="live"),
+        lowering("remerge_pack", "lower(fuse='remerge', pack=True), names of earlier forms", fuse="remerge", pack=True),
+        lowering("outline", "lower(outline=True): repeated regions as one", outline=True),
+        Feature("compile", "torch.compile of the whole, one graph", compile_whole),
+        Feature("compile_regions", "torch.compile of repeated regions", compile_regions),
+        Feature("save_load", "save, and load", saved),
+        Feature("deepcopy", "copy.deepcopy", copied),
+        Feature("export", "torch.export, written, read and run", partial(exported, "pt2")),
+        Feature("export_aoti", "AOTInductor, written, read and run", partial(exported, "aoti"), slow=True),
+        Feature("export_onnx", "ONNX, written, read and run", partial(exported, "onnx"), slow=True),
+        Feature("variants", "fxplug.variants, called in a form that was not traced", partial(other_form, fxplug.variants)),
+        Feature("pipeline_part", "a pipeline's part, called in a form that was not traced",
+                partial(other_form, fxplug.pipeline_part)),
+        Feature("bfloat16", "weights and inputs in bfloat16", to_bfloat16, adapts=True),
+        Feature("autocast", "a call under autocast to bfloat16", autocast, adapts=True),
+        Feature("quantised", "linear layers in 8 bits, by torchao", quantised, adapts=True),
+        split("ulysses", "tokens over 2 processes by heads", ulysses=2),
+        split("ring", "tokens over 2 processes around a ring", ring=2),
+        split("batch", "samples over 2 processes", batch=2),
+        split("rows", "rows of images over 2 processes", rows=2),
+        split("tensor", "heads and features over 2 processes", tensor=2),
+        Feature("pipefusion", "2 stages on 2 patches, at a step with what an earlier one kept", staged),
+        Feature("fsdp", "FSDP2 of repeated regions, with gradients", sharded),
+        Feature("checkpointing", "gradient checkpointing of repeated regions, with gradients", checkpointed),
+        Feature("train", TRAINS, trained, adapts=True),
+    )
+}  # fmt: skip
+
+__all__ = ["COMPILER", "FEATURES", "Feature", "NotApplicable", "State", "begin", "math", "result_of", "threading", "Iterator"]
