@@ -71,6 +71,17 @@ def cell_of(name: str) -> Cell:
 # --- one cell
 
 
+def expanded(names: Sequence[str]) -> tuple[str, ...]:
+    """The features of a cell with what some of them need before them."""
+    found: list[str] = []
+    for name in names:
+        needs = FEATURES[name].needs
+        if needs and not set(needs) & set(found):
+            found += [other for other in needs if other not in names][:1]
+        found.append(name)
+    return tuple(found)
+
+
 def done_to(state: State, names: Sequence[str]) -> State:
     """Features one after the other, and a call after each, which must not matter to the next."""
     for number, name in enumerate(names, 1):
@@ -117,10 +128,11 @@ def without_effect(model: str, names: tuple[str, ...]) -> str:
 
 def compared(cell: Cell) -> tuple[str, str, float]:
     """Outcome, a sentence, and the distance of the results over the largest value."""
-    adapting = tuple(name for name in cell.features if FEATURES[name].adapts)
+    names = expanded(cell.features)
+    adapting = tuple(name for name in names if FEATURES[name].adapts)
     state = begin(cell.model)
     with state.entered:
-        made = done_to(state, cell.features)
+        made = done_to(state, names)
         values, gradients = result_of(made)
     wanted, wanted_gradients = oracle(cell.model, adapting, made.gradients)
     if name := without_effect(cell.model, adapting):

@@ -32,7 +32,9 @@ from fxplug.lowerings.regions.submodules import outline
 from fxplug.parallel.runtime.pretended import pretended
 
 COMPILER = "aot_eager"  # what torch.compile is called with: it traces and functionalises, and compiles nothing
-BLOCKS = "fxplug.blocks:"
+NETWORKS = {"controlnet"}  # whose weights are those of a network that is there already
+WEIGHTS = ("lora", "lora_mixed", "dora", "loha", "lokr", "delta")  # functions of weights
+LORAS = ("lora", "lora_mixed", "lora_slots")
 Call = Callable[..., Any]
 
 
@@ -69,6 +71,7 @@ class Feature:
     adapts: bool = False
     passes: Callable[[State], list[Any]] | None = None
     after: Callable[[State], State] = lambda state: state
+    needs: tuple[str, ...] = ()  # one of these comes before it in a cell: else the first that the cell does not have
     slow: bool = False  # only with --long
 
 
@@ -184,18 +187,20 @@ def relowered(state: State) -> State:
 
 
 def adapter(name: str, what: str, file: str = "", more: Callable[[State], State] | None = None, **params: Any) -> Feature:
-    """A pass of the folder as a feature: its weights are filled, then `more` is done."""
+    """A pass of the folder under the feature's name: its weights are filled, then `more` is done."""
     file = file or name
 
     def passes(state: State) -> list[Any]:
         if missing := sorted(set(needs) - places(state.subject.name).keys()):
             raise NotApplicable(f"this model has no two values of one shape, or no such module, for {missing[0]}")
         own = {**params, **places(state.subject.name).get(file, {}), **state.subject.options.get(file, {})}
-        return [fxplug.load_pass(file, **{k: v(state) if callable(v) and not isinstance(v, nn.Module) else v for k, v in own.items()})]
+        own = {key: value(state) if callable(value) else value for key, value in own.items()}
+        return [fxplug.load_pass(file, name=name, **own)]
 
     def after(state: State) -> State:
         made = state.gm.meta.get("source", state.gm)
-        fill(made, "new_head" if file == "head" else file)
+        if file not in NETWORKS:
+            fill(made, name)
         return more(state) if more else state
 
     needs = {"skip", "replace"} & {file}
@@ -223,15 +228,21 @@ def adapter_file(name: str, seed: int) -> dict[str, Tensor]:
         return load_file(file)
 
 
-def mixture(state: State) -> State:
-    """Two adapters in the slots, each sample with its own mixture."""
+def head_size(state: State) -> int:
+    """Another number of classes; of a model whose result is cut from patches the number that it has."""
+    (path,) = {site.path for site in fxplug.find(state.gm, fxplug.load_pass("head", size=1))}
+    return 6 if hasattr(state.subject.model, "num_classes") else state.subject.model.get_submodule(path).weight.shape[0]
+
+
+def with_adapters(use: Any, state: State) -> State:
+    """Two adapters in the slots, and how they are used."""
     for seed, name in enumerate("ab", 1):
         with tempfile.TemporaryDirectory() as folder:
             from safetensors.torch import save_file
 
             save_file(adapter_file(state.subject.name, seed), file := Path(folder) / "a.safetensors")
             state.gm.adapters.load(name, file)
-    state.gm.adapters.use([{"a": 0.7, "b": 0.3}, "b"])
+    state.gm.adapters.use(use)
     return state
 
 
@@ -292,12 +303,12 @@ def stepping(name: str, what: str, wrap: Callable[[Any], Any], **params: Any) ->
 # --- lowerings
 
 
-def lowering(name: str, what: str, **options: Any) -> Feature:
+def lowering(name: str, what: str, needs: tuple[str, ...] = (), **options: Any) -> Feature:
     def do(state: State) -> State:
         gm = state.gm.meta["source"] if state.lowered and "source" in state.gm.meta else state.gm
         return relowered(replace(state, gm=gm, lowered={**state.lowered, **options}))
 
-    return Feature(name, what, do)
+    return Feature(name, what, do, needs=needs)
 
 
 def compile_whole(state: State) -> State:
@@ -355,21 +366,33 @@ def to_bfloat16(state: State) -> State:
     def cast(value: Any, _: Any = None) -> Any:
         return value.bfloat16() if is_float(value) else value
 
-    return replace(state, gm=state.gm.to(torch.bfloat16), kwargs=map_leaves(dict(state.kwargs), cast))
+    kwargs = map_leaves(dict(state.kwargs), cast)
+    if not state.done:
+        return replace(state, gm=fxplug.trace(state.subject.model.bfloat16(), kwargs=kwargs).eval(), kwargs=kwargs)
+    return replace(state, gm=retraceable(state).to(torch.bfloat16), kwargs=kwargs)
+
+
+def retraceable(state: State) -> Any:
+    """The module that answers calls in another dtype too; as it is where it was loaded or merged and has no model to trace."""
+    with contextlib.suppress(fxplug.SpecError):
+        return fxplug.variants(state.gm, state.subject.model)
+    return state.gm
 
 
 def autocast(state: State) -> State:
-    return replace(state, contexts=(*state.contexts, partial(torch.autocast, "cpu", torch.bfloat16)))
+    return replace(state, gm=retraceable(state), contexts=(*state.contexts, partial(torch.autocast, "cpu", torch.bfloat16)))
 
 
 def quantised(state: State) -> State:
-    """The model's linear layers in 8 bits, by torchao: before its trace, as the guide says."""
+    """The model's linear layers in 8 bits, by torchao: before its trace as the guide says, or those of the traced module."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    if state.done:
-        raise fxplug.SpecError("quantise the model first, then trace it and apply passes")
-    if not any(isinstance(m, nn.Linear) for m in state.subject.model.modules()):
+    base = {name for name, module in state.subject.model.named_modules() if isinstance(module, nn.Linear)}
+    if not base:
         raise NotApplicable("the model has no linear layer")
+    if state.done:
+        quantize_(state.gm, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name in base and isinstance(module, nn.Linear))
+        return state
     quantize_(state.subject.model, Int8WeightOnlyConfig())
     return replace(state, gm=fxplug.trace(state.subject.model, kwargs=state.kwargs).eval())
 
@@ -439,12 +462,15 @@ FEATURES: dict[str, Feature] = {
     feature.name: feature
     for feature in (
         adapter("lora", "LoRA beside all layers", at="**", rank=2),
-        adapter("lora_slots", "LoRA in slots, a mixture for each sample", "lora", mixture, at="**", rank=2, slots=2),
+        adapter("lora_slots", "LoRA in slots, a mixture for each sample", "lora", partial(with_adapters, [{"a": 0.7, "b": 0.3}, "b"]),
+                at="**", rank=2, slots=2),
+        adapter("lora_mixed", "LoRA in slots, one mixture for all samples", "lora", partial(with_adapters, {"a": 0.7, "b": 0.3}),
+                at="**", rank=2, slots=2),
         adapter("dora", "DoRA", at="**", rank=2),
         adapter("loha", "LoHa", at="**", rank=2),
         adapter("lokr", "LoKr", at="**", rank=2),
         adapter("delta", "whole changes of parameters"),
-        adapter("head", "a new last layer", size=6),
+        adapter("head", "a new last layer", size=head_size),
         adapter("skip", "a gated skip between two layers"),
         adapter("replace", "PReLU in the place of activations, or a new layer"),
         of_a_unet(adapter("controlnet", "a ControlNet joined into the graph", network=control_network), picture),
@@ -456,10 +482,10 @@ FEATURES: dict[str, Feature] = {
         stepping("deepcache", "DeepCache, at a step that takes from an earlier one",
                  lambda gm: fxplug.StepCache(gm, fxplug.Every(2), clock=None)),
         stepping("ditfastattn", "DiTFastAttn with a schedule of full steps", lambda gm: fxplug.FastAttention(gm, clock=None)),
-        *(lowering(f"fuse_{form}", f"lower(fuse={form!r}): {about}", fuse=form) for form, about in FORMS.items()),
-        lowering("merge_fold", "lower(merge='fold')", merge="fold"),
-        lowering("merge_live", "lower(merge='live')", merge="live"),
-        lowering("remerge_pack", "lower(fuse='remerge', pack=True), names of earlier forms", fuse="remerge", pack=True),
+        *(lowering(f"fuse_{form}", f"lower(fuse={form!r}): {about}", LORAS, fuse=form) for form, about in FORMS.items()),
+        lowering("merge_fold", "lower(merge='fold')", WEIGHTS, merge="fold"),
+        lowering("merge_live", "lower(merge='live')", ("lora_mixed",), merge="live"),
+        lowering("remerge_pack", "lower(fuse='remerge', pack=True), names of earlier forms", LORAS, fuse="remerge", pack=True),
         lowering("outline", "lower(outline=True): repeated regions as one", outline=True),
         Feature("compile", "torch.compile of the whole, one graph", compile_whole),
         Feature("compile_regions", "torch.compile of repeated regions", compile_regions),
