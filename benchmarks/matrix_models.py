@@ -123,9 +123,9 @@ MODELS: dict[str, Entry] = {
         lambda: _latents((4, 8, 8), class_labels=torch.tensor([3, 7])),
     ),
     "mmdit": Entry(
-        "the joint transformer of Stable Diffusion 3, 3 blocks",
+        "the joint transformer of Stable Diffusion 3, 4 blocks",
         lambda: _class("SD3Transformer2DModel")(
-            sample_size=16, patch_size=2, in_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=4,
+            sample_size=16, patch_size=2, in_channels=4, num_layers=4, attention_head_dim=8, num_attention_heads=4,
             caption_projection_dim=32, joint_attention_dim=24, pooled_projection_dim=16, out_channels=4, pos_embed_max_size=24,
         ),
         lambda: _latents((4, 8, 8), 8, 24, pooled_projections=torch.randn(2, 16)),
