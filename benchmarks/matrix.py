@@ -85,7 +85,8 @@ def expanded(names: Sequence[str]) -> tuple[str, ...]:
 def done_to(state: State, names: Sequence[str]) -> State:
     """Features one after the other, and a call after each, which must not matter to the next."""
     for number, name in enumerate(names, 1):
-        state = FEATURES[name].do(replace(state, result=None))
+        feature = FEATURES[name]
+        state = feature.do(replace(state, result=None, whole=state.whole if feature.splits else None))
         state = replace(state, done=(*state.done, name))
         if number < len(names) and not state.around:
             result_of(state)
@@ -100,10 +101,11 @@ def plainly(state: State, names: Sequence[str]) -> State:
             state = applied(state, [p for f in several for p in f.passes(state)])  # type: ignore[misc]
             for feature in several:
                 state = feature.after(state)
+            state = replace(state, done=(*state.done, *(f.name for f in several)))
         else:
             for feature in several:
                 state = feature.do(state)
-        state = replace(state, done=(*state.done, *(f.name for f in several)))
+                state = replace(state, done=(*state.done, feature.name))
     return state
 
 

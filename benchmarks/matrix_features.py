@@ -32,8 +32,9 @@ from fxplug.lowerings.regions.submodules import outline
 from fxplug.parallel.runtime.pretended import pretended
 
 COMPILER = "aot_eager"  # what torch.compile is called with: it traces and functionalises, and compiles nothing
+ADDED = "added_"  # before the names of passes that adapt: some are names of modules
 NETWORKS = {"controlnet"}  # whose weights are those of a network that is there already
-WEIGHTS = ("lora", "lora_mixed", "dora", "loha", "lokr", "delta")  # functions of weights
+WEIGHTS = ("lora", "lora_mixed", "lora_slots", "dora", "loha", "lokr", "delta")  # functions of weights
 LORAS = ("lora", "lora_mixed", "lora_slots")
 Call = Callable[..., Any]
 
@@ -50,9 +51,10 @@ class State:
     gm: Any
     kwargs: dict[str, Any]
     done: tuple[str, ...] = ()
-    around: tuple[Callable[[Any], Call], ...] = ()  # put around the module for a call, the first one innermost
+    around: tuple[Callable[[Any, State], Any], ...] = ()  # put around the module for a call, the first one innermost
     contexts: tuple[Callable[[], Any], ...] = ()  # entered for a call
     ways: dict[str, int] = field(default_factory=dict)  # processes along each axis
+    whole: Any = None  # what was split, until another feature follows
     calls: int = 1  # as many as what is kept from an earlier one needs to be used
     result: Call | None = None  # called instead of the module until another feature follows
     gradients: bool = False  # compared as well
@@ -72,6 +74,7 @@ class Feature:
     passes: Callable[[State], list[Any]] | None = None
     after: Callable[[State], State] = lambda state: state
     needs: tuple[str, ...] = ()  # one of these comes before it in a cell: else the first that the cell does not have
+    splits: bool = False
     slow: bool = False  # only with --long
 
 
@@ -83,6 +86,8 @@ def result_of(state: State) -> tuple[list[Any], list[Tensor]]:
     with contextlib.ExitStack() as stack:
         for context in state.contexts:
             stack.enter_context(context())
+        if state.gradients and state.calls > 1:
+            raise NotApplicable("what takes from an earlier step is for inference")
         if state.gradients:
             return _with_gradients(state)
         stack.enter_context(torch.no_grad())
@@ -121,7 +126,7 @@ def target_of(state: State) -> Call:
     if state.compiled and not state.around and vars(target).get("_compiled_call_impl") is None:
         target.compile(backend=COMPILER, fullgraph=True)
     for wrap in state.around:
-        target = wrap(target)
+        target = wrap(target, state)
     if state.compiled and state.around and isinstance(target, nn.Module):
         target.compile(**compile_options(target))
     return target  # type: ignore[no-any-return]
@@ -195,12 +200,12 @@ def adapter(name: str, what: str, file: str = "", more: Callable[[State], State]
             raise NotApplicable(f"this model has no two values of one shape, or no such module, for {missing[0]}")
         own = {**params, **places(state.subject.name).get(file, {}), **state.subject.options.get(file, {})}
         own = {key: value(state) if callable(value) else value for key, value in own.items()}
-        return [fxplug.load_pass(file, name=name, **own)]
+        return [fxplug.load_pass(file, name=ADDED + name, **own)]
 
     def after(state: State) -> State:
         made = state.gm.meta.get("source", state.gm)
         if file not in NETWORKS:
-            fill(made, name)
+            fill(made, ADDED + name)
         return more(state) if more else state
 
     needs = {"skip", "replace"} & {file}
@@ -289,13 +294,18 @@ def image_tokens(state: State) -> dict[str, Any]:
 # --- step caches
 
 
-def stepping(name: str, what: str, wrap: Callable[[Any], Any], **params: Any) -> Feature:
+STEPS: set[Any] = set()
+
+
+def stepping(name: str, what: str, wrap: Callable[[Any, State], Any], **params: Any) -> Feature:
     """Marks of a pass in the graph, and what takes them at the second call: equal inputs, so an equal result."""
 
     def do(state: State) -> State:
         own = {**params, **state.subject.options.get(name, {})}
         marked = applied(state, [fxplug.load_pass(name, **own)])
-        return replace(marked, around=(*state.around, wrap), calls=2)
+        others = tuple(other for other in state.around if other not in STEPS)
+        STEPS.add(wrap)  # of two, which are two marks in one graph, the later one decides
+        return replace(marked, around=(*others, wrap), calls=2)
 
     return Feature(name, what, do)
 
@@ -309,6 +319,13 @@ def lowering(name: str, what: str, needs: tuple[str, ...] = (), **options: Any) 
         return relowered(replace(state, gm=gm, lowered={**state.lowered, **options}))
 
     return Feature(name, what, do, needs=needs)
+
+
+def folded(state: State) -> State:
+    """Adapters folded into weights: an ordinary module, for which what was lowered before is lowered again."""
+    gm = state.gm.meta["source"] if state.lowered and "source" in state.gm.meta else state.gm
+    passes = [entry["name"] for entry in gm.meta["passes"] if entry["name"].removeprefix(ADDED) in WEIGHTS]
+    return relowered(replace(state, gm=fxplug.merge(gm, passes)))
 
 
 def compile_whole(state: State) -> State:
@@ -401,19 +418,20 @@ def quantised(state: State) -> State:
 
 
 def parallel(state: State, **ways: int) -> State:
-    plan = fxplug.parallel_plan(state.gm, (), state.kwargs, check=False, **ways)
+    whole, degrees = (state.gm, {}) if state.whole is None else (state.whole, state.ways)  # all ways are one plan
+    plan = fxplug.parallel_plan(whole, (), state.kwargs, check=False, **{**degrees, **ways})
     if plan.share == 0:
-        raise fxplug.SpecError("nothing of this model is split")
-    return replace(state, gm=fxplug.parallelize(state.gm, plan), ways=plan.ways)
+        raise NotApplicable("nothing of this model is split")
+    return replace(state, gm=fxplug.parallelize(whole, plan), ways=plan.ways, whole=whole)
 
 
 def split(name: str, what: str, **ways: int) -> Feature:
-    return Feature(name, what, partial(parallel, **ways))
+    return Feature(name, what, partial(parallel, **ways), splits=True)
 
 
 def staged(state: State) -> State:
-    def wrap(gm: Any) -> Any:
-        return fxplug.pipefusion(gm, (), state.kwargs, stages=2, patches=2, clock=None, check=False)
+    def wrap(gm: Any, now: State) -> Any:
+        return fxplug.pipefusion(gm, (), now.kwargs, stages=2, patches=2, clock=None, check=False)
 
     return replace(state, around=(*state.around, wrap), calls=2)
 
@@ -422,22 +440,28 @@ def sharded(state: State) -> State:
     """FSDP2 in a group of one process, which is there until the cell is done."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     state.entered.callback(dist.destroy_process_group)
-    return replace(state, gm=shard(outline(state.gm)), gradients=True)
+    return in_training(state, lambda gm, _: shard(outline(gm)))
 
 
 # --- training
 
 
+def in_training(state: State, wrap: Callable[[Any, State], Any]) -> State:
+    """Regions as submodules, innermost: a training makes them last, of whatever was done to the module."""
+    return replace(state, around=(wrap, *state.around), gradients=True)
+
+
 def checkpointed(state: State) -> State:
-    return replace(state, gm=outline(state.gm, checkpoint=True), gradients=True)
+    return in_training(state, lambda gm, _: outline(gm, checkpoint=True))
 
 
 def trained(state: State) -> State:
     """Two steps of SGD on what passes have put in, or on all weights where there are no such."""
     gm = state.gm
-    marks = {"first_block_cache", "teacache", "deepcache", "ditfastattn"}
-    names = {entry["name"] for entry in gm.meta.get("passes", [])} - marks
-    fxplug.trainable(gm, *([] if names else ["**"]))
+    added = [entry["name"] for entry in gm.meta.get("passes", []) if entry["name"].startswith(ADDED)]
+    if not added and any(FEATURES[name].passes for name in state.done):
+        raise NotApplicable("what was merged is no longer there to be trained")
+    fxplug.trainable(gm, *([] if added else ["**"]))
     chosen = [p for p in gm.parameters() if p.requires_grad]
     for _ in range(2):
         for context in (stack := contextlib.ExitStack(), *state.contexts)[1:]:
@@ -476,14 +500,14 @@ FEATURES: dict[str, Feature] = {
         of_a_unet(adapter("controlnet", "a ControlNet joined into the graph", network=control_network), picture),
         of_a_unet(adapter("ip_adapter", "IP-Adapter", image=lambda s: ["n", 3, s.subject.model.config.cross_attention_dim]), image_tokens),
         stepping("first_block_cache", "first-block cache, at a step that takes from an earlier one",
-                 lambda gm: fxplug.StepCache(gm, fxplug.Every(2), clock=None)),
+                 lambda gm, _: fxplug.StepCache(gm, fxplug.Every(2), clock=None)),
         stepping("teacache", "TeaCache, at a step that takes from an earlier one",
-                 lambda gm: fxplug.StepCache(gm, fxplug.TeaCache(limit=1e9), clock=None)),
+                 lambda gm, _: fxplug.StepCache(gm, fxplug.TeaCache(limit=1e9), clock=None)),
         stepping("deepcache", "DeepCache, at a step that takes from an earlier one",
-                 lambda gm: fxplug.StepCache(gm, fxplug.Every(2), clock=None)),
-        stepping("ditfastattn", "DiTFastAttn with a schedule of full steps", lambda gm: fxplug.FastAttention(gm, clock=None)),
+                 lambda gm, _: fxplug.StepCache(gm, fxplug.Every(2), clock=None)),
+        stepping("ditfastattn", "DiTFastAttn with a schedule of full steps", lambda gm, _: fxplug.FastAttention(gm, clock=None)),
         *(lowering(f"fuse_{form}", f"lower(fuse={form!r}): {about}", LORAS, fuse=form) for form, about in FORMS.items()),
-        lowering("merge_fold", "lower(merge='fold')", WEIGHTS, merge="fold"),
+        Feature("merge_fold", "merge of all passes that are functions of weights", folded, needs=WEIGHTS),
         lowering("merge_live", "lower(merge='live')", ("lora_mixed",), merge="live"),
         lowering("remerge_pack", "lower(fuse='remerge', pack=True), names of earlier forms", LORAS, fuse="remerge", pack=True),
         lowering("outline", "lower(outline=True): repeated regions as one", outline=True),
