@@ -1,16 +1,16 @@
 """Which features compose: `python benchmarks/matrix.py [CELL ...] [--keep FILE] [--page FILE] [--json FILE]`.
 
-A cell is a model and one, two or three features in an order, "unet: lora_slots + outline". What the features make of the model is
-compared with an oracle: the features that adapt it alone, applied together, eager, on one process. A cell is
+A cell is a model and one, two or three features in an order, "unet: lora_slots + outline". What the features make of the model
+is compared with an oracle: the features that adapt it alone, applied together, eager, on one process. A cell is
 
 equal           within the tolerance of the dtype that `fxplug.core.ir.containers` has, and no adapter was without an effect
 refused         an error of fxplug's, with its sentence
 does not apply  a feature alone is refused on this model, or has no meaning for it: not counted
 fault           other numbers, an exception of another kind, an adapter without an effect, or no end within --limit seconds
 
-With names of cells it runs these, and prints what it finds. Without, it runs all pairs of `matrix_models.MODELS`, --triples random
-triples, and --recent random pairs on each of the newest classes, in --jobs processes. Each result is appended to --keep at once,
-and what stands there is not run again (but for outcomes that --again names).
+With names of cells it runs these, and prints what it finds. Without, it runs all pairs of `matrix_models.MODELS`, --triples
+random triples, and --recent random pairs on each of the newest classes, in --jobs processes. Each result is appended to --keep
+at once, and what stands there is not run again (but for the outcome that --again names).
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matrix_features import FEATURES, NotApplicable, State, applied, begin, result_of
+from matrix_features import FEATURES, applied, begin
 from matrix_models import MODELS, recent
+from matrix_state import NotApplicable, State, result_of
 
 from fxplug.core.errors import FxplugError
 from fxplug.core.ir.containers import Difference, difference
@@ -143,7 +144,8 @@ def compared(cell: Cell) -> tuple[str, str, float]:
     off = max(difference(wanted, value, dtypes=dtypes) for value in values)
     if off.times > 1:
         return FAULT, f"the result differs by {off.distance:.1e}", off.distance
-    slope = max((difference(a, b, True, dtypes) for a, b in zip(wanted_gradients, gradients, strict=True)), default=Difference())
+    slopes = (difference(a, b, True, dtypes) for a, b in zip(wanted_gradients, gradients, strict=True))
+    slope = max(slopes, default=Difference())
     if slope.times > 1:
         return FAULT, f"a gradient differs by {slope.distance:.1e}", slope.distance
     return EQUAL, "", off.distance
@@ -322,7 +324,8 @@ def main() -> None:
     if options.cells:
         for name in options.cells:
             line = run(cell_of(name), options.limit)
-            print(f"{line['cell']}: {line['outcome']}, {line['off']:.1e}, {line['seconds']} s\n{line['text']}\n{line.get('where', '')}")
+            print(f"{line['cell']}: {line['outcome']}, {line['off']:.1e}, {line['seconds']} s")
+            print(line["text"], line.get("where", ""), sep="\n")
         os._exit(0)
     features = options.features or [name for name, feature in FEATURES.items() if options.long or not feature.slow]
     options.newest = recent() if options.recent else ()

@@ -1,27 +1,26 @@
 """The features of `make matrix`: an entry each in `FEATURES`; a new one is one more entry.
 
-A feature takes a `State` (a traced module, its example call, what was done so far) and gives the next. One that `adapts` changes
-what is computed and is part of the oracle; the others must leave the result as it is. A feature that is a pass gives `passes`,
-and the oracle applies neighbouring ones together.
+A feature takes a `State` (a traced module, its example call, what was done so far) and gives the next. One that `adapts`
+changes what is computed and is part of the oracle; the others must leave the result as it is. A feature that is a pass gives
+`passes`, and the oracle applies neighbouring ones together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import tempfile
-import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from matrix_models import Subject, places, seeded, subject, traced
+from matrix_models import places, seeded, subject, traced
+from matrix_state import Feature, NotApplicable, State, is_float, target_of, values_of
 from torch import Tensor, nn
 
 import fxplug
@@ -29,126 +28,11 @@ from fxplug.core.ir.containers import leaves, map_leaves
 from fxplug.lowerings.linear.forms import FORMS
 from fxplug.lowerings.regions.fsdp import shard
 from fxplug.lowerings.regions.submodules import outline
-from fxplug.parallel.runtime.pretended import pretended
 
-COMPILER = "aot_eager"  # what torch.compile is called with: it traces and functionalises, and compiles nothing
 ADDED = "added_"  # before the names of passes that adapt: some are names of modules
 NETWORKS = {"controlnet"}  # whose weights are those of a network that is there already
 WEIGHTS = ("lora", "lora_mixed", "lora_slots", "dora", "loha", "lokr", "delta")  # functions of weights
 LORAS = ("lora", "lora_mixed", "lora_slots")
-Call = Callable[..., Any]
-
-
-class NotApplicable(Exception):
-    """Why a feature has no meaning for a model, in a sentence."""
-
-
-@dataclass
-class State:
-    """A module between two features, how it is called, and what later features have to know."""
-
-    subject: Subject
-    gm: Any
-    kwargs: dict[str, Any]
-    done: tuple[str, ...] = ()
-    around: tuple[Callable[[Any, State], Any], ...] = ()  # put around the module for a call, the first one innermost
-    contexts: tuple[Callable[[], Any], ...] = ()  # entered for a call
-    ways: dict[str, int] = field(default_factory=dict)  # processes along each axis
-    whole: Any = None  # what was split, until another feature follows
-    calls: int = 1  # as many as what is kept from an earlier one needs to be used
-    result: Call | None = None  # called instead of the module until another feature follows
-    gradients: bool = False  # compared as well
-    compiled: bool = False
-    lowered: dict[str, Any] = field(default_factory=dict)  # arguments of `lower` so far
-    entered: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # what is left after the last call
-
-
-@dataclass(frozen=True)
-class Feature:
-    """What can be done to a traced module."""
-
-    name: str
-    what: str
-    do: Callable[[State], State]
-    adapts: bool = False
-    passes: Callable[[State], list[Any]] | None = None
-    after: Callable[[State], State] = lambda state: state
-    needs: tuple[str, ...] = ()  # one of these comes before it in a cell: else the first that the cell does not have
-    splits: bool = False
-    slow: bool = False  # only with --long
-
-
-# --- what is called, and what it gives
-
-
-def result_of(state: State) -> tuple[list[Any], list[Tensor]]:
-    """The tensors that a state's last call gives in each process, and its gradients by the floating-point inputs if compared."""
-    with contextlib.ExitStack() as stack:
-        for context in state.contexts:
-            stack.enter_context(context())
-        if state.gradients and state.calls > 1:
-            raise NotApplicable("what takes from an earlier step is for inference")
-        if state.gradients:
-            return _with_gradients(state)
-        stack.enter_context(torch.no_grad())
-        return _values(state, state.kwargs), []
-
-
-def _values(state: State, kwargs: Mapping[str, Any]) -> list[Any]:
-    if not state.ways:
-        return [_called(state, kwargs)]
-    modes = torch.is_grad_enabled()
-
-    def one(rank: int) -> Any:
-        with torch.set_grad_enabled(modes), contextlib.ExitStack() as stack:
-            for context in state.contexts:
-                stack.enter_context(context())
-            return _called(state, kwargs)
-
-    return pretended(state.ways, one)
-
-
-def _called(state: State, kwargs: Mapping[str, Any]) -> Any:
-    call = state.result or target_of(state)
-    for _ in range(state.calls):
-        found = call(**copy_of(kwargs))
-    return found
-
-
-def copy_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs in new containers, as a call may change lists and dicts."""
-    return map_leaves(dict(kwargs), lambda value, _: value)  # type: ignore[no-any-return]
-
-
-def target_of(state: State) -> Call:
-    """The module with all that is put around it."""
-    target = state.gm
-    if state.compiled and not state.around and vars(target).get("_compiled_call_impl") is None:
-        target.compile(backend=COMPILER, fullgraph=True)
-    for wrap in state.around:
-        target = wrap(target, state)
-    if state.compiled and state.around and isinstance(target, nn.Module):
-        target.compile(**compile_options(target))
-    return target  # type: ignore[no-any-return]
-
-
-def compile_options(target: Any) -> dict[str, Any]:
-    return {"backend": COMPILER, "fullgraph": True}
-
-
-def _with_gradients(state: State) -> tuple[list[Any], list[Tensor]]:
-    inputs = {k: v.detach().requires_grad_() if is_float(v) else v for k, v in state.kwargs.items()}
-    found = _values(state, inputs)
-    wanted = [value for value in inputs.values() if is_float(value)]
-    sums = [sum(t.float().square().mean() for t in leaves(value) if is_float(t)) for value in found]
-    per_rank = [torch.autograd.grad(total, wanted, allow_unused=True, retain_graph=True) for total in sums]
-    gradients = [torch.stack([g if g is not None else torch.zeros_like(w) for g in ranks]).mean(0)
-                 for ranks, w in zip(zip(*per_rank, strict=True), wanted, strict=True)]  # fmt: skip
-    return [map_leaves(value, lambda t, _: t.detach() if isinstance(t, Tensor) else t) for value in found], gradients
-
-
-def is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def begin(name: str) -> State:
@@ -287,8 +171,12 @@ def picture(state: State) -> dict[str, Any]:
     return {"cond": random(n, 3, 8 * h, 8 * w, dtype=state.kwargs["sample"].dtype)}
 
 
+def image_shape(state: State) -> list[Any]:
+    return ["n", 3, state.subject.model.config.cross_attention_dim]
+
+
 def image_tokens(state: State) -> dict[str, Any]:
-    return {"image": random(2, 3, state.subject.model.config.cross_attention_dim, dtype=state.kwargs["sample"].dtype)}
+    return {"image": random(2, *image_shape(state)[1:], dtype=state.kwargs["sample"].dtype)}
 
 
 # --- step caches
@@ -408,7 +296,7 @@ def quantised(state: State) -> State:
     if not base:
         raise NotApplicable("the model has no linear layer")
     if state.done:
-        quantize_(state.gm, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name in base and isinstance(module, nn.Linear))
+        quantize_(state.gm, Int8WeightOnlyConfig(), filter_fn=lambda m, name: name in base and isinstance(m, nn.Linear))
         return state
     quantize_(state.subject.model, Int8WeightOnlyConfig())
     return replace(state, gm=fxplug.trace(state.subject.model, kwargs=state.kwargs).eval())
@@ -467,7 +355,7 @@ def trained(state: State) -> State:
         for context in (stack := contextlib.ExitStack(), *state.contexts)[1:]:
             stack.enter_context(context())
         with stack:
-            found = _values(replace(state, calls=1), state.kwargs)
+            found = values_of(replace(state, calls=1), state.kwargs)
             losses = [sum(t.float().square().mean() for t in leaves(value) if is_float(t)) for value in found]
         per_rank = [torch.autograd.grad(loss, chosen, allow_unused=True, retain_graph=True) for loss in losses]
         with torch.no_grad():
@@ -481,14 +369,15 @@ def trained(state: State) -> State:
 
 # --- the table
 
+MIXTURE = {"a": 0.7, "b": 0.3}
 TRAINS = "two steps of SGD on what passes have put in, all weights where there is nothing"
 FEATURES: dict[str, Feature] = {
     feature.name: feature
     for feature in (
         adapter("lora", "LoRA beside all layers", at="**", rank=2),
-        adapter("lora_slots", "LoRA in slots, a mixture for each sample", "lora", partial(with_adapters, [{"a": 0.7, "b": 0.3}, "b"]),
+        adapter("lora_slots", "LoRA in slots, a mixture for each sample", "lora", partial(with_adapters, [MIXTURE, "b"]),
                 at="**", rank=2, slots=2),
-        adapter("lora_mixed", "LoRA in slots, one mixture for all samples", "lora", partial(with_adapters, {"a": 0.7, "b": 0.3}),
+        adapter("lora_mixed", "LoRA in slots, one mixture for all samples", "lora", partial(with_adapters, MIXTURE),
                 at="**", rank=2, slots=2),
         adapter("dora", "DoRA", at="**", rank=2),
         adapter("loha", "LoHa", at="**", rank=2),
@@ -498,14 +387,15 @@ FEATURES: dict[str, Feature] = {
         adapter("skip", "a gated skip between two layers"),
         adapter("replace", "PReLU in the place of activations, or a new layer"),
         of_a_unet(adapter("controlnet", "a ControlNet joined into the graph", network=control_network), picture),
-        of_a_unet(adapter("ip_adapter", "IP-Adapter", image=lambda s: ["n", 3, s.subject.model.config.cross_attention_dim]), image_tokens),
+        of_a_unet(adapter("ip_adapter", "IP-Adapter", image=image_shape), image_tokens),
         stepping("first_block_cache", "first-block cache, at a step that takes from an earlier one",
                  lambda gm, _: fxplug.StepCache(gm, fxplug.Every(2), clock=None)),
         stepping("teacache", "TeaCache, at a step that takes from an earlier one",
                  lambda gm, _: fxplug.StepCache(gm, fxplug.TeaCache(limit=1e9), clock=None)),
         stepping("deepcache", "DeepCache, at a step that takes from an earlier one",
                  lambda gm, _: fxplug.StepCache(gm, fxplug.Every(2), clock=None)),
-        stepping("ditfastattn", "DiTFastAttn with a schedule of full steps", lambda gm, _: fxplug.FastAttention(gm, clock=None)),
+        stepping("ditfastattn", "DiTFastAttn with a schedule of full steps",
+                 lambda gm, _: fxplug.FastAttention(gm, clock=None)),
         *(lowering(f"fuse_{form}", f"lower(fuse={form!r}): {about}", LORAS, fuse=form) for form, about in FORMS.items()),
         Feature("merge_fold", "merge of all passes that are functions of weights", folded, needs=WEIGHTS),
         lowering("merge_live", "lower(merge='live')", ("lora_mixed",), merge="live"),
@@ -535,5 +425,3 @@ FEATURES: dict[str, Feature] = {
         Feature("train", TRAINS, trained, adapts=True),
     )
 }  # fmt: skip
-
-__all__ = ["COMPILER", "FEATURES", "Feature", "NotApplicable", "State", "begin", "math", "result_of", "threading", "Iterator"]

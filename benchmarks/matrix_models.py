@@ -1,7 +1,7 @@
 """The models of `make matrix`: an entry each, small and with random weights, none of which is zero.
 
 An entry says how a model is made, how it is called, and only those places of passes that are not found by `places` below.
-A class that the table does not name is taken from the test zoo by its case's name (`zoo:diffusers/...`), with nothing said of it.
+A class that is not in the table is taken from the test zoo by its case's name (`zoo:diffusers/...`); nothing is said of it.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ MODELS: dict[str, Entry] = {
     "dit": Entry(
         "a DiT of diffusers, 3 blocks",
         lambda: _class("DiTTransformer2DModel")(
-            num_attention_heads=4, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=3, patch_size=2, sample_size=8,
-            norm_type="ada_norm_zero", num_embeds_ada_norm=1000, activation_fn="gelu-approximate",
+            num_attention_heads=4, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=3, patch_size=2,
+            sample_size=8, norm_type="ada_norm_zero", num_embeds_ada_norm=1000, activation_fn="gelu-approximate",
         ),
         lambda: _latents((4, 8, 8), class_labels=torch.tensor([3, 7])),
     ),
@@ -181,9 +181,7 @@ def subject(name: str) -> Subject:
 
 @cache
 def recent(count: int = 20) -> tuple[str, ...]:
-    """Classes of the zoo that came last to diffusers: by the year of their source file's licence, then by the release notes' order
-    that the package keeps, its lazy import table, where newer names have no order; so by name.
-    """
+    """The classes of diffusers in the zoo whose source files have the newest year in their licence, in the order of names."""
     import inspect
 
     found = []

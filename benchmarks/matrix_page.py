@@ -18,13 +18,23 @@ MARKS = {"equal": "=", "refused": "r", "fault": "F", "does not apply": " ", "": 
 Lines = dict[str, dict[str, Any]]
 INTRO = """# What composes
 
-Each feature of fxplug with each other one, in both orders, on a small model of each family. A cell is *equal* where the two give
-what the adapting ones of them give alone: eager, on one process, applied together (float32: 1e-5 of the largest value; bfloat16,
-autocast and 8 bits: 2e-2, the table of tolerances of `fxplug.core.ir.containers`). Adapters have weights that are not zero, and one
-without an effect is a fault. A cell is *refused* where an error of fxplug's says why and what to do. A *fault* is anything else.
+Each feature of fxplug with each other one, in both orders, on a small model of each family. A cell is *equal* where the two
+give what the adapting ones of them give alone: eager, on one process, applied together (float32: 1e-5 of the largest value;
+bfloat16, autocast and 8 bits: 2e-2, by the table in `fxplug/core/ir/containers.py`). Adapters have weights that are not zero,
+and one without an effect is a fault. A cell is *refused* where an error of fxplug's says why and what to do. Anything else is a
+*fault*.
 
-`make matrix` writes this page; `python benchmarks/matrix.py "unet: lora_slots + outline"` repeats a cell. A new feature is an entry in
-`benchmarks/matrix_features.py`, a new model one in `benchmarks/matrix_models.py`.
+`make matrix` writes this page; `python benchmarks/matrix.py "unet: lora_slots + outline"` repeats a cell. A new feature is an
+entry in `benchmarks/matrix_features.py`, a new model one in `benchmarks/matrix_models.py`.
+"""
+
+NOTES = """`torch.compile` is called with the backend `aot_eager`. Processes are threads of one. Where a feature needs an
+adapter and a cell has none before it, LoRA is put in first.
+
+## Pairs
+
+Rows come first, columns second: `=` equal, `r` refused, `F` fault, `.` not measured, blank: makes no sense on this model. Below
+each grid is why a feature is not in it.
 """
 
 
@@ -55,7 +65,8 @@ def _pairs(lines: Lines, model: str, features: Sequence[str]) -> dict[tuple[str,
 
 
 def _counts(pairs: dict[str, dict[tuple[str, str], str]]) -> list[str]:
-    rows = ["| model | pairs that make sense | measured | equal | refused | fault | equal of measured |", "|---|---|---|---|---|---|---|"]
+    heads = ["model", "pairs that make sense", "measured", "equal", "refused", "fault", "equal of measured"]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     total: Counter[str] = Counter()
     for model, cells in pairs.items():
         count = Counter(cells.values())
@@ -77,7 +88,8 @@ def grid(cells: dict[tuple[str, str], str], features: Sequence[str]) -> str:
     heads = [" " * width + "".join(f"{number // 10 or ' '}" for number in range(1, len(used) + 1)),
              " " * width + "".join(f"{number % 10}" for number in range(1, len(used) + 1))]  # fmt: skip
     rows = ["".join(MARKS[cells[a, b]] if (a, b) in cells else " " for b in used) for a in used]
-    return "\n".join([*heads, *(f"{n:2} {name:{width - 3}}{row}".rstrip() for n, (name, row) in enumerate(zip(used, rows, strict=True), 1))])
+    named = (f"{n:2} {name:{width - 3}}{row}".rstrip() for n, (name, row) in enumerate(zip(used, rows, strict=True), 1))
+    return "\n".join([*heads, *named])
 
 
 def reasons(lines: Lines, kind: str) -> list[tuple[str, list[str]]]:
@@ -100,12 +112,11 @@ def page(lines: Lines, features: Sequence[str], options: argparse.Namespace, pai
         text.append(f"{missing} pairs have not been measured; they are dots below, and count for nothing.\n")
     text += [*_others(lines, options), "## The features\n", "| feature | what is done |", "|---|---|"]
     text += [f"| {name} | {FEATURES[name].what} |" for name in features]
-    text += ["", "`torch.compile` is called with the backend `aot_eager`. Processes are threads of one. Where a feature needs an adapter and a",
-             "cell has none before it, LoRA is put in first.\n", "## Pairs\n",
-             "Rows come first, columns second: `=` equal, `r` refused, `F` fault, `.` not measured, blank: makes no sense on this model.\n"]
+    text += ["", NOTES]
     for model, cells in pairs.items():
         text += [f"### {model}\n", "```", grid(cells, features), "```\n"]
-        text += [f"- {name}: {_sentence(lines, f'{model}: {name}')}" for name in features if name not in alone(lines, model, features)]
+        there = alone(lines, model, features)
+        text += [f"- {name}: {_sentence(lines, f'{model}: {name}')}" for name in features if name not in there]
         text.append("")
     for kind, title in (("fault", "## Faults\n"), ("refused", "## Refusals\n")):
         found = reasons(lines, kind)
@@ -123,9 +134,10 @@ def _others(lines: Lines, options: argparse.Namespace) -> list[str]:
         text.append(f"Random triples: {_told(triples)}.\n")
     newest = Counter(line["outcome"] for cell, line in lines.items() if cell.startswith("zoo:") and cell.count(" + ") == 1)
     if newest:
-        names = [name.rpartition("/")[2] for name in options.newest if any(cell.startswith(f"{name}: ") for cell in lines)]
-        text.append(f"Random pairs on {len(names)} of the newest classes of diffusers, of which nothing is said to the program: "
-                    f"{_told(newest)}. They are {', '.join(names)}.\n")  # fmt: skip
+        run = dict.fromkeys(cell.partition(": ")[0] for cell in lines if cell.startswith("zoo:") and " + " in cell)
+        names = ", ".join(name.rpartition("/")[2] for name in sorted(run))
+        text.append(f"Random pairs on {len(run)} of the newest classes of diffusers, of which nothing is said to the program: "
+                    f"{_told(newest)}. They are {names}.\n")  # fmt: skip
     return text
 
 
