@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from matrix_models import places, seeded, subject, traced
-from matrix_state import Feature, NotApplicable, State, is_float, target_of, values_of
+from matrix_state import Feature, NotApplicable, State, gradients_of, is_float, target_of
 from torch import Tensor, nn
 
 import fxplug
-from fxplug.core.ir.containers import leaves, map_leaves
+from fxplug.core.ir.containers import map_leaves
 from fxplug.lowerings.linear.forms import FORMS
 from fxplug.lowerings.regions.fsdp import shard
 from fxplug.lowerings.regions.submodules import outline
@@ -352,17 +352,10 @@ def trained(state: State) -> State:
     fxplug.trainable(gm, *([] if added else ["**"]))
     chosen = [p for p in gm.parameters() if p.requires_grad]
     for _ in range(2):
-        for context in (stack := contextlib.ExitStack(), *state.contexts)[1:]:
-            stack.enter_context(context())
-        with stack:
-            found = values_of(replace(state, calls=1), state.kwargs)
-            losses = [sum(t.float().square().mean() for t in leaves(value) if is_float(t)) for value in found]
-        per_rank = [torch.autograd.grad(loss, chosen, allow_unused=True, retain_graph=True) for loss in losses]
+        _, slopes = gradients_of(replace(state, calls=1), state.kwargs, chosen)
         with torch.no_grad():
-            for parameter, *grads in zip(chosen, *per_rank, strict=True):
-                known = [g for g in grads if g is not None]
-                if known:
-                    parameter.sub_(0.05 * sum(known) / len(known))
+            for parameter, slope in zip(chosen, slopes, strict=True):
+                parameter.sub_(0.05 * slope)
     gm.requires_grad_(False)
     return state
 

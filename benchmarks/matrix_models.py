@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -158,8 +159,6 @@ def entry_of(name: str) -> Entry:
 
 def named(args: tuple[Any, ...], case: Any) -> Params:
     """Positional inputs under their names."""
-    import inspect
-
     return dict(zip(inspect.signature(case.build().forward).parameters, args, strict=False)) if args else {}
 
 
@@ -181,18 +180,18 @@ def subject(name: str) -> Subject:
 
 @cache
 def recent(count: int = 20) -> tuple[str, ...]:
-    """The classes of diffusers in the zoo whose source files have the newest year in their licence, in the order of names."""
-    import inspect
-
-    found = []
+    """The newest classes of diffusers in the zoo, by name: the licence of their file has the newest year, and a holder beside
+    Hugging Face, as the files of new families have (the year alone is also that of files that were changed).
+    """
+    known = {type(entry.build()).__name__ for entry in MODELS.values()}
+    found: dict[str, int] = {}
     for case in zoo.cases("diffusers/"):
-        kind = getattr(importlib.import_module("diffusers"), case.name.split("/")[1].partition("-")[0], None)
-        if kind is None or "-" in case.name:
-            continue
-        head = Path(inspect.getfile(kind)).read_text()[:400]
-        years = [int(year) for year in re.findall(r"20\d\d", head)]
-        found.append((-max(years, default=0), case.name))
-    return tuple(ZOO + name for _, name in sorted(found)[:count])
+        kind = getattr(importlib.import_module("diffusers"), case.name.partition("/")[2], None)
+        if kind is not None and kind.__name__ not in known:
+            licence = Path(inspect.getfile(kind)).read_text().partition("\n")[0]
+            year = re.search(r"Copyright (?:\(c\) )?(20\d\d) (?!The HuggingFace (?:Inc\. )?[Tt]eam\.)", licence)
+            found[ZOO + case.name] = int(year[1]) if year else 0
+    return tuple(sorted(sorted(found), key=lambda name: -found[name])[:count])
 
 
 # --- where passes act on a model that nobody described

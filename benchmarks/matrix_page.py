@@ -84,7 +84,7 @@ def _row(name: str, count: Counter[str]) -> str:
 def grid(cells: dict[tuple[str, str], str], features: Sequence[str]) -> str:
     """Rows are done first, columns second."""
     used = [name for name in features if any(name in pair for pair in cells)]
-    width = max(map(len, used), default=0) + 3
+    width = max(map(len, used), default=0) + 4
     heads = [" " * width + "".join(f"{number // 10 or ' '}" for number in range(1, len(used) + 1)),
              " " * width + "".join(f"{number % 10}" for number in range(1, len(used) + 1))]  # fmt: skip
     rows = ["".join(MARKS[cells[a, b]] if (a, b) in cells else " " for b in used) for a in used]

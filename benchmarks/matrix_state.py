@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,29 +62,39 @@ class Feature:
 
 def result_of(state: State) -> tuple[list[Any], list[Tensor]]:
     """What a state's last call gives in each process, and its gradients by the floating-point inputs if they are compared."""
-    with contextlib.ExitStack() as stack:
-        for context in state.contexts:
-            stack.enter_context(context())
-        if state.gradients and state.calls > 1:
-            raise NotApplicable("what takes from an earlier step is for inference")
-        if state.gradients:
-            return _with_gradients(state)
-        stack.enter_context(torch.no_grad())
-        return values_of(state, state.kwargs), []
+    if state.gradients and state.calls > 1:
+        raise NotApplicable("what takes from an earlier step is for inference")
+    if state.gradients:
+        inputs = {k: v.detach().requires_grad_() if is_float(v) else v for k, v in state.kwargs.items()}
+        return gradients_of(state, inputs, [value for value in inputs.values() if is_float(value)])
+    return _in_each(state, lambda: _called(state, state.kwargs), False), []
 
 
-def values_of(state: State, kwargs: Mapping[str, Any]) -> list[Any]:
-    if not state.ways:
-        return [_called(state, kwargs)]
-    modes = torch.is_grad_enabled()
+def gradients_of(state: State, kwargs: Mapping[str, Any], wanted: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
+    """The results, and the gradients of their mean square by some tensors: the mean over the processes, as DDP takes it."""
+
+    def both() -> tuple[Any, list[Tensor]]:
+        found = _called(state, kwargs)
+        loss = sum(t.float().square().mean() for t in leaves(found) if is_float(t))
+        slopes = torch.autograd.grad(loss, wanted, allow_unused=True)
+        detached = map_leaves(found, lambda t, _: t.detach() if isinstance(t, Tensor) else t)
+        return detached, [torch.zeros_like(w) if g is None else g for g, w in zip(slopes, wanted, strict=True)]
+
+    results = _in_each(state, both, True)
+    means = [torch.stack(slopes).mean(0) for slopes in zip(*(slopes for _, slopes in results), strict=True)]
+    return [value for value, _ in results], means
+
+
+def _in_each(state: State, call: Callable[[], Any], gradients: bool) -> list[Any]:
+    """What a call gives in each process, whose modes are its thread's own."""
 
     def one(rank: int) -> Any:
-        with torch.set_grad_enabled(modes), contextlib.ExitStack() as stack:
+        with torch.set_grad_enabled(gradients), contextlib.ExitStack() as stack:
             for context in state.contexts:
                 stack.enter_context(context())
-            return _called(state, kwargs)
+            return call()
 
-    return pretended(state.ways, one)
+    return pretended(state.ways, one) if state.ways else [one(0)]
 
 
 def _called(state: State, kwargs: Mapping[str, Any]) -> Any:
@@ -109,17 +119,6 @@ def target_of(state: State) -> Call:
     if state.compiled and state.around and isinstance(target, nn.Module):
         target.compile(backend=COMPILER, fullgraph=True)
     return target  # type: ignore[no-any-return]
-
-
-def _with_gradients(state: State) -> tuple[list[Any], list[Tensor]]:
-    inputs = {k: v.detach().requires_grad_() if is_float(v) else v for k, v in state.kwargs.items()}
-    found = values_of(state, inputs)
-    wanted = [value for value in inputs.values() if is_float(value)]
-    sums = [sum(t.float().square().mean() for t in leaves(value) if is_float(t)) for value in found]
-    per_rank = [torch.autograd.grad(total, wanted, allow_unused=True, retain_graph=True) for total in sums]
-    gradients = [torch.stack([g if g is not None else torch.zeros_like(w) for g in ranks]).mean(0)
-                 for ranks, w in zip(zip(*per_rank, strict=True), wanted, strict=True)]  # fmt: skip
-    return [map_leaves(value, lambda t, _: t.detach() if isinstance(t, Tensor) else t) for value in found], gradients
 
 
 def is_float(value: Any) -> bool:
