@@ -73,14 +73,13 @@ def cell_of(name: str) -> Cell:
 
 
 def expanded(names: Sequence[str]) -> tuple[str, ...]:
-    """The features of a cell with what some of them need before them."""
+    """The features of a cell, and first what some of them need before them."""
     found: list[str] = []
-    for name in names:
+    for number, name in enumerate(names):
         needs = FEATURES[name].needs
-        if needs and not set(needs) & set(found):
+        if needs and not set(needs) & {*found, *names[:number]}:
             found += [other for other in needs if other not in names][:1]
-        found.append(name)
-    return tuple(found)
+    return (*found, *names)
 
 
 def done_to(state: State, names: Sequence[str]) -> State:

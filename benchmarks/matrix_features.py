@@ -63,12 +63,7 @@ def fill(gm: nn.Module, name: str) -> None:
 
 
 def applied(state: State, passes: list[Any]) -> State:
-    """The state after `fxplug.apply`; what was lowered is lowered again, as its error message says."""
-    gm, lowered = state.gm, state.lowered
-    if lowered and "source" in gm.meta:
-        gm = gm.meta["source"]
-    new = seeded(lambda: fxplug.apply(gm, *passes))
-    return relowered(replace(state, gm=new))
+    return replace(state, gm=seeded(lambda: fxplug.apply(state.gm, *passes)))
 
 
 def relowered(state: State) -> State:
@@ -87,9 +82,8 @@ def adapter(name: str, what: str, file: str = "", more: Callable[[State], State]
         return [fxplug.load_pass(file, name=ADDED + name, **own)]
 
     def after(state: State) -> State:
-        made = state.gm.meta.get("source", state.gm)
         if file not in NETWORKS:
-            fill(made, ADDED + name)
+            fill(state.gm.meta.get("source", state.gm), ADDED + name)
         return more(state) if more else state
 
     needs = {"skip", "replace"} & {file}
@@ -345,19 +339,21 @@ def checkpointed(state: State) -> State:
 
 def trained(state: State) -> State:
     """Two steps of SGD on what passes have put in, or on all weights where there are no such."""
-    gm = state.gm
+    gm = state.gm.meta.get("source", state.gm)
     added = [entry["name"] for entry in gm.meta.get("passes", []) if entry["name"].startswith(ADDED)]
     if not added and any(FEATURES[name].passes for name in state.done):
         raise NotApplicable("what was merged is no longer there to be trained")
+    if dist.is_initialized():
+        raise NotApplicable("FSDP2 trains parameters of its own, as tests/test_sharding.py does")
     fxplug.trainable(gm, *([] if added else ["**"]))
     chosen = [p for p in gm.parameters() if p.requires_grad]
     for _ in range(2):
-        _, slopes = gradients_of(replace(state, calls=1), state.kwargs, chosen)
+        _, slopes = gradients_of(replace(state, gm=gm, calls=1), state.kwargs, chosen)
         with torch.no_grad():
             for parameter, slope in zip(chosen, slopes, strict=True):
                 parameter.sub_(0.05 * slope)
     gm.requires_grad_(False)
-    return state
+    return relowered(replace(state, gm=gm))
 
 
 # --- the table
