@@ -323,8 +323,8 @@ def main() -> None:
     if options.cells:
         for name in options.cells:
             line = run(cell_of(name), options.limit)
-            print(f"{line['cell']}: {line['outcome']}, {line['off']:.1e}, {line['seconds']} s")
-            print(line["text"], line.get("where", ""), sep="\n")
+            print(f"{line['cell']}: {line['outcome']}, {line['off']:.1e}, {line['seconds']} s", flush=True)
+            print(line["text"], line.get("where", ""), sep="\n", flush=True)
         os._exit(0)
     features = options.features or [name for name, feature in FEATURES.items() if options.long or not feature.slow]
     options.newest = recent() if options.recent else ()

@@ -78,7 +78,7 @@ def _convnet() -> nn.Module:
 def _unet() -> nn.Module:
     import unets
 
-    return unets.sd15_model(levels=3)
+    return unets.sd15_model()
 
 
 def _latents(shape: tuple[int, ...], words: int = 0, width: int = 0, **more: Any) -> Params:
@@ -106,7 +106,7 @@ MODELS: dict[str, Entry] = {
     "vit": Entry("a ViT of timm, 3 blocks", _vit, lambda: {"x": torch.randn(2, 3, 32, 32)}, BLOCKS),
     "convnet": Entry("a ConvNeXt of timm, 4 stages", _convnet, lambda: {"x": torch.randn(2, 3, 64, 64)}),
     "unet": Entry(
-        "a UNet of diffusers as Stable Diffusion has it, 3 levels",
+        "a UNet of diffusers as Stable Diffusion has it, 2 levels",
         _unet,
         lambda: {
             "sample": torch.randn(2, 4, 16, 16),

@@ -112,6 +112,8 @@ def copy_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def target_of(state: State) -> Call:
     """The module with all that is put around it."""
     target = state.gm
+    if state.compiled and state.ways:
+        raise NotApplicable("torch.compile cannot follow threads as processes: tests/test_parallel.py has real ones")
     if state.compiled and not state.around and vars(target).get("_compiled_call_impl") is None:
         target.compile(backend=COMPILER, fullgraph=True)
     for wrap in state.around:
