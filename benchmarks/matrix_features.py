@@ -340,8 +340,8 @@ def checkpointed(state: State) -> State:
 def trained(state: State) -> State:
     """Two steps of SGD on what passes have put in, or on all weights where there are no such."""
     gm = state.gm.meta.get("source", state.gm)
-    added = [entry["name"] for entry in gm.meta.get("passes", []) if entry["name"].startswith(ADDED)]
-    if not added and any(FEATURES[name].passes for name in state.done):
+    added = [entry["name"] for entry in gm.meta.get("passes", []) if entry["name"].startswith(ADDED) and entry["train"]]
+    if not added and any(FEATURES[name].passes and name not in LORAS[1:] for name in state.done):
         raise NotApplicable("what was merged is no longer there to be trained")
     if dist.is_initialized():
         raise NotApplicable("FSDP2 trains parameters of its own, as tests/test_sharding.py does")
@@ -365,9 +365,9 @@ FEATURES: dict[str, Feature] = {
     for feature in (
         adapter("lora", "LoRA beside all layers", at="**", rank=2),
         adapter("lora_slots", "LoRA in slots, a mixture for each sample", "lora", partial(with_adapters, [MIXTURE, "b"]),
-                at="**", rank=2, slots=2),
+                at="**", rank=2, slots=2, train=False),
         adapter("lora_mixed", "LoRA in slots, one mixture for all samples", "lora", partial(with_adapters, MIXTURE),
-                at="**", rank=2, slots=2),
+                at="**", rank=2, slots=2, train=False),
         adapter("dora", "DoRA", at="**", rank=2),
         adapter("loha", "LoHa", at="**", rank=2),
         adapter("lokr", "LoKr", at="**", rank=2),
