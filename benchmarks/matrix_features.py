@@ -289,6 +289,8 @@ def quantised(state: State) -> State:
     base = {name for name, module in state.subject.model.named_modules() if isinstance(module, nn.Linear)}
     if not base:
         raise NotApplicable("the model has no linear layer")
+    if {"dora", "loha", "lokr", "delta", "head", "merge_live"} & set(state.done):
+        raise NotApplicable("weights that passes change are no weights to pack: quantise the model first")
     if state.done:
         quantize_(state.gm, Int8WeightOnlyConfig(), filter_fn=lambda m, name: name in base and isinstance(m, nn.Linear))
         return state
