@@ -119,12 +119,13 @@ def head_size(state: State) -> int:
 
 def with_adapters(use: Any, state: State) -> State:
     """Two adapters in the slots, and how they are used."""
+    replaced = [entry for entry in state.gm.meta["passes"] if entry["name"] == ADDED + "replace"]  # a layer of the file
     for seed, name in enumerate("ab", 1):
         with tempfile.TemporaryDirectory() as folder:
             from safetensors.torch import save_file
 
             save_file(adapter_file(state.subject.name, seed), file := Path(folder) / "a.safetensors")
-            state.gm.adapters.load(name, file)
+            state.gm.adapters.load(name, file, partial=bool(replaced))
     state.gm.adapters.use(use)
     return state
 

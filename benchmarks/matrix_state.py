@@ -12,6 +12,7 @@ from matrix_models import Subject
 from torch import Tensor, nn
 
 from fxplug.core.ir.containers import leaves, map_leaves
+from fxplug.core.ir.traced_module import TracedModule
 from fxplug.parallel.runtime.pretended import pretended
 
 COMPILER = "aot_eager"  # what torch.compile is called with: it traces and functionalises, and compiles nothing
@@ -118,6 +119,8 @@ def target_of(state: State) -> Call:
         target.compile(backend=COMPILER, fullgraph=True)
     for wrap in state.around:
         target = wrap(target, state)
+    if state.compiled and isinstance(target, TracedModule) and state.around:  # regions, which a training compiles from outside
+        return torch.compile(target, backend=COMPILER, fullgraph=not torch.distributed.is_initialized())
     if state.compiled and state.around and isinstance(target, nn.Module):
         target.compile(backend=COMPILER, fullgraph=True)
     return target  # type: ignore[no-any-return]
