@@ -46,7 +46,7 @@ from fxplug.core.ir.containers import Difference, difference
 
 EQUAL, REFUSED, NOT_APPLICABLE, FAULT = "equal", "refused", "does not apply", "fault"
 LOUD = 3  # times the tolerance that an adapter must change
-PRECISION = {"bfloat16", "autocast", "quantised"}
+HALF = {"bfloat16", "autocast"}
 WORKER_CELLS = 400  # a worker is a new process after so many: what torch.compile keeps grows
 
 
@@ -118,7 +118,7 @@ def oracle(model: str, names: tuple[str, ...], gradients: bool) -> tuple[Any, li
 
 def without_effect(model: str, names: tuple[str, ...]) -> str:
     """The first adapting feature without which the result is the same."""
-    kept = tuple(name for name in names if name not in PRECISION)
+    kept = tuple(name for name in names if name not in HALF)
     whole = oracle(model, kept, False)[0]
     for name in kept:
         rest = tuple(other for other in kept if other != name)
@@ -139,7 +139,7 @@ def compared(cell: Cell) -> tuple[str, str, float]:
     wanted, wanted_gradients = oracle(cell.model, adapting, made.gradients)
     if name := without_effect(cell.model, adapting):
         return FAULT, f"{name} changes nothing", 0.0
-    dtypes = (torch.bfloat16,) if PRECISION & set(adapting) else ()
+    dtypes = (torch.bfloat16,) if HALF & set(adapting) else ()
     off = max(difference(wanted, value, dtypes=dtypes) for value in values)
     if off.times > 1:
         return FAULT, f"the result differs by {off.distance:.1e}", off.distance

@@ -56,7 +56,7 @@ def fill(gm: nn.Module, name: str) -> None:
             random = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number(key)))
             flat = parameter.flatten()
             if parameter.numel() < 2 or bool((flat == flat[0]).all()):
-                parameter.add_((0.1 * random).to(parameter.dtype))
+                parameter.add_((0.2 * random).to(parameter.dtype))
             else:
                 inner = max(1, parameter.numel() // parameter.shape[0]) if parameter.ndim > 1 else 100
                 parameter.copy_(random * inner**-0.5)

@@ -20,7 +20,7 @@ INTRO = """# What composes
 
 Each feature of fxplug with each other one, in both orders, on a small model of each family. A cell is *equal* where the two
 give what the adapting ones of them give alone: eager, on one process, applied together (float32: 1e-5 of the largest value;
-bfloat16, autocast and 8 bits: 2e-2, by the table in `fxplug/core/ir/containers.py`). Adapters have weights that are not zero,
+bfloat16 and autocast: 2e-2, by the table in `fxplug/core/ir/containers.py`). Adapters have weights that are not zero,
 and one without an effect is a fault. A cell is *refused* where an error of fxplug's says why and what to do. Anything else is a
 *fault*.
 
