@@ -25,9 +25,9 @@ SAMPLE = [
     "vit: tensor + train",
     "vit: merge_fold + save_load",
     "dit: first_block_cache + dora",
-    "dit: ulysses + bfloat16",
-    "dit: batch + ring + lora_slots",
-    "convnet: rows + loha",
+    "dit: bfloat16 + ulysses",
+    "dit: lora_slots + batch + ring",
+    "convnet: loha + rows",
 ]
 
 
@@ -41,9 +41,17 @@ def test_a_sample_is_equal(name):
     assert (line["outcome"], line["text"]) == (matrix.EQUAL, "")
 
 
-def test_a_refusal_has_its_sentence_and_what_makes_no_sense_its_reason():
-    line = found("vit: dora + merge_live")
-    assert line["outcome"] == matrix.REFUSED and "leave it un-merged" in line["text"]
+@pytest.mark.parametrize("name, text", [
+    ("vit: dora + merge_live", "leave it un-merged"),
+    ("vit: batch + lora_slots", "make the plan of the module that this gives"),
+    ("vit: quantised + fsdp", "cannot cut these into shards"),
+])  # fmt: skip
+def test_a_refusal_has_its_sentence(name, text):
+    line = found(name)
+    assert line["outcome"] == matrix.REFUSED and text in line["text"]
+
+
+def test_what_makes_no_sense_has_its_reason():
     line = found("vit: controlnet")
     assert line["outcome"] == matrix.NOT_APPLICABLE and "UNets" in line["text"]
 
