@@ -86,6 +86,8 @@ def adapter(name: str, what: str, file: str = "", more: Callable[[State], State]
             fill(state.gm.meta.get("source", state.gm), ADDED + name)
         return more(state) if more else state
 
+    if file in WEIGHTS:
+        params = {"at": partial(layers, file), **params}
     needs = {"skip", "replace"} & {file}
 
     def do(state: State) -> State:
@@ -94,10 +96,19 @@ def adapter(name: str, what: str, file: str = "", more: Callable[[State], State]
     return Feature(name, what, do, True, passes, after)
 
 
+def layers(file: str, state: State) -> list[str]:
+    """Where a pass acts: all layers of the model but the last one and one that is replaced, which other features change."""
+    gm, kept = state.gm.meta.get("source", state.gm), {places(state.subject.name).get("replace", {}).get("at")}
+    with contextlib.suppress(fxplug.FxplugError):  # there is none, or it is a new one already
+        kept |= {site.path for site in fxplug.find(gm, fxplug.load_pass("head", size=1))}
+    found = fxplug.find(gm, fxplug.load_pass(file, name="looked_for", at="**"))
+    return sorted({site.path.partition("@")[0] for site in found} & dict(state.subject.model.named_modules()).keys() - kept)
+
+
 @cache
 def adapter_file(name: str, seed: int) -> dict[str, Tensor]:
     """A LoRA for a model's layers, as a state dict in fxplug's layout."""
-    gm = fxplug.apply(traced(name)[1], fxplug.load_pass("lora", at="**", rank=2))
+    gm = fxplug.apply(traced(name)[1], fxplug.load_pass("lora", at=layers("lora", begin(name)), rank=2))
     fill(gm, "lora")
     with torch.no_grad():
         for key, parameter in gm.named_parameters():
@@ -113,19 +124,18 @@ def adapter_file(name: str, seed: int) -> dict[str, Tensor]:
 
 def head_size(state: State) -> int:
     """Another number of classes; of a model whose result is cut from patches the number that it has."""
-    (path,) = {site.path for site in fxplug.find(state.gm, fxplug.load_pass("head", size=1))}
+    (path,) = {site.path for site in fxplug.find(state.gm.meta.get("source", state.gm), fxplug.load_pass("head", size=1))}
     return 6 if hasattr(state.subject.model, "num_classes") else state.subject.model.get_submodule(path).weight.shape[0]
 
 
 def with_adapters(use: Any, state: State) -> State:
     """Two adapters in the slots, and how they are used."""
-    replaced = [entry for entry in state.gm.meta["passes"] if entry["name"] == ADDED + "replace"]  # a layer of the file
     for seed, name in enumerate("ab", 1):
         with tempfile.TemporaryDirectory() as folder:
             from safetensors.torch import save_file
 
             save_file(adapter_file(state.subject.name, seed), file := Path(folder) / "a.safetensors")
-            state.gm.adapters.load(name, file, partial=bool(replaced))
+            state.gm.adapters.load(name, file)
     state.gm.adapters.use(use)
     return state
 
@@ -366,14 +376,14 @@ TRAINS = "two steps of SGD on what passes have put in, all weights where there i
 FEATURES: dict[str, Feature] = {
     feature.name: feature
     for feature in (
-        adapter("lora", "LoRA beside all layers", at="**", rank=2),
+        adapter("lora", "LoRA beside all layers", rank=2),
         adapter("lora_slots", "LoRA in slots, a mixture for each sample", "lora", partial(with_adapters, [MIXTURE, "b"]),
-                at="**", rank=2, slots=2, train=False),
+                rank=2, slots=2, train=False),
         adapter("lora_mixed", "LoRA in slots, one mixture for all samples", "lora", partial(with_adapters, MIXTURE),
-                at="**", rank=2, slots=2, train=False),
-        adapter("dora", "DoRA", at="**", rank=2),
-        adapter("loha", "LoHa", at="**", rank=2),
-        adapter("lokr", "LoKr", at="**", rank=2),
+                rank=2, slots=2, train=False),
+        adapter("dora", "DoRA", rank=2),
+        adapter("loha", "LoHa", rank=2),
+        adapter("lokr", "LoKr", rank=2),
         adapter("delta", "whole changes of parameters"),
         adapter("head", "a new last layer", size=head_size),
         adapter("skip", "a gated skip between two layers"),
