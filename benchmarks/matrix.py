@@ -192,17 +192,25 @@ def possible(lines: dict[str, dict[str, Any]], model: str, features: Sequence[st
 
 
 def further(lines: dict[str, dict[str, Any]], features: Sequence[str], options: argparse.Namespace) -> list[Cell]:
-    """Pairs and triples of features that each are possible alone, in a random order, which is that of the seed."""
+    """Pairs and triples of features that each are possible alone, in a random order, which is that of the seed.
+
+    On the newest classes any pairs: whether each feature is possible alone is asked where a pair is refused.
+    """
     draw = random.Random(options.seed)
     found = [Cell(m, pair) for m in options.models for pair in itertools.permutations(possible(lines, m, features), 2)]
     for _ in range(options.triples):
         model = draw.choice(options.models)
         found.append(Cell(model, tuple(draw.sample(possible(lines, model, features), 3))))
     for model in options.newest:
-        pairs = list(itertools.permutations(possible(lines, model, features), 2))
-        found += [Cell(model, pair) for pair in draw.sample(pairs, min(options.recent, len(pairs)))]
+        found += [Cell(model, pair) for pair in draw.sample(list(itertools.permutations(features, 2)), options.recent)]
     draw.shuffle(found)
     return list(dict.fromkeys(found))
+
+
+def doubtful(lines: dict[str, dict[str, Any]], models: Sequence[str]) -> list[Cell]:
+    """The features alone of pairs that were refused."""
+    refused = [cell_of(name) for name, line in lines.items() if line["outcome"] == REFUSED]
+    return [Cell(cell.model, (name,)) for cell in refused if cell.model in models for name in cell.features]
 
 
 class Kept:
@@ -238,12 +246,12 @@ def answers(cells: Iterator[Cell], limit: int) -> Iterator[dict[str, Any]]:
         process.stdin.flush()
         count += 1
         text = answer_of(process, 2 * limit + (120 if count == 1 else 0))
-        if text is None:
+        died = {"cell": str(cell), "outcome": FAULT, "text": "the process died, or hung", "off": 0.0, "seconds": 0.0}
+        line = died if text is None else json.loads(text)
+        if line is died or line["text"].startswith("TimeoutError"):
             process.kill()
             process.wait()
-            yield {"cell": str(cell), "outcome": FAULT, "text": "the process died, or hung", "off": 0.0, "seconds": 0.0}
-        else:
-            yield json.loads(text)
+        yield line
     if process is not None:
         process.kill()
 
@@ -270,8 +278,6 @@ def work(limit: int) -> None:
         line = run(cell_of(name.strip()), limit)
         sys.stdout.write("\nRESULT " + json.dumps(line) + "\n")
         sys.stdout.flush()
-        if line["text"].startswith("TimeoutError"):
-            os._exit(1)  # threads of what was broken off may still wait for each other
 
 
 def run_all(cells: Sequence[Cell], kept: Kept, options: argparse.Namespace) -> None:
@@ -329,8 +335,9 @@ def main() -> None:
     features = options.features or [name for name, feature in FEATURES.items() if options.long or not feature.slow]
     options.newest = recent() if options.recent else ()
     kept = Kept(options.keep or Path(tempfile.mkdtemp()) / "matrix.jsonl")
-    run_all(singles([*options.models, *options.newest], features), kept, options)
+    run_all(singles(options.models, features), kept, options)
     run_all(further(kept.lines, features, options), kept, options)
+    run_all(list(dict.fromkeys(doubtful(kept.lines, options.newest))), kept, options)
     from matrix_page import write
 
     write(kept.lines, features, options)

@@ -50,7 +50,12 @@ def write(lines: Lines, features: Sequence[str], options: argparse.Namespace) ->
 
 
 def outcome(lines: Lines, cell: str) -> str:
-    return str(lines.get(cell, {}).get("outcome", ""))
+    """What is kept of a cell; one that is refused does not apply where one of its features is refused alone."""
+    found = str(lines.get(cell, {}).get("outcome", ""))
+    model, _, names = cell.rpartition(": ")
+    several = names.split(" + ")
+    alone = {lines.get(f"{model}: {name}", {}).get("outcome") for name in several} if len(several) > 1 else set()
+    return "does not apply" if found == "refused" and alone & {"refused", "does not apply"} else found
 
 
 def alone(lines: Lines, model: str, features: Sequence[str]) -> list[str]:
@@ -95,8 +100,8 @@ def grid(cells: dict[tuple[str, str], str], features: Sequence[str]) -> str:
 def reasons(lines: Lines, kind: str) -> list[tuple[str, list[str]]]:
     """Sentences of an outcome, names and numbers in them taken as alike, with their cells; the commonest first."""
     found: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for line in lines.values():
-        if line["outcome"] == kind and " + " in line["cell"]:
+    for cell, line in lines.items():
+        if " + " in cell and outcome(lines, cell) == kind:
             first = re.sub(r"^\S+\.(?:yaml|py):\d+: ", "", line["text"]).split("\n")[0]
             found[re.sub(r"'[^']*'|\d[\d.e+-]*|\[[^\]]*\]|\b\w*_\w*\b", "*", first)[:80]].append({**line, "first": first})
     ordered = sorted(found.values(), key=lambda group: -len(group))
@@ -132,7 +137,7 @@ def _others(lines: Lines, options: argparse.Namespace) -> list[str]:
     text = []
     if triples:
         text.append(f"Random triples: {_told(triples)}.\n")
-    newest = Counter(line["outcome"] for cell, line in lines.items() if cell.startswith("zoo:") and cell.count(" + ") == 1)
+    newest = Counter(outcome(lines, cell) for cell in lines if cell.startswith("zoo:") and cell.count(" + ") == 1)
     if newest:
         run = dict.fromkeys(cell.partition(": ")[0] for cell in lines if cell.startswith("zoo:") and " + " in cell)
         names = ", ".join(name.rpartition("/")[2] for name in sorted(run))
