@@ -300,8 +300,8 @@ def quantised(state: State) -> State:
     base = {name for name, module in state.subject.model.named_modules() if isinstance(module, nn.Linear)}
     if not base:
         raise NotApplicable("the model has no linear layer")
-    if {"dora", "loha", "lokr", "delta", "head", "merge_live"} & set(state.done):
-        raise NotApplicable("weights that passes change are no weights to pack: quantise the model first")
+    if state.lowered or {"dora", "loha", "lokr", "delta", "head"} & set(state.done):
+        raise NotApplicable("weights that are changed or fused already are no weights to pack: quantise the model first")
     if state.done:
         quantize_(state.gm, Int8WeightOnlyConfig(), filter_fn=lambda m, name: name in base and isinstance(m, nn.Linear))
         return state
@@ -313,6 +313,8 @@ def quantised(state: State) -> State:
 
 
 def parallel(state: State, **ways: int) -> State:
+    if dist.is_initialized():
+        raise NotApplicable("the group of FSDP2 has one process here")
     whole, degrees = (state.gm, {}) if state.whole is None else (state.whole, state.ways)  # all ways are one plan
     plan = fxplug.parallel_plan(whole, (), state.kwargs, check=False, **{**degrees, **ways})
     if plan.share == 0:
@@ -333,6 +335,8 @@ def staged(state: State) -> State:
 
 def sharded(state: State) -> State:
     """FSDP2 in a group of one process, which is there until the cell is done."""
+    if state.ways:
+        raise NotApplicable("the group of FSDP2 has one process here")
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     state.entered.callback(dist.destroy_process_group)
     return in_training(state, lambda gm, _: shard(outline(gm)))
