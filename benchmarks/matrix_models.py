@@ -174,7 +174,10 @@ def traced(name: str) -> tuple[nn.Module, Any, Params]:
 
 def subject(name: str) -> Subject:
     """A model and its trace on weights of their own."""
-    model, gm, kwargs = copy.deepcopy(traced(name))
+    try:
+        model, gm, kwargs = copy.deepcopy(traced(name))
+    except RuntimeError:  # torch copies no model whose weights are computed, as its old weight_norm does
+        model, gm, kwargs = traced.__wrapped__(name)
     return Subject(name, model, gm, kwargs, entry_of(name).options)
 
 
@@ -203,12 +206,14 @@ def places(name: str) -> dict[str, Params]:
     model, _, kwargs = traced(name)
     modules = dict(model.named_modules())
     found: dict[str, Params] = {}
-    layers = [path for path, module in modules.items() if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d))]
+    layers = [path for path, module in modules.items() if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))]
     middle = [path for path in layers if path.count(".") > 1] or layers
     activation = next((type(m).__name__ for m in modules.values() if type(m) in ACTIVATIONS), None)
-    found["replace"] = {"at": "**", "module": activation, "with": "PReLU"} if activation else {
-        "at": middle[len(middle) // 2], "module": type(modules[middle[len(middle) // 2]]).__name__, "with": "Linear"
-    }  # fmt: skip
+    linear = [path for path in middle if isinstance(modules[path], nn.Linear)]
+    if activation:
+        found["replace"] = {"at": "**", "module": activation, "with": "PReLU"}
+    elif linear:
+        found["replace"] = {"at": linear[len(linear) // 2], "module": "Linear", "with": "Linear"}
     shapes: dict[str, tuple[int, ...]] = {}
 
     def look(path: str) -> Callable[..., None]:

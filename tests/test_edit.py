@@ -509,3 +509,15 @@ def test_what_is_made_of_a_compiled_module_is_not_the_program_of_before():
         assert not torch.allclose(new(*base.args), before, atol=1e-3)
         assert torch.equal(new(*base.args), copy.deepcopy(new)(*base.args))
     assert torch.equal(gm(*base.args), before)
+
+
+def test_lora_beside_a_convolution_that_is_given_other_dimensions():
+    class Frames(nn.Conv2d):
+        def forward(self, x):
+            return super().forward(x.squeeze(2)).unsqueeze(2)
+
+    model, x = nn.Sequential(Frames(3, 4, 3)).eval(), torch.randn(2, 3, 1, 8, 8)
+    gm = fxplug.trace(model, x)
+    with pytest.raises(fxplug.SpecError, match="0 is a Frames that is given 5 dimensions, .*: its own.*take lora_weight"):
+        fxplug.apply(gm, fxplug.load_pass("lora", at="0", rank=2))
+    assert torch.equal(fxplug.apply(gm, fxplug.load_pass("lora_weight", at="0", rank=2))(x), model(x))
