@@ -128,7 +128,7 @@ def page(lines: Lines, features: Sequence[str], options: argparse.Namespace, pai
         text += [title, f"Of {len(found)} kinds; the sentence of the first cell stands for all.\n" if found else "None.\n"]
         text += [f"- {len(cells)}: {_plain(sentence)} (`{cells[0]}`)" for sentence, cells in found]
         text.append("")
-    return "\n".join(line.rstrip() for line in text).rstrip() + "\n"
+    return re.sub(r" +$", "", "\n".join(text), flags=re.MULTILINE).rstrip() + "\n"
 
 
 def _others(lines: Lines, options: argparse.Namespace) -> list[str]:

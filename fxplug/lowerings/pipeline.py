@@ -69,7 +69,8 @@ def lower(
                 raise
     if made is not source:
         made.meta["source"] = source
-        made.meta["lowered"] = {"merge": None if merge == "fold" else merge, "fuse": fuse, "outline": outline}
+        alike = "auto" if outline is True else outline  # a pass may leave no regions that are alike
+        made.meta["lowered"] = {"merge": None if merge == "fold" else merge, "fuse": fuse, "outline": alike}
     return made if made is gm else made.made_by(again, gm)
 
 
