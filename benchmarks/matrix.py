@@ -40,6 +40,7 @@ import torch
 from matrix_features import FEATURES, applied, begin
 from matrix_models import MODELS, recent
 from matrix_state import NotApplicable, State, result_of
+from record import COMMIT
 
 from fxplug.core.errors import FxplugError
 from fxplug.core.ir.containers import Difference, difference
@@ -175,7 +176,7 @@ def run(cell: Cell, limit: int) -> dict[str, Any]:
     finally:
         signal.alarm(0)
     seconds = round(time.perf_counter() - start, 2)
-    line = {"cell": str(cell), "outcome": outcome, "text": text, "off": off, "seconds": seconds}
+    line = {"cell": str(cell), "outcome": outcome, "text": text, "off": off, "seconds": seconds, "commit": COMMIT}
     return {**line, "where": where} if where else line
 
 

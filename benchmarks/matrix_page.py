@@ -109,9 +109,10 @@ def reasons(lines: Lines, kind: str) -> list[tuple[str, list[str]]]:
 
 
 def page(lines: Lines, features: Sequence[str], options: argparse.Namespace, pairs: dict[str, Any]) -> str:
-    date, commit = datetime.date.today().isoformat(), record.COMMIT
+    date = datetime.date.today().isoformat()
+    commits = " and ".join(dict.fromkeys(line.get("commit", "") for line in lines.values()))
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "diffusers", "timm"))
-    text = [INTRO, f"Measured {date} at {commit}, {versions}, seed {options.seed}, on a CPU.\n", *_counts(pairs), ""]
+    text = [INTRO, f"Measured {date} at {commits}, {versions}, seed {options.seed}, on a CPU.\n", *_counts(pairs), ""]
     missing = sum(list(cells.values()).count("") for cells in pairs.values())
     if missing:
         text.append(f"{missing} pairs have not been measured; they are dots below, and count for nothing.\n")
