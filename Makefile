@@ -9,7 +9,7 @@ TORCH := oldest
 TESTS := -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help install constraints demo test suite test-slow test-gpu versions lint fuzz pages docs zoo parallel-table seeds formats bench clean
+.PHONY: help install constraints demo test suite test-slow test-gpu versions lint fuzz pages docs zoo parallel-table matrix seeds formats bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -80,6 +80,11 @@ zoo: install  ## trace the model zoo and print what is exact
 parallel-table: export HF_HUB_OFFLINE = 1
 parallel-table: install  ## print xDiT's table of models and parallel ways, each cell checked against one process
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/parallel_table.py --keep out/parallel_table.jsonl
+
+matrix: export HF_HUB_OFFLINE = 1
+matrix: install  ## run every two features on a model of each family, beside an oracle, and write docs/matrix.md
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/matrix.py --keep out/matrix.jsonl --page docs/matrix.md \
+		--json out/matrix.json
 
 seeds: install  ## hold the files and plugins of HCP-Diffusion, EveryDream2trainer and ZhiJian in SEEDS=folder to their own code
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/seeds.py $(SEEDS)

@@ -492,3 +492,32 @@ def test_a_block_reads_what_a_region_has_written_last(name):
         (block,) = new.get_submodule(name).inner._modules
         reads = 2 if name == "adapter" else 1
         assert torch.allclose(new(x), other(x), atol=1e-6) and not torch.allclose(new(x), gm(x))
+
+
+@torch.no_grad()
+def test_what_is_made_of_a_compiled_module_is_not_the_program_of_before():
+    base = small.plain_vit()
+    gm = copy.copy(base.gm)
+    gm.compile(backend="eager")
+    before = gm(*base.args)
+    for new in (
+        fxplug.apply(gm, fxplug.load_pass("delta", at="norm")),
+        fxplug.lower(fxplug.apply(gm, fxplug.load_pass("delta", at="norm"))),
+        copy.copy(fxplug.apply(gm, fxplug.load_pass("delta", at="norm"))),
+    ):
+        torch.nn.init.constant_(new.get_parameter(next(k for k, _ in new.named_parameters() if k.startswith("delta."))), 0.5)
+        assert not torch.allclose(new(*base.args), before, atol=1e-3)
+        assert torch.equal(new(*base.args), copy.deepcopy(new)(*base.args))
+    assert torch.equal(gm(*base.args), before)
+
+
+def test_lora_beside_a_convolution_that_is_given_other_dimensions():
+    class Frames(nn.Conv2d):
+        def forward(self, x):
+            return super().forward(x.squeeze(2)).unsqueeze(2)
+
+    model, x = nn.Sequential(Frames(3, 4, 3)).eval(), torch.randn(2, 3, 1, 8, 8)
+    gm = fxplug.trace(model, x)
+    with pytest.raises(fxplug.SpecError, match="0 is a Frames that is given 5 dimensions, .*: its own.*take lora_weight"):
+        fxplug.apply(gm, fxplug.load_pass("lora", at="0", rank=2))
+    assert torch.equal(fxplug.apply(gm, fxplug.load_pass("lora_weight", at="0", rank=2))(x), model(x))

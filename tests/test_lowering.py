@@ -330,6 +330,17 @@ def test_a_live_merge_made_in_inference_mode_is_switched_outside():
     assert error(run(merged), run(gm)) < 1e-5
 
 
-def test_a_pass_is_not_applied_to_a_lowered_module_which_would_be_saved_without_it():
-    with pytest.raises(fxplug.SpecError, match="this module is lowered: apply passes to the module it was made from"):
-        fxplug.apply(lower(slots(), fuse="fused"), fxplug.load_pass("lora", name="other", at="out"))
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"fuse": "fused"}, {"merge": "live"}, {"merge": "fold", "fuse": "blas"}])
+def test_a_pass_on_a_lowered_module_goes_to_what_it_was_made_from_and_that_is_lowered_again(options, tmp_path):
+    gm, other = loaded(own(slots())), fxplug.load_pass("lora", name="other", at="out", rank=2)
+    gm.adapters.use("ink")
+    lowered = lower(gm, **{"fuse": None, **options})
+    made, both = fxplug.apply(lowered, other), fxplug.apply(gm, other)
+    for module in (made.meta["source"], both):
+        torch.nn.init.constant_(module.get_parameter("other.out.Lora.up.weight"), 0.1)
+        torch.nn.init.constant_(module.get_parameter("other.out.Lora.down.weight"), 0.1)
+    assert error(run(made), run(both)) < 1e-5 < error(run(made), run(gm))
+    assert torch.equal(run(lowered), run(lower(gm, **{"fuse": None, **options})))
+    fxplug.save(made, tmp_path / "saved")
+    assert "other" in [entry["name"] for entry in fxplug.load(tmp_path / "saved").meta["passes"]]

@@ -379,3 +379,10 @@ def test_only_a_traced_module_and_only_once():
         outline(nn.Linear(2, 2))
     with pytest.raises(fxplug.SpecError, match="outlined already"):
         outline(outline(small.vit().gm, ["blocks.*"]))
+
+
+def test_passes_go_to_what_an_outlined_module_was_made_from():
+    outlined, lora = outline(small.vit().gm, ["blocks.*"]), fxplug.load_pass("lora", at="blocks.*.attn.qkv")
+    for call in (fxplug.find, fxplug.apply):
+        with pytest.raises(fxplug.SpecError, match="regions as modules of their own: apply passes to the one it was made from"):
+            call(outlined, lora)

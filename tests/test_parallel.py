@@ -580,3 +580,15 @@ def test_attention_is_tried_on_as_many_values_as_keys():
 class Attends(nn.Module):
     def forward(self, q, k, v):
         return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_a_pass_is_refused_on_what_is_split_and_marks_are_not():
+    new = fxplug.apply(own("sdpa"), fxplug.load_pass("lora", at="**", rank=2))
+    plan = fxplug.parallel_plan(new, own_inputs(), tensor=2)
+    lora = fxplug.load_pass("lora", name="second", at="**", rank=2)
+    with pytest.raises(fxplug.SpecError, match="second: this module is split over processes.*make the plan of the module that"):
+        fxplug.apply(fxplug.parallelize(new, plan), lora)
+    layers = [name for name, module in new.named_modules() if isinstance(module, nn.Linear) and "lora" not in name]
+    with pytest.raises(fxplug.MatchError, match="is no single operation any more: another pass has opened it"):
+        for path in layers:
+            fxplug.find(plan.written, fxplug.load_pass("skip", **{"from": layers[0], "to": path}))

@@ -19,6 +19,7 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
+from fxplug.core import quantised
 from fxplug.core.errors import ArtifactError, FxplugError, SpecError, TraceError, VerifyError
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -641,3 +642,11 @@ def test_scales_of_another_number_are_refused(saved, tmp_path):
     folder = changed(saved["int8 of bitsandbytes"], tmp_path / "b", shape_of("SCB", [7], ""), fewer)
     with pytest.raises(ArtifactError, match=r"the weight of 'blocks.0.attn.qkv' do not fit a layer of shape \[384, 128\]"):
         fxplug.load(folder, allow=LIBRARIES)
+
+
+def test_packed_weights_are_not_among_what_trains_of_the_base():
+    gm = fxplug.trace(WAYS["int8 of torchao"](vit()), inputs())
+    (group,) = fxplug.trainable(gm, "**")
+    assert group["params"] and not any(quantised.is_packed(parameter) for parameter in group["params"])
+    gm(inputs()).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in group["params"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from types import SimpleNamespace
 
 import processes
 import pytest
@@ -13,8 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxplug
+from fxplug.core.spec.train_section import Train
 from fxplug.lowerings.regions.fsdp import full_state, shard
 from fxplug.lowerings.regions.submodules import outline
+from fxplug.training.distributed import prepared
 
 STEPS, BATCH = 4, 8
 NAMES = ("vit", "tied")
@@ -96,6 +100,39 @@ def test_two_processes_learn_what_one_does(tmp_path):
         assert weights.keys() == again.keys()
         for key, value in weights.items():
             torch.testing.assert_close(torch.tensor(again[key]), torch.tensor(value), rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # asked by dynamo
+def test_what_is_sharded_is_compiled_in_parts(alone, monkeypatch):
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda module, **options: compiler(module, backend="eager", **options))
+    new = copy.deepcopy(fxplug.apply(small.plain_vit().gm, fxplug.load_pass("lora", at="blocks.**", rank=2)))
+    want = new(*small.plain_vit().args)
+    settings = Train(task="classify", steps=1, fuse=False, compile=True, shard=True)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1)
+    runner, sharded = prepared(new, settings, set(), accelerator)
+    assert sharded is not None
+    got = runner(*small.plain_vit().args)
+    torch.testing.assert_close(got, want)
+    got.square().mean().backward()
+
+
+def test_quantised_weights_that_no_shards_can_be_made_of(alone):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = copy.deepcopy(small.plain_vit().model)
+    quantize_(model, Int8WeightOnlyConfig())
+    outlined = outline(fxplug.trace(model, small.plain_vit().args))
+    with pytest.raises(fxplug.SpecError, match="quantised .Int8Tensor of torchao., and the library cannot cut"):
+        shard(outlined)
 
 
 def test_what_cannot_be_sharded():

@@ -125,6 +125,10 @@ class Lora(LowRank):
         geometry = {k: getattr(layer, k) for k in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")}
         space = len(geometry["kernel_size"])  # an input may have no batch dimension
         same = False
+        given = space + 2 if site.x is None else len(site.x.shape)
+        if given - space not in (1, 2):
+            finding = f"{site.path} is a {site.classes[0]} that is given {given} dimensions, and a {kind} takes {space + 2}"
+            raise SpecError(f"{finding}: its own forward convolves something else; take lora_weight, which changes its weight")
         if site.x is not None and site.y is not None:
             same = _output_size(site.x.shape[-space:], geometry) != tuple(site.y.shape[-space:])
         if same:

@@ -15,6 +15,7 @@ EXTENSION = Extension(
     },
     hooks={
         "table_of_forms": "fxplug.lowerings.pipeline:table_of_forms",
+        "relowered": "fxplug.lowerings.pipeline:relowered",
         "unlowered": "fxplug.lowerings.merging.live:unlowered",
     },
     verbs={"tune": "fxplug.lowerings.verbs:tune"},

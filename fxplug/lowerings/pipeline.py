@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,7 +69,14 @@ def lower(
                 raise
     if made is not source:
         made.meta["source"] = source
+        alike = "auto" if outline is True else outline  # a pass may leave no regions that are alike
+        made.meta["lowered"] = {"merge": None if merge == "fold" else merge, "fuse": fuse, "outline": alike}
     return made if made is gm else made.made_by(again, gm)
+
+
+def relowered(gm: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
+    """What a lowered module was made from, changed, and lowered with the same arguments."""
+    return lower(change(live.unlowered(gm)), **gm.meta["lowered"])
 
 
 def _checked(gm: Any, merge: Any, pack: Any, fuse: Any, outline: Any) -> tuple[str | None, str | None, Any]:

@@ -79,8 +79,8 @@ def prepared(
 
     Linear layers are fused with their low-rank updates, each in the form that was measured fastest, unless `fuse` is off, and
     batch norms whose parameters are frozen keep their statistics. `checkpointing` and `shard` outline regions, `compile`
-    compiles the whole as one graph, or regions by kinds, and several processes are put under DDP when nothing is sharded.
-    Raises SpecError for settings that do not go together, and where no regions are alike.
+    compiles the whole as one graph (what is sharded in parts), or regions by kinds, and several processes are put under DDP
+    when nothing is sharded. Raises SpecError for settings that do not go together, and where no regions are alike.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)  # what autocast multiplies
     lowered = fuse(module, "auto" if settings.fuse is True else settings.fuse, dtype=dtype) if settings.fuse else module
@@ -102,7 +102,8 @@ def prepared(
         runner = sharded = shard(lowered, mesh)
         module.to("cpu")  # which frees the whole weights on this device: the sharded module has its part of each
     if settings.compile:
-        runner = torch.compile(runner, fullgraph=True)  # type: ignore[assignment]
+        # FSDP2 gathers weights between the graphs of its regions
+        runner = torch.compile(runner, fullgraph=sharded is None)  # type: ignore[assignment]
     if accelerator.num_processes > 1 and sharded is None:
         on_gpu = accelerator.device.type == "cuda"
         runner = DistributedDataParallel(runner, device_ids=[accelerator.device] if on_gpu else None)

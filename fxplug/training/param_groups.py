@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..core.errors import SpecError, TrainError, did_you_mean
 from ..core.ir.traced_module import TracedModule
+from ..core.quantised import is_packed
 from ..core.spec.addresses import is_pattern, select
 from ..core.spec.pass_file import accepted_arguments, check_known
 from ..core.spec.train_section import Train, Use
@@ -87,7 +88,8 @@ def _groups(module: TracedModule, base: Sequence[str], others: bool = False) -> 
         if names and entry["train"]:
             own = {key: entry[key] for key in ("lr", "weight_decay") if entry[key] is not None}
             groups.append({"name": entry["name"], "names": names, **own})
-    aliases = {name: canonical[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if p.is_floating_point()}
+    every = module.named_parameters(remove_duplicate=False)
+    aliases = {name: canonical[id(p)] for name, p in every if p.is_floating_point() and not is_packed(p)}
     chosen = named_by(base, {a: name for a, name in aliases.items() if name not in owner}, "the base", ("train", "trainable"))
     if chosen:
         groups.append({"name": "base", "names": chosen})

@@ -18,7 +18,7 @@ from .. import extensions
 from ..errors import LONGEST, SpecError, TraceError, cut, did_you_mean, shown
 from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import is_transposed
-from ..torch_internals.modules import leave_frame, without_compiler
+from ..torch_internals.modules import COMPILED, leave_frame, without_compiler
 from . import ops
 from .containers import RESERVED, Container, child_of
 from .graph import OF_THE_ROOT, Graph, by_regions, change, copy_graph, going_on, in_turn, insert, redirect, unwound
@@ -162,6 +162,7 @@ def shell(module: nn.Module) -> nn.Module:
             new.__dict__ = {
                 k: v.copy() if type(v) is OrderedDict else v for k, v in vars(old).items() if not (root and k in OWN_STATE)
             }
+            new.__dict__.pop(COMPILED, None)  # `module.compile()` has compiled the call of the old one
             for table in ("_parameters", "_buffers"):
                 new.__dict__[table] = dict(getattr(old, table))
             new.__dict__["_non_persistent_buffers_set"] = set(old._non_persistent_buffers_set)

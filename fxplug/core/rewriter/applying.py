@@ -185,7 +185,7 @@ def check_traced(gm: Any) -> None:
     """Raises SpecError for what passes cannot be applied to: a lowered module would be saved without them."""
     if not isinstance(gm, TracedModule):
         raise SpecError(f"apply takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
-    if "source" in gm.meta:
+    if "source" in gm.meta and "lowered" not in gm.meta:
         raise SpecError(
             "this module is lowered: apply passes to the module it was made from, meta['source'], and lower the result"
         )
@@ -196,11 +196,14 @@ def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
 
     Graph and module tree are copied, weights are shared. The passes run in the order given and each sees what the former
     left; all sites of a pass are found before any edit, or are given as `find` found them. New parameters live under
-    `<pass>.<path of the site>.<BlockClass>`.
+    `<pass>.<path of the site>.<BlockClass>`. Of a module that `lower` has made the passes go to what it was made from, and that
+    is lowered as before.
 
     Raises MatchError, ClashError or SpecError, with the pass's file and line; nothing is changed then.
     """
     check_traced(gm)
+    if "source" in gm.meta:
+        return extensions.need_hook("relowered", "lowerings")(gm, lambda source: apply(source, *passes))  # type: ignore[no-any-return]
     with no_collection(), writable():
         for p in passes:
             gm = _apply(gm, p)
@@ -224,6 +227,11 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
         )
     if p.name in dict(gm.named_children()) or hasattr(TracedModule, p.name) or (p.slots and p.name == "adapters"):
         raise ClashError(f"the model has a module or method '{p.name}' of its own; give the pass another name (name: ...)")
+    if any(hasattr(type(module), "as_first_rank") for module in gm.modules()) and not _only_marks(p):
+        raise SpecError(
+            f"{p.name}: this module is split over processes, and a pass would see one's part of each value: apply the pass to "
+            "what was split, and make the plan of the module that this gives"
+        )
     sites = given if isinstance(given, Sites) else find(gm, given)
     host, gm, p = gm, sites.joined, sites.p
     tree = shell(gm)
@@ -246,6 +254,11 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
     if p.loads:
         extensions.need_hook("fill_slots", "adapters")(new, p)
     return new
+
+
+def _only_marks(p: Pass) -> bool:
+    """Whether all that a pass puts in says where a step cache may cut."""
+    return all(rule.use is not None and getattr(block_class(rule), "is_mark", False) is True for rule in p.rules)
 
 
 def _apply_to_variant(p: Pass, left: set[tuple[str, str]] | None, gm: TracedModule) -> TracedModule:

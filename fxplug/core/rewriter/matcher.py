@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from ..errors import ClashError, MatchError
+from ..errors import ClashError, MatchError, SpecError
 from ..ir.regions import Regions, each, find_input, find_output, listed, regions_of, source
 from ..ir.regions import members as port_members
 from ..ir.traced_module import TracedModule
@@ -25,8 +25,11 @@ def find(gm: TracedModule, p: Pass) -> Sites:
     """List every site of a pass on a traced module, rule by rule in the order the regions ran. Changes nothing.
 
     Raises MatchError when a rule matches another number of places than it expects, with the nearest misses; ClashError
-    when two rules of the pass want the same place; SpecError for an address that cannot be read.
+    when two rules of the pass want the same place; SpecError for an address that cannot be read, and an outlined module.
     """
+    if "regions" in gm.meta:
+        finding = "this module has regions as modules of their own"
+        raise SpecError(f"{finding}: apply passes to the one it was made from, and outline that")
     host = gm
     if p.inputs or p.networks or p.slots or p.parallel or p.loads:
         from .networks import join

@@ -66,6 +66,8 @@ def misses(regions: Regions, match: Match) -> list[str]:
         return [f"  the path does not match: the operation is at {listed([n.name for n in everywhere])}"]
     known = sorted({functions.short_name(n.target) for r in regions.by_key.values() for n in r.nodes})
     names = [op if isinstance(op, str) else functions.short_name(op) for op in match.op or ()]
+    if not names:
+        return [f"  {listed(by_path)} ran, and is no single operation any more: another pass has opened it"]
     return [f"  no operation {', '.join(names)} here{did_you_mean(names[0], known)}; there are {', '.join(known)}"]
 
 

@@ -93,7 +93,9 @@ def unlowered(module: TracedModule) -> TracedModule:
                 now = _tensor(module, f"{path}.{key}" if path else key)
                 if now is not None:
                     table[key] = bases.get(id(now), now)
-    return source.derived(tree, {mode: copy_graph(graph) for mode, graph in source.graphs.items()})
+    made = source.derived(tree, {mode: copy_graph(graph) for mode, graph in source.graphs.items()})
+    made._steps = source._steps
+    return made
 
 
 def _tensor(module: TracedModule, name: str) -> Tensor | None:

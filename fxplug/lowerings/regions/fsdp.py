@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ...core.errors import SpecError
 from ...core.ir.subgraphs import changed_input
 from ...core.ir.traced_module import TracedModule
+from ...core.quantised import described, is_quantised
 from .submodules import Checkpointed, check_outlined, originals
 
 
@@ -23,7 +24,7 @@ def shard(outlined: TracedModule, mesh: Any = None, **options: Any) -> TracedMod
     2304.11277). Which parameters train must be said before (`requires_grad_`); an optimizer takes the parameters that the
     module has afterwards. A region that shares a parameter with another, or changes its input in place, belongs to the rest.
 
-    Raises SpecError for a module that is not outlined, and without a process group.
+    Raises SpecError for a module that is not outlined, without a process group, and for quantised weights that cannot be cut.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -33,10 +34,17 @@ def shard(outlined: TracedModule, mesh: Any = None, **options: Any) -> TracedMod
     units = [outlined.get_submodule(path) for path in outlined.meta["regions"].values()]
     uses = Counter(id(p) for unit in units for p in unit.parameters())
     uses.update(_shared_parameters(outlined, units))
-    for unit in units:
-        if all(uses[id(p)] == 1 for p in unit.parameters()) and not _changes_input(unit):
-            fully_shard(unit, mesh=mesh, **options)
-    fully_shard(outlined, mesh=mesh, **options)
+    packed = next((described(m) for m in outlined.modules() if is_quantised(m)), None)
+    try:
+        for unit in units:
+            if all(uses[id(p)] == 1 for p in unit.parameters()) and not _changes_input(unit):
+                fully_shard(unit, mesh=mesh, **options)
+        fully_shard(outlined, mesh=mesh, **options)
+    except NotImplementedError as error:  # of torchao, for kinds of tensors that it has not made for this
+        if packed is None:
+            raise
+        finding = f"weights are quantised ({packed}), and the library cannot cut these into shards"
+        raise SpecError(f"{finding}: train without shard") from error
     return outlined
 
 
