@@ -701,7 +701,7 @@ def test_all_that_a_shallow_step_needs_is_kept_and_nothing_else():
 
 def test_marks_that_do_not_fit_are_refused():
     base = small.unet()
-    with pytest.raises(fxplug.SpecError, match="no branch 4: it has marked 4 joins, counted 0 to 3 from the end"):
+    with pytest.raises(fxplug.SpecError, match="no branch 4; it has marked 4 joins, counted 0 to 3 from the end"):
         StepCache(fxplug.apply(base.gm, fxplug.load_pass("deepcache", branch=4)))
     with pytest.raises(fxplug.SpecError, match="no value is marked"):
         StepCache(base.gm)

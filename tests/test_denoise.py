@@ -494,7 +494,7 @@ def test_channels_that_the_model_does_not_take_are_said():
                          "decoder_block_out_channels": [8, 8, 8, 8]}}  # fmt: skip
     with pytest.raises(SpecError, match="vae: AutoencoderTiny gives latents of 4 channels, and the model was traced with 3"):
         ready(traced(), vae=vae)
-    with pytest.raises(SpecError, match="the images have 1 channels, and the model was traced with 3: 'channels' says how"):
+    with pytest.raises(SpecError, match="the images have 1 channels, and the model was traced with 3: set 'channels'"):
         ready(traced()).loss(traced(), batch(channels=1), Draws(0, 7))
 
 

@@ -377,7 +377,7 @@ def test_an_overflow_names_the_first_region_and_keeps_the_weights(tmp_path):
         passes=[{"lora": {"at": "first"}}],
         train__trainable=[],
     )
-    assert "step 1: the loss is nan" in text and "the first non-finite values are in" in text and "float gave" in text
+    assert "step 1: the loss is nan" in text and "the first non-finite values are in" in text and "float returned" in text
     assert len(text.splitlines()) == 4 and "executing" not in text
     assert not (tmp_path / "module").exists()
 
@@ -633,7 +633,7 @@ class Trap(nn.Module):
 
 def test_the_diagnosis_is_of_training(tmp_path):
     common = {"model": "test_trainer:Trap", "inputs": {"x": [2, 3, 16, 16]}, "passes": ["lora"], "train__trainable": []}
-    assert "the first non-finite values are in .*: log returned" in message(fxplug.TrainError, tmp_path, **common)
+    assert ": log returned" in message(fxplug.TrainError, tmp_path, **common)
 
 
 class HalfLost(nn.Module):
