@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_said(text):
 
 
 def test_data_without_images_are_said():
-    text = "data: the data has no 'image' (did you mean 'images'?), it has images, label; name it with columns: {image"
+    text = "data: the data has no 'image' (did you mean 'images'?); it has images, label; name it with columns: {image"
     b = batch()
     with pytest.raises(SpecError, match=re.escape(text)):
         ready().loss(small.vit().gm, {"images": b.pop("image"), **b}, Draws(0, 1))

@@ -215,7 +215,7 @@ def test_folders_that_are_not_there_or_empty(tmp_path):
     (tmp_path / "images" / "a.csv").touch()
     with pytest.raises(SpecError, match="data.test.images: no images in '.*images'; it has files with .csv"):
         open_items(Data(images="images"), tmp_path, test=True)
-    with pytest.raises(SpecError, match="must be a folder, '.*a.csv' is a file"):
+    with pytest.raises(SpecError, match="must be a folder, and '.*a.csv' is a file"):
         opened(tmp_path, images="images/a.csv")
 
 

@@ -230,7 +230,7 @@ WRONG = {
     "nothing": ({"multiply.txt": "0"}, "multiply: must be a number above 0"),
     "a share above 1": ({"cond_dropout.txt": "20"}, "cond_dropout: must be a number from 0 to 1, not '20'"),
     "no number": ({"loss_scale.txt": "nan"}, "loss_scale: must be a number, not 'nan'"),
-    "more than an epoch can hold": ({"multiply.txt": "1e9"}, "data.images: an epoch has 1e+09 samples"),
+    "more than an epoch can hold": ({"multiply.txt": "1e9"}, "data.images: an epoch would have 1e+09 samples"),
     "broken YAML": ({"local.yaml": "tags: ["}, "local.yaml:1: not valid YAML"),
     "a list": ({"a.yaml": ["a"]}, "a.yaml: must be a mapping or a caption"),
     "a wrong kind": ({"a.yaml": {"shuffle_tags": "yes, please"}}, "a.yaml:1: shuffle_tags: must be true or false"),

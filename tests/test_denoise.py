@@ -518,7 +518,7 @@ def test_the_size_is_that_of_the_images_where_nothing_says_it():
 
 
 def test_data_without_images_are_said():
-    text = re.escape("data: the data has no 'image', it has pixel_values; name it with columns: {image: ...}")
+    text = re.escape("data: the data has no 'image'; it has pixel_values; name it with columns: {image: ...}")
     task, b = ready(traced()), {"pixel_values": batch()["image"], "index": torch.arange(4)}
     with pytest.raises(SpecError, match=text):
         task.loss(traced(), b, Draws(0, 7))

@@ -804,7 +804,7 @@ def test_weights_of_the_slots_are_said_to_be_elsewhere(path, tmp_path):
         del model.metadata_props[:]
         model.metadata_props.add(key=METADATA, value=kept)
         (tmp_path / "other.onnx").write_bytes(sealed(model.SerializeToString()))
-        with pytest.raises(ArtifactError, match="other.onnx cannot be read: 'lora"):
+        with pytest.raises(ArtifactError, match="other.onnx cannot be read: .*'lora"):
             fxplug.load_onnx(tmp_path / "other.onnx")
 
 

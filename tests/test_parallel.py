@@ -458,7 +458,7 @@ def test_a_mode_that_cannot_be_split_is_told(monkeypatch):
     plan = fxplug.parallel_plan(gm.eval(), inputs, ulysses=2)
     assert "no graph for training: 'dropout' stands in the way" in str(plan)
     new = fxplug.parallelize(gm, plan)
-    with pytest.raises(fxplug.TraceError, match="no graph for training: 'dropout' stands in the way"):
+    with pytest.raises(fxplug.TraceError, match="no graph for training, .*: 'dropout' stands in the way"):
         new.train()
     with pytest.raises(fxplug.SpecError, match="nothing of this model can be split along 'sequence': 'dropout'"):
         fxplug.parallel_plan(gm.train(), inputs, ulysses=2)

@@ -226,7 +226,7 @@ def test_a_graph_that_does_not_run_on_the_example_is_named():
     gm = traced(lambda: Tokens(norm), x())
     plan, new = parallel(gm, x(1), ulysses=2)
     assert plan.away < 1e-6
-    with pytest.raises(fxplug.TraceError, match="no graph for training: 'inner.*fails with these example inputs: Value"):
+    with pytest.raises(fxplug.TraceError, match="no graph for training, .*: 'inner.*fails with these example inputs: Value"):
         new.train()
     with pytest.raises(fxplug.SpecError, match="fails with these example inputs"):
         parallel(gm.train(), x(1), ulysses=2)

@@ -302,7 +302,7 @@ def test_steps_do_not_wait_for_the_last_patch():
         first = mine.waited
         assert float(x.std()) > 0  # somebody looks at it: every process gets it
         again = mine.waited
-        text = r"patch by patch: 'std' \(.*test_pipefusion.py:\d+\) needs all .* overlap=False"
+        text = r"patch by patch: 'std' \(.*test_pipefusion.py:\d+\) needs the whole output .* overlap=False"
         with pytest.raises(fxplug.SpecError, match=text):
             mine(x, torch.full_like(time, 100.0))
         return first, again, whole(x)
@@ -402,7 +402,7 @@ def test_a_scheduler_that_looks_at_all_of_a_step_is_refused():
             return paint(mine)
 
         if overlap:
-            with pytest.raises(fxplug.SpecError, match=r"patch by patch: '.*' \(.*scheduling_ddim.py:\d+\) needs all"):
+            with pytest.raises(fxplug.SpecError, match=r"patch by patch: '.*' \(.*scheduling_ddim.py:\d+\) needs the whole"):
                 pretended({"stages": 2, **all_degrees({})}, run)
         else:
             assert all(torch.equal(got, want) for got in pretended({"stages": 2, **all_degrees({})}, run))

@@ -189,7 +189,7 @@ def test_classes_that_cannot_be_made():
 
     assert finding((Options, {"colour": 1})) == "Options has no option 'colour' (did you mean 'color'?); it takes color, size"
     assert finding(Options) == "Options needs the option 'color'"
-    assert finding({Options: {"color": "none"}}) == "Options cannot be made: ValueError: no such colour"
+    assert finding({Options: {"color": "none"}}) == "Options cannot be built: ValueError: no such colour"
     assert Plugins([{Options: {"color": "red"}}, Options("blue")])
 
 

@@ -1185,7 +1185,7 @@ def test_the_users_errors_stay_theirs_and_say_where() -> None:
 
 def test_misuse() -> None:
     gm = fxplug.trace(Net(), X())
-    for wrong, message in ((gm, "traced already"), (torch.ones(1), "takes an nn.Module")):
+    for wrong, message in ((gm, "a traced module already"), (torch.ones(1), "takes an nn.Module")):
         with pytest.raises(fxplug.TraceError, match=message):
             fxplug.trace(wrong, X())
     with pytest.raises(fxplug.TraceError, match="names no module"):
@@ -1236,7 +1236,7 @@ class Raising(nn.Module):
 
 
 def test_errors_name_the_line_of_the_model_and_not_of_its_caller():
-    with pytest.raises(fxplug.TraceError, match=r"^the result of Unreported: a tensor comes from a function"):
+    with pytest.raises(fxplug.TraceError, match=r"^the result of Unreported: a tensor is from a function"):
         fxplug.trace(Unreported(), torch.randn(2, 3))
     with pytest.raises(fxplug.TraceError, match=r"test_trace\.py:\d+: return x\[x > 0\]"):
         fxplug.trace(Masked(), torch.randn(2, 3), real=False)

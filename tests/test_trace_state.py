@@ -638,7 +638,7 @@ def test_a_model_may_hold_what_nests_deep(wrap: Callable[[Any], Any]) -> None:
         if function is kept_output:
             assert torch.equal(fxplug.trace(model, X(), real=True)(X()), model(X()))
         else:
-            with pytest.raises(fxplug.TraceError, match=r"keeps .*(end|deep).* for its next call"):
+            with pytest.raises(fxplug.TraceError, match=r"stores .*(end|deep).* for its next call"):
                 fxplug.trace(model, X())
 
 

@@ -91,7 +91,7 @@ def pipeline_part(gm: TracedModule, model: nn.Module | None = None, limit: int =
 
 
 def from_pretrained(folder: str | os.PathLike[str], dtype: Any = None, torch_dtype: Any = None, **options: Any) -> Any:
-    """A saved part as `fxplug.load` reads it, then cast to `dtype`, of which `torch_dtype` is another name: pipelines of
+    """Load a saved part as `fxplug.load` does, then cast it to `dtype`, of which `torch_dtype` is another name: pipelines of
     diffusers load parts so. Raises ArtifactError.
     """
     found = load_part(folder, **options)

@@ -203,7 +203,7 @@ def test_tasks_of_one_thread():
         task = asyncio.create_task(holds(entered, leave))
         await entered.wait()
         found.append(call_with_read_lock(one, lambda: "call"))
-        with pytest.raises(SpecError, match="between calls"), write_lock(one):
+        with pytest.raises(SpecError, match="during a call"), write_lock(one):
             pass
         leave.set()
         await task

@@ -118,7 +118,7 @@ def test_a_block_that_writes_into_the_model_is_found_and_undone():
 def test_another_dtype_or_shape_is_told_at_the_block_that_made_it(forward, text):
     passes = block(lying(forward), "b", "liar"), block(Honest, "b", "behind")
     gm, new = rewritten(Base().eval(), x := torch.randn(2, 3, 4), *passes)
-    with pytest.raises(fxplug.VerifyError, match=f"liar: block Lying at 'b' gives {text}"):
+    with pytest.raises(fxplug.VerifyError, match=f"liar: block Lying at 'b' returns {text}"):
         checked(gm, new, x)
 
 

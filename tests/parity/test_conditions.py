@@ -280,8 +280,8 @@ def test_ip_adapter_refuses_what_does_not_fit(tmp_path):
     for wrong, found in [
         (other, "has weights for 11 layers, and this model has 4 cross-attentions"),
         (narrow, r"'ip_adapter.1.to_k_ip.weight' is \[8, 6\] in the checkpoint, and this layer takes \[8, 12\]"),
-        ({"up.weight": torch.zeros(1)}, "no checkpoint of IP-Adapter.* it has up.weight"),
-        (str(tmp_path / "none.bin"), "no checkpoint '.*none.bin'"),
+        ({"up.weight": torch.zeros(1)}, "not a checkpoint of IP-Adapter.* it has up.weight"),
+        (str(tmp_path / "none.bin"), "no such checkpoint: '.*none.bin'"),
     ]:
         with pytest.raises(fxplug.SpecError, match=f"ip_adapter: .*attn2.to_out.0.*{found}"):
             fxplug.apply(base.gm, fxplug.load_pass("ip_adapter", image=["n", 4, 12], weights=wrong))
