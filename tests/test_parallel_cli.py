@@ -295,6 +295,20 @@ def test_the_fastest_plan_is_the_one_that_is_predicted_to_be(monkeypatch):
     assert f"{wanted[0].method}: not here" in str(plan)
 
 
+def test_a_module_can_be_called_while_its_costs_are_predicted(monkeypatch):
+    from fxplug.parallel.costs import prediction
+
+    base, run, seen = small.vit(), prediction.Runner.run, []
+
+    def called(self, *args):
+        seen.append({type(p) for p in base.gm.parameters()})
+        return run(self, *args)
+
+    monkeypatch.setattr(prediction.Runner, "run", called)
+    prediction.predict(base.gm, base.args, base.kwargs, [2], prediction.LINKS["pcie"])
+    assert len(seen) > 2 and set().union(*seen) == {torch.nn.Parameter}
+
+
 def test_the_fastest_ways_are_taken_and_printed():
     Path("c.yaml").write_text(TOKENS)
     text = run("parallel", "c.yaml", "--ways", "auto", "--devices", "2", "--link", "pcie", "--plan-only")

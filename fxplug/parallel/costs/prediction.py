@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ...core.errors import FxplugError, SpecError, brief_fields, did_you_mean, shown
 from ...core.ir.containers import leaves, map_leaves
-from ...core.ir.traced_module import TracedModule
+from ...core.ir.traced_module import TracedModule, shell
 from ...core.rewriter.probe import empty, swapped
 from ...core.torch_internals import tensors as kernels
 from ..comparison import Runner, pretending
@@ -147,10 +147,11 @@ def format_figures(link: tuple[float, float], speed: float) -> str:
 
 
 @contextlib.contextmanager
-def _without_values(module: TracedModule, call: Any) -> Iterator[Any]:
-    """A module's weights and a call without values, each on its device, for a time; gives the call."""
-    with torch.no_grad(), kernels.FakeTensorMode(allow_non_fake_inputs=True), swapped(module, empty):
-        yield map_leaves(call, lambda t, _: empty(t))
+def _without_values(module: TracedModule, call: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """The module tree again and the call, both without values, each tensor on its device; the module itself can be called."""
+    tree = shell(module)
+    with torch.no_grad(), kernels.FakeTensorMode(allow_non_fake_inputs=True), swapped(tree, empty):
+        yield tree, map_leaves(call, lambda t, _: empty(t))
 
 
 class _StepCost:
@@ -160,8 +161,8 @@ class _StepCost:
         self.plan, self.call, self.link, self.speed, self.pixels = plan, call, link, speed, pixels
         self.layers = self.width = 0
         counter = kernels.flop_counter()
-        with _without_values(gm, call) as inputs, counter:
-            out = Runner(gm, gm.graph, self.each).run(*bound(gm, *inputs))
+        with _without_values(gm, call) as (tree, inputs), counter:
+            out = Runner(tree, gm.graph, self.each).run(*bound(gm, *inputs))
         self.work = counter.get_total_flops()
         self.result = sum(t.numel() * t.element_size() for t in _tensors(out))
         self.samples = {t.shape[0] for t in _tensors(call) if t.dim() > 1}
@@ -202,8 +203,8 @@ class _StepCost:
 
         if ways["ulysses"] * ways["ring"] > 1:
             try:
-                with _without_values(written, call) as inputs, pretending(placed(all_degrees({**ways, "batch": 1}), 0)):
-                    Runner(written, written.graphs[self.plan.mode], each).run(*bound(written, *inputs))
+                with _without_values(written, call) as (tree, inputs), pretending(placed(all_degrees({**ways, "batch": 1}), 0)):
+                    Runner(tree, written.graphs[self.plan.mode], each).run(*bound(written, *inputs))
             except FxplugError:
                 return None
         if batch > 1:
