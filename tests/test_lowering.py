@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import small
 import torch
+import unets
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -344,3 +345,14 @@ def test_a_pass_on_a_lowered_module_goes_to_what_it_was_made_from_and_that_is_lo
     assert torch.equal(run(lowered), run(lower(gm, **{"fuse": None, **options})))
     fxplug.save(made, tmp_path / "saved")
     assert "other" in [entry["name"] for entry in fxplug.load(tmp_path / "saved").meta["passes"]]
+
+
+def test_what_was_made_of_a_lowered_module_is_not_lowered_again_without_it():
+    base, other = unets.sd15(), fxplug.load_pass("lora", name="other", at="**.attn1.to_v", rank=2)
+    network = small.seeded(lambda: unets.control(base.model))
+    passes = fxplug.load_pass("controlnet", network=network), fxplug.load_pass("lora", at="**.attn1.to_q", rank=2)
+    lowered = lower(fxplug.apply(base.gm, *passes), fuse="fused")
+    assert lowered.bind() is lowered and fxplug.apply(lowered, other).meta["lowered"] == lowered.meta["lowered"]
+    for made in (fxplug.pipeline_part(lowered), lowered.bind(cond=torch.zeros(2, 3, 128, 128))):
+        with pytest.raises(fxplug.SpecError, match="this module is lowered: apply passes to the module it was made from"):
+            fxplug.apply(made, other)

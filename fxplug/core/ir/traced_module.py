@@ -41,7 +41,10 @@ def bind(module: TracedModule, inputs: Mapping[str, Any]) -> TracedModule:
         for name, value in values.items():
             if owner is not None and name not in new:
                 _set(owner._buffers, name, value)
-    return made.made_by(partial(bind, inputs=new), module) if new else made
+    if not new:
+        return made
+    made.meta.pop("lowered", None)  # what is lowered again would have to be given these inputs
+    return made.made_by(partial(bind, inputs=new), module)
 
 
 def _set(held: dict[str, Any], name: str, value: torch.Tensor) -> None:
