@@ -10,7 +10,8 @@ fault           other numbers, an exception of another kind, an adapter without 
 
 With names of cells it runs these, and prints what it finds. Without, it runs all pairs of `matrix_models.MODELS`, --triples
 random triples, and --recent random pairs on each of the newest classes, in --jobs processes. Each result is appended to --keep
-at once, and what stands there is not run again (but for the outcome that --again names).
+at once, and what stands there is not run again (but for the outcome that --again names). With MATRIX_DEVICE=cuda in the
+environment all of it is on a GPU, and torch.compile is Inductor.
 """
 
 from __future__ import annotations
@@ -325,6 +326,7 @@ def main() -> None:
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # whose rounding is a hundred times what float32 is held to
     if options.work:
         return work(options.limit)
     if options.cells:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from matrix_models import places, seeded, subject, traced
+from matrix_models import DEVICE, places, seeded, subject, traced
 from matrix_state import Feature, NotApplicable, State, gradients_of, is_float, target_of
 from torch import Tensor, nn
 
@@ -53,7 +53,7 @@ def fill(gm: nn.Module, name: str) -> None:
         for key, parameter in gm.named_parameters():
             if not key.startswith(f"{name}.") or not is_float(parameter):
                 continue
-            random = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number(key)))
+            random = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number(key))).to(parameter.device)
             flat = parameter.flatten()
             if parameter.numel() < 2 or bool((flat == flat[0]).all()):
                 parameter.add_((0.2 * random).to(parameter.dtype))
@@ -168,7 +168,7 @@ def of_a_unet(feature: Feature, given: Callable[[State], dict[str, Any]]) -> Fea
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(5)).to(DEVICE, dtype)
 
 
 def picture(state: State) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def compile_regions(state: State) -> State:
 def saved(state: State) -> State:
     with tempfile.TemporaryDirectory() as folder:
         fxplug.save(state.gm, folder)
-        gm = fxplug.load(folder, allow=["diffusers", "timm", "torchao"])
+        gm = fxplug.load(folder, allow=["diffusers", "timm", "torchao"]).to(DEVICE)
     return relowered(replace(state, gm=gm.train(state.gm.training)))
 
 
@@ -290,7 +290,7 @@ def retraceable(state: State) -> Any:
 
 
 def autocast(state: State) -> State:
-    return replace(state, gm=retraceable(state), contexts=(*state.contexts, partial(torch.autocast, "cpu", torch.bfloat16)))
+    return replace(state, gm=retraceable(state), contexts=(*state.contexts, partial(torch.autocast, DEVICE, torch.bfloat16)))
 
 
 def quantised(state: State) -> State:
@@ -337,7 +337,7 @@ def sharded(state: State) -> State:
     """FSDP2 in a group of one process, which is there until the cell is done."""
     if state.ways:
         raise NotApplicable("the group of FSDP2 has one process here")
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl", rank=0, world_size=1, store=dist.HashStore())
     state.entered.callback(dist.destroy_process_group)
     return in_training(state, lambda gm, _: shard(outline(gm)))
 

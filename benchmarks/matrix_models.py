@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -21,12 +22,14 @@ import torch
 from torch import Tensor, nn
 
 import fxplug
+from fxplug.core.ir.containers import map_leaves
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import zoo
 
 ZOO = "zoo:"
+DEVICE = os.environ.get("MATRIX_DEVICE", "cpu")  # of all models and inputs; in the environment, as workers are processes
 ACTIVATIONS = (nn.GELU, nn.SiLU, nn.ReLU, nn.Mish, nn.Hardswish)
 Params = dict[str, Any]
 
@@ -167,8 +170,8 @@ def traced(name: str) -> tuple[nn.Module, Any, Params]:
     """A model, its trace and its call: made once in a process, and copied for each use."""
     entry = entry_of(name)
     torch.manual_seed(0)
-    model = entry.build().eval() if name.startswith(ZOO) else zoo._make(entry.build).eval()
-    kwargs = seeded(entry.inputs, 1)
+    model = (entry.build().eval() if name.startswith(ZOO) else zoo._make(entry.build).eval()).to(DEVICE)
+    kwargs = map_leaves(seeded(entry.inputs, 1), lambda value, _: value.to(DEVICE) if isinstance(value, Tensor) else value)
     return model, fxplug.trace(model, kwargs=kwargs).eval(), kwargs
 
 

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from matrix_models import Subject
+from matrix_models import DEVICE, Subject
 from torch import Tensor, nn
 
 from fxplug.core.ir.containers import leaves, map_leaves
 from fxplug.core.ir.traced_module import TracedModule
 from fxplug.parallel.runtime.pretended import pretended
 
-COMPILER = "aot_eager"  # what torch.compile is called with: it traces and functionalises, and compiles nothing
+# what torch.compile is called with: on a CPU it traces and functionalises, and compiles nothing
+COMPILER = "aot_eager" if DEVICE == "cpu" else "inductor"
 Call = Callable[..., Any]
 
 
