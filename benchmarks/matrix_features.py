@@ -360,6 +360,8 @@ def trained(state: State) -> State:
     added = [entry["name"] for entry in gm.meta.get("passes", []) if entry["name"].startswith(ADDED) and entry["train"]]
     if not added and any(FEATURES[name].passes and name not in LORAS[1:] for name in state.done):
         raise NotApplicable("what was merged is no longer there to be trained")
+    if "pipefusion" in state.done:
+        raise NotApplicable("what takes from an earlier step is for inference")
     if dist.is_initialized():
         raise NotApplicable("FSDP2 trains parameters of its own, as tests/test_sharding.py does")
     fxplug.trainable(gm, *([] if added else ["**"]))
