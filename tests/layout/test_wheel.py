@@ -42,9 +42,48 @@ assert torch.equal(fxplug.load("out")(torch.ones(1, 4)), gm(torch.ones(1, 4)))
 print(len(result.sites), fxplug.__version__)
 """
 
+MODULE = """
+import torch
+from torch import nn
+
+class Data(torch.utils.data.Dataset):
+    classes = ["a", "b"]
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.full((3, 8, 8), index / 8), index % 2
+
+def model():
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.ReLU(), nn.Linear(8, 2))
+"""
+TRAIN = """
+import fxplug
+done = fxplug.train({
+    "model": {"call": "own:model"}, "inputs": {"input": [1, 3, 8, 8]}, "passes": [{"lora": {"at": "1", "rank": 2}}], "data": {"call": "own:Data"},
+    "train": {"task": "classify", "steps": 2, "batch": 4}, "device": "cpu",
+}, out="run", quiet=True)
+assert (done.out / "report.html").stat().st_size > 10000, list(done.out.iterdir())
+"""
+REPORT = """
+import fxplug
+result = fxplug.rewrite("config.yaml")
+fxplug.report(result.base, result.module, "report.html")
+"""
+ONNX = """
+import torch, fxplug
+gm = fxplug.trace(torch.nn.Sequential(torch.nn.Linear(4, 4)).eval(), torch.ones(1, 4))
+fxplug.export(gm, "model.onnx", (torch.ones(1, 4),), to="onnx")
+assert torch.allclose(fxplug.load_onnx("model.onnx")(torch.ones(1, 4)), gm(torch.ones(1, 4)), atol=1e-5)
+"""
+
+PROGRAMS = {"": RUN, "train": TRAIN, "report": REPORT, "onnx": ONNX}
+
 
 @pytest.mark.slow
-def test_a_wheel_runs_without_what_tests_need(tmp_path):
+@pytest.mark.parametrize("extra", PROGRAMS)
+def test_a_wheel_runs_without_what_tests_need(tmp_path, monkeypatch, extra):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
     def run(*command, **options):
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
         assert done.returncode == 0, done.stderr
@@ -59,7 +98,7 @@ def test_a_wheel_runs_without_what_tests_need(tmp_path):
     venv.create(tmp_path / "empty", symlinks=True)
     python = tmp_path / "empty/bin/python"
     (packages,) = (tmp_path / "empty/lib").glob("python*/site-packages")
-    for name in needed("fxplug") - {"fxplug"}:
+    for name in needed("fxplug", frozenset({extra} - {""})) - {"fxplug"}:
         for file in importlib.metadata.files(name) or []:
             top, here = file.parts[0], Path(str(file.locate()))
             there = packages / top
@@ -69,6 +108,8 @@ def test_a_wheel_runs_without_what_tests_need(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "config.yaml").write_text("model: test_vit\npasses:\n  - lora: {at: blocks.*.attn.qkv, rank: 2}\n")
-    sites, version = run(python, "-W", "ignore", "-c", RUN, cwd=elsewhere).split()
-    assert int(sites) > 0 and version == importlib.metadata.version("fxplug")
+    (elsewhere / "own.py").write_text(MODULE)
+    printed = run(python, "-W", "ignore", "-c", PROGRAMS[extra], cwd=elsewhere).split()
+    if not extra:
+        assert int(printed[0]) > 0 and printed[1] == importlib.metadata.version("fxplug")
     assert "lora" in run(tmp_path / "empty/bin/fxplug", "passes", cwd=elsewhere)
