@@ -143,7 +143,7 @@ def with_adapters(use: Any, state: State) -> State:
 def control_network(state: State) -> nn.Module:
     import unets
 
-    return unets.control(state.subject.model)  # type: ignore[no-any-return]
+    return unets.control(state.subject.model).to(DEVICE)  # type: ignore[no-any-return]
 
 
 def of_a_unet(feature: Feature, given: Callable[[State], dict[str, Any]]) -> Feature:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from sweeps import sweep
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxplug
 from fxplug import Match, Pass, Rule
@@ -618,6 +619,14 @@ def test_a_network_that_does_not_fit_is_told(outer, change, text):
     with pytest.raises(fxplug.FxplugError, match=text) as caught:
         fxplug.apply(outer.gm, Pass("side", p.rules, inputs=p.inputs, networks={"net": spec}))
     assert str(caught.value).startswith("side: ") or change["use"] == "test_attach:Sidee"
+
+
+def test_a_network_on_another_device_is_refused(outer):
+    with FakeTensorMode(), torch.device("cuda"):
+        elsewhere = Side()
+    text = r"side: network 'net' is on cuda:0 and the model on cpu: move the network first, with .to\('cpu'\)"
+    with pytest.raises(fxplug.SpecError, match=text):
+        fxplug.apply(outer.gm, side_pass(elsewhere))
 
 
 LAYERWISE = ["lora", "lora_weight", "loha", "lokr", "dora", "boft", "bitfit", "weight_norm", "scale", "ssf"]

@@ -70,6 +70,7 @@ class ShardTrials:
         """A small tensor in the stead of a true one: whole numbers that are known are kept."""
         shape = list(tensor.shape)
         known = not tensor.is_meta and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        tensor = tensor.cpu() if known else tensor
         if place is None:
             return tensor.detach().clone() if known else self.random(shape, tensor.dtype)
         size = place.layout.total(self.streams.small)
@@ -112,10 +113,10 @@ class ShardTrials:
                 raise OperationRefused(f"'{node.name}': {type(error).__name__}: {error}") from error
 
     def module(self, path: str) -> nn.Module:
-        """A module of the model; one without values, or in half precision, with random ones, as others like it."""
+        """A module of the model; one without values, in half precision or on a GPU with random ones, as others like it."""
         found = self.gm.get_submodule(path)
         tensors = list(itertools.chain(found.parameters(), found.buffers()))
-        if not any(t.is_meta or is_half(t) for t in tensors):
+        if not any(t.device.type != "cpu" or is_half(t) for t in tensors):
             return found
         key = (type(found), repr(found), *((tuple(t.shape), t.dtype) for t in tensors))
         if key not in self.modules:
@@ -353,7 +354,7 @@ def leaves_of(value: Any) -> list[Any]:
 
 def _on_cpu(values: Any) -> Any:
     """Arguments for a try, which is made where there are values."""
-    return pytree.tree_map(lambda v: torch.device("cpu") if isinstance(v, torch.device) and v.type == "meta" else v, values)
+    return pytree.tree_map(lambda v: torch.device("cpu") if isinstance(v, torch.device) else v, values)
 
 
 def elements(value: Any) -> int:
