@@ -563,6 +563,29 @@ def test_a_traced_module_alone_names_the_argument_and_keeps_no_model():
         fxplug.trace(model, x, variants=8)
 
 
+@pytest.mark.parametrize("dtype, call, text", [
+    (torch.float32, {"scale": 0.5}, "argument 'scale' was 1.0 when the model was traced"),
+    (torch.float32, {"more": torch.ones(2, 4)}, "argument 'more' was None when the model was traced"),
+    (torch.float64, {}, "argument 'x' was torch.float32 when the model was traced"),
+])  # fmt: skip
+def test_what_a_compiler_is_refused_has_the_sentence_of_the_guard(dtype, call, text):
+    gm = fxplug.trace(Ways().eval(), torch.randn(2, 4))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=rf"GuardError\(.*{text}"):
+        torch.compile(gm, fullgraph=True, backend="eager")(torch.ones(2, 4, dtype=dtype), **call)
+
+
+def test_what_a_model_decided_is_named_to_a_compiler():
+    class Cast(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.relu() if y.dtype == torch.float32 else y
+
+    gm, x = fxplug.trace(Cast(4, 4).eval(), torch.randn(2, 4)), torch.randn(2, 4)
+    compiled = torch.compile(gm, fullgraph=True, backend="eager")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(torch._dynamo.exc.Unsupported, match="GuardError.*y.dtype == t"):
+        compiled(x)
+
+
 def test_a_rewritten_module_gets_its_passes_in_further_forms():
     model, x = small.seeded(Ways).eval(), torch.randn(2, 4)
     new = fxplug.apply(fxplug.trace(model, x), fxplug.load_pass("lora", at="layer", rank=2))

@@ -21,8 +21,8 @@ class FxplugError(Exception):
     Its text can be printed: control characters, which a stranger's file may bring, are written out as `\\x1b`.
     """
 
-    def __init__(self, text: object = "") -> None:
-        super().__init__(printable(str(text)))
+    def __str__(self) -> str:  # and no __init__, in which torch.compile cannot follow where a guard raises one
+        return printable(super().__str__())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({shown(str(self), LONGEST)})"

@@ -62,7 +62,10 @@ def guard(value: Any, expected: Any, decision: Decision | str) -> None:
         # a SymBool is not compared: torch.export cannot solve `(s >= 64) == False`, and sympy takes no `(s == 64) == True`.
         # While dynamo traces, only `is` tells it from a bool.
         if value is True or value is False or not isinstance(expected, bool):
-            check(value == expected)
+            same = value == expected
+            if same is False:  # known while it is traced: the compiler's error has the sentence
+                raise GuardError(f"{_describe(decision, expected)}; now it is another: trace again with an input like this")
+            check(same)
         else:
             check(value if expected else torch.sym_not(value))
     elif value != expected:
