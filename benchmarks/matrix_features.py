@@ -77,6 +77,8 @@ def adapter(name: str, what: str, file: str = "", more: Callable[[State], State]
     def passes(state: State) -> list[Any]:
         if missing := sorted(set(needs) - places(state.subject.name).keys()):
             raise NotApplicable(f"this model has no two values of one shape, or no such module, for {missing[0]}")
+        if file == "dora" and "merge_fold" in state.done:
+            raise NotApplicable("DoRA divides by the norm of the weights, which are others once something was merged")
         own = {**params, **places(state.subject.name).get(file, {}), **state.subject.options.get(file, {})}
         own = {key: value(state) if callable(value) else value for key, value in own.items()}
         return [fxplug.load_pass(file, name=ADDED + name, **own)]
@@ -300,7 +302,7 @@ def quantised(state: State) -> State:
     base = {name for name, module in state.subject.model.named_modules() if isinstance(module, nn.Linear)}
     if not base:
         raise NotApplicable("the model has no linear layer")
-    if state.lowered or {"dora", "loha", "lokr", "delta", "head"} & set(state.done):
+    if state.lowered or {"dora", "loha", "lokr", "delta", "head", "merge_fold"} & set(state.done):
         raise NotApplicable("weights that are changed or fused already are no weights to pack: quantise the model first")
     if state.done:
         quantize_(state.gm, Int8WeightOnlyConfig(), filter_fn=lambda m, name: name in base and isinstance(m, nn.Linear))

@@ -59,8 +59,8 @@ def model():
 TRAIN = """
 import fxplug
 done = fxplug.train({
-    "model": {"call": "own:model"}, "inputs": {"input": [1, 3, 8, 8]}, "passes": [{"lora": {"at": "1", "rank": 2}}], "data": {"call": "own:Data"},
-    "train": {"task": "classify", "steps": 2, "batch": 4}, "device": "cpu",
+    "model": {"call": "own:model"}, "inputs": {"input": [1, 3, 8, 8]}, "data": {"call": "own:Data"},
+    "passes": [{"lora": {"at": "1", "rank": 2}}], "train": {"task": "classify", "steps": 2, "batch": 4}, "device": "cpu",
 }, out="run", quiet=True)
 assert (done.out / "report.html").stat().st_size > 10000, list(done.out.iterdir())
 """
