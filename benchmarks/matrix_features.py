@@ -145,6 +145,8 @@ def with_adapters(use: Any, state: State) -> State:
 def control_network(state: State) -> nn.Module:
     import unets
 
+    if "quantised" in state.done:
+        raise NotApplicable("diffusers copies no packed weights into a ControlNet: quantise the two")
     return unets.control(state.subject.model).to(DEVICE)  # type: ignore[no-any-return]
 
 
@@ -248,7 +250,10 @@ def copied(state: State) -> State:
 def exported(to: str, state: State) -> State:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.pt2"
-        fxplug.export(state.gm, file, (), state.kwargs, to=to, free="batch")
+        with contextlib.ExitStack() as stack:  # a program has the dtypes that it was exported with
+            for context in state.contexts:
+                stack.enter_context(context())
+            fxplug.export(state.gm, file, (), state.kwargs, to=to, free="batch")
         if to == "pt2":
             return replace(state, result=torch.export.load(file).module())
         if to == "aoti":
@@ -302,7 +307,7 @@ def quantised(state: State) -> State:
     base = {name for name, module in state.subject.model.named_modules() if isinstance(module, nn.Linear)}
     if not base:
         raise NotApplicable("the model has no linear layer")
-    if state.lowered or {"dora", "loha", "lokr", "delta", "head", "merge_fold"} & set(state.done):
+    if state.lowered or state.ways or {"dora", "loha", "lokr", "delta", "head", "merge_fold"} & set(state.done):
         raise NotApplicable("weights that are changed or fused already are no weights to pack: quantise the model first")
     if state.done:
         quantize_(state.gm, Int8WeightOnlyConfig(), filter_fn=lambda m, name: name in base and isinstance(m, nn.Linear))
@@ -360,7 +365,7 @@ def trained(state: State) -> State:
     """Two steps of SGD on what passes have put in, or on all weights where there are no such."""
     gm = state.gm.meta.get("source", state.gm)
     added = [entry["name"] for entry in gm.meta.get("passes", []) if entry["name"].startswith(ADDED) and entry["train"]]
-    if not added and any(FEATURES[name].passes and name not in LORAS[1:] for name in state.done):
+    if "merge_fold" in state.done or not added and any(FEATURES[name].passes and name not in LORAS[1:] for name in state.done):
         raise NotApplicable("what was merged is no longer there to be trained")
     if "pipefusion" in state.done:
         raise NotApplicable("what takes from an earlier step is for inference")

@@ -193,6 +193,15 @@ def test_a_lowered_module_is_saved_as_what_it_came_from(tmp_path):
     assert "passes" not in again.meta and error(run(again), run(gm)) < 1e-5
 
 
+def test_a_live_merge_of_many_layers_is_copied():
+    """What it keeps of its plan are names: nodes would bring the graph, and copy it node by node."""
+    unet = small.seeded(unets.sd15_model).eval()
+    gm = fxplug.trace(unet, kwargs=small.seeded(lambda: unets.inputs(unet)))
+    made = lower(fxplug.apply(gm, fxplug.load_pass("lora", at="**", rank=2, slots=2, train=False)), merge="live", fuse=None)
+    copied = copy.deepcopy(made)
+    assert copied.state_dict().keys() == made.state_dict().keys()
+
+
 def test_every_way_of_merging_gives_the_same_results():
     gm = loaded(own(slots()))
     gm.adapters.use({"ink": 0.5, "film": 1.5})

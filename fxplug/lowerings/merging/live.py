@@ -19,7 +19,7 @@ from ...core.ir.traced_module import TracedModule, shell
 from ...core.locks import with_read_lock
 from ...core.rewriter.networks import GATES
 from .fold import FoldPlan, check_unlowered, slotted, uniform
-from .updates import FoldStep, ParameterUse, accumulator, mapped, updated, weight_of
+from .updates import ParameterUse, accumulator, mapped, updated, weight_of
 
 HOME = "shadows"  # where the base weights lie in the module tree
 Parts = list[tuple[float, int, list[Tensor]]]  # of a bank: how much of which slot, and what that holds
@@ -114,8 +114,8 @@ class Row:
 
     name: str
     base: str
-    use: ParameterUse
-    steps: list[tuple[FoldStep, str, str]]  # with the path of the bank and the name of its pass
+    kind: str  # of its layer
+    steps: list[tuple[str, str, str]]  # where a bank acts, its path, and the name of its pass
 
 
 class Shadows(nn.Module):
@@ -134,8 +134,8 @@ class Shadows(nn.Module):
         """Keep the base of one weight."""
         name = f"base_{len(self.rows)}"
         self.register_parameter(name, base)
-        steps = [(step, paths[step.block], paths[step.block].partition(".")[0]) for step in use.steps]
-        self.rows.append(Row(use.name, name, use, steps))
+        steps = [(step.place, paths[step.block], paths[step.block].partition(".")[0]) for step in use.steps]
+        self.rows.append(Row(use.name, name, use.kind, steps))
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -179,14 +179,14 @@ class Shadows(nn.Module):
             shadow.copy_(base)
             return
         value = base.detach().to(accumulator(base))
-        for index, (step, path, name) in enumerate(parts):
+        for index, (place, path, name) in enumerate(parts):
             block, weights = root.get_submodule(path), torch.tensor(gates[name], dtype=torch.float32)
-            if step.place == "param":
+            if place == "param":
                 value = mapped(value, block, weights)
                 continue
             assert isinstance(block, Lora)
             last = index == len(parts) - 1 and value.dtype == shadow.dtype and shadow.is_contiguous()
-            turned = row.use.kind == "TransposedLinear"
+            turned = row.kind == "TransposedLinear"
             value = updated(value, block, weights, shadow.detach() if last else None, turned)
         if value.data_ptr() != shadow.data_ptr():
             shadow.copy_(value)
