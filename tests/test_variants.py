@@ -574,6 +574,16 @@ def test_what_a_compiler_is_refused_has_the_sentence_of_the_guard(dtype, call, t
         torch.compile(gm, fullgraph=True, backend="eager")(torch.ones(2, 4, dtype=dtype), **call)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_form_that_is_new_to_a_compiled_module_is_traced(inside):
+    unet, call = _unet()
+    gm, call = _traced(unet, kwargs=call), {**call, "return_dict": True}
+    if inside:
+        gm.compile(backend="eager", fullgraph=True)
+    compiled = gm if inside else torch.compile(gm, backend="eager", fullgraph=True)
+    _same(compiled, unet, call)
+
+
 def test_what_a_model_decided_is_named_to_a_compiler():
     class Cast(nn.Linear):
         def forward(self, x):

@@ -251,6 +251,7 @@ class TracedModule(fx.GraphModule):
         self._steps = None  # whoever calls this has edited the graph, and an edit by hand cannot be made in another graph
         return self._compile()
 
+    @without_compiler  # the first call of a variant comes here
     def _compile(self, mode: bool | None = None) -> Any:
         """Write the code of the graph in force, or of a mode's; the other is written when `train` or a call comes to it."""
         graphs = self.graphs if "_twin" in vars(self) else {True: self._graph}
