@@ -49,6 +49,8 @@ def edge(x: Any) -> Any:
     return x
 
 
+ANOTHER_INPUT = "trace again with an input like this"
+ANOTHER_STATE = "call it in the state in which it was traced, or trace it again in this one"
 Decision = tuple[str, str, str]  # what Python code decided on: its file and line, the source there, and the value's name
 
 
@@ -62,14 +64,18 @@ def guard(value: Any, expected: Any, decision: Decision | str) -> None:
         # a SymBool is not compared: torch.export cannot solve `(s >= 64) == False`, and sympy takes no `(s == 64) == True`.
         # While dynamo traces, only `is` tells it from a bool.
         if value is True or value is False or not isinstance(expected, bool):
-            same = value == expected
-            if same is False:  # known while it is traced: the compiler's error has the sentence
-                raise GuardError(f"{_describe(decision, expected)}; now it is another: trace again with an input like this")
-            check(same)
+            _assert(value == expected, expected, decision, ANOTHER_INPUT)
         else:
             check(value if expected else torch.sym_not(value))
     elif value != expected:
-        raise GuardError(f"{_describe(decision, expected)}; now it is {brief(value)}: trace again with an input like this")
+        raise GuardError(f"{_describe(decision, expected)}; now it is {brief(value)}: {ANOTHER_INPUT}")
+
+
+def _assert(holds: Any, expected: Any, decision: Decision | str, todo: str) -> None:
+    """Assert in a program; where the compiler knows that it does not hold, its own error has the sentence."""
+    if holds is False:
+        raise GuardError(f"{_describe(decision, expected)}; now it is another: {todo}")
+    check(holds)
 
 
 def check_state(name: str, args: tuple[Any, ...], expected: Any, decision: Decision | str) -> None:
@@ -79,12 +85,9 @@ def check_state(name: str, args: tuple[Any, ...], expected: Any, decision: Decis
     """
     value = STATES[name](*args)
     if torch.compiler.is_compiling():
-        check(value == expected)
+        _assert(value == expected, expected, decision, ANOTHER_STATE)
     elif value != expected:
-        text = _describe(decision, expected)
-        raise GuardError(
-            f"{text}; now it is {brief(value)}: call it in the state in which it was traced, or trace it again in this one"
-        )
+        raise GuardError(f"{_describe(decision, expected)}; now it is {brief(value)}: {ANOTHER_STATE}")
 
 
 def _describe(decision: Decision | str, expected: Any) -> str:
