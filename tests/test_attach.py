@@ -629,6 +629,25 @@ def test_a_network_on_another_device_is_refused(outer):
         fxplug.apply(outer.gm, side_pass(elsewhere))
 
 
+class Elsewhere(Side):
+    """As a network of a GPU is, of which a machine without one can make no values: it says where it is to go."""
+
+    def to(self, device):
+        self.goes = str(device)
+        return small.seeded(Side).eval()
+
+
+def elsewhere(host):
+    with FakeTensorMode(), torch.device("cuda"):
+        elsewhere.made = Elsewhere()
+    return elsewhere.made
+
+
+def test_a_network_that_is_made_here_goes_to_the_model(outer):
+    new = fxplug.apply(outer.gm, side_pass("test_attach:elsewhere"))
+    assert elsewhere.made.goes == "cpu" and new.get_parameter("side.net.fc.weight").device.type == "cpu"
+
+
 LAYERWISE = ["lora", "lora_weight", "loha", "lokr", "dora", "boft", "bitfit", "weight_norm", "scale", "ssf"]
 
 

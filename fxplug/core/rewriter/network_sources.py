@@ -19,18 +19,27 @@ from ..spec.rules import Pass, is_target
 
 
 def network_module(gm: TracedModule, p: Pass, name: str, spec: Mapping[str, Any]) -> nn.Module:
-    """The module of a network: given as such, a diffusers folder or configuration, or made from the host."""
-    use, options = spec["use"], spec.get("options") or {}
-    what = f"{p.name}: network '{name}'"
-    if isinstance(use, nn.Module):
-        _check_device(gm, use, what)
-        return use
+    """The module of a network: given as such, a diffusers folder or configuration, or made from the host.
+
+    What is made here goes to the model's device. Raises SpecError for a given one that lies where nothing of the model does.
+    """
+    use, what = spec["use"], f"{p.name}: network '{name}'"
+    network = use if isinstance(use, nn.Module) else _made(gm, p, use, spec.get("options") or {}, what)
+    near, there = _near(gm).device, {t.device for t in gm.parameters()} | {torch.device("meta")}
+    elsewhere = next((t.device for t in network.parameters() if t.device not in there), None)
+    if elsewhere is None or near.type == "meta":
+        return network
+    if network is use:
+        raise SpecError(f"{what} is on {elsewhere} and the model on {near}: move the network first, with .to('{near}')")
+    return network.to(near)
+
+
+def _made(gm: TracedModule, p: Pass, use: Any, options: Mapping[str, Any], what: str) -> nn.Module:
     if isinstance(use, Mapping) and "_class_name" in use:
         with _like(gm):
             return _kind(str(use["_class_name"]), what).from_config(dict(use))  # type: ignore[no-any-return]
     if isinstance(use, Path) or (isinstance(use, str) and not is_target(use)):
-        made, near = _from_folder(Path(use), what), _near(gm)
-        return made if near.is_meta else made.to(near.device)
+        return _from_folder(Path(use), what)
     if not isinstance(use, str):
         raise SpecError(f"{what} must be a module, a folder or 'package.module:function', not a {type(use).__name__}")
     make: Any = import_target(use, p.where)
@@ -68,15 +77,6 @@ def unchanged(gm: TracedModule, who: str) -> Iterator[Unchanged]:
 def _near(gm: TracedModule) -> torch.Tensor:
     """A weight of the model, for the device and dtype of what is new."""
     return next((t for t in gm.parameters() if t.dtype in DEFAULTS), torch.empty(0))
-
-
-def _check_device(gm: TracedModule, network: nn.Module, what: str) -> None:
-    """Raises SpecError for a network that lies where nothing of the model does. The meta device is with every other."""
-    there = {t.device for t in gm.parameters()} | {torch.device("meta")}
-    other = next((t.device for t in network.parameters() if t.device not in there), None)
-    if other is not None and len(there) > 1:
-        near = _near(gm).device
-        raise SpecError(f"{what} is on {other} and the model on {near}: move the network first, with .to('{near}')")
 
 
 @contextmanager
