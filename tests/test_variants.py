@@ -596,6 +596,30 @@ def test_what_a_model_decided_is_named_to_a_compiler():
         compiled(x)
 
 
+def test_what_a_model_read_of_torch_is_named_to_a_compiler():
+    class Read(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.relu() if torch.is_grad_enabled() else y
+
+    gm, x = fxplug.trace(Read(4, 4).eval(), torch.randn(2, 4)), torch.randn(2, 4)
+    compiled = torch.compile(gm, fullgraph=True, backend="eager")
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.Unsupported, match="GuardError.*is_grad_enabled.*state in which"):
+        compiled(x)
+
+
+def test_numbers_that_another_thread_draws_refuse_a_form_for_that_call_alone(monkeypatch):
+    """Python's generator is everybody's: that it was used meanwhile may not be the model's doing."""
+    model, x = small.seeded(Ways).eval(), torch.randn(2, 4)
+    gm = _traced(model, x)
+    with monkeypatch.context() as patch:
+        forward = Ways.forward
+        patch.setattr(Ways, "forward", lambda self, *args, **kwargs: (random.random(), forward(self, *args, **kwargs))[1])
+        with pytest.raises(fxplug.GuardError, match="draws random numbers from Python's 'random'"):
+            gm(x, scale=0.5)
+    assert torch.equal(gm(x, scale=0.5), model(x, scale=0.5))
+
+
 def test_a_rewritten_module_gets_its_passes_in_further_forms():
     model, x = small.seeded(Ways).eval(), torch.randn(2, 4)
     new = fxplug.apply(fxplug.trace(model, x), fxplug.load_pass("lora", at="layer", rank=2))

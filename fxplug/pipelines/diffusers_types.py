@@ -14,10 +14,10 @@ from torch import nn
 
 from ..core.artifacts.artifact import save
 from ..core.capture.retracer import with_retracer
-from ..core.errors import SpecError, shown
+from ..core.errors import SpecError, TransientRefusal, shown
 from ..core.ir.graph import signature_of
 from ..core.ir.traced_module import TracedModule
-from ..core.ir.variants import LIMIT, TransientRefusal, Variants, as_kind
+from ..core.ir.variants import LIMIT, Variants, as_kind
 from .control import load_part
 
 _SLOTS = "a pass with slots, load_pass('lora', slots=4), and then "

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..errors import FxplugError, SpecError, shown
+from ..errors import FxplugError, SpecError, TransientRefusal, shown
 from ..ir.containers import PLAIN_TYPES, Container, leaves
 from ..ir.graph import signature_of
 from ..ir.traced_module import TracedModule
-from ..ir.variants import LIMIT, TransientRefusal, VariantCache, Variants, as_kind
+from ..ir.variants import LIMIT, VariantCache, Variants, as_kind
 from ..torch_internals.modules import forward_hooks
 from .fake_tensors import KINDS
 from .tracer import retrace

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from ..errors import FxplugError, GuardError, TraceError, brief, shown
+from ..errors import FxplugError, GuardError, TransientRefusal, brief, shown
 from ..locks import locks_of
 from ..torch_internals.modules import is_listening, leave_frame, without_compiler
 from . import ops
@@ -84,10 +84,6 @@ V = TypeVar("V", bound="Variants")
 LIMIT = 8  # graphs that a module gets beside its first
 REFUSED = 64  # calls that it remembers to refuse
 TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-
-
-class TransientRefusal(TraceError):
-    """A refusal that may be none at the next call: it depends on values, or on a model that was changed."""
 
 
 class VariantCache:
