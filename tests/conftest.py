@@ -31,9 +31,8 @@ def pytest_addoption(parser):
 def measurements(tmp_path_factory):
     """How fast this machine is decides nothing here: `fuse` finds the fused form the faster one, whatever is measured."""
 
-    def brief(device, case, fewer, until):
-        found = {"form": "fused", "ratios": {"stock": [1.0, 1.0], "fused": [0.5, 0.5]}, "milliseconds": {}}
-        return {case._replace(compiled=compiled): found for compiled in (0, 1)}, True
+    def brief(device, case, until):
+        return {"form": "fused", "ratios": {"stock": [1.0, 1.0], "fused": [0.5, 0.5]}, "milliseconds": {}}, True
 
     from fxplug.core.extensions import extensions
 

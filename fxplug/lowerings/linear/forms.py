@@ -30,7 +30,7 @@ FORMS = {
     "blas": "the same by torch's own products",
 }
 EARLIER = {"remerge": "fused", "remerge:blas": "blas", "kernel": "fused"}  # names of forms that went, and what is taken
-FORMAT = 3
+FORMAT = 4
 
 
 class Case(NamedTuple):

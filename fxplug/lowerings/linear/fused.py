@@ -24,8 +24,8 @@ def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = Non
 
     `how` is a form of `forms.FORMS` for all layers, or `auto`: for each layer the form that is fastest on this device for the
     rows of the trace, and `stock`, which leaves it as it is, where none is clearly faster. What was not measured before
-    (`measurement.tune`) is measured now, see `measurement.settle`: eager and compiled, without gradients and with them,
-    each of which may take another form; in `dtype`, that of the weights if None, as autocast may have another.
+    (`measurement.tune`) is measured now, see `measurement.settle`: without gradients and with them, each of which may take
+    another form; in `dtype`, that of the weights if None, as autocast may have another.
     `meta["forms"]` says which form each layer with an update has, and its time over that of `stock`. Raises SpecError for
     what is no traced module, and an unknown form.
     """

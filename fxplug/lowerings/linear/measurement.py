@@ -223,44 +223,16 @@ def calls_of(device: torch.device, case: Case) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def _emitted(device: torch.device, case: Case) -> Callable[[], Any]:
-    """What a compiler calls for the stock form of a case: its products. Sums become a part of what it makes around them."""
-    x, weight, down, up, g = (
-        torch.randn(shape, dtype=getattr(torch, case.dtype), device=device, generator=torch.Generator(device).manual_seed(0))
-        for shape in (
-            (case.rows, case.inner), (case.outer, case.inner), (case.rank * max(case.slots, 1), case.inner),
-            (case.outer, case.rank * max(case.slots, 1)), (case.rows, case.outer),
-        )
-    )  # fmt: skip
-    bias = weight[:, 0].contiguous()
-
-    def call() -> Any:
-        made = [torch.addmm(bias, x, weight.t())]
-        if case.rank:
-            hidden = x @ down.t()
-            made.append(hidden @ up.t())
-        if case.grad:
-            made.append(g @ weight)
-        if case.grad and case.rank:
-            inner = g @ up
-            made.append(inner @ down)
-            made += [] if case.slots else [inner.t() @ x, g.t() @ hidden]
-        return made
-
-    return call
-
-
 # --- what `fuse` asks for
 
 
 def settle(seen: set[tuple[torch.device, Case]]) -> dict[torch.device, dict[Case, dict[str, Any]]]:
-    """What is measured of these cases on each device, in all of `operators.MODES`; what is not there is measured now.
+    """What is measured of these cases on each device, without gradients and with them; what is not there is measured now.
 
     A few shapes take some BUDGET seconds together, less where few turns are enough. What is certain is kept as `tune` keeps its
     own, which goes before, and in this process where the file cannot be written; what is not is given, and measured again by
-    the next call. Forms are timed as eager code calls them. What compiled code calls is the same but for the stock form, of
-    which only the products are counted, so that no other is taken for the sake of a sum that costs nothing there;
-    `tune(compiled=True)` compiles them.
+    the next call. Forms are timed as eager code calls them, and compiled code takes the same: whether a compiler makes the sum
+    of base and update for nothing depends on what is around a layer. `tune(compiled=True)` compiles each form.
     """
     found: dict[torch.device, dict[Case, dict[str, Any]]] = {}
     for device in {device for device, _ in seen}:
@@ -268,17 +240,15 @@ def settle(seen: set[tuple[torch.device, Case]]) -> dict[torch.device, dict[Case
         found[device] = {**kept, **forms.measured(device)}
         cases = {case for other, case in seen if other == device and _measurable(device, case)}
         missing = [case._replace(grad=grad) for case in sorted(cases) for grad in (0, 1)]
-        missing = [case for case in missing if any(forms.choose(found[device], each) is None for each in _both(case))]
+        missing = [case for case in missing if forms.choose(found[device], case) is None]
         if device.type not in ("cpu", "cuda") or not missing:
             continue
         begun, sure, all_certain = clock(), dict[Case, dict[str, Any]](), True
         for index, case in enumerate(missing):
             rows = int(min(LARGEST, PRODUCTS / len(missing)) / (case.inner * case.outer))
             fewer = case._replace(rows=min(case.rows, max(rows, 32)))
-            entries, certain = _brief(device, case, fewer, begun + BUDGET * (index + 1) / len(missing))
-            new = {each: entry for each, entry in entries.items() if each not in found[device]}
-            found[device].update(new)
-            sure.update(new if certain else {})
+            found[device][case], certain = _brief(device, fewer, begun + BUDGET * (index + 1) / len(missing))
+            sure.update({case: found[device][case]} if certain else {})
             all_certain = all_certain and certain
         kept.update(sure)
         if not all_certain:
@@ -299,46 +269,34 @@ def _measurable(device: torch.device, case: Case) -> bool:
     return sizes > 0 and case.dtype in DTYPES and (case.rank > 0 or device.type == "cpu")
 
 
-def _both(case: Case) -> tuple[Case, Case]:
-    """A case in eager and in compiled code."""
-    return case._replace(compiled=0), case._replace(compiled=1)
-
-
 MEASURED: dict[Path, dict[Case, dict[str, Any]]] = {}  # by this process: the file may be where nothing can be written
 
 
 @torch.inference_mode(False)
-def _brief(device: torch.device, case: Case, fewer: Case, until: float) -> tuple[dict[Case, dict[str, Any]], bool]:
-    """The entries of a case in eager and compiled code, measured with the rows of `fewer`, and whether they are certain.
-
-    It ends when they are, or at `until`, or after so many turns.
-    """
+def _brief(device: torch.device, case: Case, until: float) -> tuple[dict[str, Any], bool]:
+    """The entry of a case, and whether it is certain. It ends when it is, or at `until`, or after so many turns."""
     begun, had = time.perf_counter(), time.thread_time()
     with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(bool(case.grad)):
-        calls = {**calls_of(device, fewer), "products": _emitted(device, fewer)}
+        calls = calls_of(device, case)
         first = {form: min(seconds) for form, seconds in _time_alternating(device, calls, 2, 0).items()}
-        hopeless = {form for form in first if first[form] > HOPELESS * min(first.values())} - {"stock", "products"}
-        calls = {form: call for form, call in calls.items() if form not in hopeless}
+        calls = {form: call for form, call in calls.items() if form == "stock" or first[form] <= HOPELESS * min(first.values())}
         times: dict[str, list[float]] = {form: [] for form in calls}
-        certain, new = False, dict[Case, dict[str, Any]]()
+        certain, entry = False, dict[str, Any]()
         for turn in range(0, TURNS, 2):
             if turn < FEWEST or not (certain or clock() > until):
                 for form, seconds in _time_alternating(device, calls, 2, BRIEF).items():
                     times[form] += seconds
-                found = [_entry(times, over) for over in ("stock", "products")]
-                new = {mode: entry for mode, (entry, _) in zip(_both(case), found, strict=True)}
-                certain = all(each for _, each in found)
+                entry, certain = _entry(times)
     spent, had = time.perf_counter() - begun, time.thread_time() - had
-    return new, certain and (device.type != "cpu" or spent < BUSY * had)
+    return entry, certain and (device.type != "cpu" or spent < BUSY * had)
 
 
-def _entry(times: Mapping[str, Sequence[float]], over: str) -> tuple[dict[str, Any], bool]:
-    """The entry of a case by the seconds of each turn, `over` in the place of the stock form; whether its form is certain."""
-    spent = {"stock": times[over], **{form: times[form] for form in times if form not in ("stock", "products")}}
-    ratios = _ratios(spent, "stock")
-    milliseconds = {form: 1000 * statistics.median(each) for form, each in spent.items()}
+def _entry(times: Mapping[str, Sequence[float]]) -> tuple[dict[str, Any], bool]:
+    """The entry of a case by the seconds of each turn, and whether its form is certain."""
+    ratios = _ratios(times, "stock")
+    milliseconds = {form: 1000 * statistics.median(each) for form, each in times.items()}
     form = _best(ratios)
-    bounds = [_bound_of_median([a / b for a, b in zip(spent[form], each, strict=True)]) for each in spent.values()]
+    bounds = [_bound_of_median([a / b for a, b in zip(times[form], each, strict=True)]) for each in times.values()]
     return {"form": form, "ratios": ratios, "milliseconds": milliseconds}, max(bounds) < CERTAIN
 
 
@@ -349,10 +307,15 @@ def _bound_of_median(ratios: Sequence[float]) -> float:
 
 
 def chosen(found: Mapping[Case, dict[str, Any]], case: Case) -> tuple[str, str]:
-    """The form of a case in all modes, as `operators` reads it, and in words with times over `stock`."""
+    """The form of a case in all modes, as `operators` reads it, and in words with times over `stock`.
+
+    Compiled code takes that of eager code where `tune(compiled=True)` did not measure it.
+    """
     taken, words = [], dict[str, list[str]]()
     for compiled, grad in operators.MODES:
-        each = case._replace(compiled=int(compiled), grad=int(grad))
+        eager = case._replace(compiled=0, grad=int(grad))
+        each = eager._replace(compiled=int(compiled))
+        each = each if forms.choose(found, each) else eager
         form = forms.choose(found, each) or "stock"
         taken.append(form)
         ratio = dict(found.get(each, {}).get("ratios", {})).get(form, (1.0,))[0]
