@@ -10,6 +10,7 @@ ratio is over the plain model of the same turn. `share` is a way's extra time ov
 
 plain     the model as it is                            plain_fused   traced and fused without LoRA: by oneDNN on CPUs
 fxplug    the traced model after `apply`                blas          the same after fuse(how="blas")
+fused_all the same after fuse(how="fused")
 fused     lower(): each layer in the form that `fuse="auto"` measures to be the fastest
 slots1    as `fxplug` with one slot                     slots4        with four slots, one of them used
 slots4_fused                                            the same lowered
@@ -36,7 +37,7 @@ from torch import nn
 import fxplug
 
 PLAIN = ["plain", "plain_fused"]
-SIDE = ["fxplug", "fused", "blas", "slots1", "slots4", "slots4_fused"]
+SIDE = ["fxplug", "fused", "blas", "fused_all", "slots1", "slots4", "slots4_fused"]
 IN_WEIGHTS = ["live", "merged", "live_fused", "merged_fused", "peft_merged"]
 PEERS = ["peft", "lycoris", "diffusers"]
 WAYS = [*PLAIN, *SIDE, *IN_WEIGHTS, *PEERS]
@@ -144,8 +145,8 @@ def module_of(of: models.Subject, way: str, base: Any, file: Path) -> nn.Module:
         new = models.with_plain(of, base, file)
     if way in ("fxplug", "slots1", "slots4"):
         return new
-    if way == "blas":
-        return fxplug.fuse(new, "blas")
+    if way in ("blas", "fused_all"):
+        return fxplug.fuse(new, "fused" if way == "fused_all" else "blas")
     forms: dict[str, Any] = {"fuse": "auto" if how == "fused" or way == "fused" else None}
     if name in ("live", "merged"):
         forms["merge"] = "live" if name == "live" else "fold"
