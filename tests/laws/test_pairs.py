@@ -214,3 +214,31 @@ def test_any_other_pass_and_then_one_for_a_unet(second):
                 check(unets.sd15(), on_unet(first, xl), on_unet(second, xl))
         elif first != "vpt":
             check(small.unet_xl() if xl else unets.sd15(), on_unet(first, xl), on_unet(second, xl))
+
+
+@pytest.mark.parametrize("path, make", [
+    ("0", lambda: small.traced(torch.nn.Sequential(torch.nn.Linear(8, 8)).eval(), torch.randn(2, 8))),
+    ("blocks.1.mlp.fc2", small.vit),
+    ("blocks.0.attn.proj", small.plain_vit),
+], ids=["linear", "fc2", "proj"])  # fmt: skip
+def test_what_goes_before_a_layer_reaches_what_an_earlier_pass_put_beside_it(path, make, tmp_path):
+    traced, (x,), _ = make()
+    beside = fxplug.load_pass("lora", at=path, rank=2)
+    before = fxplug.load_pass("ia3", at=[], feedforward=path)
+
+    def filled(module):
+        with torch.no_grad():
+            for name, tensor in module.named_parameters():
+                if name.startswith(("lora.", "ia3.")):
+                    tensor.copy_(torch.linspace(-1, 2, tensor.numel()).view_as(tensor))
+        return module
+
+    orders = {"lora first": [beside, before], "gate first": [before, beside]}
+    one = {name: filled(fxplug.apply(fxplug.apply(traced, a), b)) for name, (a, b) in orders.items()}
+    both = filled(fxplug.apply(traced, beside, before))
+    wanted = one["gate first"](x)
+    assert not torch.allclose(wanted, traced(x))
+    for found in (one["lora first"], both):
+        torch.testing.assert_close(found(x), wanted)
+    fxplug.save(one["lora first"], tmp_path / "saved")
+    torch.testing.assert_close(fxplug.load(tmp_path / "saved")(x), wanted)

@@ -23,6 +23,7 @@ from .sites import (
     Site,
     ValueUse,
     backward,
+    beside,
     check_flow,
     check_order,
     flat_ports,
@@ -220,7 +221,7 @@ class Editor(OpenedGraph):
             node = self.by_name[site.node]
             if site.rule.place == "before":
                 value = next(a for a in node.all_input_nodes if "shape" in a.meta)
-                return [((), ValueUse(value, node))]
+                return [((), ValueUse(value, node, beside=beside(value, site.node)))]
             return [((), ValueUse(self.newest(node)))]
         if not site.port.with_members:
             return [((), self.slot(site.port))]
@@ -233,7 +234,9 @@ class Editor(OpenedGraph):
             _, index, reader = find_input(self.regions, region, port)
             given = reader.args[0] if region.leaf is None else [*reader.args, *reader.kwargs.values()][index]
             assert isinstance(given, fx.Node)
-            return ValueUse(given, reader, None if region.leaf is None else index)
+            if region.leaf is None:
+                return ValueUse(given, reader)
+            return ValueUse(given, reader, index, beside(given, port.path))
         node = find_output(self.regions, region, port)
         if region.leaf is None:
             read = node.args[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -186,16 +186,19 @@ def local(address: str, p: Pass) -> str:
 
 
 class ValueUse:
-    """A value and its users: all of them, or one argument of one node."""
+    """A value and its users: all of them, or one argument of one node, and the blocks `beside` that node."""
 
-    def __init__(self, value: fx.Node, only: fx.Node | None = None, index: int | None = None) -> None:
+    def __init__(
+        self, value: fx.Node, only: fx.Node | None = None, index: int | None = None, beside: Sequence[fx.Node] = ()
+    ) -> None:
         self.value = value
         self.only = only
         self.index = index
+        self.beside = beside
 
     def users(self) -> list[fx.Node]:
         """The nodes that read the value here."""
-        return list(self.value.users) if self.only is None else [self.only]
+        return list(self.value.users) if self.only is None else [self.only, *self.beside]
 
     def put(self, new: fx.Node, spare: set[fx.Node]) -> None:
         """Let the users read `new` instead."""
@@ -206,6 +209,18 @@ class ValueUse:
         else:
             names = ["" for _ in self.only.args] + list(self.only.kwargs)
             set_argument(self.only, self.index, names[self.index], new)
+        for block in self.beside:
+            rewire(block, {self.value: new})
+
+
+def beside(value: fx.Node, site: str) -> list[fx.Node]:
+    """The blocks behind a leaf or an operation that read a value that goes into it, such as a LoRA beside its layer.
+
+    What is put before it changes what they read too, as at the edge of a module with code of its own, so that no order of passes
+    means something else.
+    """
+    made = {"site": site, "place": "after"}
+    return [node for node in value.users if made.items() <= node.meta.get("pass", {}).items()]
 
 
 def insertion_point(given: list[fx.Node], slots: list[ValueUse]) -> fx.Node:
