@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fxplug.core.errors import FxplugError
-from fxplug.core.spec.addresses import _PROGRAM
 
-SECONDS = 1.0  # of CPU time, this process and its children
+SECONDS = 1.0  # of CPU time
 SLACK = 100 << 10  # KiB of memory beyond the file
 ODD = [
     None,
@@ -84,8 +83,6 @@ def _hook(event, args):
         _seen.append(f"open {args}")
     elif event == "import" and args[0] not in sys.modules and not args[0].startswith("encodings."):
         _seen.append(f"import {args[0]}")
-    elif event == "subprocess.Popen" and _PROGRAM not in args[1]:
-        _seen.append(f"subprocess {args[1]}")
     elif event.startswith((*WRITES, *RUNS)) and event != "pickle.find_class":
         _seen.append(f"{event} {args}"[:200])
 

@@ -236,12 +236,6 @@ MISTAKES = {
         fxplug.SpecError,
         "replace.yaml:4: replace: act: torch.nn has no module class 'PRelu' (did you mean 'PReLU'?)",
     ),
-    "a regex without end": (
-        one(path="re:(((.+)+)+)+!"),
-        fxplug.SpecError,
-        "'re:(((.+)+)+)+!' backtracks without end on these paths (stopped after 0.5 s): it repeats a group that "
-        "itself repeats; remove the inner repeat",
-    ),
     "a parameter that is not there": (
         one(path="head", place="param", port="wieght"),
         fxplug.MatchError,

@@ -23,8 +23,7 @@ import fxplug
 from fxplug import Limits
 from fxplug.core import reading, weight_files
 from fxplug.core.errors import ArtifactError, FxplugError, SpecError, did_you_mean
-from fxplug.core.spec import addresses as expressions
-from fxplug.core.spec.addresses import searched, select
+from fxplug.core.spec.addresses import by_ending
 from fxplug.core.spec.yaml_source import parse_yaml
 
 
@@ -218,13 +217,10 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch):
     "text",
     ["(((.+)+)+)+!", ".*" * 12 + "!", "(a|a)(a|aa)" * 30 + "!", "(?i)" + "[\u0100-\uffff]" * 400, "(", "a{9" + "9" * 20 + "}"],
 )
-def test_a_pattern_ends(text, monkeypatch):
-    monkeypatch.setattr(expressions, "SLOW_PATTERN_SECONDS", 0.1)
-    names = ["a" * 60, "blocks.0.attn"]
-    for find in (lambda: select(f"re:{text}", names), lambda: searched(text, names, SpecError)):  # as `at`, as exclude_key
-        _, refused, wrong = attacked(find)
-        assert not wrong, wrong
-        assert refused is None or isinstance(refused, SpecError)
+def test_a_pattern_of_a_strangers_file_ends(text):
+    _, refused, wrong = attacked(lambda: by_ending([{text: 1}], ["a" * 60, "blocks.0.attn"], ArtifactError))
+    assert not wrong, wrong
+    assert isinstance(refused, ArtifactError)
 
 
 def test_limits_can_be_raised():

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ...core.errors import FxplugError, SpecError, shown
-from ...core.spec.addresses import searched
+from ...core.spec.addresses import compile_expression
 
 
 class HookParam(FxplugError):
@@ -150,7 +150,8 @@ class WrapablePlugin:
         excluded: set[str] = set()
         if exclude_key is not None:
             paths = [path for path, _ in self.named_modules(prefix=prefix, remove_duplicate=False)]
-            excluded = searched(exclude_key, paths, lambda finding: SpecError(f"exclude_key {shown(exclude_key)} {finding}"))
+            key = compile_expression(exclude_key, lambda finding: SpecError(f"exclude_key {shown(exclude_key)} {finding}"))
+            excluded = {path for path in paths if key.search(path)}
 
         def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             if module in memo or path in excluded or isinstance(module, exclude_classes):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...core.errors import SpecError, did_you_mean, shown
-from ...core.spec.addresses import check_expression, select
+from ...core.spec.addresses import compile_expression, select
 
 PREFIXES = ("re", "pre_hook", "prehook", "cls(Name)")
 SHOWN = 8  # so many paths are listed in a message
@@ -63,7 +63,7 @@ def read_layer(text: object) -> LayerPattern:
             raise SpecError(f"'{text}': no prefix '{head}:'{did_you_mean(head, PREFIXES)}; there are {': '.join(PREFIXES)}:")
         rest = tail
     if regex:
-        check_expression(rest, lambda finding: SpecError(f"'{text}' {finding}"))
+        compile_expression(rest, lambda finding: SpecError(f"'{text}' {finding}"))
     return LayerPattern(text, rest, regex, pre_hook, kind)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...core.errors import FxplugError, SpecError, TraceError, did_you_mean, shown
-from ...core.spec.addresses import searched
+from ...core.spec.addresses import compile_expression
 from ...core.spec.pass_file import accepted_arguments, check_options, import_target
 from ..kept_state import MethodCall
 from .base_classes import MAKING, BasePluginBlock, Making, MultiPluginBlock, PatchPluginBlock, PluginBlock, SinglePluginBlock
@@ -222,7 +222,8 @@ class _Inputs(dict[str, Any]):
 def _refuse_excluded(site: Site, exclude_key: str | None) -> None:
     if exclude_key is None:
         return
-    if searched(exclude_key, [site.path], lambda finding: SpecError(f"exclude_key {shown(exclude_key)} {finding}")):
+    key = compile_expression(exclude_key, lambda finding: SpecError(f"exclude_key {shown(exclude_key)} {finding}"))
+    if key.search(site.path):
         raise SpecError(
             f"wrap_model excludes '{site.path}' (exclude_key '{exclude_key}'), and a pass cannot: list the layers, or convert "
             "with --model"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..errors import FxplugError, SpecError, did_you_mean
 from ..ir import functions
 from ..ir.regions import SHOWN, Regions, listed, no_region
-from ..spec.addresses import alternatives, is_bare, parse_port, searched, select
+from ..spec.addresses import alternatives, compile_expression, is_bare, parse_port, select
 from ..spec.rules import Match, Pass, Rule
 from .matches import ALL_LINEAR, Hit, at, hits, is_a, operations
 from .sites import Site
@@ -118,9 +118,10 @@ def _meant(regions: Regions, match: Match, pattern: str) -> str:
             count = len(hits(regions, replace(match, path=f"**.{pattern}")))
             return f"a pattern must match the whole path: '**.{pattern}' matches {_places(count)}" if count else ""
         expression = parse_port(pattern).path.removeprefix("re:").removeprefix("^")
-        known = searched(expression, regions.candidates(pattern), SpecError)
-    except FxplugError:  # a slice that goes beyond what is there, an expression that takes too long anywhere but at the start
+        found_by = compile_expression(expression, SpecError)
+    except FxplugError:  # a slice that goes beyond what is there
         return ""
+    known = {key for key in regions.candidates(pattern) if found_by.search(key)}
     inside = [key for key in regions.ran if key in known and is_a(regions, regions.by_key[key].path, match.module)]
     if not inside:
         return ""

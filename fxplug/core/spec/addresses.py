@@ -1,12 +1,10 @@
-"""Names of places in a model: module paths, patterns over them held against names in bounded time, and ports at their edges."""
+"""Names of places in a model: module paths, patterns over them, and ports at their edges."""
 
 from __future__ import annotations
 
-import json
 import keyword
+import math
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -160,7 +158,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
     that must match from the start of the path, as `re.match` does. Raises SpecError for an expression that does not compile.
     """
     if text.startswith("re:"):
-        return _compile_expression(text[3:], lambda finding: SpecError(f"{shown(text)} {finding}"))
+        return compile_expression(text[3:], lambda finding: SpecError(f"{shown(text)} {finding}"))
     out = []
     seen: set[str] = set()
     for number, part in enumerate(PARTS.split(text)):
@@ -201,15 +199,8 @@ def chosen(pattern: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def select(pattern: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The names that `pattern` matches, each with what its groups caught.
-
-    Matching takes bounded time: an expression that backtracks without end raises SpecError. A slice that ends beyond what
-    there is raises MatchError.
-    """
-    if pattern.startswith("re:") and is_risky(pattern[3:]):
-        names = list(names)
-        (found,) = first_matches([[pattern[3:]]], names, lambda finding: SpecError(f"{shown(pattern)} {finding}"))
-        return {name: groups for name, (_, groups) in found.items()}
+    """The names that `pattern` matches, each with what its groups caught. A slice that ends beyond what there is raises
+    MatchError."""
     regex = compile_pattern(pattern)
     if not pattern.startswith("re:") and SLICE.search(pattern):
         return _select_sliced(pattern, regex, list(names))
@@ -252,46 +243,12 @@ def _numbers(pattern: str, part: str, text: str, prefix: str, counts: dict[str, 
     return range(count)[slice(start, stop, step)]
 
 
-SLOW_PATTERN_SECONDS = 0.5  # of CPU time, for all patterns of a file together
-WAITED = 10.0  # seconds that a busy machine may take for them
-WAYS = 1_000_000  # so many ways to match a name can be tried here
-LENGTH = 128  # characters of a name, in what is reckoned of them
+WAYS = 10_000_000  # so many ways to match its names may a stranger's patterns have
 PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+){0,63}")
 
 
-def searched(expression: str, names: Iterable[str], raises: Raises) -> set[str]:
-    """The names that a regular expression is found in anywhere, as by `re.search`, in bounded time.
-
-    Raises what `raises` makes for one that is none, or backtracks without end.
-    """
-    names = list(names)
-    check_expression(expression, raises)
-    if is_risky(expression, starts=LENGTH):
-        (found,) = first_matches([[expression]], names, raises, anywhere=True)
-        return set(found)
-    return {name for name in names if re.search(expression, name)}
-
-
-def is_risky(expression: str, starts: int = 1) -> bool:
-    """Whether an expression may take long to compile, or to match from so many places of a name on: a short one that repeats
-    no group and tries few ways does neither."""
-    if len(expression) > 512 or re.search(r"\)[*+?{]|\(\?[a-zA-Z]*i", expression):
-        return True
-    repeats, choices = len(re.findall(r"[*+{]", expression)), len(re.findall(r"[?|]", expression))
-    return bool(starts * LENGTH**repeats * 2**choices > WAYS)
-
-
-def check_expression(text: str, raises: Raises) -> None:
-    """Raise what `raises` makes unless this is a regular expression, of bounded length, that compiles in bounded time."""
-    if len(text) > DEFAULT.text:
-        raise raises(f"has {len(text)} characters; the limit is {DEFAULT.text}")
-    if is_risky(text):
-        first_matches([[text]], [], raises)
-    else:
-        _compile_expression(text, raises)
-
-
-def _compile_expression(text: str, raises: Raises) -> re.Pattern[str]:
+def compile_expression(text: str, raises: Raises) -> re.Pattern[str]:
+    """A regular expression. Raises what `raises` makes for one that is none."""
     try:
         return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
@@ -300,69 +257,13 @@ def _compile_expression(text: str, raises: Raises) -> re.Pattern[str]:
         raise raises(f"is not a regular expression: {getattr(error, 'msg', error)}{place}") from None
 
 
-def first_matches(
-    groups: Sequence[Sequence[str]], names: Sequence[str], raises: Raises, anywhere: bool = False
-) -> list[dict[str, tuple[int, dict[str, str]]]]:
-    """For each group of regular expressions: which of them is the first that matches a name from its start (or
-    `anywhere` in it), and what its groups caught; a name that none matches is left out.
-
-    They run in a process of their own that ends by itself, as `re` cannot be interrupted from inside: neither matching nor
-    compiling them takes longer than SLOW_PATTERN_SECONDS. Raises what `raises` makes for those that would, or that are none.
-    """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _PROGRAM],
-            input=json.dumps([SLOW_PATTERN_SECONDS, "search" if anywhere else "match", groups, names]),
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            timeout=WAITED,
-        )
-        answer = json.loads(done.stdout)
-    except OSError as error:
-        raise raises(
-            f"cannot be matched: the Python process that matches regular expressions cannot be started ({error.strerror})"
-        ) from None
-    except (subprocess.TimeoutExpired, ValueError):
-        stopped = f"(stopped after {SLOW_PATTERN_SECONDS:g} s)"
-        if sum(map(len, groups)) > 1:
-            raise raises(f"take too long to match {stopped}") from None
-        raise raises(
-            f"backtracks without end on these paths {stopped}: it repeats a group that itself repeats; remove the inner repeat"
-        ) from None
-    if isinstance(answer, list) and isinstance(answer[0], str):
-        raise raises(f"is not a regular expression: {shown(answer[0])}: {answer[1]}")
-    return [{name: (index, caught) for name, (index, caught) in each.items()} for each in answer]
-
-
-# a process without a handler ends when its CPU time is used up, also in the middle of a match
-_PROGRAM = """
-import json, re, sys
-seconds, method, groups, names = json.load(sys.stdin)
-try:
-    import resource, signal
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-except (ImportError, AttributeError, ValueError, OSError):
-    pass
-try:
-    for group in groups:
-        for index, text in enumerate(group):
-            group[index] = re.compile(text)
-except (re.error, OverflowError, RecursionError) as error:
-    json.dump([text, getattr(error, "msg", None) or str(error)], sys.stdout)
-    sys.exit()
-found = []
-for group in groups:
-    found.append({})
-    for name in names:
-        for index, regex in enumerate(group):
-            match = getattr(regex, method)(name)
-            if match:
-                found[-1][name] = index, match.groupdict()
-                break
-json.dump(found, sys.stdout)
-"""
+def _ways(expression: str, length: int) -> float:
+    """In how many ways a regular expression may be tried on a name of so many characters, at most; no end where it repeats a
+    group, or takes long to compile."""
+    if re.search(r"\)[*+{]|\(\?[a-zA-Z]*i", expression):
+        return math.inf
+    repeats, choices = len(re.findall(r"[*+{]", expression)), len(re.findall(r"[?|]", expression))
+    return math.inf if repeats + choices > 64 else float(length**repeats * 2**choices)
 
 
 def by_ending(
@@ -371,29 +272,33 @@ def by_ending(
     """What each table has for each name: the value of its first pattern that is the name or its end behind a dot, as PEFT reads
     `alpha_pattern`. A pattern is a regular expression from a stranger's file.
 
-    Raises what `raises` makes for one that is none, is longer than `limits.text`, or takes too long.
+    Raises what `raises` makes for one that is none, is longer than `limits.text`, or may be tried in too many ways.
     """
     longest = max((len(pattern) for table in tables for pattern in table), default=0)
     if longest > limits.text:
         raise raises(f"has a pattern of {longest} characters; the limit is {limits.text}; fxplug.Limits can raise it")
-    order = [{pattern: index for index, pattern in enumerate(table)} for table in tables]
-    hard = [[pattern for pattern in table if not PLAIN.fullmatch(pattern)] for table in tables]
-    caught: list[dict[str, tuple[int, dict[str, str]]]] = [{} for _ in tables]
-    if any(hard):
-        expressions = [[rf"(.*\.)?({pattern})$" for pattern in group] for group in hard]
-        every = sum(hard, [])
-        what = f"the pattern {shown(every[0])}" if len(every) == 1 else f"{len(every)} patterns"
-        caught = first_matches(expressions, names, lambda finding: raises(f"{what} {finding}"))
+    hard = [pattern for table in tables for pattern in table if not PLAIN.fullmatch(pattern)]
+    length = max(map(len, names), default=0)
+    tried = len(names)
+    for pattern in hard:
+        tried += len(names) * _ways(pattern, length)
+        if tried > WAYS:
+            raise raises(
+                f"has the pattern {shown(pattern)}, which may match {len(names)} names in more than {WAYS} ways: name the "
+                "layers, or repeat no group and fewer characters"
+            )
+    regexes = {
+        one: compile_expression(one, lambda finding, one=one: raises(f"the pattern {shown(one)} {finding}")) for one in hard
+    }
     made: list[dict[str, Any]] = []
-    for table, places, group, matched in zip(tables, order, hard, caught, strict=True):
-        values = list(table.values())
+    for table in tables:
+        order = {pattern: index for index, pattern in enumerate(table)}
+        values, expressions = list(table.values()), [pattern for pattern in table if pattern in regexes]
         found = {}
         for name in names:
-            parts = name.split(".")
-            endings = (".".join(parts[at:]) for at in range(max(0, len(parts) - 64), len(parts)))
-            hits = [places[ending] for ending in endings if ending in places]
-            if name in matched:
-                hits.append(places[group[matched[name][0]]])
+            starts = [0, *(at + 1 for at, letter in enumerate(name) if letter == ".")][-64:]
+            hits = [order[name[at:]] for at in starts if name[at:] in order]
+            hits += [order[one] for one in expressions if any(regexes[one].fullmatch(name, at) for at in starts)][:1]
             if hits:
                 found[name] = values[min(hits)]
         made.append(found)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ..errors import SpecError, brief_fields, did_you_mean
-from .addresses import check_expression, parse_relative
+from .addresses import compile_expression, parse_relative
 from .yaml_source import NOWHERE, Section, braces, checked, integer_validator, number, shown, validate
 from .yaml_source import Where as Where
 
@@ -263,7 +263,7 @@ def _many(value: Any, key: str, what: str, also: Any = ()) -> list[Any]:
 
 def _check_pattern(pattern: str) -> None:
     if pattern.startswith("re:"):
-        check_expression(pattern[3:], lambda finding: SpecError(f"'{pattern}' {finding}", path=("path",)))
+        compile_expression(pattern[3:], lambda finding: SpecError(f"'{pattern}' {finding}", path=("path",)))
 
 
 def is_target(text: Any) -> bool:
