@@ -366,13 +366,9 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
             model_edge.run(recording, regions, *call)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NeedsValues(recording.needs_values(error)) from error
-        except (NeedsValues, NeedsAutograd):
-            raise
-        except FxplugError as error:
-            error.fxplug_at = (len(recording.graph.nodes),)  # type: ignore[attr-defined]
+        except (NeedsValues, NeedsAutograd, FxplugError):
             raise
         except Exception as error:  # the model's or torch's, told with its line
-            error.fxplug_at = (len(recording.graph.nodes),)  # type: ignore[attr-defined]  # how far it came
             error.add_note(f"while tracing {recording.place(error)}{' on fake tensors' * (mode is not None)}")
             raise
         if recording.failed:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import math
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -61,42 +60,7 @@ def named_sizes(gm: TracedModule, p: Pass) -> tuple[dict[str, int], dict[str, li
     return bound, free
 
 
-def trace_depth(error: BaseException | None) -> Depth:
-    """How far a trace came before an error: the number of the network, and of the nodes that it had written by then."""
-    found: Depth = ()
-    while error is not None:
-        found = (*found, *getattr(error, "fxplug_at", ()))
-        error = error.__cause__
-    return found
-
-
-def size_tries(free: Mapping[str, Sequence[int]]) -> Generator[dict[str, int], Depth | None, None]:
-    """Sizes to try, until one fits. Each is answered with how far the trace came.
-
-    One name is changed at a time, and a size that leads further is kept: names that do not depend on each other take as many
-    tries as they have sizes. All combinations come last, for those that do.
-    """
-    at = {name: values[0] for name, values in free.items()}
-    seen = [at]
-    best = yield at
-    while best is not None:
-        for name, size in ((name, size) for name, values in free.items() for size in values):
-            if (one := {**at, name: size}) in seen:
-                continue
-            seen.append(one)
-            found = yield one
-            if found is not None and found > best:
-                at, best = one, found
-                break
-        else:
-            break
-    for choice in itertools.product(*free.values()):
-        if (one := dict(zip(free, choice, strict=True))) not in seen:
-            yield one
-
-
 TRIES = [8, 4, 2, 16, 1, 32]  # what a size that nothing binds may be: how much larger a condition is than a latent
-Depth = tuple[int, ...]
 
 
 GATES = "gates"  # the network that a pass with slots brings
@@ -173,21 +137,18 @@ def join(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
     tried = []
     differences = "".join(_differences(gm, name, module) for name, module in modules.items())
     bound, free = named_sizes(gm, p)
-    search = size_tries(free)
-    deep = None
-    with contextlib.suppress(StopIteration):
-        while True:
-            sizes = {**bound, **search.send(deep)}
-            try:
-                with quiet(), unchanged(gm, f"a network ({', '.join(modules)})"):
-                    return _join(gm, p, modules, sizes), p
-            except (MatchError, SpecError) as error:
-                raise type(error)(f"{p.name}: {getattr(error, 'finding', error)}") from None
-            except TraceError as error:
-                failed, deep = failed or error, trace_depth(error)
-                tried.append(", ".join(f"{k}={v}" for k, v in sizes.items()))
-            if differences:
-                break  # of another architecture: no size will do
+    for choice in itertools.product(*free.values()):
+        sizes = {**bound, **dict(zip(free, choice, strict=True))}
+        try:
+            with quiet(), unchanged(gm, f"a network ({', '.join(modules)})"):
+                return _join(gm, p, modules, sizes), p
+        except (MatchError, SpecError) as error:
+            raise type(error)(f"{p.name}: {getattr(error, 'finding', error)}") from None
+        except TraceError as error:
+            failed = failed or error
+            tried.append(", ".join(f"{k}={v}" for k, v in sizes.items()))
+        if differences:
+            break  # of another architecture: no size will do
     assert failed is not None
     more = f"\n  no size fits: tried {'; '.join(tried)}" if len(tried) > 1 else ""
     if differences:
@@ -214,14 +175,10 @@ def _join(gm: TracedModule, p: Pass, modules: Mapping[str, nn.Module], sizes: Ma
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     for graph in graphs.values():
         _add_inputs(gm, graph, p, sizes)
-    for number, (name, module) in enumerate(modules.items()):
+    for name, module in modules.items():
         first = next(iter(graphs.values()))
         given = _Arguments(gm, first, p, name, module).bound()
-        try:
-            sub = traced(module, given.args, given.kwargs, f"network '{name}' ({type(module).__name__})")
-        except TraceError as error:
-            error.fxplug_at = (number,)  # type: ignore[attr-defined]
-            raise
+        sub = traced(module, given.args, given.kwargs, f"network '{name}' ({type(module).__name__})")
         _place(tree, p.name, name, sub, gm.training)
         if len(sub.graphs) > len(graphs):  # the network alone tells training from evaluation
             graphs[not next(iter(graphs))] = copy_graph(first)
