@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,6 @@ from ..reading import read_json
 from ..spec.model_section import CHECKPOINTS, ModelSpec, WeightsSpec
 from ..spec.pass_file import accepted_arguments, check_known, import_target
 from ..spec.run_config import Config
-from ..torch_internals.modules import tree_leaves
-from ..torch_internals.tensors import TorchDispatchMode
 from .state_dict import State, _assign, _on_meta, load_weights, read_weights
 
 # what makes a model where it is called, on meta for one; what it needs of its library is imported before that, which on meta
@@ -41,8 +40,8 @@ def _build(config: Config, device: str | None) -> nn.Module:
     on = torch.device("meta") if target.type == "meta" else torch.device("cpu")
     try:
         make = {"timm": _timm, "diffusers": _diffusers, "call": _call}[config.model.kind](config)
-        with on:
-            model = _undrawn(make) if _filled(config) and on.type != "meta" else make()
+        with on, _without_draws(config):
+            model = make()
     except FxplugError:
         raise
     except Exception as error:  # the model's constructor, anybody's
@@ -59,18 +58,15 @@ def _build(config: Config, device: str | None) -> nn.Module:
     return model.to(target).train(config.mode == "train")
 
 
-def _filled(config: Config) -> bool:
-    """Whether all weights of a library's model come from files, which then hold every key of its state."""
-    kind, target = config.model.kind, config.model.target
-    own = kind == "diffusers" and isinstance(target, str) and (target.endswith(CHECKPOINTS) or (config.base / target).is_dir())
-    return own or (kind != "call" and config.weights is not None)
+def _without_draws(config: Config) -> AbstractContextManager[None]:
+    """Where a model of diffusers gets all its weights from files, diffusers' own way to draw none before that."""
+    target = config.model.target
+    own = isinstance(target, str) and (target.endswith(CHECKPOINTS) or (config.base / target).is_dir())
+    if config.model.kind != "diffusers" or not (own or config.weights is not None):
+        return nullcontext()
+    from diffusers.models.modeling_utils import no_init_weights
 
-
-def _undrawn(make: Make) -> nn.Module:
-    """A model without random numbers; made again with them where something else was computed of one."""
-    with Undrawn() as mode:
-        model = make()
-    return make() if mode.read else model
+    return no_init_weights()  # type: ignore[no-untyped-call, no-any-return]
 
 
 def torch_device(config: Config, device: str | None = None) -> torch.device:
@@ -204,42 +200,3 @@ def _load_folder(model: nn.Module, folder: Path) -> None:
     for file in whole:
         state.update(read_weights(file, _on_meta(model)))
     _assign(model, state, f"'{folder.name}'")
-
-
-# what fills a tensor with random numbers, and what an initialisation does to it after that
-DRAWN = frozenset({
-    "uniform_", "normal_", "log_normal_", "cauchy_", "exponential_", "geometric_", "random_", "bernoulli_",
-})  # fmt: skip
-AFTER = frozenset({"mul_", "div_", "add_", "sub_", "clamp_", "erfinv_"})
-FILLED = frozenset({"zero_", "fill_"})
-
-
-class Undrawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it lasts, parameters that would be filled with random numbers keep what their memory holds.
-
-    `read` says that something was computed from such a parameter: what was made then has to be made again, without this.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.left: dict[int, nn.Parameter] = {}  # by where the memory is, which a view or `.data` shares
-        self.read = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        name, kwargs = function.overloadpacket.__name__, kwargs or {}
-        first, *others = tree_leaves((args, kwargs)) or [None]
-        inside = self._has(first)
-        if name in DRAWN and (inside or isinstance(first, nn.Parameter)):
-            self.left[first.untyped_storage().data_ptr()] = first
-            return first
-        if inside and name in AFTER and not any(map(self._has, others)):
-            return first
-        if inside and name in FILLED and isinstance(first, nn.Parameter):
-            del self.left[first.untyped_storage().data_ptr()]
-        elif any(map(self._has, (first, *others))):
-            self.read = True
-        return function(*args, **kwargs)
-
-    def _has(self, value: Any) -> bool:
-        strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-        return strided and value.untyped_storage().data_ptr() in self.left
