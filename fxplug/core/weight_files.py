@@ -12,7 +12,6 @@ import math
 import os
 import pickle
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -25,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
-from .errors import DEFAULT, ArtifactError, FxplugError, Limits, shown
+from .errors import DEFAULT, FxplugError, Limits, shown
 from .reading import Raises, about, begins, open_archive, opened, parse_json, size_of
 
 DTYPES = {
@@ -344,36 +343,3 @@ def save_file(tensors: dict[str, Tensor], path: str | os.PathLike[str], metadata
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
-
-
-def linked(tensors: dict[str, Tensor], old: Path, new: Path) -> bool:
-    """Give a safetensors file that holds these tensors and nothing else a second name; False where `old` is no such file.
-
-    Nothing is written then, however large it is. Every byte of it is compared.
-    """
-    with contextlib.suppress(OSError, ArtifactError):
-        handle = os.open(old, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-        with os.fdopen(handle, "rb") as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode) or not _holds(file, tensors, old):
-                return False
-            os.link(old, new, follow_symlinks=False)
-            if os.path.samestat(os.fstat(handle), os.lstat(new)):
-                return True
-            new.unlink()  # another file had taken that name
-    return False
-
-
-def _holds(file: BinaryIO, tensors: dict[str, Tensor], name: Path) -> bool:
-    head = header(file, about(name))
-    wanted = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-    if {key: (record.dtype, tuple(record.shape)) for key, record in head.records.items()} != wanted:
-        return False
-    buffer = torch.empty(PIECE, dtype=torch.uint8)
-    for key, record in head.in_file():
-        ours = tensors[key].reshape(-1).view(torch.uint8)
-        for begin in range(0, record.size, PIECE):
-            piece = ours[begin : begin + PIECE]
-            theirs = buffer[: len(piece)]
-            if file.readinto(theirs.numpy().data) < len(piece) or not torch.equal(theirs, piece):  # type: ignore[attr-defined]
-                return False
-    return True

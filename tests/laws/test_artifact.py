@@ -21,14 +21,11 @@ import pytest
 import torch
 import zoo
 from exact import compare, difference
-from safetensors.torch import save_file
 from sweeps import sweep
 from torch import nn
-from typer.testing import CliRunner
 
 import fxplug
 from fxplug import ArtifactError
-from fxplug.__main__ import app
 from fxplug.core import writing
 from fxplug.core.artifacts.document import ModuleRecord
 from fxplug.core.artifacts.modules import difference as rebuilt_difference
@@ -523,104 +520,6 @@ def test_a_kill_leaves_a_whole_artifact(tmp_path: Path) -> None:
     *found, last = alone(kills, tmp_path)
     assert len(found) == 20 and last == "out"
     assert {line[0] for line in found} == {"0", "1"} and any("writing" in line for line in found), found
-
-
-class Large(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(1024, 1024)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(x)
-
-
-def slotted() -> fxplug.core.capture.tracer.TracedModule:
-    torch.manual_seed(0)
-    gm = fxplug.trace(Large(), torch.randn(2, 1024))
-    return fxplug.apply(gm, fxplug.load_pass("lora", at="fc", rank=2, slots=2))
-
-
-def inodes(folder: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_ino for path in folder.iterdir()}
-
-
-def test_switching_adapters_writes_their_files_only(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    layer = {"fc.lora_A.weight": torch.randn(2, 1024), "fc.lora_B.weight": torch.randn(1024, 2)}
-    save_file({f"base_model.model.{key}": value for key, value in layer.items()}, tmp_path / "ink.safetensors")
-    folder = fxplug.save(slotted(), tmp_path / "out")
-    x = torch.randn(2, 1024)
-    plain = fxplug.load(folder)(x)
-    for call in (["load", str(folder), "ink", str(tmp_path / "ink.safetensors")], ["use", str(folder), "ink=0.5"]):
-        before, held = inodes(folder), (folder / "model.safetensors").open("rb")
-        done = CliRunner().invoke(app, ["adapters", *call])
-        assert done.exit_code == 0, done.output
-        after = inodes(folder)
-        assert before["model.safetensors"] == after["model.safetensors"]
-        assert before["lora.safetensors"] != after["lora.safetensors"]
-        new = sum((folder / name).stat().st_size for name in after if after[name] != before.get(name))
-        assert new < sum(path.stat().st_size for path in folder.iterdir()) / 10
-        held.close()
-    again = fxplug.load(folder)
-    assert again.adapters.active == {"ink": 0.5} and not torch.equal(again(x), plain)
-
-
-def test_a_file_is_linked_only_where_it_is_the_same_byte_by_byte(tmp_path: Path) -> None:
-    module = slotted()
-    folder = fxplug.save(module, tmp_path / "out")
-    file = folder / "model.safetensors"
-    good, first = file.read_bytes(), inodes(folder)["model.safetensors"]
-    assert inodes(fxplug.save(module, folder))["model.safetensors"] == first
-    file.chmod(0o600)
-    assert inodes(fxplug.save(module, folder))["model.safetensors"] == first and file.stat().st_mode & 0o777 == 0o600
-    for damaged in (good[:-1] + bytes([good[-1] ^ 1]), good[:-1], b"", good + b"0"):
-        file.write_bytes(damaged)
-        fxplug.save(module, folder)
-        assert file.read_bytes() == good and fxplug.load(folder)
-    elsewhere = tmp_path / "elsewhere"
-    for replace in (lambda: file.symlink_to(elsewhere), lambda: os.mkfifo(file), lambda: file.mkdir()):
-        elsewhere.write_bytes(good)
-        file.unlink()
-        replace()
-        fxplug.save(module, folder)
-        assert file.is_file() and not file.is_symlink() and file.read_bytes() == good and fxplug.load(folder)
-    with torch.no_grad():
-        module.get_parameter("fc.weight")[3, 3] += 1
-    assert torch.equal(fxplug.load(fxplug.save(module, folder)).get_parameter("fc.weight"), module.get_parameter("fc.weight"))
-
-
-def test_where_links_cannot_be_made_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = slotted()
-    folder = fxplug.save(module, tmp_path / "out")
-    first = inodes(folder)
-
-    def refused(*args: object, **kwargs: object) -> None:
-        raise PermissionError(1, "no links here")
-
-    monkeypatch.setattr(os, "link", refused)
-    fxplug.save(module, folder)
-    assert inodes(folder)["model.safetensors"] != first["model.safetensors"] and fxplug.load(folder)
-
-
-def switches(folder: Path) -> None:
-    module = slotted()
-    gate = next(name for name, b in module.named_buffers() if name.startswith("lora.gates"))
-    spent = time_of(lambda: fxplug.save(module, folder))
-    first = inodes(folder)["model.safetensors"]
-    rng = random.Random(0)
-
-    def switched() -> None:
-        module.get_buffer(gate).add_(1)
-        fxplug.save(module, folder)
-
-    for _ in range(12):
-        killed(switched, rng.random() * 4 * spent)
-        fxplug.load(folder)
-        print(inodes(folder)["model.safetensors"] == first, flush=True)
-
-
-def test_a_kill_while_files_are_linked_leaves_a_whole_artifact(tmp_path: Path) -> None:
-    assert alone(switches, tmp_path) == ["True"] * 12
 
 
 # --- hostile and damaged artifacts

@@ -23,7 +23,7 @@ from ..ir.containers import Container
 from ..ir.traced_module import TracedModule
 from ..locks import with_read_lock
 from ..reading import Raises, reported
-from ..weight_files import linked, save_file
+from ..weight_files import save_file
 from ..writing import new_folder
 from .document import AppliedPass, Document, Variant, check_counts, check_record
 from .graph_json import GraphReader, reach, write_graph
@@ -69,8 +69,7 @@ def save(
     reading, `config.yaml` if `config` is given, and `manifest.json` with a hash of each. Saving the same module twice
     gives the same bytes. Of a lowered module what it was made from is saved, `meta["source"]`, with the weights and adapters
     that it has now: load it and lower it again. A folder that is replaced is swapped whole, so that a crash leaves the old or
-    the new one; what else lay in it stays, and a weight file that would be the same is not written again, but linked where
-    links can be made: to switch adapters writes the files of their passes only. Weights on the meta device are saved as shapes.
+    the new one; what else lay in it stays. Weights on the meta device are saved as shapes.
 
     Raises ArtifactError for what cannot be saved, and for a folder that holds something else.
     """
@@ -93,7 +92,7 @@ def save(
     data = _dump(document)
     _check_readable(data, files)
     with reported(raises, "cannot be written"), new_folder(target, own=files_of) as work:
-        _write_files(work, target, modules, data, files, config)
+        _write_files(work, modules, data, files, config)
     return Path(folder)
 
 
@@ -214,15 +213,13 @@ def _check_readable(data: bytes, files: dict[str, dict[str, torch.Tensor]]) -> N
 
 def _write_files(
     work: Path,
-    target: Path,
     modules: list[TracedModule],
     document: bytes,
     files: dict[str, dict[str, torch.Tensor]],
     config: Mapping[str, Any] | None,
 ) -> None:
     for name, tensors in files.items():
-        if not linked(tensors, target / name, work / name):
-            save_file(tensors, work / name)
+        save_file(tensors, work / name)
     (work / "graph.json").write_bytes(document)
     (work / "graph.txt").write_text(_readable(modules), encoding="utf-8")
     if config is not None:
