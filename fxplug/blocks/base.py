@@ -42,17 +42,33 @@ def scaled_factor(names: Iterable[str]) -> str:
     return next(name for name in SCALED if name in known)
 
 
-def check_rank(rank: Any) -> int:
-    """`rank` if it is a whole number above 0, else SpecError."""
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise SpecError(f"rank must be a whole number, 1 or more, not {shown(rank)}")
-    return rank
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """The value of an option if it is a whole number, so large or more, else SpecError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SpecError(f"{name} must be a whole number, {least} or more, not {shown(value)}")
+    return value
+
+
+def check_share(name: str, value: Any) -> float:
+    """The value of an option if it is a number from 0 on and below 1, else SpecError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise SpecError(f"{name} must be at least 0 and below 1, not {shown(value)}")
+    return value
+
+
+def attribute_around(site: Site, name: str) -> int | None:
+    """The whole number that a site's module, or else the nearest one around it, has as an attribute of that name."""
+    parts = site.path.partition("@")[0].split(".")
+    for count in range(len(parts), -1, -1):
+        found: Any = getattr(site.root.get_submodule(".".join(parts[:count])), name, None)
+        if isinstance(found, int):
+            return found
+    return None
 
 
 def check_slots(slots: Any, **refused: Any) -> None:
     """Raises SpecError unless `slots` is a whole number, 0 or more; with slots, for an option that has no place in them."""
-    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 0:
-        raise SpecError(f"slots must be a whole number, 0 or more, not {shown(slots)}")
+    check_count("slots", slots, 0)
     for name, value in refused.items():
         if slots and value:
             raise SpecError(f"{name} and slots cannot be used together: an adapter in a slot has no {name} of its own")
@@ -68,7 +84,7 @@ class LowRank(Block):
         """Raises SpecError for a rank below 1, slots below 0, and as `scaling` does."""
         super().__init__()
         check_slots(slots)
-        self.rank, self.slots = check_rank(rank), slots
+        self.rank, self.slots = check_count("rank", rank), slots
         self.alpha = rank if alpha is None else alpha
         self.rslora, self.alpha_auto_scale = rslora, alpha_auto_scale
         if not slots:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, shown
-from .base import Block, torch_class, width
+from ..core.errors import SpecError
+from .base import Block, check_share, check_count, torch_class, width
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -38,10 +38,8 @@ class Adapter(Block):
     ) -> None:
         """`act` is the name of a class in torch.nn. Raises SpecError for a bottleneck below 1 or a dropout outside [0, 1)."""
         super().__init__()
-        if not isinstance(bottleneck, int) or isinstance(bottleneck, bool) or bottleneck < 1:
-            raise SpecError(f"bottleneck must be a whole number, 1 or more, not {shown(bottleneck)}")
-        if not 0 <= dropout < 1:
-            raise SpecError(f"dropout must be at least 0 and below 1, not {shown(dropout)}")
+        check_count("bottleneck", bottleneck)
+        check_share("dropout", dropout)
         self.in_width, self.width, self.bottleneck, self.act, self.dropout, self.dim = (
             in_width, width, bottleneck, act, dropout, dim,
         )  # fmt: skip

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, shown
+from ..core.errors import SpecError
 from ..core.extensions import need_hook
-from .base import Block
+from .base import Block, check_count
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -43,8 +43,7 @@ class Head(Block):
         if len(said) > 1 or not said and weights is None:
             raise SpecError(f"needs one of 'classes' and 'size', or 'weights'; found {' and '.join(said) or 'none'}")
         for name, number in said.items():
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-                raise SpecError(f"{name} must be a whole number, 1 or more, not {shown(number)}")
+            check_count(name, number)
         groups = getattr(site.module, "groups", 1)
         if groups > 1:
             raise SpecError(f"'{site.path}' is a convolution of {groups} groups, which a new head does not support")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..core import weight_files
 from ..core.errors import SpecError, did_you_mean
 from ..core.spec.addresses import select
-from .base import Block
+from .base import Block, attribute_around
 from .control import per_sample
 
 if TYPE_CHECKING:
@@ -95,11 +95,8 @@ def as_tokens(model: nn.Module) -> nn.Module:
 def _heads(site: Site, heads: str | int) -> int:
     if isinstance(heads, int):
         return heads
-    parts = site.path.partition("@")[0].split(".")
-    for count in range(len(parts), 0, -1):
-        found = getattr(site.root.get_submodule(".".join(parts[:count])), heads, None)
-        if isinstance(found, int):
-            return found
+    if (found := attribute_around(site, heads)) is not None:
+        return found
     raise SpecError(f"no module around '{site.path}' has an attribute '{heads}': give the number of heads itself")
 
 

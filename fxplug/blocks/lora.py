@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, shown
+from ..core.errors import SpecError
 from ..core.torch_internals.modules import conv_forward, is_hooked
-from .base import CONVOLUTIONS, LowRank, check_slots, used_slots
+from .base import CONVOLUTIONS, LowRank, check_share, check_slots, used_slots
 from .low_rank import gated
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ class Lora(LowRank):
         bias or with dropout, or what `scaling` refuses.
         """
         super().__init__(rank, alpha, rslora, alpha_auto_scale, slots)
-        if not 0 <= dropout < 1:
-            raise SpecError(f"dropout must be at least 0 and below 1, not {shown(dropout)}")
+        check_share("dropout", dropout)
         check_slots(slots, bias=bias, dropout=dropout)
         self.kind, self.in_features, self.out_features, self.bias = kind, in_features, out_features, bias
         self.geometry, self.same_padding, self.batch_dim = dict(geometry or {}), same_padding, batch_dim

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, shown
-from .base import Block
+from ..core.errors import SpecError
+from .base import Block, attribute_around, check_share, check_count
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site, Value
@@ -28,10 +28,8 @@ class Prompt(Block):
     def __init__(self, width: int, tokens: int = 10, prefix: int = 1, dropout: float = 0.0) -> None:
         """Raises SpecError for fewer than one token or a dropout outside [0, 1)."""
         super().__init__()
-        _check_tokens(tokens, prefix)
-        if not 0 <= dropout < 1:
-            raise SpecError(f"dropout must be at least 0 and below 1, not {shown(dropout)}")
-        self.width, self.tokens, self.prefix, self.dropout = width, tokens, prefix, dropout
+        self.tokens, self.prefix = check_count("tokens", tokens), check_count("prefix", prefix, 0)
+        self.width, self.dropout = width, check_share("dropout", dropout)
         self.prompt = nn.Parameter(torch.empty(tokens, width))
         nn.init.uniform_(self.prompt, -math.sqrt(3 / width), math.sqrt(3 / width))
 
@@ -59,8 +57,7 @@ class Drop(Block):
     def __init__(self, tokens: int = 10, prefix: int = 1) -> None:
         """Raises SpecError for fewer than one token."""
         super().__init__()
-        _check_tokens(tokens, prefix)
-        self.tokens, self.prefix = tokens, prefix
+        self.tokens, self.prefix = check_count("tokens", tokens), check_count("prefix", prefix, 0)
 
     @classmethod
     def at(cls, site: Site, tokens: int = 10, prefix: int | None = None) -> Drop:
@@ -78,18 +75,9 @@ def prefix_tokens(site: Site, value: Value) -> int:
     """`num_prefix_tokens` of the nearest module around a site that has it. Raises SpecError."""
     if len(value.shape) != 3:
         raise SpecError(f"prompt tokens need a value (batch, tokens, width), not {value}")
-    parts = site.path.partition("@")[0].split(".")
-    for count in range(len(parts) - 1, -1, -1):
-        found: Any = getattr(site.root.get_submodule(".".join(parts[:count])), "num_prefix_tokens", None)
-        if isinstance(found, int):
-            return found
+    if (found := attribute_around(site, "num_prefix_tokens")) is not None:
+        return found
     raise SpecError(
         "the number of class and register tokens is not known, since the model has no 'num_prefix_tokens': set prefix: 1, or "
         "prefix: 0 if there are none"
     )
-
-
-def _check_tokens(tokens: Any, prefix: Any) -> None:
-    for name, number, least in (("tokens", tokens, 1), ("prefix", prefix, 0)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise SpecError(f"{name} must be a whole number, {least} or more, not {shown(number)}")

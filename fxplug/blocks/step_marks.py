@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from ..core.errors import GuardError, SpecError, shown
-from .base import Block
+from ..core.errors import GuardError, SpecError
+from .base import Block, check_count
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -29,9 +29,7 @@ class Join(Mark):
 
     def __init__(self, branch: int = 0) -> None:
         super().__init__()
-        if isinstance(branch, bool) or not isinstance(branch, int) or branch < 0:
-            raise SpecError(f"branch must be a whole number, 0 or more, not {shown(branch)}")
-        self.branch = branch
+        self.branch = check_count("branch", branch, 0)
 
     @classmethod
     def at(cls, site: Site, branch: int = 0) -> Join:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..core.errors import SpecError, shown
-from .base import Block
+from ..core.errors import SpecError
+from .base import Block, check_share
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -74,8 +74,7 @@ class Merge(Block):
     def __init__(self, ratio: float = 0.5, stride: int = 2, max_downsample: int = 1, prefix: int = 0) -> None:
         """`prefix` tokens in front, such as a class token, stay. Raises SpecError for a ratio outside [0, 1)."""
         super().__init__()
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio < 1:
-            raise SpecError(f"ratio must be at least 0 and below 1, not {shown(ratio)}")
+        check_share("ratio", ratio)
         if stride < 1 or max_downsample < 1 or prefix < 0:
             raise SpecError("stride and max_downsample must be 1 or more, prefix 0 or more")
         self.ratio, self.stride, self.max_downsample, self.prefix = ratio, stride, max_downsample, prefix

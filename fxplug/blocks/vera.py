@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, shown
+from ..core.errors import SpecError
 from ..core.quantised import weight_shape
-from .base import Block, check_rank
+from .base import Block, check_share, check_count
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -31,9 +31,8 @@ class Vera(Block):
     ) -> None:
         """Raises SpecError for a rank below 1 or a dropout outside [0, 1)."""
         super().__init__()
-        if not 0 <= dropout < 1:
-            raise SpecError(f"dropout must be at least 0 and below 1, not {shown(dropout)}")
-        self.in_features, self.out_features, self.rank = in_features, out_features, check_rank(rank)
+        check_share("dropout", dropout)
+        self.in_features, self.out_features, self.rank = in_features, out_features, check_count("rank", rank)
         self.d_initial, self.dropout = d_initial, dropout
         self.d = nn.Parameter(torch.full((rank,), float(d_initial)))
         self.b = nn.Parameter(torch.zeros(out_features))
@@ -75,7 +74,7 @@ class Projections(nn.Module):
     def __init__(self, rank: int, in_features: int, out_features: int, key: int = 0) -> None:
         """Raises SpecError for a rank below 1."""
         super().__init__()
-        first, second = projections(key, check_rank(rank), in_features, out_features)
+        first, second = projections(key, check_count("rank", rank), in_features, out_features)
         like = torch.empty(0)  # of the dtype and on the device of the model
         self.register_buffer("first", first.to(like))
         self.register_buffer("second", second.to(like))

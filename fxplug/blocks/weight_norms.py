@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, shown
-from .base import Block
+from ..core.errors import SpecError
+from .base import Block, check_count
 from .low_rank import norm_except, over_norm
 from .weight_update import in_place_of, weight_at
 
@@ -73,9 +73,7 @@ class SpectralNorm(Block):
     def __init__(self, shape: Sequence[int], steps: int = 1, dim: int = 0, eps: float = 1e-12) -> None:
         """`dim` is the dimension of the rows. Raises SpecError for fewer than one step or a dimension that is not there."""
         super().__init__()
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise SpecError(f"steps must be a whole number, 1 or more, not {shown(steps)}")
-        self.shape, self.steps, self.dim, self.eps = list(shape), steps, dim, eps
+        self.shape, self.steps, self.dim, self.eps = list(shape), check_count("steps", steps), dim, eps
         _check_dim(dim, self.shape)
         rows = self.shape[dim]
         self.register_buffer("u", F.normalize(torch.randn(rows), dim=0, eps=eps))

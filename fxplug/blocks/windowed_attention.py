@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.errors import GuardError, SpecError, shown
-from .base import Block
+from ..core.errors import GuardError
+from .base import Block, check_count
 from .step_marks import Mark
 
 if TYPE_CHECKING:
@@ -58,9 +58,7 @@ class Attend(Mark):
 
     def __init__(self, window: int = 64) -> None:
         super().__init__()
-        if isinstance(window, bool) or not isinstance(window, int) or window < 0:
-            raise SpecError(f"window must be a whole number of tokens, 0 or more, not {shown(window)}")
-        self.window = window
+        self.window = check_count("window", window, 0)
         self.near, self.halves = Window(window), nn.ModuleList([Half(0), Half(1)])
 
     @classmethod
