@@ -325,18 +325,14 @@ class Stubborn(nn.Module):
         return torch.from_numpy(x.numpy() * 2) if out else x + 1
 
 
-def test_a_refused_call_is_refused_again_without_a_trace():
-    model, x, tried = Stubborn(), torch.zeros(2), []
+def test_what_the_model_refuses_may_be_fine_at_the_next_call():
+    model, x = Stubborn(), torch.zeros(2)
     gm = _traced(model, x)
-    make = gm._variants.retrace
-    gm._variants.retrace = lambda *call: tried.append(call) or make(*call)
-    for number in range(4):
-        with pytest.raises(fxplug.GuardError, match="outside torch .numpy"):
-            gm(x[: 1 + number // 2], out=True)
-    assert len(tried) == 2  # two shapes
+    with pytest.raises(fxplug.GuardError, match="outside torch .numpy"):
+        gm(x, out=True)
     with pytest.raises(fxplug.GuardError, match="ValueError: no nan"):
         gm(x / 0, strict=True)
-    assert torch.equal(gm(x, strict=True), model(x, strict=True))  # what the model refused may be another value's fault
+    assert torch.equal(gm(x, strict=True), model(x, strict=True))
 
 
 def test_an_export_is_of_the_graph_for_its_example(tmp_path):
@@ -606,18 +602,6 @@ def test_what_a_model_read_of_torch_is_named_to_a_compiler():
     compiled = torch.compile(gm, fullgraph=True, backend="eager")
     with torch.no_grad(), pytest.raises(torch._dynamo.exc.Unsupported, match="GuardError.*is_grad_enabled.*state in which"):
         compiled(x)
-
-
-def test_numbers_that_another_thread_draws_refuse_a_form_for_that_call_alone(monkeypatch):
-    """Python's generator is everybody's: that it was used meanwhile may not be the model's doing."""
-    model, x = small.seeded(Ways).eval(), torch.randn(2, 4)
-    gm = _traced(model, x)
-    with monkeypatch.context() as patch:
-        forward = Ways.forward
-        patch.setattr(Ways, "forward", lambda self, *args, **kwargs: (random.random(), forward(self, *args, **kwargs))[1])
-        with pytest.raises(fxplug.GuardError, match="draws random numbers from Python's 'random'"):
-            gm(x, scale=0.5)
-    assert torch.equal(gm(x, scale=0.5), model(x, scale=0.5))
 
 
 def test_a_rewritten_module_gets_its_passes_in_further_forms():

@@ -61,10 +61,6 @@ class TraceError(FxplugError):
     """A model that cannot be traced as it is."""
 
 
-class TransientRefusal(TraceError):
-    """A refusal that may be none at the next call: it depends on values, on a model that was changed, or on other threads."""
-
-
 class GuardError(FxplugError):
     """A call that the traced graph does not hold for: Python would have taken another branch."""
 

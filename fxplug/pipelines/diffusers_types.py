@@ -14,7 +14,7 @@ from torch import nn
 
 from ..core.artifacts.artifact import save
 from ..core.capture.retracer import with_retracer
-from ..core.errors import SpecError, TransientRefusal, shown
+from ..core.errors import SpecError, TraceError, shown
 from ..core.ir.graph import signature_of
 from ..core.ir.traced_module import TracedModule
 from ..core.ir.variants import LIMIT, Variants, as_kind
@@ -68,9 +68,9 @@ class PipelinePart(Variants):
         )
 
     def add_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
-        """As of any module with variants. Raises TransientRefusal for a strength of LoRA that no pass would see."""
+        """As of any module with variants. Raises TraceError for a strength of LoRA that no pass would see."""
         if name := _unseen_scale(self.meta.get("passes"), signature_of(self).bind(*args, **kwargs).arguments):
-            raise TransientRefusal(
+            raise TraceError(
                 f"'scale' in {name} is the strength of LoRA layers of another library, which passes do not use: "
                 f"{INSTEAD['set_adapters']}"
             )

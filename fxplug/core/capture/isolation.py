@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from .. import quantised
-from ..errors import TraceError, TransientRefusal
+from ..errors import TraceError
 from ..ir import ops
 from ..ir.containers import RESERVED, Container, plain_attributes
 from ..ir.graph import Graph
@@ -183,7 +183,7 @@ def refuse_python_random(model: nn.Module) -> Iterator[None]:
     if not _same_numpy(np.random.get_state(), numpy_before):
         drew = "numpy.random"
     if drew:
-        raise TransientRefusal(  # another thread may have drawn them
+        raise TraceError(  # or another thread has drawn them
             f"{type(model).__name__} draws random numbers from Python's '{drew}' in "
             f"{'training' if model.training else 'evaluation'}, and a graph would return the same numbers at every call; keep "
             "the module that does so whole: leaf: [its path]"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..errors import FxplugError, SpecError, TransientRefusal, shown
+from ..errors import FxplugError, SpecError, TraceError, shown
 from ..ir.containers import PLAIN_TYPES, Container, leaves
 from ..ir.graph import signature_of
 from ..ir.traced_module import TracedModule
@@ -72,9 +72,7 @@ class Retracer:
         self.model, self.built = model, _built(model)
 
     def __call__(self, owner: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
-        """The trace for this call, checked beside the model. Raises TraceError where it cannot be had, TransientRefusal where
-        that depends on more than the form of call.
-        """
+        """The trace for this call, checked beside the model. Raises TraceError where it cannot be had."""
         bound = signature_of(owner).bind(*args, **kwargs)
         for entry in owner.meta.get("passes", []):
             for name in entry.get("inputs", ()):
@@ -90,14 +88,14 @@ class Retracer:
             except FxplugError:
                 raise
             except Exception as error:  # the model's
-                raise TransientRefusal(f"the model itself fails on this call: {type(error).__name__}: {error}") from error
+                raise TraceError(f"the model itself fails on this call: {type(error).__name__}: {error}") from error
 
     def check(self) -> None:
-        """Raises TransientRefusal for a model that was changed since it was traced."""
+        """Raises TraceError for a model that was changed since it was traced."""
         now = _built(self.model)
         for path in dict.fromkeys([*self.built, *now]):
             if self.built.get(path) != now.get(path):
-                raise TransientRefusal(f"the model was changed since it was traced, at '{path or type(self.model).__name__}'")
+                raise TraceError(f"the model was changed since it was traced, at '{path or type(self.model).__name__}'")
 
 
 def _difference(model: nn.Module, traced: TracedModule) -> str:
@@ -159,7 +157,7 @@ def _with_tensors_of(owner: TracedModule, model: nn.Module) -> Iterator[None]:
                     if value is None or found is value:
                         continue
                     if found is None or found.shape != value.shape:
-                        raise TransientRefusal(f"'{name}' of this module is no longer that of the model")
+                        raise TraceError(f"'{name}' of this module is no longer that of the model")
                     before.append((own, key, value))
                     own[key] = found
         yield

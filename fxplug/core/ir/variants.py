@@ -12,31 +12,15 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from ..errors import FxplugError, GuardError, TransientRefusal, brief, shown
+from ..errors import FxplugError, GuardError, brief, shown
 from ..locks import locks_of
 from ..torch_internals.modules import is_listening, leave_frame, without_compiler
 from . import ops
-from .containers import Container, children
+from .containers import Container
 from .graph import Graph, change, refusal, repeatable
 from .traced_module import Step, TracedModule, copied_graphs, shell
 
 DECIDED = "decided: "  # before what is no argument
-
-
-def key(module: TracedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What decides, beside values of tensors, whether a call can be traced: its shapes and plain values, and the modes."""
-    like = next(module.parameters(), None)
-    held = None if like is None else (like.dtype, str(like.device))
-    modes = module.training, torch.is_grad_enabled(), ops.modes(), held
-    return str(modes), _form(args), _form(dict(kwargs))
-
-
-def _form(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return ops.other_kind(value) or tuple(value.shape), value.dtype, str(value.device), value.requires_grad
-    if (members := children(value)) is not None:
-        return type(value), tuple((str(name), _form(member)) for name, member in members)
-    return type(value), shown(value, 200)
 
 
 def labels(module: TracedModule, variants: Sequence[TracedModule]) -> list[str]:
@@ -82,21 +66,18 @@ Retrace = Callable[["Variants", Args, Kwargs], TracedModule]
 V = TypeVar("V", bound="Variants")
 
 LIMIT = 8  # graphs that a module gets beside its first
-REFUSED = 64  # calls that it remembers to refuse
 TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 class VariantCache:
     """The further graphs of one module, `made`, each a module on the very parameters, buffers and children that its owner has.
 
-    `retrace` traces the model for another call, None where no model is at hand. `refused` has why a call cannot be traced, by
-    its key: finding that out takes a trace.
+    `retrace` traces the model for another call, None where no model is at hand.
     """
 
     def __init__(self, retrace: Retrace | None = None, limit: int = 0) -> None:
         self.retrace, self.limit = retrace, limit
         self.made: list[TracedModule] = []
-        self.refused: dict[Any, str] = {}
         self.lock = threading.RLock()
 
 
@@ -195,17 +176,7 @@ class Variants(TracedModule):
                 f"the limit of {len(cache.made)} variants is reached, which differ from the first in: {rows or 'nothing yet'}; "
                 "raise it with variants(module, model, limit=N)"
             )
-        if why := cache.refused.get(form := key(self, args, kwargs)):
-            raise GuardError(why)
-        try:
-            found = tie(self, _stepped(cache.retrace(self, args, kwargs), self._steps))
-        except TransientRefusal:
-            raise
-        except FxplugError as error:
-            if len(cache.refused) >= REFUSED:
-                cache.refused.pop(next(iter(cache.refused)))
-            cache.refused[form] = str(error)
-            raise
+        found = tie(self, _stepped(cache.retrace(self, args, kwargs), self._steps))
         cache.made.append(found)
         return found
 
