@@ -78,7 +78,7 @@ class Retracer:
             for name in entry.get("inputs", ()):
                 bound.arguments.pop(name, None)
         self.check()
-        call, options = (bound.args, bound.kwargs), owner.meta.get("trace", {"leaf": [], "real": None, "keep": []})
+        call, options = (bound.args, bound.kwargs), owner.meta.get("trace", {"leaf": [], "real": None, "keep": False})
         with _with_tensors_of(owner, self.model):
             if any(type(x) in KINDS for x in leaves(call)):
                 with contextlib.suppress(Exception):  # the model's, which is reported below

@@ -30,7 +30,7 @@ from . import edges as model_edge
 from . import self_check
 from .edges import RegionEdges
 from .fake_tensors import NeedsValues, Results, Tries, carry_over, lacks_values, no_collection, put_fake_weights, quiet
-from .frozen_values import Kept, drop, find_derived
+from .frozen_values import Derived, drop, find_derived
 from .isolation import Recorded, assemble, exclusive_trace, in_mode, mode_reads, refuse_python_random, restore_after
 from .modes import patched
 from .module_state import MISSING, Journal, State, StatePlace
@@ -80,42 +80,28 @@ def trace(
     args = args if isinstance(args, (tuple, list)) else (args,)
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
     call: Any = (tuple(args), dict(kwargs or {}))
-    options: dict[str, Any] = {"leaf": patterns, "real": real, "keep": []}
-    kept = _find_derived(model, call)
-    gm = _checked_trace(model, patterns, real, check, call, False, kept)
-    if kept and not _holds_beside(model, gm, call, check):  # it is more than what was made of the weights
-        options["keep"] = _named(model, kept)
+    options: dict[str, Any] = {"leaf": patterns, "real": real, "keep": False}
+    derived = _find_derived(model)
+    gm = _checked_trace(model, patterns, real, check, call, False, derived)
+    if derived and not _holds_beside(model, gm, call, check):  # it is more than what was made of the weights
+        options["keep"] = True
         gm = _checked_trace(model, patterns, real, check, call, False, [])
     if patterns or real is not None or options["keep"]:
         gm.meta["trace"] = options
     return gm
 
 
-def retrace(
-    model: nn.Module, call: Any, open_numbers: bool, leaf: list[str], real: bool | None, keep: list[list[str]]
-) -> TracedModule:
+def retrace(model: nn.Module, call: Any, open_numbers: bool, leaf: list[str], real: bool | None, keep: bool) -> TracedModule:
     """The trace of another call, which is (args, kwargs), with the options that `meta["trace"]` has of the first.
 
-    With `open_numbers` the numbers in the call are inputs of the graph. `keep` names what modules hold beside their weights.
+    With `open_numbers` the numbers in the call are inputs of the graph; with `keep` it has what modules hold otherwise.
     """
-    found = _find_derived(model, call)
-    kept = [each for each, name in zip(found, _named(model, found), strict=True) if name not in keep]
-    return _checked_trace(model, leaf, real, True, call, open_numbers, kept)
+    return _checked_trace(model, leaf, real, True, call, open_numbers, [] if keep else _find_derived(model))
 
 
-def _named(model: nn.Module, kept: Kept) -> list[list[str]]:
-    paths = {id(module): path for path, module in model.named_modules()}
-    return [[paths[id(spot.module)], spot.name] for spot in kept]
-
-
-def _find_derived(model: nn.Module, call: Any) -> Kept:
-    """What the modules have computed from their weights before; without values, what they say that they drop."""
-    try:
-        valued = self_check.has_values([t for _, t in named_tensors(model)], call)
-    except RecursionError:  # of inputs that hold themselves, which the trace refuses
-        valued = False
+def _find_derived(model: nn.Module) -> Derived:
     with exclusive_trace(model):
-        return find_derived(model, call if valued else None)
+        return find_derived(model)
 
 
 def _holds_beside(model: nn.Module, gm: TracedModule, call: Any, check: bool) -> bool:
@@ -133,12 +119,12 @@ def _holds_beside(model: nn.Module, gm: TracedModule, call: Any, check: bool) ->
 
 
 def _checked_trace(
-    model: nn.Module, patterns: list[str], real: bool | None, check: bool, call: Any, open_numbers: bool, kept: Kept
+    model: nn.Module, patterns: list[str], real: bool | None, check: bool, call: Any, open_numbers: bool, derived: Derived
 ) -> TracedModule:
     with exclusive_trace(model), contextlib.ExitStack() as stack:
-        if kept:
+        if derived:
             stack.enter_context(restore_after(State(model)))
-            drop(kept)
+            drop(derived)
         stack.enter_context(quantised.unpacked(model))  # before the state is noted that each run begins with
         job = _Job(model, list(named_tensors(model)), call, _leaf_paths(model, patterns), real, check, open_numbers)
         _refuse_kinds(job)
