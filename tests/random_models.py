@@ -21,10 +21,8 @@ import torch
 from torch import nn
 
 HEADER = """\
-import array, asyncio, bisect, collections, contextlib, copy, dataclasses, datetime, enum, functools, heapq, io, itertools, json
-import logging, math, operator, pickle, pprint, random, re, statistics, string, struct, warnings, weakref, zlib
-from decimal import Decimal
-from fractions import Fraction
+import array, asyncio, collections, contextlib, copy, dataclasses, functools, io, itertools, json
+import logging, math, operator, pickle, random, re, warnings, weakref
 import numpy as np
 import torch
 import torch.nn.functional as F

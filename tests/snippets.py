@@ -416,8 +416,6 @@ x = x.view(*x.shape[:-1], 2, -1).flip(-1).flatten(-2)
 HOSTILE = '''
 # any grad_mode
 x = x.sin() if torch.is_grad_enabled() else x.cos()
-# any grad_mode_scale
-x = x + (x * (2 + torch.is_grad_enabled())).sin()
 # any grad_mode_in_no_grad
 with torch.no_grad():
     k{n} = 1 if torch.is_grad_enabled() else 2
@@ -426,8 +424,6 @@ x = x + (x * k{n}).sin()
 with torch.set_grad_enabled(not torch.is_grad_enabled()):
     y{n} = x.sin()
 x = x + y{n}
-# any grad_mode_detach
-x = x.sin() if torch.is_grad_enabled() else x.sin().detach() + 1
 # any requires_grad_input
 x = x.sin() if inp.requires_grad else x.cos()
 # any requires_grad_value
@@ -435,17 +431,10 @@ x = x.sin() if x.requires_grad else x.cos()
 # any requires_grad_weight
 init: self.w{n} = nn.Parameter(torch.ones(1))
 x = (x * self.w{n}).sin() if self.w{n}.requires_grad else x.cos()
-# any requires_grad_any
-init: self.fc{n} = nn.Linear(2, 2)
-x = x.sin() if any(p.requires_grad for p in self.parameters()) else x.cos()
 # any grad_fn
 x = x.sin() if x.grad_fn is None else x.cos()
-# any grad_fn_name
-x = x + (x * len(type(x.grad_fn).__name__)).sin()
 # any is_leaf
 x = x.sin() if inp.is_leaf else x.cos()
-# any is_leaf_value
-x = (x + 0).sin() if (x + 0).is_leaf else x.cos()
 # any inference_mode
 x = x.sin() if torch.is_inference_mode_enabled() else x.cos()
 # any is_inference
@@ -498,16 +487,12 @@ torch.set_default_dtype(old{n})
 x = x + y{n}.to(x.dtype) + (1 if y{n}.dtype == torch.float64 else 2)
 # any contiguous
 x = x.sin() if inp.is_contiguous() else x.cos()
-# any contiguous_value
-x = x.sin() if x.is_contiguous() else x.cos()
 # image channels_last
 x = x.sin() if inp.is_contiguous(memory_format=torch.channels_last) else x.cos()
 # any stride
 x = x + (x / inp.stride(1)).sin()
 # any strides_compared
 x = x.sin() if inp.stride()[0] > inp.stride()[-1] and inp.stride(-1) == 1 else x.cos()
-# any stride_zero
-x = x.sin() if 0 in inp.stride() else x.cos()
 # any storage_offset
 x = x.sin() if inp.storage_offset() == 0 else x.cos()
 # any storage_size
@@ -516,8 +501,6 @@ x = x + (x / inp.untyped_storage().nbytes()).sin()
 x = x.sin() if inp.data_ptr() == x.data_ptr() else x.cos()
 # any is_view
 x = x.sin() if inp._base is None else x.cos()
-# any is_view_method
-x = x.sin() if inp._is_view() else x.cos()
 # any suggested_format
 y{n} = torch.empty_like(inp)
 x = x.sin() if y{n}.stride() == inp.stride() else x.cos()
@@ -539,41 +522,17 @@ y{n} = inp.to(torch.float32)
 x = x.sin() if y{n} is inp else x.cos()
 # any text_f
 x = x.sin() if f"{inp.shape[1]}x{inp.shape[-1]}" == f"{8}x{8}" else x.cos()
-# any text_length
-x = x + (x * len(f"{inp.shape[0]}{inp.shape[1]}{inp.shape[-1]}")).sin()
 # any text_key
 k{n} = {"8": 1.0, "10": 2.0, "12": 3.0}.get(str(inp.shape[-2]), 4.0)
 x = x + (x * k{n}).sin()
-# any text_repr
-x = x + (x * len(repr(inp.shape))).sin()
-# any text_shape
-x = x + (x * sum(map(ord, f"{tuple(inp.shape)}"))).sin()
-# any text_size_str
-x = x + (x * sum(map(ord, str(inp.size())))).sin()
-# any text_percent
-x = x + (x * sum(map(ord, "%d-%s" % (inp.shape[-2], inp.shape[0])))).sin()
 # any text_format
 x = x + (x * int("{:03d}".format(inp.shape[-2]))).sin()
-# any text_format_builtin
-x = x + (x * int(format(inp.shape[-2], "x"), 16)).sin()
-# any text_json
-x = x + (x * sum(map(ord, json.dumps({"size": list(inp.shape)})))).sin()
 # any text_json_loads
 x = x + (x * json.loads(json.dumps(inp.shape[-2]))).sin()
-# any text_join
-x = x + (x * int("".join(map(str, inp.shape)))).sin()
 # any text_print
 s{n} = io.StringIO()
 print(inp.shape[0], *inp.shape[2:], file=s{n})
 x = x + (x * sum(map(ord, s{n}.getvalue()))).sin()
-# any text_template
-x = x + (x * int(string.Template("$h").substitute(h=inp.shape[-2]))).sin()
-# any text_dunder
-x = x + (x * len(inp.shape[-2].__str__() + inp.shape[0].__repr__() + inp.shape[-2].__format__("b"))).sin()
-# any text_hex
-x = x + (x * int(hex(inp.shape[-2]), 16) * len(bin(inp.shape[0])) * len(oct(inp.shape[-2]))).sin()
-# any text_pprint
-x = x + (x * sum(map(ord, pprint.pformat(tuple(inp.shape))))).sin()
 # any text_of_tensor
 x = x + (x * len(repr(inp))).sin()
 # any text_of_tensor_kind
@@ -596,15 +555,8 @@ x = x + (x * getattr(self, f"scale_{inp.shape[-2]}", 3.0)).sin()
 # any size_key
 k{n} = {8: 1.0, 10: 2.0, 12: 3.0}.get(inp.shape[-2], 4.0)
 x = x + (x * k{n}).sin()
-# any size_tuple_key
-k{n} = {(2, 8): 1.0, (3, 8): 2.0}.get((inp.shape[0], inp.shape[-2]), 4.0)
-x = x + (x * k{n}).sin()
-# any size_hash
-x = x + (x * (hash((inp.shape[0], inp.shape[-2])) % 11)).sin()
 # any size_in_set
 x = x.sin() if inp.shape[-2] in {8, 12} else x.cos()
-# any size_in_list
-x = x.sin() if inp.shape[-2] in [8, 12] else x.cos()
 # any shape_compared
 x = x.sin() if inp.shape == (2, *inp.shape[1:-2], 8, inp.shape[-1]) else x.cos()
 # any shape_as_key
@@ -613,26 +565,8 @@ x = x + (x * {torch.Size([2, 8, 8, 8]): 1, torch.Size([2, 8, 8]): 2}.get(inp.sha
 x = x + (x * [8, 9, 10, 12, 16, 24].index(inp.shape[-2] if inp.shape[-2] in (8, 9, 10, 12) else 24)).sin()
 # any shape_count
 x = x + (x * inp.shape.count(8)).sin()
-# any size_sorted
-x = x + (x * sorted([inp.shape[-2], 10])[0]).sin()
-# any size_bisect
-x = x + (x * bisect.bisect([4, 9, 11], inp.shape[-2])).sin()
-# any size_decimal
-x = x + (x * float(Decimal(inp.shape[-2]) / 7)).sin()
-# any size_fraction
-x = x + (x * float(Fraction(inp.shape[-2], 7))).sin()
-# any size_statistics
-x = x + (x * statistics.mean([inp.shape[-2], inp.shape[0]])).sin()
-# any size_comb
-x = x + (x * math.comb(inp.shape[-2], 2)).sin()
 # any size_gcd
 x = x + (x * math.gcd(inp.shape[-2], 12) + math.isqrt(inp.shape[-2])).sin()
-# any size_struct
-x = x + (x * struct.unpack("<i", struct.pack("<i", inp.shape[-2]))[0]).sin()
-# any size_bytes
-x = x + (x * (len(bytes(inp.shape[-2])) + inp.shape[0].to_bytes(2, "big")[1])).sin()
-# any size_chr
-x = x + (x * ord(chr(inp.shape[-2] + 40))).sin()
 # any size_range
 x = x + (x * sum(range(inp.shape[-2]))).sin()
 # any size_repeat
@@ -647,19 +581,8 @@ x = x.sin() if type(inp.shape[-2]) is int and isinstance(inp.shape[0], int) else
 x = x + (x * operator.index(inp.shape[-2])).sin()
 # any size_numpy
 x = x + (x * float(np.prod(inp.shape) / np.array(inp.shape).max())).sin()
-# any size_numpy_arange
-x = x + (x * float(np.arange(inp.shape[-2]).sum()) + np.sqrt(inp.shape[0])).sin()
-# any size_crc
-x = x + (x * (zlib.crc32(str(inp.shape[-2]).encode()) % 13)).sin()
 # any size_random
 x = x + (x * random.Random(inp.shape[-2]).random()).sin()
-# any size_array
-x = x + (x * array.array("i", [inp.shape[-2], inp.shape[0]])[0]).sin()
-# any size_counter
-x = x + (x * collections.Counter([inp.shape[-2], inp.shape[0]])[8]).sin()
-# any size_enum
-module: Size{n} = enum.Enum("Size{n}", {"small": 8, "large": 12})
-x = x.sin() if inp.shape[-2] in [s.value for s in Size{n}] and Size{n}(inp.shape[-2]).name == "small" else x.cos()
 # any size_match
 match inp.shape[-2]:
     case 8:
@@ -668,17 +591,6 @@ match inp.shape[-2]:
         x = x.tan().clamp(-1, 1)
     case _:
         x = x.cos()
-# any size_match_shape
-match tuple(inp.shape):
-    case (2, *_):
-        x = x.sin()
-    case _:
-        x = x.cos()
-# any size_lru
-module: @functools.lru_cache
-module: def table{n}(size):
-module:     return size * 0.3
-x = x + (x * table{n}(inp.shape[-2])).sin()
 # any size_lru_method
 class: @functools.lru_cache(maxsize=4)
 class: def table{n}(self, size, other=1):
@@ -691,42 +603,12 @@ x = x + (x * r{n}).sin() if q{n} < 3 else x.cos()
 x = x + (x * (inp.shape[-2].bit_length() + (inp.shape[-2] & 3) + (inp.shape[0] << 2))).sin()
 # any size_complex
 x = x + (x * abs(complex(inp.shape[-2], inp.shape[0]))).sin()
-# any size_accumulate
-x = x + (x * list(itertools.accumulate(inp.shape))[-1] + math.prod(inp.shape)).sin()
-# any size_heap
-x = x + (x * heapq.nsmallest(1, [inp.shape[-2], 11])[0]).sin()
-# any size_date
-x = x + (x * datetime.timedelta(seconds=inp.shape[-2]).total_seconds()).sin()
-# any size_bool_text
-x = x.sin() if str(inp.shape[-2] > 9) == "False" else x.cos()
-# any size_is
-x = x.sin() if (inp.shape[-2] == 8) is True else x.cos()
 # any size_index_list
 x = x + (x * [0.1 * i for i in range(64)][inp.shape[-2]]).sin()
-# any size_slice_list
-x = x + (x * sum([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1][: inp.shape[-2]])).sin()
-# any size_islice
-x = x + (x * sum(itertools.islice(itertools.count(), inp.shape[-2]))).sin()
-# any size_memoryview
-x = x + (x * len(memoryview(bytearray(inp.shape[-2])))).sin()
-# any size_dataclass
-module: @dataclasses.dataclass(frozen=True)
-module: class Key{n}:
-module:     h: int
-x = x + (x * {Key{n}(8): 1, Key{n}(12): 2}.get(Key{n}(inp.shape[-2]), 3)).sin()
-# any size_namedtuple
-module: Pair{n} = collections.namedtuple("Pair{n}", "h b")
-x = x.sin() if Pair{n}(inp.shape[-2], 2) == Pair{n}(8, inp.shape[0]) else x.cos()
-# any size_frozenset
-x = x + (x * len(frozenset([inp.shape[-2], 8, inp.shape[0]]))).sin()
 # any size_recursion
 class: def deep{n}(self, x, depth):
 class:     return x if depth <= 0 else self.deep{n}(x.sin() + 0.1, depth - 3)
 x = self.deep{n}(x, inp.shape[-2])
-# any size_while
-k{n} = inp.shape[-2]
-while k{n} > 3:
-    x, k{n} = x.sin() + 0.1, k{n} // 2
 # any len_tensor
 x = x + (x * len(inp)).sin()
 # any iterate_tensor
@@ -735,58 +617,14 @@ x = x + sum(row.mean() for row in inp) * 0.3
 init: self.calls{n} = 0
 self.calls{n} += 1
 x = x + (x * self.calls{n}).sin()
-# any counter_written
-init: self.calls{n} = 0
-self.calls{n} += 1
 # any counter_after
 init: self.calls{n} = 0
 x = x + (x * self.calls{n}).sin()
 self.calls{n} = self.calls{n} + 1
-# any counter_nested
-module: class State{n}:
-module:     def __init__(self):
-module:         self.steps = 0
-init: self.state{n} = State{n}()
-x = x + (x * self.state{n}.steps).sin()
-self.state{n}.steps += 1
-# any counter_property
-class: @property
-class: def step{n}(self):
-class:     self._step{n} = self.__dict__.get("_step{n}", 0) + 1
-class:     return self._step{n}
-x = x + (x * self.step{n}).sin()
-# any counter_setattr
-init: self.calls{n} = 0
-setattr(self, "calls{n}", getattr(self, "calls{n}") + 1)
-x = x + (x * self.calls{n}).sin()
-# any counter_object_setattr
-init: self.calls{n} = 0
-object.__setattr__(self, "calls{n}", self.calls{n} + 1)
-x = x + (x * self.calls{n}).sin()
-# any counter_vars
-init: self.calls{n} = 0
-vars(self)["calls{n}"] += 1
-x = x + (x * self.calls{n}).sin()
-# any counter_private
-init: self._calls{n} = 0
-self._calls{n} += 1
-x = x + (x * self._calls{n}).sin()
-# any counter_numpy
-init: self.calls{n} = np.zeros(1)
-self.calls{n} += 1
-x = x + (x * float(self.calls{n}[0])).sin()
 # any counter_tensor
 init: self.calls{n} = torch.zeros(1)
 self.calls{n} += 1
 x = x + (x * self.calls{n}).sin()
-# any counter_tensor_anew
-init: self.calls{n} = torch.zeros(1)
-self.calls{n} = self.calls{n} + 1
-x = x + (x * self.calls{n}).sin()
-# any counter_tensor_list
-init: self.calls{n} = [torch.zeros(1)]
-self.calls{n}[0].add_(1)
-x = x + (x * self.calls{n}[0]).sin()
 # any counter_child
 module: class Counted{n}(nn.Module):
 module:     def __init__(self):
@@ -808,10 +646,6 @@ module:         return x + (x * self.parent().calls).sin()
 init: self.calls = 0
 init: self.child{n} = Child{n}(self)
 x = self.child{n}(x)
-# any list_state
-init: self.seen{n} = []
-self.seen{n}.append(1.0)
-x = x + (x * sum(self.seen{n})).sin()
 # any list_of_sizes
 init: self.seen{n} = []
 self.seen{n}.append(inp.shape[-2])
@@ -820,40 +654,13 @@ x = x + (x * self.seen{n}[0]).sin()
 init: self.seen{n} = collections.deque([0.0, 1.0, 2.0])
 self.seen{n}.rotate(1)
 x = x + (x * self.seen{n}[0]).sin()
-# any dict_state
-init: self.bag{n} = {}
-self.bag{n}["k"] = self.bag{n}.get("k", 0) + 1
-x = x + (x * self.bag{n}["k"]).sin()
-# any set_state
-init: self.set{n} = set()
-self.set{n}.add(len(self.set{n}))
-x = x + (x * len(self.set{n})).sin()
-# any once
-init: self.ready{n} = False
-if not self.ready{n}:
-    self.ready{n} = True
-    x = x.sin()
-else:
-    x = x.cos()
-# any kept_output
-init: self.last{n} = None
-x = x.sin() if self.last{n} is None else x + self.last{n}.mean()
-self.last{n} = x.detach()
 # any kept_output_public
 init: self.features{n} = None
 self.features{n} = x.detach().mean()
-# any kept_output_list
-init: self.features{n} = []
-self.features{n}.append(x.detach().mean())
-x = x + sum(self.features{n})
 # any kept_size
 init: self.size{n} = 0
 self.size{n} = inp.shape[-2]
 x = x + (x * self.size{n}).sin()
-# any kept_size_old
-init: self.size{n} = 1
-x = x + (x * self.size{n}).sin()
-self.size{n} = inp.shape[-2]
 # any swapped_attribute
 init: self.factor{n} = 1.0
 old{n}, self.factor{n} = self.factor{n}, 2.0
@@ -861,26 +668,11 @@ try:
     x = x + (x * self.factor{n}).sin()
 finally:
     self.factor{n} = old{n}
-# any buffer_inplace
-init: self.register_buffer("calls{n}", torch.zeros(1))
-self.calls{n}.add_(1)
-x = x + (x * self.calls{n}).sin()
-# any buffer_anew
-init: self.register_buffer("ema{n}", torch.zeros(1))
-self.ema{n} = self.ema{n} * 0.9 + x.detach().mean() * 0.1
-x = x + self.ema{n}
 # any buffer_anew_training
 init: self.register_buffer("ema{n}", torch.zeros(1))
 if self.training:
     self.ema{n} = self.ema{n} * 0.9 + x.detach().mean() * 0.1
 x = x + self.ema{n}
-# any buffer_table
-init: self.register_buffer("ema{n}", torch.zeros(1))
-self._buffers["ema{n}"] = self._buffers["ema{n}"] + 1
-x = x + self.ema{n}
-# any buffer_registered
-self.register_buffer("made{n}", x.detach().mean())
-x = x + self.made{n}
 # any buffer_data
 init: self.register_buffer("ema{n}", torch.zeros(1))
 self.ema{n}.data = self.ema{n}.data + 1
@@ -904,45 +696,14 @@ init: self.register_buffer("at{n}", torch.zeros((), dtype=torch.long))
 self.ring{n}.index_copy_(0, self.at{n}.view(1), x.detach().mean().to(self.ring{n}.dtype).view(1))
 self.at{n}.copy_((self.at{n} + 1) % 4)
 x = x + self.ring{n}.sum()
-# any parameter_scaled
-init: self.w{n} = nn.Parameter(torch.ones(1))
-with torch.no_grad():
-    self.w{n}.mul_(1.1)
-x = (x * self.w{n}).sin()
-# any parameter_data
-init: self.w{n} = nn.Parameter(torch.ones(1))
-self.w{n}.data = self.w{n}.data * 1.1
-x = (x * self.w{n}).sin()
-# any parameter_data_inplace
-init: self.w{n} = nn.Parameter(torch.ones(1))
-self.w{n}.data.mul_(1.1)
-x = (x * self.w{n}).sin()
-# any parameter_anew
-init: self.w{n} = nn.Parameter(torch.ones(1))
-self.w{n} = nn.Parameter(self.w{n}.detach() + 0.1)
-x = (x * self.w{n}).sin()
 # any parameter_renormed
 init: self.w{n} = nn.Parameter(torch.ones(4, 4))
 with torch.no_grad():
     self.w{n}.renorm_(2, 0, 1.0)
 x = x + self.w{n}.sum().sin()
-# any parameter_clamped
-init: self.w{n} = nn.Linear(C, C)
-torch.nn.utils.clip_grad_norm_(self.w{n}.parameters(), 1.0)
-with torch.no_grad():
-    self.w{n}.weight.clamp_(-0.1, 0.1)
-x = x + self.w{n}.weight.sum().sin()
-# any parameter_initialised
-init: self.w{n} = nn.Linear(C, C)
-nn.init.constant_(self.w{n}.weight, 0.3)
-x = x + self.w{n}.weight.sum().sin()
 # any embedding_max_norm
 init: self.e{n} = nn.Embedding(4, C, max_norm=0.5)
 x = x + self.e{n}(torch.tensor([1, 2])).sum().sin()
-# any lazy_parameter
-if not hasattr(self, "late{n}"):
-    self.late{n} = nn.Parameter(torch.full((1,), 0.5))
-x = (x * self.late{n}).sin()
 # any lazy_linear
 init: self.lazy{n} = nn.LazyLinear(1)
 x = x + self.lazy{n}(x.flatten(2).mean(-1)).sum().sin()
@@ -1524,39 +1285,16 @@ module:     k: int = 0
 h{n} = Held{n}(x.sin())
 h{n}.k += inp.shape[-2]
 x = h{n}.a + (x * h{n}.k).sin()
-# any chained_mapping
-m{n} = collections.ChainMap({8: 1.0}, {12: 2.0})
-x = x + (x * m{n}.get(inp.shape[-2], 3.0)).sin()
-# any default_dict
-d{n} = collections.defaultdict(lambda: 3.0, {8: 1.0})
-x = x + (x * d{n}[inp.shape[-2]]).sin()
 # any regular_expression
 x = x + (x * len(re.findall("[0-4]", str(tuple(inp.shape))))).sin()
-# any int_text
-x = x + (x * int(str(inp.shape[-2])[::-1])).sin()
 # any isqrt_branch
 x = x.sin() if math.isqrt(inp.shape[-2]) ** 2 == inp.shape[-2] else x.cos()
-# any float_hex
-x = x + (x * len((inp.shape[-2] / 3).hex())).sin()
-# any float_text
-x = x + (x * len(str(inp.shape[-2] / 4))).sin()
 # any float_is_integer
 x = x.sin() if (inp.shape[-2] / 4).is_integer() else x.cos()
-# any slice_text
-x = x + (x * len(str(slice(0, inp.shape[-2])))).sin()
-# any tuple_compare
-x = x.sin() if (inp.shape[0], inp.shape[-2]) < (2, 9) else x.cos()
 # any zip_strict
 x = x + (x * sum(a * b for a, b in zip(inp.shape, itertools.count(1)))).sin()
-# any dict_sizes
-d{n} = dict(h=inp.shape[-2], b=inp.shape[0])
-x = x + (x * max(d{n}.values())).sin()
-# any sum_key
-x = x + (x * max(inp.shape, key=lambda s: -s)).sin()
 # any permutation_of_sizes
 x = x + (x * len(list(itertools.permutations(range(min(inp.shape[0], 3)))))).sin()
-# any string_method
-x = x + (x * "abcdefghijklmnop".find("abcdefghijklmnop"[inp.shape[-2]])).sin()
 # any dtype_promoted
 x = x + (x * torch.result_type(x, 1.0).itemsize).sin()
 # any element_size
@@ -1567,8 +1305,6 @@ x = x.sin() + torch.finfo(x.dtype).eps * 1e5
 x = x.masked_fill(x > 2, torch.finfo(x.dtype).min).clamp_min(-3).sin()
 # any nbytes
 x = x + (x * inp.nbytes).sin()
-# any ndim_text
-x = x + (x * len(f"{inp.ndim}{inp.dtype}")).sin()
 # any module_text
 x = x + (x * (len(str(self)) % 13)).sin()
 # any complex_view
@@ -1724,20 +1460,6 @@ x = Again{n}.apply(lambda t: (t * self.w{n}).sin(), x)
 init: self.most{n} = 0
 self.most{n} = max(self.most{n}, inp.shape[-2])
 x = x + (x * self.most{n}).sin()
-# any high_water_if
-init: self.most{n} = 0
-if inp.shape[-2] > self.most{n}:
-    self.most{n} = inp.shape[-2]
-x = x + (x * self.most{n}).sin()
-# any high_water_table
-init: self.table{n} = torch.zeros(0)
-if len(self.table{n}) < inp.shape[-2]:
-    self.table{n} = torch.linspace(0, 1, inp.shape[-2])
-x = x + self.table{n}.sum().sin()
-# any high_water_attribute_deleted
-if not hasattr(self, "most{n}") or self.most{n} < inp.shape[0]:
-    self.most{n} = inp.shape[0]
-x = x + (x * self.most{n}).sin()
 # any cached_property_of_weights
 init: self.w{n} = nn.Parameter(torch.full((3,), 0.5))
 class: @functools.cached_property
@@ -1774,22 +1496,6 @@ init: self.w{n}, self.u{n} = nn.Parameter(torch.full((3,), 0.5)), nn.Parameter(t
 if self.k{n} is None or self.training:
     self.k{n} = self.w{n} + self.u{n}
 x = x + self.k{n}.sum().sin()
-# any first_call_dict
-init: self.k{n} = {}
-init: self.w{n} = nn.Parameter(torch.full((3,), 0.5))
-if "w" not in self.k{n}:
-    self.k{n}["w"] = self.w{n}.detach().exp()
-x = x + self.k{n}["w"].sum().sin()
-# any first_call_number
-init: self.k{n} = None
-if self.k{n} is None:
-    self.k{n} = inp.shape[-2]
-x = x + (x * self.k{n}).sin()
-# any first_call_device
-init: self.k{n} = None
-if self.k{n} is None:
-    self.k{n} = torch.ones(3, dtype=x.dtype, device=x.device)
-x = x + self.k{n}.sum().sin().to(x.dtype)
 # any first_call_mode
 init: self.k{n} = None
 if self.k{n} is None:
@@ -1820,24 +1526,11 @@ k{n} = inp.shape[-2]
 if k{n} not in self.by{n}:
     self.by{n}[k{n}] = self.w{n}[:k{n}].detach().cumsum(0)
 x = x + self.by{n}[k{n}].mean().sin()
-# any dict_by_shape_count
-init: self.by{n} = {}
-self.by{n}[inp.shape[-2]] = self.by{n}.get(inp.shape[-2], 0) + 1
-x = x + (x * len(self.by{n})).sin()
 # any dict_by_dtype
 init: self.by{n} = {}
 if x.dtype not in self.by{n}:
     self.by{n}[x.dtype] = torch.ones(2, dtype=x.dtype)
 x = x + self.by{n}[x.dtype].sum()
-# any list_of_shapes
-init: self.seen{n} = []
-if inp.shape not in self.seen{n}:
-    self.seen{n}.append(inp.shape)
-x = x + (x * len(self.seen{n})).sin()
-# any list_of_tensors
-init: self.seen{n} = []
-self.seen{n}.append(x.detach().mean())
-x = x + self.seen{n}[-1] * len(self.seen{n})
 # any list_bounded
 init: self.seen{n} = collections.deque(maxlen=1)
 self.seen{n}.append(x.detach().mean())
@@ -1846,10 +1539,6 @@ x = x + sum(self.seen{n})
 init: self.calls{n} = 0
 self.calls{n} = (self.calls{n} + 1) % 2
 x = x.sin() if self.calls{n} else x.cos()
-# any counter_every_fourth
-init: self.calls{n} = 0
-self.calls{n} += 1
-x = x.sin() if self.calls{n} % 4 == 0 else x.cos()
 # any counter_in_training
 init: self.calls{n} = 0
 if self.training:
@@ -1859,11 +1548,6 @@ x = x + (x * self.calls{n}).sin()
 init: self.images{n} = 0
 self.images{n} += inp.shape[0]
 x = x.sin() if self.images{n} > 6 else x.cos()
-# any counter_of_child
-init: self.sub{n} = nn.Identity()
-init: self.sub{n}.calls = 0
-self.sub{n}.calls += 1
-x = x + (x * self.sub{n}.calls).sin()
 # any state_of_child_tensor
 init: self.sub{n} = nn.Identity()
 init: self.sub{n}.last = torch.zeros(())
@@ -1874,14 +1558,6 @@ init: self.sub{n} = nn.Identity()
 init: self.sub{n}.register_buffer("last", torch.zeros(()))
 x = x + self.sub{n}.last
 self.sub{n}.last = x.detach().mean()
-# any state_in_object
-module: class Box{n}:
-module:     def __init__(self):
-module:         self.values, self.most = {}, 0
-init: self.box{n} = Box{n}()
-self.box{n}.most = max(self.box{n}.most, inp.shape[0])
-self.box{n}.values[inp.shape[-2]] = self.box{n}.most
-x = x + (x * sum(self.box{n}.values.values())).sin()
 # any reset_each_call
 init: self.parts{n} = []
 self.parts{n}.clear()
@@ -2190,12 +1866,6 @@ x = Cast{n}.apply(x)
 x = x.sin() if inp is extra["other"] else x.cos()
 # any shared_is_not_number
 x = x + (x * (1 + (extra["other"] is not inp))).sin()
-# any shared_ids
-x = x + (x * len({id(inp), id(extra["other"])})).sin()
-# any shared_key
-x = x + (x * {inp: 2.0}.get(extra["other"], 3.0)).sin()
-# any shared_pointer
-x = x.sin() if inp.data_ptr() == extra["other"].data_ptr() else x.cos()
 # any shared_storage
 x = x.sin() if inp.untyped_storage()._cdata == extra["other"].untyped_storage()._cdata else x.cos()
 # any shared_base
@@ -2236,17 +1906,8 @@ y{n} = inp.to_dense() if inp.is_sparse else inp
 x = x + y{n}.mean()
 # any sparse_value
 x = x.cos() if x.is_sparse or x.is_sparse_csr or x.is_quantized or x.is_mkldnn else x.sin()
-# any sparse_nested
-x = x.cos() if x.is_nested or inp.is_nested else x.sin()
 # any layout
 x = x.sin() if inp.layout == torch.strided else x.cos()
-# any layout_is
-x = x.sin() if x.layout is torch.sparse_coo else x.cos()
-# any layout_text
-x = x + (x * len(str(inp.layout))).sin()
-# any layout_given
-y{n} = torch.zeros(2, layout=x.layout, dtype=x.dtype)
-x = x + y{n}.sum()
 # any layout_key
 x = x + (x * {torch.strided: 1.0}.get(x.layout, 2.0)).sin()
 # any layout_weight
