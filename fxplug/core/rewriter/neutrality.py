@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.frozen_values import copied
 from ..capture.isolation import in_mode
 from ..errors import TraceError, VerifyError
 from ..ir.containers import leaves, map_leaves
@@ -281,14 +282,12 @@ def _run_calls(
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     changing = {id(t) for name, t in tensors if name in (written or ())}
     found = []
-    generators = [(g, g.get_state()) for g in leaves(call) if isinstance(g, torch.Generator)]
     # nothing goes back through these calls, so what a backward pass would need is not kept: they take an inference's memory
     saving = torch.autograd.graph.saved_tensors_hooks(lambda t: None, _raise_not_saved) if frugal else contextlib.nullcontext()
     with torch.random.fork_rng(), swapped(module, copy, values=True) as state:
         torch.manual_seed(0)
         for index, grad in enumerate(mode.grads):
-            inputs = _Copies()
-            arguments = map_leaves(call, lambda t, _, own=inputs: own.copy(t))  # type: ignore[misc]
+            arguments = copied(call)
             sources = {}
             if grad and written is not None and INPUTS not in written:
                 sources = {id(t): f"input {n}" for n, t in enumerate(leaves(arguments)) if is_differentiable(t)}
@@ -302,8 +301,6 @@ def _run_calls(
             reached |= {name for i, name in sources.items() if i in reaches}
             after = {name: _snapshot(t) for name, t in state.items() if copies.is_copy(t)}
             found.append(CallOutcome(_snapshots(out), after, _snapshots(arguments), reached))
-            for generator, start in generators:
-                generator.set_state(start)
     return found
 
 
