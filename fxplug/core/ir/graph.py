@@ -225,35 +225,25 @@ AROUND = (
 )
 
 
-def unwound(forward: Any) -> Any:
-    """A forward that gives gradients and autocast their modes back when an error leaves it between enter and exit."""
+def guarded(forward: Any, switches: bool, tried: bool) -> Any:
+    """A forward whose errors leave nothing behind and are no answer of the model's.
+
+    Where it `switches` gradients or autocast, these get their modes back. Where it has operations that the model's code has
+    `tried`, one that fails is a GuardError: the model may go on then, and no graph can.
+    """
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
-        before = ops.modes()
+        before = ops.modes() if switches else None
         try:
             return forward(self, *args, **kwargs)
-        except BaseException:  # whatever leaves the model's forward, an interrupt, too
-            ops.set_modes(before)
-            raise
-
-    return wrapper
-
-
-def going_on(forward: Any) -> Any:
-    """A forward of operations that the model's code has in a `try`: where one fails, the model may go on, and no graph can."""
-
-    @functools.wraps(forward)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return forward(self, *args, **kwargs)
-        try:
-            return forward(self, *args, **kwargs)
-        except FxplugError:
-            raise
-        except Exception as error:  # torch's
+        except BaseException as error:  # whatever leaves the model's forward, an interrupt, too
+            if before is not None:
+                ops.set_modes(before)
+            if not tried or isinstance(error, FxplugError) or not isinstance(error, Exception):
+                raise
             text = shown(f"{type(error).__name__}: {error}", 300)
             raise GuardError(f"an operation of the graph fails, which the model may catch in a `try`: {text}") from error
 

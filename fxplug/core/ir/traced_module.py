@@ -21,7 +21,7 @@ from ..quantised import is_transposed
 from ..torch_internals.modules import COMPILED, leave_frame, without_compiler
 from . import ops
 from .containers import RESERVED, Container, child_of
-from .graph import OF_THE_ROOT, Graph, by_regions, change, copy_graph, going_on, in_turn, insert, redirect, unwound
+from .graph import OF_THE_ROOT, Graph, by_regions, change, copy_graph, guarded, in_turn, insert, redirect
 
 HOME = "bound"  # the child that holds them
 
@@ -264,10 +264,10 @@ class TracedModule(fx.GraphModule):
         if mode == in_force:
             vars(self).update({key: value for key, value in vars(blank).items() if key in WRITTEN})
         cls._codes[mode] = blank._code
-        if any(node.target in MODES for node in graph.nodes if node.op == "call_function"):
-            forward = unwound(forward)
-        if graph.find_nodes(op="call_function", target=ops.tried):
-            forward = going_on(forward)
+        switches = any(node.target in MODES for node in graph.nodes if node.op == "call_function")
+        tried = bool(graph.find_nodes(op="call_function", target=ops.tried))
+        if switches or tried:
+            forward = guarded(forward, switches, tried)
         if len(graphs) == 2:
             setattr(cls, FORWARDS[mode], forward)
             forward = _by_mode(forward)
