@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.errors import SpecError
-from .base import Block, check_share, check_count, torch_class, width
+from .base import Block, check_count, check_share, torch_class, width
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.errors import SpecError
-from .base import Block, attribute_around, check_share, check_count
+from .base import Block, attribute_around, check_count, check_share
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site, Value

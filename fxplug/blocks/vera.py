@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError
 from ..core.quantised import weight_shape
-from .base import Block, check_share, check_count
+from .base import Block, check_count, check_share
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site

@@ -66,7 +66,7 @@ def _without_draws(config: Config) -> AbstractContextManager[None]:
         return nullcontext()
     from diffusers.models.modeling_utils import no_init_weights
 
-    return no_init_weights()  # type: ignore[no-untyped-call, no-any-return]
+    return no_init_weights()  # type: ignore[no-any-return]
 
 
 def torch_device(config: Config, device: str | None = None) -> torch.device:

@@ -279,7 +279,7 @@ def by_ending(
         raise raises(f"has a pattern of {longest} characters; the limit is {limits.text}; fxplug.Limits can raise it")
     hard = [pattern for table in tables for pattern in table if not PLAIN.fullmatch(pattern)]
     length = max(map(len, names), default=0)
-    tried = len(names)
+    tried: float = len(names)
     for pattern in hard:
         tried += len(names) * _ways(pattern, length)
         if tried > WAYS:
@@ -287,9 +287,11 @@ def by_ending(
                 f"has the pattern {shown(pattern)}, which may match {len(names)} names in more than {WAYS} ways: name the "
                 "layers, or repeat no group and fewer characters"
             )
-    regexes = {
-        one: compile_expression(one, lambda finding, one=one: raises(f"the pattern {shown(one)} {finding}")) for one in hard
-    }
+
+    def compiled(pattern: str) -> re.Pattern[str]:
+        return compile_expression(pattern, lambda finding: raises(f"the pattern {shown(pattern)} {finding}"))
+
+    regexes = {pattern: compiled(pattern) for pattern in hard}
     made: list[dict[str, Any]] = []
     for table in tables:
         order = {pattern: index for index, pattern in enumerate(table)}
