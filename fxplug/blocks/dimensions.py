@@ -15,7 +15,8 @@ from ..core.ir import ops
 from ..core.ir.traced_module import class_names
 
 # the order of elements stays, only the sizes are others
-SAME_ORDER = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone", "edge")
+RESHAPED = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze")
+SAME_ORDER = (*RESHAPED, "contiguous", "clone", "edge")
 # by graph, as every layer of a pass asks about the same one; nothing in here keeps it alive
 _known: WeakKeyDictionary[fx.Graph, tuple[tuple[int, int], Mapping[str, int]]] = WeakKeyDictionary()
 MOVED = ("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t")
@@ -109,8 +110,6 @@ def _dimension(shape: Sequence[int], before: int, batch: int) -> int:
     return -1
 
 
-# the order of elements stays, only the sizes are others
-RESHAPED = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze")
 # sums over a dimension that two tensors share: where the channels go is for the layers around to say
 CONTRACTED = (
     "matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "tensordot", "scaled_dot_product_attention", "getattr",

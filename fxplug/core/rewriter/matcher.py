@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 from torch import fx
 
@@ -18,7 +18,7 @@ from ..ir.traced_module import TracedModule
 from ..spec.addresses import SLICE, Port, compile_pattern, each_name, is_pattern, parse_port, parse_relative, select
 from ..spec.rules import Pass, Rule
 from .matches import Hit, at, hits, is_exact, operations
-from .sites import Site, Sites, Value, input_name, local, own_inputs
+from .sites import Site, Sites, Value, flat_ports, input_name, local, map_ports, own_inputs
 
 
 def find(gm: TracedModule, p: Pass) -> Sites:
@@ -156,7 +156,7 @@ class _Finder:
 
     def order(self, port: Port) -> fx.Node:
         """When the value at a port was computed: nodes compare by their place in the graph."""
-        node = source(self.regions, port if not port.with_members else _first(port_members(self.regions, port)))
+        node = source(self.regions, port if not port.with_members else flat_ports(port_members(self.regions, port))[0][1])
         region = self.regions.by_key[port.path]
         if port.side == "in" and region.leaf is None:
             given = node.args[0]
@@ -255,7 +255,8 @@ class _Finder:
             shape = self.regions.module(port.path)._parameters[names[0]].shape  # type: ignore[union-attr]
             return Value(str(port), tuple(shape), port=port)
         if port.with_members:
-            return Value(str(port), members=_values(self.regions, port_members(self.regions, port)), port=port)
+            members = map_ports(port_members(self.regions, port), lambda one: _value(str(one), source(self.regions, one), one))
+            return Value(str(port), members=members, port=port)
         found = _value(str(port), source(self.regions, port), port)
         assert found is not None
         return found
@@ -346,21 +347,6 @@ def _value(address: str, node: fx.Node | None, port: Port, kind: Literal["port",
     if node is None:
         return None
     return Value(address, tuple(node.meta.get("shape", ())), node.meta.get("dtype"), node=node, port=port, kind=kind)
-
-
-def _values(regions: Regions, ports: Any) -> Any:
-    if isinstance(ports, Port):
-        return _value(str(ports), source(regions, ports), ports)
-    if isinstance(ports, dict):
-        return type(ports)({k: _values(regions, v) for k, v in ports.items()})
-    return tuple(_values(regions, p) for p in ports) if isinstance(ports, tuple) else ports  # constants as they are
-
-
-def _first(ports: Any) -> Port:
-    if isinstance(ports, Port):
-        return ports
-    rows = ports.values() if isinstance(ports, Mapping) else ports
-    return next(_first(p) for p in rows if p is not None)
 
 
 def _check_each(gm: TracedModule, p: Pass, rule: Rule) -> None:
