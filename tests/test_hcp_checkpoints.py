@@ -147,20 +147,17 @@ class Square(nn.Module):
         return self.b(self.a(x))
 
 
-def inner(kind):
-    return ("hcp/single", {"name": "p", "plugin": "test_hcp_nested:Outer", "layers": ["a", "b"], "options": {"inner": [*kind]}})
-
-
 LOHA = {"plugin": "hcp_guide:LohaLayer", "options": {"rank": 2}}
-AROUND = {"name": "p", "plugin": "test_hcp_nested:Around", "layers": ["a"]}
+RESIDUAL = "fxplug.compat.hcp.sample_plugins:Residual"
 FILES = {
     "hook_param": [("hcp/param", {"name": "p", "layers": ["a", "b"], **LOHA})],
     "hook_param and its result": [
         ("hcp/param", {"name": "p", "layers": ["a"], **LOHA}),
-        ("hcp/single", {"name": "q", "plugin": "test_hcp_nested:Scale", "layers": ["a"]}),
+        ("hcp/single", {"name": "q", "plugin": "fxplug.compat.hcp.sample_plugins:Gain", "layers": ["a"]}),
     ],
-    "two in one container": [("hcp/patch_around", {**AROUND, "also": [{"name": "q", "plugin": "test_hcp_nested:Around"}]})],
-    **{f"nested {' '.join(kind)}": [inner(kind)] for kind in (("param",), ("single", "single"), ("product", "product"))},
+    "two in one container": [
+        ("hcp/patch_around", {"name": "p", "plugin": RESIDUAL, "layers": ["a"], "also": [{"name": "q", "plugin": RESIDUAL}]}),
+    ],
 }
 
 

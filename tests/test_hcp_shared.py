@@ -81,12 +81,12 @@ class Patch(PatchPluginBlock):
 
 
 class Outer(SinglePluginBlock):
-    """Makes a plugin of the class One on a layer of its own."""
+    """Makes a plugin of the class One on a layer of its own, or on the model's."""
 
-    def __init__(self, name, host, **rest):
+    def __init__(self, name, host, own=True, **rest):
         super().__init__(name, host)
         self.own = nn.Linear(4, 4)
-        self.inner = One("inner", self.own)
+        self.inner = One("inner", self.own if own else host)
 
     def forward(self, fea_in, fea_out):
         return fea_out + self.own(fea_in[0])
@@ -98,7 +98,6 @@ SHARING = {
     "wrapped": {"One.wrap_model": {"layers": [""]}},
     "pair": {"Pair": {"from_layer": ["a", "b"], "to_layer": ["b", "c"]}},
     "patch": {"Patch": {"layers": ["a", "b"]}},
-    "nested": {"Outer": {"layers": ["a", "b"]}},
     "two classes": {"One": {"layers": ["a"]}, "Patch": {"layers": ["b"]}},
 }
 
@@ -125,6 +124,14 @@ def test_a_shared_module_without_values_is_told(net, tmp_path):
     (p,) = passes(tmp_path, {"p": {"_target_": f"{__name__}.One", "layers": ["a"]}})
     CACHE["layer"] = nn.Linear(4, 4, device="meta")
     with pytest.raises(SpecError, match=r"One: 'net.weight' .* has no values.*create the module in each __init__"):
+        fxplug.apply(net.gm, p)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_plugin_that_makes_another_is_refused(net, tmp_path, own):
+    CACHE.clear()
+    (p,) = passes(tmp_path, {"p": {"_target_": f"{__name__}.Outer", "layers": ["a"], "own": own}})
+    with pytest.raises(SpecError, match="Outer makes another plugin, One 'inner', which would not run: give that one its own"):
         fxplug.apply(net.gm, p)
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import small
-import test_hcp_nested
 import torch
 from checkouts import checkout_of
 from torch import nn
@@ -158,19 +156,3 @@ def weights(theirs, own):
     down = theirs.W_down if hasattr(theirs, "W_down") else theirs.lora_down.weight
     up = theirs.W_up if hasattr(theirs, "W_up") else theirs.lora_up.weight
     return [(down, own.down.weight), (up, own.up.weight)]
-
-
-@pytest.mark.parametrize("inner", [row for row in test_hcp_nested.WHAT if row != ("self",)], ids=" ".join)
-def test_plugins_on_layers_of_another_are_those_of_its_hooks(theirs, tmp_path, inner):
-    text = Path(test_hcp_nested.__file__).read_text("utf-8")
-    text = text.replace("fxplug.compat.hcp import M", "hcpdiff.models.plugin import M")
-    theirs("models.plugin")
-    own: dict[str, object] = {"__name__": "hooked"}
-    exec(compile(text, "hooked", "exec"), own)
-    net, new = test_hcp_nested.rewritten(tmp_path, "Outer", inner)
-    hooked = own["Outer"]("outer", net.model[0], inner)
-    prefix = "outer.0.SinglePlugin.plugin."
-    state = {k.removeprefix(prefix): v for k, v in new.state_dict().items() if k.startswith(prefix)}
-    missing, unknown = hooked.load_state_dict(state, strict=False)
-    assert not unknown and all(key.endswith(".backup") for key in missing)
-    torch.testing.assert_close(new(*net.args), net.model(*net.args))

@@ -2,17 +2,15 @@
 
 `from hcpdiff.models.plugin import X` becomes `from fxplug.compat.hcp import X`. A class written against them is put into a
 graph as it is, by the drivers beside this file and the passes in passes/hcp. Nothing of the model is hooked: a plugin is made
-with its host, and its methods are run once, while the graph is written. A plugin that another one makes on layers of its own is
-on hooks, as there: they are traced with the plugin that has the layers. The names and the meaning of every method are those of
+with its host, and its methods are run once, while the graph is written. The names and the meaning of every method are those of
 `hcpdiff/models/plugin.py` (github.com/IrisRainbowNeko/HCP-Diffusion).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -31,44 +29,16 @@ class HookParam(FxplugError):
 
 
 class Making:
-    """One plugin is being made: the `model` it is for, the layers that are given to it, and the `plugins` made meanwhile.
+    """The making of one plugin: `plugins` are all that are made meanwhile.
 
     With `ask` the base class of a SinglePluginBlock raises HookParam: nothing of the plugin is made then.
     """
 
-    def __init__(self, model: nn.Module | None, layers: Iterable[Any], ask: bool = False) -> None:
-        self.model, self.layers, self.ask, self.plugins = model, tuple(layers), ask, list[tuple[BasePluginBlock, bool]]()
-
-    def inner(self, layers: Iterable[nn.Module]) -> bool:
-        """Whether none of these is a layer of the model."""
-        model = self.model.modules() if self.model is not None else ()
-        return all(not any(layer is known for known in (*self.layers, *model)) for layer in layers)
+    def __init__(self, ask: bool = False) -> None:
+        self.ask, self.plugins = ask, list[BasePluginBlock]()
 
 
 MAKING: ContextVar[Making | None] = ContextVar("making", default=None)
-
-
-def _inside(plugin: BasePluginBlock, *layers: nn.Module) -> bool:
-    """Whether a plugin is made by another one, on layers that are that one's: it is hooked then."""
-    making = MAKING.get()
-    inner = making is not None and making.inner(layers)
-    if making is not None:
-        making.plugins.append((plugin, inner))
-    return inner
-
-
-# A plugin made by another one stands at a layer of that plugin, which no graph has yet. HCP-Diffusion hooks it there, and its
-# code reads what its hooks did; the trace of the outer plugin records them, and no hook is left in the rewritten model.
-def _hook(layer: dict[str, Any], function: Callable[..., Any], **more: Any) -> None:
-    """Run `function(host, fea_in, fea_out)` at a layer, with `pre_hook` before it and without a result."""
-    if layer["pre_hook"]:
-        layer["layer"].register_forward_pre_hook(partial(_before, function, more))
-    else:
-        layer["layer"].register_forward_hook(partial(function, **more))
-
-
-def _before(function: Callable[..., Any], more: dict[str, Any], host: nn.Module, fea_in: tuple[Any, ...]) -> Any:
-    return function(host, fea_in, None, **more)
 
 
 class Ref:
@@ -90,6 +60,8 @@ class BasePluginBlock(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+        if (making := MAKING.get()) is not None:
+            making.plugins.append(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As it is `forward(host, fea_in, fea_out)`, which changes nothing; each plugin has its own."""
@@ -160,7 +132,7 @@ class WrapablePlugin:
                 memo.add(module)
             yield path, module
             for name, child in module._modules.items():
-                if child is not None and not (isinstance(module, PatchPluginContainer) and child is module._host):
+                if child is not None:
                     yield from walk(child, f"{path}.{name}" if path else name)
 
         yield from walk(self, prefix)
@@ -200,31 +172,8 @@ class SinglePluginBlock(BasePluginBlock, WrapablePlugin):
         super().__init__(name)
         self.host = Ref(host)
         self.target = hook_param
-        if _inside(self, host):
-            setattr(host, name, self)
-            if hook_param is None:  # hooks of the trace alone, as `_hook` has them
-                host.register_forward_hook(self.layer_hook)
-            else:
-                host.register_forward_pre_hook(self.pre_hook)
-                host.register_forward_hook(self.post_hook)
-        elif (making := MAKING.get()) is not None and making.ask:
+        if (making := MAKING.get()) is not None and making.ask:
             raise HookParam(hook_param)
-
-    def pre_hook(self, host: nn.Module, fea_in: tuple[Any, ...]) -> None:
-        """Put what `forward` makes of the parameter into its place for one call of the host."""
-        name, value = cast(str, self.target), self(getattr(host, cast(str, self.target)))
-        table = host._buffers if name in host._buffers else host._parameters
-        if table[name] is not None:
-            vars(host)[f"_{name}"], table[name] = table[name], None
-        vars(host)[name] = value
-
-    def post_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any) -> None:
-        """Put the parameter back."""
-        name = cast(str, self.target)
-        table: dict[str, Any] = host._buffers if name in host._buffers else host._parameters
-        if f"_{name}" in vars(host):
-            del vars(host)[name]
-            table[name] = vars(host).pop(f"_{name}")
 
     def layer_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any) -> Any:
         """What the layer's result becomes: `forward(fea_in, fea_out)`."""
@@ -242,10 +191,6 @@ class PluginBlock(BasePluginBlock):
         super().__init__(name)
         self.host_from = Ref(from_layer["layer"])
         self.host_to = Ref(to_layer["layer"])
-        if _inside(self, from_layer["layer"], to_layer["layer"]):
-            setattr(from_layer["layer"], name, self)
-            _hook(from_layer, self.from_layer_hook)
-            _hook(to_layer, self.to_layer_hook)
 
     def from_layer_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any) -> Any:
         """Keep the input of the from-layer."""
@@ -279,11 +224,6 @@ class MultiPluginBlock(BasePluginBlock):
         self.feat_from: list[Any] = [None for _ in from_layers]
         self.feat_to: Any = None
         self.record_count = 0
-        if _inside(self, host_model, *(layer["layer"] for layer in (*from_layers, *to_layers))):
-            setattr(host_model, name, self)
-            for layers, function in ((from_layers, self.from_layer_hook), (to_layers, self.to_layer_hook)):
-                for index, layer in enumerate(layers):
-                    _hook(layer, function, idx=index)
 
     def from_layer_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any, idx: int) -> Any:
         """Keep the input of from-layer `idx`; the last of them runs `forward`."""
@@ -305,12 +245,7 @@ class PatchPluginContainer(nn.Module):
 
     def __init__(self, host_name: str, host: nn.Module, parent_block: nn.Module) -> None:
         super().__init__()
-        making = MAKING.get()
-        if making is not None and making.inner([host]):
-            self._host = host
-            setattr(parent_block, host_name, self)
-        else:
-            self.__dict__["_host"] = host  # no child: the weights of the host keep their names
+        self.__dict__["_host"] = host  # no child: the weights of the host keep their names
         self.host_name = host_name
         self.plugin_names: list[str] = []
 
@@ -354,7 +289,6 @@ class PatchPluginBlock(BasePluginBlock, WrapablePlugin):
         host_name: str | None = None,
     ) -> None:
         super().__init__(name)
-        _inside(self, host)
         self.host = Ref(host._host if isinstance(host, self.container_cls) else host)
         self.parent_block = Ref(parent_block) if parent_block is not None else None
         self.host_name = host_name

@@ -78,8 +78,7 @@ def make(
         function, host_given = _with(kind.wrap_layer, name, host), host_given  # type: ignore[attr-defined]
     else:
         check_options(kind, options, kind.__name__, leave=host_given, says="takes no")
-    layers = [end["layer"] for key in ("from_layer", "to_layer") if isinstance(end := given.get(key), Mapping)]
-    making = Making(given.get("host_model"), [given.get("host"), *layers], ask)
+    making = Making(ask)
     token = MAKING.set(making)
     try:
         made = function(**host_given, **options)
@@ -97,11 +96,10 @@ def make(
             f"{kind.__name__}: '{lost}' is on the meta device and has no values, because plugins share a module that was made "
             "for a model on that device: import the plugin's file again, or create the module in each __init__"
         )
-    beside = next((plugin for plugin, inner in making.plugins if plugin is not made and not inner), None)
-    if beside is not None:
+    if (other := next((plugin for plugin in making.plugins if plugin is not made), None)) is not None:
         raise SpecError(
-            f"{kind.__name__} makes another plugin, {type(beside).__name__} '{beside.name}', at a layer of the model, which "
-            "would not run: a plugin may only create others at its own layers; give this one its own entry with its layers"
+            f"{kind.__name__} makes another plugin, {type(other).__name__} '{other.name}', which would not run: give that one "
+            "its own entry with its layers, or make it a plain module that is called in forward"
         )
     if kind.get_trainable_parameters is not BasePluginBlock.get_trainable_parameters:
         _freeze_untrained(made)
@@ -191,8 +189,7 @@ def running(
 
 def feed(plugins: Sequence[BasePluginBlock], names: Sequence[str], values: Sequence[Any]) -> None:
     """Give plugins the inputs of their pass, as HCP-Diffusion does before each call of the model."""
-    every = dict.fromkeys(one for plugin in plugins for one in plugin.modules() if isinstance(one, BasePluginBlock))
-    taking = [plugin for plugin in every if wants_inputs(plugin)]
+    taking = [plugin for plugin in plugins if wants_inputs(plugin)]
     if names and not taking:
         who = ", ".join(plugin.name for plugin in plugins)
         raise TraceError(f"{who}: takes no inputs (but gets {', '.join(names)}): it does not call register_input_feeder_to")
