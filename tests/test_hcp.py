@@ -546,30 +546,18 @@ def test_prelu_for_silu(unet, tmp_path):
     assert not [n for n in new.graph.nodes if n.op == "call_module" and str(n.target).endswith("nonlinearity")]
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_patches_at_one_place_add_up(net, tmp_path, apart):
-    names = ("prelu", "prelu2")
-    rows = zip(names, (0.3, 0.6), strict=True)
-    text = "".join(PRELU.format(name=n, wrap="", p=p, layers="re:.*nonlinearity$") for n, p in rows)
+def test_patches_at_one_place_add_up(net, tmp_path):
+    slopes = {"prelu": 0.3, "prelu2": 0.6}
+    text = "".join(PRELU.format(name=n, wrap="", p=p, layers="re:.*nonlinearity$") for n, p in slopes.items())
     (p,) = passes(tmp_path, text)
-    if apart:
-        given = {"plugin": "hcp_guide:PReLUPatch", "layers": "re:.*nonlinearity$"}
-        options = [{"p": 0.3}, {"p": 0.6}]
-        found = [fxplug.load_pass("hcp/patch", name=n, options=o, **given) for n, o in zip(names, options, strict=True)]
-        new = fxplug.apply(net.gm, *found)
-        other = {**given, "plugin": "test_hcp:InPlace"}
-        with pytest.raises(SpecError, match=r"a PReLUPatchContainer of 'prelu' is at .* and third needs a Halved"):
-            fxplug.apply(new, fxplug.load_pass("hcp/patch", name="third", **other))
-    else:
-        new = fxplug.apply(net.gm, p)
+    new = fxplug.apply(net.gm, p)
     with Hooks(net.model) as hooks:
         rows = []
         for i in range(2):
             path = f"body.{i}.nonlinearity"
-            for name, slope in zip(names, (0.3, 0.6), strict=True):
+            for name, slope in slopes.items():
                 plugin = hooks.patch(path, lambda h, n=name, s=slope, **w: hcp_guide.PReLUPatch(n, h, p=s, **w))
-                owner = name if apart else "prelu"
-                rows.append((plugin, f"{owner}.{path}.PatchPlugin.container.{name}"))
+                rows.append((plugin, f"prelu.{path}.PatchPlugin.container.{name}"))
         same(net, new, rows)
 
 
@@ -584,17 +572,6 @@ def test_wrap_model_of_a_patch_from_the_whole_model(net, tmp_path, model):
             plugin = hooks.patch(path, lambda host, **where: hcp_guide.PReLUPatch("prelu", host, p=0.3, **where))
             rows.append((plugin, f"prelu.{path}.PatchPlugin.container.prelu"))
         same(net, new, rows)
-
-
-class Halved(PatchPluginContainer):
-    """Is no loop over post_forward: it halves what comes out."""
-
-    def forward(self, x):
-        return sum(plugin.post_forward(0.0, x) for _, plugin in self) / 2
-
-
-class InPlace(hcp_guide.PReLUPatch):
-    container_cls = Halved
 
 
 class Around(hcp_guide.PatchPluginBlock):

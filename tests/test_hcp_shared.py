@@ -191,7 +191,6 @@ def attached(model, *kinds):
 
 
 PATCHES = ["Post", "Pre", "Both", "InSum", "InHalf"]
-APART = {("Post", "Post"), ("Pre", "Post"), ("Pre", "Pre"), ("Pre", "Both"), ("Both", "Post"), ("InSum", "InSum")}
 OTHERS = {(one, other) for one in PATCHES for other in ("InSum", "InHalf") if one != other}  # not in one container
 SOME = [("Post", "Post"), ("Post", "Both"), ("Pre", "Both"), ("InSum", "InSum"), ("Post", "InHalf")]
 
@@ -205,14 +204,12 @@ def test_two_patches_at_one_place_are_those_of_hcp_diffusion_or_refused(net, tmp
     }
     found = passes(tmp_path, section, model=f"{__name__}:Net")
     (x,) = net.args
-    if kinds in OTHERS or (rates[0] != rates[1] and kinds not in APART):
-        text = r"one pass with both|put them at different layers|narrow the pattern of one|put both in one pass"
-        with pytest.raises(fxplug.FxplugError, match=text):
+    if kinds in OTHERS or rates[0] != rates[1]:
+        with pytest.raises(fxplug.FxplugError, match=r"write one pass with both|narrow the pattern of one"):
             fxplug.apply(net.gm, *found)
         return
     new = fxplug.apply(net.gm, *found)
     torch.testing.assert_close(new(x), attached(net.model, *(globals()[kind] for kind in kinds))(x))
-    assert [p.lr for p in found] == list(rates)[: len(found)]
 
 
 # --- attributes of the layer that a plugin is put at

@@ -134,11 +134,6 @@ class ReadNames:
         return [n for n in names if n not in before or not equal_values(_packed(before[n], n), left[n])]
 
 
-def watched_kind(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, also while it is watched."""
-    return getattr(type(module), "_watched", type(module))
-
-
 class _AccessLog:
     """Whether attributes and members were first read or first written; what is `given` counts as written."""
 
@@ -214,7 +209,7 @@ def _watched_class(kind: Any, path: str, log: _AccessLog) -> Any:
         log.note(_joined(path, key), "write")
         kind.__setattr__(self, key, value)
 
-    own = {"__getattribute__": __getattribute__, "__setattr__": __setattr__, "_watched": kind}
+    own = {"__getattribute__": __getattribute__, "__setattr__": __setattr__}
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 

@@ -195,7 +195,7 @@ def _merged(passes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _joined(first: str, there: Mapping[str, Any], kind: str, given: Mapping[str, Any]) -> str | None:
-    """The pass that two patches are together; None where they stay two."""
+    """The pass that two patches are together; None where they stay two, which cannot be at one layer."""
     patches = ("hcp/patch", "hcp/patch_around", "hcp/patch_after", "hcp/patch_before")
     keys = ("layers", "within", "wrap", "exclude_key", "lr", "train", "inputs", "feeds")
     if first not in patches or kind not in patches or any(there.get(key) != given.get(key) for key in keys):
@@ -203,12 +203,8 @@ def _joined(first: str, there: Mapping[str, Any], kind: str, given: Mapping[str,
     one, other = (plugin_class(x["plugin"]).container_cls for x in (there, given))  # type: ignore[attr-defined]
     if not issubclass(one, other) or (kind != first and "args" in {**there, **given}):
         return None
-    if first == "hcp/patch":
-        return first
-    apart = first == "hcp/patch_before" or kind == "hcp/patch_after"
-    if apart and not first == kind == "hcp/patch_around" or there.get("within") or any(map(is_pattern, given["layers"])):
-        return None
-    return "hcp/patch_around"
+    listed = not there.get("within") and not any(map(is_pattern, given["layers"]))
+    return first if first in (kind, "hcp/patch") else "hcp/patch_around" if listed else None
 
 
 def _check_inputs(host: Host) -> None:

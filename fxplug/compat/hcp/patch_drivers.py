@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from torch import nn
@@ -14,7 +13,7 @@ from ...core.spec.addresses import is_pattern
 from ...core.spec.rules import COMMON, Match, Pass, Rule
 from ...core.spec.yaml_source import Section, validate
 from ...core.spec.yaml_source import checked as read_by
-from ..kept_state import MethodCall, ReadNames, watched_kind
+from ..kept_state import MethodCall, ReadNames
 from .base_classes import PatchPluginBlock, PatchPluginContainer
 from .calls import CallArguments, call_of
 from .hook_results import checked
@@ -29,8 +28,7 @@ Fed = Sequence[str]
 class PatchPlugin(nn.Module):
     """PatchPluginBlocks in the place of a module, run by the container that their class names.
 
-    With `also` further plugins stand at the same place, in order, as HCP-Diffusion adds them to one container. Where an
-    earlier pass has put a patch there, this one goes on from its result, as the container's loop would.
+    With `also` further plugins stand at the same place, in order, as HCP-Diffusion adds them to one container.
     """
 
     inline: ClassVar[bool] = True
@@ -42,13 +40,11 @@ class PatchPlugin(nn.Module):
         call: CallArguments | None = None,
         feeds: Fed = (),
         keywords: Sequence[str] = (),
-        stacked: bool = False,
     ) -> None:
         """`call` says how the model calls the module; None that all arguments are by position."""
         super().__init__()
         self.container = container
         self.call, self.feeds, self.keywords = call, tuple(feeds), tuple(keywords)
-        self.stacked = stacked
 
     @classmethod
     def at(
@@ -61,7 +57,7 @@ class PatchPlugin(nn.Module):
         what is fed.
         """
         container = patches(site, plugin, options, wrap, exclude_key, also)
-        check_beside(site, container)
+        check_alone(site)
         own_code = getattr(site.module, "attributes", None) is None
         if _keeps_host(type(container)) and not own_code:
             raise SpecError(
@@ -69,13 +65,11 @@ class PatchPlugin(nn.Module):
                 f"graph: keep it whole (leaf: [{site.path}]), or use the pass hcp/patch_after (post_forward) or "
                 "hcp/patch_before (pre_forward), or hcp/patch_around for one with both"
             )
-        return cls(container, call_of(site.root, site.path), feeds, keywords, site.stacked)
+        return cls(container, call_of(site.root, site.path), feeds, keywords)
 
     def forward(self, x: tuple[Any, ...], y: Any, *values: Any) -> Any:
         args, kwargs, fed = self.arguments(x, values)
         with self.running(fed):
-            if self.stacked:
-                return _continued(self.container, y, args, kwargs)
             out = self.container(*args, **kwargs)
             return checked(out, y, f"{type(self.container).__name__}.forward", "the module's result")
 
@@ -130,7 +124,7 @@ class HalfPatch(PatchPlugin):
     ) -> HalfPatch:  # fmt: skip
         """As for PatchPlugin."""
         container = _half(patches(site, plugin, options, wrap, exclude_key, also), cls.method)
-        check_beside(site, container)
+        check_alone(site)
         return cls(container, call_of(site.root, site.path), feeds, keywords)
 
 
@@ -182,7 +176,7 @@ class PatchAround(PatchPlugin):
         container = patches(site, plugin, options, wrap, exclude_key, also)
         if not _keeps_host(type(container)):
             raise SpecError(f"{type(container).__name__} has its own forward: use the pass hcp/patch")
-        check_beside(site, container)
+        check_alone(site)
         return cls(container, call, feeds, side)
 
     def forward(self, x: tuple[Any, ...], *values: Any) -> Any:
@@ -210,82 +204,19 @@ class PatchAround(PatchPlugin):
             )
 
 
-class _ContainerResult:
-    """Stands for what the last plugin of a container gives."""
-
-
-def _continued(container: PatchPluginContainer, y: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The plugins of a container from the result of those before them.
-
-    That is right where the container's forward hands a value from one `post_forward` to the next and gives the last: one
-    call of it with a stand-in shows whether it does. Raises TraceError when not.
-    """
-    for name, plugin in container:
-        result = _ContainerResult()
-        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-        def stand_in(
-            output: Any, *given: Any, _calls: list[Any] = calls, _result: _ContainerResult = result, **named: Any
-        ) -> _ContainerResult:
-            _calls.append((given, named))
-            return _result
-
-        one: Any = watched_kind(container)(container.host_name, vars(container)["_host"], None)
-        one.__dict__["plugin_names"] = [name]
-        one.__dict__[name] = SimpleNamespace(post_forward=stand_in)
-        try:
-            loops = one(*args, **kwargs) is result and len(calls) == 1 and _same_call(calls[0], (args, kwargs))
-        except Exception:  # the plugin's container, tried with a stand-in
-            loops = False
-        if not loops:
-            raise TraceError(
-                f"{type(container).__name__}: its forward does more than pass a value from one post_forward to the next, so "
-                f"'{name}' cannot be added after the patch of an earlier pass: put both in one pass (also: [...])"
-            )
-        y = checked(plugin.post_forward(y, *args, **kwargs), y, f"{name}: post_forward", "the result of the patch before it")
-    return y
-
-
-def _same_call(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    alike = len(one[0]) == len(other[0]) and one[1].keys() == other[1].keys()
-    return alike and all(a is b for a, b in zip((*one[0], *one[1].values()), (*other[0], *other[1].values()), strict=True))
-
-
 def _keeps_host(kind: type[PatchPluginContainer]) -> bool:
     return kind.forward is PatchPluginContainer.forward
 
 
-def check_beside(site: Site, container: PatchPluginContainer) -> None:
-    """Refuse plugins at the place of an earlier pass's where one container of HCP-Diffusion would do more than both passes do.
-
-    That is so where its forward is not its own class's, and where a `pre_forward` comes behind another plugin's `post_forward`,
-    which there gets the arguments that all of them have changed.
-    """
-    own = watched_kind(container).__name__
-    plain = PatchPluginContainer.__name__
-    pre = [name for name, plugin in container if type(plugin).pre_forward is not PatchPluginBlock.pre_forward]
+def check_alone(site: Site) -> None:
+    """Refuse plugins at the place of an earlier pass's: HCP-Diffusion has them in one container, which is one pass."""
     for record in getattr(site.root, "meta", {}).get("passes", []):
         for block in [at["block"] for at in record["sites"] if at["path"] == site.path]:
-            driver = block.rpartition(".")[2]
-            if not driver.startswith(("PatchPlugin", "PatchAfter", "PatchAround")):
-                continue
-            earlier = getattr(site.root.get_submodule(block), "container", None)
-            there = plain if earlier is None else type(earlier).__name__
-            if there == plain != own or (there == own and not (there == plain and pre)):
-                continue  # the first is refused where the graph is written: a module with a block beside it is not replaced
-            names, what = ", ".join(container.plugin_names), "two passes would give another result"
-            if plain not in (there, own):
+            if block.rpartition(".")[2].startswith(("PatchPlugin", "PatchAfter", "PatchBefore", "PatchAround")):
                 raise SpecError(
-                    f"a {there} of '{record['name']}' is at '{site.path}', and {names} needs a {own}, which HCP-Diffusion puts "
-                    f"around it: {what}; put them at different layers"
+                    f"'{site.path}' has a patch of '{record['name']}' already, and HCP-Diffusion puts both into one container: "
+                    "write one pass with both (also: [...]), as fxplug convert hcp --model does for the same layers and lr"
                 )
-            why = f"which a {there} runs" if there != plain else (
-                f"whose post_forward gets the arguments that {pre[0]} has changed"
-            )
-            raise SpecError(
-                f"HCP-Diffusion puts {names} into one container at '{site.path}' with '{record['name']}', {why}: {what}. Write "
-                "one pass with both (also: [...]), as fxplug convert hcp --model does for the same layers and the same lr"
-            )
 
 
 def _half(container: Any, method: str) -> Any:
