@@ -33,6 +33,12 @@ def traced(model: nn.Module, *args: Any, **kwargs: Any) -> Traced:
     return Traced(model, fxplug.trace(model, args, kwargs), args, kwargs)
 
 
+def load_and_use(module, source, name="it", **options):
+    """Put an adapter into a slot, and let calls take it."""
+    module.adapters.load(name, source, **options)
+    module.adapters.use(name)
+
+
 def seeded(make):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

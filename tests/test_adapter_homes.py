@@ -89,7 +89,7 @@ def tuned(make):
 
 @sweep("kind", PEFT, "lora", "dora", "adalora", "vera", "vera of a key", "biases and whole modules")
 @pytest.mark.filterwarnings("ignore")
-def test_what_peft_wrote_does_the_same_here(kind, tmp_path):
+def test_what_peft_wrote_does_the_same_here_in_blocks_and_in_slots(kind, tmp_path):
     make, names = PEFT[kind]
     gm, (x,), _ = small.plain_vit()
     model = tuned(make)
@@ -110,19 +110,8 @@ def test_what_peft_wrote_does_the_same_here(kind, tmp_path):
     fit = fxplug.load_adapter(new, tmp_path)
     assert not fit.missing and not fit.homeless and not fit.outside
     torch.testing.assert_close(new(x), wanted, **NEAR)
-
-
-@sweep("kind", PEFT, "lora", "dora", "adalora")
-@pytest.mark.filterwarnings("ignore")
-def test_what_peft_wrote_goes_into_slots(kind, tmp_path):
-    gm, (x,), _ = small.plain_vit()
-    model = tuned(PEFT[kind][0])
-    with torch.no_grad():
-        wanted = model(x)
-    model.save_pretrained(tmp_path)
     new = both()
-    new.adapters.load("it", tmp_path)
-    new.adapters.use("it")
+    small.load_and_use(new, tmp_path)
     torch.testing.assert_close(new(x), wanted, **NEAR)
     new.adapters.use({"it": 0.5})
     assert not torch.allclose(new(x), wanted) and not torch.allclose(new(x), gm(x))
@@ -179,8 +168,7 @@ def test_what_lycoris_wrote_does_the_same_here(kind, tmp_path, capsys):
     fxplug.load_adapter(new, tmp_path / "it.safetensors")
     torch.testing.assert_close(new(x), wanted, **NEAR)
     slots = fxplug.apply(small.plain_vit().gm, fxplug.load_pass("delta", at="re:.*", slots=1))
-    slots.adapters.load("it", tmp_path / "it.safetensors")
-    slots.adapters.use("it")
+    small.load_and_use(slots, tmp_path / "it.safetensors")
     torch.testing.assert_close(slots(x), wanted, **NEAR)
 
 
@@ -202,8 +190,7 @@ def test_magnitudes_of_inputs_have_a_place_in_the_pass_for_them(algo, tmp_path, 
     gm = fxplug.trace(copy.deepcopy(model), (x,))
     lycoris_file(model, tmp_path / "it.safetensors", algo=algo, dora_wd=True, wd_on_output=False)
     new = fxplug.apply(gm, fxplug.pass_for(tmp_path / "it.safetensors", gm))
-    new.adapters.load("it", tmp_path / "it.safetensors")
-    new.adapters.use("it")
+    small.load_and_use(new, tmp_path / "it.safetensors")
     torch.testing.assert_close(new(x), model(x), **NEAR)
 
 
@@ -267,8 +254,7 @@ def test_a_dora_by_input_goes_where_magnitudes_are_the_inputs(tmp_path):
         wanted = model(x)
     at = r"re:blocks\.\d+\.(attn|mlp)\..*(qkv|proj|fc1|fc2)$"
     new = fxplug.apply(gm, fxplug.load_pass("dora", at=at, rank=4, slots=1, by="input"))
-    new.adapters.load("it", tmp_path / "it.safetensors")
-    new.adapters.use("it")
+    small.load_and_use(new, tmp_path / "it.safetensors")
     torch.testing.assert_close(new(x), wanted, **NEAR)
     new.adapters.save("it", tmp_path / "back.safetensors", as_="comfy")
     again = fxplug.apply(gm, fxplug.load_pass("dora", at=at, rank=4, by="input"))
@@ -306,8 +292,7 @@ def test_whole_changes_come_back_and_lycoris_reads_them(kind, tmp_path, capsys):
         torch.testing.assert_close(plain(x), wanted, **NEAR)
     for as_ in ("comfy", "fxplug"):
         saved = new.adapters.save("it", tmp_path / f"{as_}.safetensors", as_=as_)
-        new.adapters.load("it", saved.path, replace=True)
-        new.adapters.use("it")
+        small.load_and_use(new, saved.path, replace=True)
         torch.testing.assert_close(new(x), wanted, **NEAR)
     if kind == "full":
         with pytest.raises(ArtifactError, match="can be written as peft: .* is a whole layer, and PEFT"):
@@ -335,8 +320,7 @@ def test_biases_go_back_to_peft_and_are_not_given_to_who_leaves_them_out(tmp_pat
         new.adapters.save("it", tmp_path / "no.safetensors", as_="lycoris")
     saved = new.adapters.save("it", tmp_path / "comfy.safetensors", as_="comfy")
     assert {key.rpartition(".")[2] for key in load_file(saved.path)} == {"weight", "alpha", "diff_b"}
-    new.adapters.load("again", saved.path)
-    new.adapters.use("again")
+    small.load_and_use(new, saved.path, "again")
     with torch.no_grad():
         torch.testing.assert_close(new(x), model(x), **NEAR)
 
@@ -349,8 +333,7 @@ def test_layers_that_pefts_file_has_whole_go_back_to_peft(slots, options, tmp_pa
     model.save_pretrained(tmp_path / "it")
     new = fxplug.apply(gm, fxplug.pass_for(tmp_path / "it", gm, slots=slots))
     if slots:
-        new.adapters.load("it", tmp_path / "it")
-        new.adapters.use("it")
+        small.load_and_use(new, tmp_path / "it")
         new.adapters.save("it", tmp_path / "back", as_="peft")
     else:
         fxplug.load_adapter(new, tmp_path / "it")
@@ -393,8 +376,7 @@ def test_what_blocks_learned_is_saved_with_its_biases(tmp_path):
     with pytest.raises(ArtifactError, match="without the names of their parameters: save them with adapters.save"):
         files.read(tmp_path / "folder" / "delta.safetensors")
     again = fxplug.apply(gm, fxplug.load_pass("delta", at="re:.*", slots=1))
-    again.adapters.load("it", saved.path)
-    again.adapters.use("it")
+    small.load_and_use(again, saved.path)
     torch.testing.assert_close(again(x), new(x), **NEAR)
 
 
@@ -446,8 +428,7 @@ def test_what_peft_made_of_convolutions(config, tmp_path):
     with torch.no_grad():
         wanted = merged(*args, **kwargs).sample
         new = fxplug.apply(gm, fxplug.load_pass("delta", at=r"re:.*\.conv[12]$", slots=1))
-        new.adapters.load("it", tmp_path)
-        new.adapters.use("it")
+        small.load_and_use(new, tmp_path)
         torch.testing.assert_close(new(*args, **kwargs).sample, wanted, **NEAR)
 
 
@@ -546,8 +527,7 @@ def test_onetrainers_rotations_turn_inputs_and_kernels(form, shared, scaled, tmp
     save_file(state, tmp_path / "it.safetensors", {"ot_branch": "master"})
     gm = fxplug.trace(base, (x,))
     new = fxplug.apply(gm, fxplug.load_pass("delta", at=["conv", "lin"], param="weight", slots=1))
-    new.adapters.load("it", tmp_path / "it.safetensors")
-    new.adapters.use("it")
+    small.load_and_use(new, tmp_path / "it.safetensors")
     torch.testing.assert_close(new(x), wanted(x), **NEAR)
     assert fxplug.inspect_adapter(tmp_path / "it.safetensors").tool == "OneTrainer"
 

@@ -91,8 +91,7 @@ def test_each_layer_has_the_rank_of_its_update(ink):
     assert {rule.options["rank"] for rule in p.rules} == {2, 3, 5}
     new = fxplug.apply(base.gm, p)
     assert held_numbers(new) == sum(t.numel() for entry in read(ink).entries for t in entry.tensors.values())
-    new.adapters.load("ink", ink)
-    new.adapters.use("ink")
+    small.load_and_use(new, ink, "ink")
     updates = merged(lora_of(ink))
     torch.testing.assert_close(new(*base.args), with_weights(base.model, updates, base.args), **NEAR)
 
@@ -161,8 +160,7 @@ def test_factors_of_lycoris_stay_factors(how):
     assert {str(rule.use).rpartition(":")[2] for rule in p.rules} == {wanted}
     new = fxplug.apply(base.gm, p)
     assert held_numbers(new) <= 1.001 * sum(t.numel() for key, t in state.items() if not key.endswith(".alpha"))
-    new.adapters.load("ink", state)
-    new.adapters.use("ink")
+    small.load_and_use(new, state, "ink")
     with torch.no_grad():
         torch.testing.assert_close(new(*base.args, **base.kwargs)[0], model(*base.args, **base.kwargs)[0], **NEAR)
 
@@ -205,8 +203,7 @@ def test_a_lokr_that_no_rank_and_factor_give_is_held_too(first, split):
         state |= {f"conv.{key}": value for key, value in conv.items()}
     new = fxplug.apply(gm, fxplug.pass_for(state, gm))
     assert held_numbers(new) == sum(t.numel() for t in state.values())
-    new.adapters.load("ink", state)
-    new.adapters.use("ink")
+    small.load_and_use(new, state, "ink")
     updates = {path: entry.update(model.get_submodule(path).weight.shape) for path, entry in new_entries(state)}
     torch.testing.assert_close(new(x), with_weights(model, updates, (x,)), rtol=1e-3, atol=1e-3)
 
@@ -270,8 +267,7 @@ def test_what_is_more_than_a_product_has_its_form_beside_the_others(slots):
     assert used == {"Lora", "Dora", "Delta"}
     new = fxplug.apply(base.gm, p)
     if slots:
-        new.adapters.load("ink", state)
-        new.adapters.use("ink")
+        small.load_and_use(new, state, "ink")
     else:
         fxplug.load_adapter(new, state)
     model = copy.deepcopy(base.model)
@@ -556,8 +552,7 @@ def test_halves_of_other_dimensions_than_their_layer_are_shaped():
     state = {"patch_embed.proj.lora_down.weight": torch.randn(2, *base.model.patch_embed.proj.weight.shape[1:]),
              "patch_embed.proj.lora_up.weight": torch.randn(width, 2)}  # fmt: skip
     new = fxplug.apply(base.gm, fxplug.pass_for(state, base.gm))
-    new.adapters.load("ink", state)
-    new.adapters.use("ink")
+    small.load_and_use(new, state, "ink")
     down, up = state.values()
     update = {"patch_embed.proj": (up @ down.flatten(1)).reshape(base.model.patch_embed.proj.weight.shape)}
     torch.testing.assert_close(new(*base.args), with_weights(base.model, update, base.args), **NEAR)

@@ -17,7 +17,7 @@ import unets
 from lycoris import create_lycoris_from_weights
 from safetensors import safe_open
 from safetensors.torch import load_file
-from small import seeded, traced
+from small import load_and_use, seeded, traced
 from sweeps import sweep
 from test_adapter_files import ASSETS, Net, randomised, real
 from torch import nn
@@ -116,8 +116,7 @@ def test_a_scaled_lokr_of_full_matrices_is_what_peft_trained(as_, tmp_path):
 
     def loaded(source):
         new = fxplug.apply(net().gm, fxplug.pass_for(source, net().gm))
-        new.adapters.load("a", source)
-        new.adapters.use("a")
+        load_and_use(new, source, "a")
         near(new(INDICES), model(INDICES))
         return new
 
@@ -174,8 +173,7 @@ def test_what_is_written_in_a_form_is_read_as_it_was_or_refused(method, biases, 
     for slots in (0, 1):
         again = fxplug.apply(net().gm, fxplug.pass_for(file, net().gm, slots=slots))
         if slots:
-            again.adapters.load("it", file)
-            again.adapters.use("it")
+            load_and_use(again, file)
         else:
             fxplug.load_adapter(again, file)
         near(again(INDICES), wanted)
@@ -253,16 +251,14 @@ def test_products_come_back_from_slots_that_map_weights(name, tmp_path):
 def test_what_was_written_over_in_a_slot_is_saved_as_it_is(tmp_path):
     """As an optimizer does: neither the dtype of the file nor what was kept of it stands in the way."""
     new = copy.deepcopy(banked())
-    new.adapters.load("ink", pairs(SHAPES, 2, form="lycoris_{}"))
-    new.adapters.use("ink")
+    load_and_use(new, pairs(SHAPES, 2, form="lycoris_{}"), "ink")
     with torch.no_grad(), new.adapters.change():
         up = new.get_submodule("style.blocks.0.to_q.Lora").up.weight
         up[:, :5] += torch.rand(8, 5)  # in what pads the rank, too
         new.get_submodule("style.blocks.0.to_q.Lora").down.weight[:5] += torch.rand(5, 8)
     new.adapters.save("ink", tmp_path / "a", as_="lycoris")
     other = copy.deepcopy(banked())
-    other.adapters.load("ink", tmp_path / "a.safetensors")
-    other.adapters.use("ink")
+    load_and_use(other, tmp_path / "a.safetensors", "ink")
     near(other(INDICES), new(INDICES))
     assert load_file(tmp_path / "a.safetensors")["lycoris_blocks_0_to_q.lora_up.weight"].shape == (8, 5)
 
@@ -338,8 +334,7 @@ def test_kohya_names_of_sdxl_are_read_by_diffusers(tmp_path):
         f"diffusion_model.{name}.{end}" for name in shapes for end in ("lora_down.weight", "lora_up.weight", "alpha")
     }
     again = copy.deepcopy(new)
-    again.adapters.load("comfy", comfy.path)
-    again.adapters.use("comfy")
+    load_and_use(again, comfy.path, "comfy")
     near(again(**base.kwargs)[0], new(**base.kwargs)[0])
 
 
@@ -368,8 +363,7 @@ def test_fused_layers_of_flux_are_read_by_diffusers(some, as_, tmp_path):
         assert load_file(done.path)[f"{key}.lora_up.weight"].shape == (48, 7)
     new.adapters.use("ink")
     again = copy.deepcopy(new)
-    again.adapters.load("back", done.path)
-    again.adapters.use("back")
+    load_and_use(again, done.path, "back")
     near(again(**base.kwargs)[0], new(**base.kwargs)[0])
     if not some.startswith("all"):  # of linear1 theirs takes the full width only
         converted = FluxPipeline.lora_state_dict(str(done.path))
@@ -571,8 +565,7 @@ def test_our_own_format_holds_all_of_it(tmp_path):
     randomised(learned.lora, "up")
     done = fxplug.save_adapter(learned, tmp_path / "own", as_="fxplug")
     assert len(done.layers) == 6
-    new.adapters.load("ink", done.path)
-    new.adapters.use("ink")
+    load_and_use(new, done.path, "ink")
     near(new(*odd().args), learned(*odd().args))
     again = new.adapters.save("ink", tmp_path / "again", as_="fxplug")
     same(load_file(again.path), load_file(done.path))
@@ -622,8 +615,7 @@ def test_it_is_saved_whole_while_others_call_and_change(tmp_path):
     """A save sees one adapter, never half of the old and half of the new one."""
     new = copy.deepcopy(banked())
     states = [{key: torch.full_like(v, n) for key, v in pairs(SHAPES, 2, form="lycoris_{}").items()} for n in (1.0, 2.0)]
-    new.adapters.load("ink", states[0])
-    new.adapters.use("ink")
+    load_and_use(new, states[0], "ink")
     stop, failed = threading.Event(), []
 
     def change():
@@ -657,8 +649,7 @@ def test_cores_of_lower_rank_have_room_in_slots(tmp_path):
     randomised(learned.loha, "hada_")
     done = fxplug.save_adapter(learned, tmp_path / "a", as_="lycoris")
     new = fxplug.apply(net().gm, fxplug.load_pass("loha", at="conv", rank=4, tucker=True, slots=2))
-    new.adapters.load("ink", done.path)
-    new.adapters.use("ink")
+    load_and_use(new, done.path, "ink")
     near(new(INDICES), learned(INDICES))
     again = new.adapters.save("ink", tmp_path / "b", as_="lycoris")
     same(load_file(again.path), load_file(done.path))
@@ -742,8 +733,7 @@ def test_ranks_and_alphas_that_differ_by_layer_go_to_peft_and_diffusers(tmp_path
     for number, (path, shape) in enumerate(weights(base.model).items()):
         if path.endswith(("to_q", "to_v", "conv1")):
             state |= pairs({path: shape}, 1 + number % 7, torch.float32, 0.3 + number % 3, "lycoris_{}")
-    new.adapters.load("ink", state)
-    new.adapters.use("ink")
+    load_and_use(new, state, "ink")
     wanted = new(**base.kwargs)[0]
     other = copy.deepcopy(base.model)
     done = new.adapters.save("ink", tmp_path / "diffusers", as_="diffusers")
@@ -845,8 +835,7 @@ def test_a_text_encoder_has_the_names_that_kohyas_tools_have(tmp_path):
     done = fxplug.save_adapter(new, tmp_path / "ink", as_="kohya")
     assert load_keys(done.path) == {f"lora_te_text_model_encoder_layers_0_mlp_{name}" for name in ("fc1", "fc2")}
     slots = fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*fc[12]$", rank=2, slots=1))
-    slots.adapters.load("ink", done.path)
-    slots.adapters.use("ink")
+    load_and_use(slots, done.path, "ink")
     near(slots(**call)[0], new(**call)[0])
     state, alphas = StableDiffusionPipeline.lora_state_dict(str(done.path))
     other = copy.deepcopy(model)

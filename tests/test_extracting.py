@@ -9,6 +9,7 @@ import pytest
 import torch
 import unets
 from safetensors.torch import load_file, save_file
+from small import load_and_use
 from test_adapter_files import Net
 from torch import nn
 from typer.testing import CliRunner
@@ -42,8 +43,7 @@ def test_a_difference_of_low_rank_is_held_whole(tmp_path):
     assert max(found.errors.values()) < 1e-5 and found.left_out == {} and found.same == 1  # the embedding
     gm = fxplug.trace(base, (indices := torch.arange(6).view(1, 2, 3),))
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="**", rank=2, slots=1))
-    new.adapters.load("ink", found.file)
-    new.adapters.use("ink")
+    load_and_use(new, found.file, "ink")
     torch.testing.assert_close(new(indices), tuned(indices), rtol=1e-4, atol=1e-4)
 
 

@@ -78,8 +78,7 @@ def test_a_live_merge_is_switched_without_recompiling_and_has_the_bits_of_a_merg
         ours = compiled(*base.args)
         assert error(ours, run(gm)) < 1e-5
         assert torch.equal(ours, run(merge(gm)))
-    made.adapters.load("third", adapter(3, 1))
-    made.adapters.use("third")
+    small.load_and_use(made, adapter(3, 1), "third")
     assert error(compiled(*base.args), run(base.gm)) > 1e-2
     made.adapters.unload("third")
     assert torch.equal(compiled(*base.args), run(base.gm))
@@ -179,8 +178,7 @@ def test_a_lowered_module_is_saved_as_what_it_came_from(tmp_path):
     again = fxplug.load(fxplug.save(fused, tmp_path / "fused"))
     assert torch.equal(run(again), run(gm)) and again.adapters.names == ["ink", "film"]
     made = lower(gm, merge="live", fuse=None)
-    made.adapters.load("third", adapter(3))
-    made.adapters.use("third")
+    small.load_and_use(made, adapter(3), "third")
     again = fxplug.load(fxplug.save(made, tmp_path / "live"))
     assert again.adapters.names == ["ink", "film", "third"] and gm.adapters.names == ["ink", "film"]
     assert torch.equal(run(live(again)), run(made))
