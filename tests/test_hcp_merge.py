@@ -11,7 +11,7 @@ import unets
 import yaml
 
 import fxplug
-from fxplug.compat.hcp.checkpoint_files import looks_like, selected
+from fxplug.compat.hcp.checkpoint_files import selected
 from fxplug.compat.hcp.convert_file import convert, convert_checkpoint
 from fxplug.core.errors import ArtifactError, SpecError
 from fxplug.core.spec.yaml_source import parse_yaml
@@ -215,18 +215,11 @@ def test_a_file_of_another_model_says_which_and_how_many(model):
         rewritten("merge: {g: {type: unet, lora: [{path: a.ckpt}]}}")
     base_file("p.ckpt", model)
     torch.save({"base": {f"text_model.encoder.layers.{n}.fc1.weight": torch.zeros(2) for n in range(12)}}, "te.ckpt")
-    with pytest.raises(SpecError, match=r"(?s)12 of 12 weights in te.ckpt.*a CLIP text encoder of 12 layers"):
+    with pytest.raises(SpecError, match="12 of 12 weights in te.ckpt are not in this model: 'text_model"):
         rewritten("merge: {g: {type: unet, part: [{path: p.ckpt, alpha: 1}, {path: te.ckpt, alpha: 1}]}}")
     torch.save({"base": {"conv_in.weight": torch.zeros(3, 3)}}, "te.ckpt")
     with pytest.raises(SpecError, match=r"'conv_in.weight' is \[3, 3\] in te.ckpt"):
         rewritten("merge: {g: {type: unet, part: [{path: te.ckpt, alpha: 1}]}}")
-
-
-def test_which_model_names_look_like():
-    down = {"x.attn2.to_k": {"down.weight": torch.zeros(2, 768)}}
-    assert looks_like(["down_blocks.0.x.attn2.to_k", *down], down) == "the UNet of Stable Diffusion 1"
-    assert looks_like(["down_blocks.0.transformer_blocks.9.a"]) == "SDXL's UNet"
-    assert looks_like(["single_transformer_blocks.0.a"]) == "a diffusion transformer" and looks_like(["head"]) == ""
 
 
 def test_layers_are_chosen_by_whole_names():

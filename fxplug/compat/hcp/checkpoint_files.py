@@ -1,4 +1,4 @@
-"""What a file of HCP-Diffusion holds: its sections, the low-rank update of each layer, and which model that looks like."""
+"""What a file of HCP-Diffusion holds: its sections, and the low-rank update of each layer."""
 
 from __future__ import annotations
 
@@ -142,23 +142,3 @@ def _parts(name: str) -> list[str]:
     """The paths of the modules that a layer or parameter is in: "a.b.c" is in "", "a", "a.b" and itself."""
     pieces = name.split(".")
     return ["", *(".".join(pieces[: count + 1]) for count in range(len(pieces)))]
-
-
-def looks_like(names: Iterable[str], state: Mapping[str, State] | None = None) -> str:
-    """Which model the names of layers are of, as far as they tell: "SDXL's UNet". Empty where they tell nothing.
-
-    `state` has the weights of low-rank updates, whose widths tell the versions of Stable Diffusion apart.
-    """
-    names = list(names)
-    text = [int(found[1]) for name in names if (found := re.search(r"text_model\.encoder\.layers\.(\d+)\.", f"{name}."))]
-    if text:
-        return f"a CLIP text encoder of {max(text) + 1} layers or more"
-    if any(name.startswith(("down_blocks.", "up_blocks.", "mid_block.")) for name in names):
-        deep = max((int(n) for name in names for n in re.findall(r"transformer_blocks\.(\d+)", name)), default=0)
-        cross = (p for p in state or {} if re.search(r"attn2\.to_[kv]$", p) and "down.weight" in (state or {})[p])
-        width = next(((state or {})[path]["down.weight"].shape[1] for path in cross), None)
-        known = {768: "the UNet of Stable Diffusion 1", 1024: "the UNet of Stable Diffusion 2", 2048: "SDXL's UNet"}
-        return known.get(width or 0, "SDXL's UNet" if deep > 1 else "a UNet")
-    if any(name.startswith(("transformer_blocks.", "single_transformer_blocks.")) for name in names):
-        return "a diffusion transformer"
-    return "a vision transformer" if any(name.startswith("blocks.") for name in names) else ""

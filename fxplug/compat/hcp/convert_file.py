@@ -14,7 +14,7 @@ from ...core.spec.run_config import load_config
 from ...core.spec.yaml_source import Source, shown
 from ..configuration import PLACEHOLDER, Converted, dump_configuration, model_sections, rebase_path
 from .builtin_plugins import lora_passes
-from .checkpoint_files import keyed, looks_like, read_sections, trained_alpha
+from .checkpoint_files import keyed, read_sections, trained_alpha
 from .config_files import References, read_files
 from .entries import PLACE_KEYS, plugins_of
 from .hosts import PARTS, Host
@@ -102,8 +102,6 @@ def convert_checkpoint(
     if weights:
         given: dict[str, Any] = {"name": "lora", "file": str(file), "alpha": trained_alpha(weights, notes)}
         merge.passes = [{"hcp/checkpoint": {**given, **({"ema": True} if ema else {})}}]
-    if theirs := looks_like([*weights, *sections.get("base", {})], weights):
-        notes.append(f"the names in {Path(file).name} are for {theirs}")
     head = merge.head(model_sections(model, Path(out).parent if out else Path.cwd()), model_sections(model, Path.cwd()), notes)
     return Converted(_text(Path(file), "weights", head, merge.passes, notes, model is None), notes)
 

@@ -25,7 +25,7 @@ from ...core.spec.rules import COMMON, Match, Pass, Rule
 from ...core.spec.run_config import load_config
 from ...core.spec.yaml_source import Section, checked, validate
 from .builtin_plugins import half_of
-from .checkpoint_files import State, keyed, looks_like, read_sections, selected
+from .checkpoint_files import State, keyed, read_sections, selected
 from .hosts import Number
 from .sample_plugins import checkpoint
 
@@ -109,10 +109,7 @@ def checkpoint_pass(given: Any) -> Pass:
         for name in ("down.weight", "up.weight"):
             if name not in weights[path]:
                 raise SpecError(f"{own.file} lacks the {name.partition('.')[0]} half of '{path}'", path=("file",))
-    about = f"The low-rank updates in {own.file}"
-    if theirs := looks_like(weights, weights):
-        about += f", which has the names of {theirs}"
-    about += "."
+    about = f"The low-rank updates in {own.file}."
     options = {"weights": {path: weights[path] for path in chosen}, "file": own.file, "half": own.mask, "alpha": own.alpha}
     options["alpha_auto_scale"] = own.alpha_auto_scale
     rule = Rule(Match(path=chosen), TrainedLora, args=["x", "y"], options=options)
@@ -150,9 +147,7 @@ def _part(part: MixedCheckpoint, state: Mapping[str, Tensor], number: int) -> St
     lost = [name for name in found if name not in state]
     if lost:
         text = f"part {number + 1}: {len(lost)} of {len(found)} weights in {file} are not in this model: '{lost[0]}'"
-        text += did_you_mean(lost[0], state)
-        theirs, own = looks_like(found), looks_like(state)
-        raise SpecError(text + (f"; its names are for {theirs}" if theirs and theirs != own else ""))
+        raise SpecError(text + did_you_mean(lost[0], state))
     for name, value in found.items():
         if value.shape != state[name].shape:
             there, wanted = list(value.shape), list(state[name].shape)
