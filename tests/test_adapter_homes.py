@@ -469,30 +469,6 @@ def test_what_a_configuration_leaves_out_is_what_peft_takes():
         assert {key: getattr(config, key) for key in values} == values, kind
 
 
-PLAIN = {"LoRA": lambda: peft.LoraConfig(), "LoHa": lambda: peft.LoHaConfig(), "LoKr": lambda: peft.LoKrConfig()}
-
-
-@pytest.mark.parametrize("kind", [*PEFT, *PLAIN])
-@pytest.mark.filterwarnings("ignore")
-def test_a_key_with_pefts_default_may_be_left_out(kind):
-    config = PLAIN[kind]() if kind in PLAIN else PEFT[kind][0]()
-    config.target_modules = {"norm1"} if kind == "norms" else {"a", "b"}
-    if kind == "ia3":
-        config.feedforward_modules = ["b"]
-    model = peft.get_peft_model(Two(), config)
-    shaken(model)
-    state, said = peft.get_peft_model_state_dict(model), config.to_dict()
-    plain = type(config)(**({"total_step": 1} if kind == "adalora" else {}))
-    some = {key: value for key, value in said.items() if key == "peft_type" or getattr(plain, key, said) != value}
-    assert "use_cayley_neumann" not in some or not said["use_cayley_neumann"]
-    weights = {"a": (32, 16), "b": (16, 32), "norm1": (16,)}
-    values = {path: torch.randn(shape) for path, shape in weights.items()}
-    one, other = (files.fit(files.read(state, config=about), weights).check().placed for about in (said, some))
-    assert one.keys() == other.keys()
-    for path in one.keys() & values.keys():
-        assert torch.equal(one[path].changed(values[path]), other[path].changed(values[path]))
-
-
 @pytest.mark.parametrize("version", [None, "0.16.0", "0.17.2.dev0@abc"])
 def test_a_series_that_peft_wrote_otherwise_is_refused(version):
     config = {"peft_type": "OFT", "use_cayley_neumann": True, "peft_version": version}

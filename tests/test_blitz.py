@@ -383,8 +383,8 @@ class Wrong(AddinBase):
 @pytest.mark.parametrize(
     ("method", "finding"),
     [
-        ("adapt_nothing", "Wrong.adapt_nothing returns nothing after a module that returns a tensor"),
-        ("adapt_pair", "returns (a tensor, a tensor) after a module that returns a tensor"),
+        ("adapt_nothing", "Wrong.adapt_nothing returns None after a module that returns tensor"),
+        ("adapt_pair", "returns (tensor, tensor) after a module that returns tensor"),
         ("adapt_kept", "Wrong.adapt_kept sets 'kept' of the add-in"),
         ("adapt_counted", "sets 'steps' of the add-in"),
         ("adapt_seen", "sets 'seen' of the add-in"),
@@ -403,7 +403,7 @@ def test_what_a_graph_cannot_say_is_refused(method, finding):
 
 
 def test_a_list_of_arguments_must_have_their_number():
-    with pytest.raises(SpecError, match=r"returns \(a tensor\) before a module that is called with \(a tensor, a tensor\)"):
+    with pytest.raises(SpecError, match=r"returns \[tensor\] before a module that is called with \(tensor, tensor\)"):
         Addin(Wrong(), "adapt_list", "in")((X, Y))
 
 

@@ -378,20 +378,6 @@ def test_skip(net, tmp_path, kind, prefix):
         same(net, new, rows)
 
 
-@pytest.mark.slow
-def test_skip_in_a_unet(unet, tmp_path):
-    """The guide's own example, with the result changed, as HCP-Diffusion does for the spelling prehook."""
-    (p,) = passes(tmp_path, SKIP.format(kind="Skip", prefix=""))
-    new = fxplug.apply(unet.gm, p)
-    ends = [n.removesuffix(".proj_in") for n, _ in unet.model.named_modules() if n.endswith("proj_in")]
-    with Hooks(unet.model) as hooks:
-        rows = []
-        for path in ends:
-            plugin = hooks.pair(f"{path}.proj_in", f"{path}.proj_out", lambda a, b: hcp_guide.Skip("loha1", a, b))
-            rows.append((plugin, f"loha1.{path}.proj_out.PairPlugin.plugin"))
-        same(unet, new, rows)
-
-
 def test_the_guides_skip_has_no_result_before_its_layer(net, tmp_path):
     with pytest.raises(TraceError, match=r"fea_out is None.*drop the prefix"):
         fxplug.apply(net.gm, *passes(tmp_path, SKIP.format(kind="Skip", prefix="prehook:")))
@@ -532,20 +518,6 @@ PRELU = """
 """
 
 
-@pytest.mark.slow
-def test_prelu_for_silu(unet, tmp_path):
-    (p,) = passes(tmp_path, PRELU.format(name="prelu", wrap="", p=0.3, layers="re:.*nonlinearity$"))
-    new = fxplug.apply(unet.gm, p)
-    paths = [name for name, _ in unet.model.named_modules() if name.endswith("nonlinearity")]
-    with Hooks(unet.model) as hooks:
-        rows = []
-        for path in paths:
-            plugin = hooks.patch(path, lambda host, **where: hcp_guide.PReLUPatch("prelu", host, p=0.3, **where))
-            rows.append((plugin, f"prelu.{path}.PatchPlugin.container.prelu"))
-        same(unet, new, rows)
-    assert not [n for n in new.graph.nodes if n.op == "call_module" and str(n.target).endswith("nonlinearity")]
-
-
 def test_patches_at_one_place_add_up(net, tmp_path):
     slopes = {"prelu": 0.3, "prelu2": 0.6}
     text = "".join(PRELU.format(name=n, wrap="", p=p, layers="re:.*nonlinearity$") for n, p in slopes.items())
@@ -559,6 +531,7 @@ def test_patches_at_one_place_add_up(net, tmp_path):
                 plugin = hooks.patch(path, lambda h, n=name, s=slope, **w: hcp_guide.PReLUPatch(n, h, p=s, **w))
                 rows.append((plugin, f"prelu.{path}.PatchPlugin.container.{name}"))
         same(net, new, rows)
+    assert not [n for n in new.graph.nodes if n.op == "call_module" and str(n.target).endswith("nonlinearity")]
 
 
 @pytest.mark.parametrize("model", [None, "here"])

@@ -17,9 +17,9 @@ from torch import nn
 from ...core.errors import SpecError, TraceError
 from ...core.ir.regions import Regions
 from ...core.spec.addresses import is_pattern, parse_port, select
+from ..structures import checked, described
 from .base_classes import BasePluginBlock, MultiPluginBlock, PluginBlock, Ref
 from .calls import CallArguments, call_of
-from .hook_results import checked, described
 from .layer_patterns import places, read_layers
 from .patch_drivers import Fed
 from .patch_drivers import PatchAfter as PatchAfter

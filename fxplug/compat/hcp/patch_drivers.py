@@ -14,9 +14,9 @@ from ...core.spec.rules import COMMON, Match, Pass, Rule
 from ...core.spec.yaml_source import Section, validate
 from ...core.spec.yaml_source import checked as read_by
 from ..kept_state import MethodCall, ReadNames
+from ..structures import checked
 from .base_classes import PatchPluginBlock, PatchPluginContainer
 from .calls import CallArguments, call_of
-from .hook_results import checked
 from .plugin_factory import feed, patches, running
 
 if TYPE_CHECKING:

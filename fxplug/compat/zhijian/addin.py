@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ...blocks.base import Block
 from ...core.errors import SpecError, did_you_mean
-from ...core.ir.containers import children
 from ...core.spec.addresses import select
 from ..kept_state import MethodCall, ReadNames
+from ..structures import described
 from .addin_factory import OnItsDevice, make_addin, takes_outputs, with_first_parameters
 from .host import ModuleView
 
@@ -146,9 +146,9 @@ class Addin(Block):
     def inputs(self, result: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """All arguments of the module, the method's result among them."""
         new = (result, *inputs[1:]) if isinstance(result, Tensor) else result
-        if not isinstance(new, (tuple, list)) or _structure(tuple(new)) != _structure(tuple(inputs)):
+        if not isinstance(new, (tuple, list)) or described(tuple(new)) != described(tuple(inputs)):
             raise SpecError(
-                f"{self.called} returns {_structure(result)} before a module that is called with {_structure(tuple(inputs))}: "
+                f"{self.called} returns {described(result)} before a module that is called with {described(tuple(inputs))}: "
                 "return a tensor for the first argument, or a tuple for all"
             )
         return tuple(new)
@@ -157,17 +157,15 @@ class Addin(Block):
         """The module's result, the method's in its place. Raises SpecError for one of another structure."""
         if not self.takes_outputs and isinstance(result, (tuple, list)) and len(result) == 1:
             result = result[0]
-        if _structure(result) != _structure(outputs):
+        if described(result) != described(outputs):
             raise SpecError(
-                f"{self.called} returns {_structure(result)} after a module that returns {_structure(outputs)}: return the "
+                f"{self.called} returns {described(result)} after a module that returns {described(outputs)}: return the "
                 "same structure"
             )
         return result
 
     def extra_repr(self) -> str:
         return self.called
-
-
 
 
 def _check_named(site: Site, modules: Sequence[str]) -> None:
@@ -187,18 +185,3 @@ def _check_called_once(site: Site, path: str) -> None:
             f"the in point is at '{path}', which the model calls {len(calls)} times ({', '.join(calls)}), and a line cannot "
             f"choose one: write a rule with args: [..., '{calls[-1]}'] and your own block"
         )
-
-
-def _structure(value: Any) -> str:
-    """How a value is nested: `(tensor, {'sample': tensor})`."""
-    if isinstance(value, Tensor):
-        return "a tensor"
-    if value is None:
-        return "nothing"
-    if isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    members = children(value) if isinstance(value, (tuple, list, dict)) else None
-    if members is None:
-        return f"a {type(value).__name__}"
-    inner = [f"'{key}': {_structure(m)}" if isinstance(value, dict) else _structure(m) for key, m in members]
-    return f"{{{', '.join(inner)}}}" if isinstance(value, dict) else f"({', '.join(inner)})"

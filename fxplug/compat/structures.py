@@ -1,4 +1,4 @@
-"""What a hook gave, against what it had to give."""
+"""How values are nested: what a method or hook gave, against what it had to give."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 
-from ...core.errors import TraceError
-from ...core.ir.containers import children
+from ..core.errors import TraceError
+from ..core.ir.containers import children
 
 
 def described(value: Any) -> str:
-    """The structure of a value: `(tensor, (tensor, tensor))`, `[tensor]`, `{a: tensor}`, `Output(sample=tensor)`, `None`."""
+    """The structure of a value, with its constants: `(tensor, 3)`, `[tensor]`, `{a: tensor}`, `Output(sample=tensor)`."""
     if isinstance(value, torch.Tensor):
         return "tensor"
+    if isinstance(value, (bool, int, float, str)):
+        return repr(value)
     members = children(value)
     if members is None:
         return "None" if value is None else type(value).__name__
