@@ -73,19 +73,16 @@ def updates(rng, kind):
 
 def written(rng, kind):
     """A sound adapter: tensors by key, a configuration or None, metadata."""
-    layout = rng.choice(
-        ["peft", "diffusers", "kohya", "ai-toolkit", "old", "own", "packed"] if kind == "lora" else ["kohya", "peft"]
-    )
+    layouts = ["peft", "diffusers", "kohya", "ai-toolkit", "old", "own", "packed"] if kind == "lora" else ["kohya", "peft"]
+    layout = rng.choice(layouts)
     state, about, config = {}, {}, None
-    halves = (
-        {"down": "lora_A", "up": "lora_B", "mid": "lora_mid"} if layout in ("peft", "diffusers", "ai-toolkit", "packed") else {}
-    )
+    pefts = layout in ("peft", "diffusers", "ai-toolkit", "packed")
+    halves = {"down": "lora_A", "up": "lora_B", "mid": "lora_mid"} if pefts else {}
     for layer, tensors in updates(rng, kind).items():
         for role, tensor in tensors.items():
-            name = {"peft": f"base_model.model.{layer}", "kohya": f"lora_unet_{layer.replace('.', '_')}", "old": layer}.get(
-                layout
-            )
-            name = name or f"{'transformer' if layout == 'ai-toolkit' else 'unet'}.{layer}"
+            name = f"{'transformer' if layout == 'ai-toolkit' else 'unet'}.{layer}"
+            own = {"peft": f"base_model.model.{layer}", "kohya": f"lora_unet_{layer.replace('.', '_')}", "old": layer}
+            name = own.get(layout, name)
             if layout == "own":
                 state[f"lora.{layer}.Lora.{role}.weight"] = tensor
             elif role in ("down", "up", "mid"):
@@ -105,20 +102,13 @@ def written(rng, kind):
 def odd_tensor(rng, tensor):
     value = rng.choice([float("nan"), float("inf"), 1e30, -1e38, 0.0, 1e-40])
     forms = [
-        lambda: tensor.reshape(-1),
-        lambda: tensor.T if tensor.dim() == 2 else tensor[None],
-        lambda: tensor.reshape(-1)[:0],
-        lambda: torch.zeros(()),
-        lambda: tensor.reshape(1, 1, 1, 1, 1, 1, -1),
-        lambda: tensor.long(),
-        lambda: tensor.half(),
-        lambda: tensor.bfloat16(),
-        lambda: tensor.double(),
-        lambda: torch.full(tensor.shape, value),
+        lambda: tensor.reshape(-1), lambda: tensor.T if tensor.dim() == 2 else tensor[None], lambda: tensor.reshape(-1)[:0],
+        lambda: torch.zeros(()), lambda: tensor.reshape(1, 1, 1, 1, 1, 1, -1), tensor.long, tensor.half, tensor.bfloat16,
+        tensor.double, lambda: torch.full(tensor.shape, value),
         lambda: torch.randn([rng.choice([0, 1, 2, 3, 8, 12, 300]) for _ in range(rng.randint(0, 4))]),
         lambda: torch.zeros(rng.choice([20000, 2]), rng.choice([20000, 1]) // 100),
         lambda: tensor * 1e20,
-    ]
+    ]  # fmt: skip
     return rng.choice(forms)()
 
 
@@ -131,48 +121,27 @@ def damage_state(rng, state, config, about):
         if act <= 2:
             state[key] = odd_tensor(rng, state[key])
         elif act == 3:
-            state[
-                rng.choice(
-                    [
-                        key[:-3],
-                        key + ".alpha",
-                        key.replace(".", "_"),
-                        "x" * rng.choice([3, 5000]),
-                        "\x1b]0;a\a",
-                        "a.\ud800",
-                        key.replace("lora", "lorA"),
-                        "." * 900 + key,
-                        "a." * 700 + key,
-                        "_" + key,
-                        key + "\n",
-                        "_orig_mod." + key,
-                        key.replace(".weight", ".other.weight"),
-                    ]
-                )
-            ] = state.pop(key)
+            names = [
+                key[:-3], f"{key}.alpha", key.replace(".", "_"), "x" * rng.choice([3, 5000]), "\x1b]0;a\a", "a.\ud800",
+                key.replace("lora", "lorA"), "." * 900 + key, "a." * 700 + key, f"_{key}", f"{key}\n", f"_orig_mod.{key}",
+                key.replace(".weight", ".other.weight"),
+            ]  # fmt: skip
+            state[rng.choice(names)] = state.pop(key)
         elif act == 4:
             del state[key]
         elif act == 5:
-            state[
-                rng.choice(
-                    [
-                        key.rpartition(".lora")[0] + ".alpha",
-                        "lora.gates.table.names",
-                        "emb_params",
-                        "lora.gates.table.entries",
-                        key.rpartition(".")[0] + ".dora_scale",
-                        key.rpartition(".")[0] + ".bias",
-                        key + "x",
-                    ]
-                )
-            ] = odd_tensor(rng, torch.randn(4, 8))
+            owner = key.rpartition(".")[0]
+            names = [
+                f"{key.rpartition('.lora')[0]}.alpha", "lora.gates.table.names", "emb_params", "lora.gates.table.entries",
+                f"{owner}.dora_scale", f"{owner}.bias", f"{key}x",
+            ]  # fmt: skip
+            state[rng.choice(names)] = odd_tensor(rng, torch.randn(4, 8))
         elif act == 6:
             text = json.dumps(rng.choice([{"unet.r": rng.choice(ODD)}, {"unet.lora_alpha": rng.choice(ODD), "unet.r": 4}, []]))
             about["lora_adapter_metadata"] = rng.choice([text, text, "[" * 5000, "{", text[:-1], "\0"])
         elif act == 7 and config is not None:
-            config[rng.choice(["r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern", "peft_type"])] = rng.choice(
-                ODD
-            )
+            key = rng.choice(["r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern", "peft_type"])
+            config[key] = rng.choice(ODD)
         elif config is not None:
             values = {rng.choice(PATTERNS): rng.choice([4, 4, *ODD]) for _ in range(rng.choice([1, 1, 2, 300]))}
             config[rng.choice(["alpha_pattern", "rank_pattern"])] = values
@@ -184,11 +153,8 @@ def safetensors(rng, state, about, odd):
     header, body = ({"__metadata__": about} if about else {}), b""
     for key, tensor in state.items():
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-        header[key] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [len(body), len(body) + len(data)],
-        }
+        offsets = [len(body), len(body) + len(data)]
+        header[key] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         body += data
     if odd and state:
         entry = header[rng.choice(list(state))]
@@ -244,9 +210,8 @@ def case(rng, folder: Path, kind: str) -> Path:
         value = dict(state.items())
         extra = rng.random()
         if extra < 0.15:
-            value["x"] = rng.choice(
-                [Trap(), torch.zeros(1).expand(10**6, 10**4), torch.ones(2).to_sparse(), nn.Linear(2, 2), {1, 2}, [1]]
-            )
+            odd = [Trap(), torch.zeros(1).expand(10**6, 10**4), torch.ones(2).to_sparse(), nn.Linear(2, 2), {1, 2}, [1]]
+            value["x"] = rng.choice(odd)
         elif extra < 0.2:
             value = {"state_dict": value, "epoch": 3}
         torch.save(value, file, _use_new_zipfile_serialization=rng.random() < 0.6)
@@ -260,9 +225,8 @@ def case(rng, folder: Path, kind: str) -> Path:
     if config is not None:
         text = json.dumps(config)
         if rng.random() < 0.1:
-            text = rng.choice(
-                [text[:-2], "[" * 100_000, "9" * 100_000, "{}" * 10, "[]", '{"r": 1, "r": 2}', "\ufeff" + text, "null"]
-            )
+            odd = [text[:-2], "[" * 100_000, "9" * 100_000, "{}" * 10, "[]", '{"r": 1, "r": 2}', "\ufeff" + text, "null"]
+            text = rng.choice(odd)
         (folder / "adapter_config.json").write_text(text, "utf-8", "surrogatepass")
     if 0.65 <= how < 0.9:
         file.write_bytes(damage_bytes(rng, file.read_bytes()))
@@ -274,21 +238,18 @@ def case(rng, folder: Path, kind: str) -> Path:
             file = other
         else:
             file.unlink()
-            {
-                "fifo": os.mkfifo,
-                "folder": os.mkdir,
-                "loop": lambda f: os.symlink(f, f),
-                "none": lambda f: None,
+            make = {
+                "fifo": os.mkfifo, "folder": os.mkdir, "loop": lambda f: os.symlink(f, f), "none": lambda f: None,
                 "device": lambda f: os.symlink(rng.choice(["/dev/zero", "/dev/stdin"]), f),
-            }[kind](file)
+            }  # fmt: skip
+            make[kind](file)
     return folder if config is not None and rng.random() < 0.7 else file
 
 
 def changed(module, before) -> str:
     now = module.state_dict()
-    return next(
-        (key for key in before if not torch.equal(now[key], before[key])), "" if now.keys() == before.keys() else "keys"
-    )
+    other = next((key for key in before if not torch.equal(now[key], before[key])), "")
+    return other or ("" if now.keys() == before.keys() else "keys")
 
 
 def one(seed: str, folder: Path) -> tuple[str, str]:
