@@ -477,7 +477,7 @@ def test_a_format_says_what_it_cannot_hold(tmp_path):
         fxplug.save_adapter(new, tmp_path / "b", passes=["ssf"])
     with pytest.raises(SpecError, match=r"not text: write \['a'\]"):
         fxplug.save_adapter(new, tmp_path / "b", passes="a")
-    with pytest.raises(SpecError, match="the pass 'style' has slots: give the name of an adapter in them"):
+    with pytest.raises(SpecError, match="the pass 'style' has slots: load and save adapters in them by their names"):
         fxplug.save_adapter(banked(), tmp_path / "b", passes=["style"])
     with pytest.raises(SpecError, match="no pass without slots is applied here"):
         fxplug.save_adapter(net().gm, tmp_path / "b")

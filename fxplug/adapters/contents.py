@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.base import scaled_factor
-from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean
+from ..core.errors import ArtifactError, SpecError, brief_fields
 from ..core.quantised import is_transposed, weight_shape
 from .banks import Bank, rank_dims
 from .find_tensors import unreadable
-from .loading import bank_of
+from .loading import bank_of, without_slots
 from .saved_heads import merged_heads
 from .slot_memory import read_meta, scaled, unscaled
 from .updates import Entry, rank_of
@@ -149,25 +149,18 @@ def _cut(value: Tensor, dims: Iterable[int], rank: int) -> Tensor:
 # --- passes
 
 
-def trained(module: Any, passes: Iterable[str] | None = None) -> AdapterContents:
+def trained(module: Any, passes: Sequence[str] | None = None) -> AdapterContents:
     """The updates that passes without slots hold; `passes` names some of them, None is all that have any.
 
     Raises SpecError for a name that is no pass here, for one with slots, and where there is none.
     """
-    applied = {entry["name"]: entry for entry in getattr(module, "meta", {}).get("passes", [])}
-    wanted = list(passes) if passes is not None else [name for name, entry in applied.items() if not entry.get("slots")]
-    for name in wanted:
-        if name not in applied:
-            listed = f"; there are {', '.join(applied)}" if applied else "; none is applied"
-            raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, applied)}{listed}")
-        if applied[name].get("slots"):
-            raise SpecError(f"the pass '{name}' has slots: give the name of an adapter in them, one of module.adapters.names")
+    wanted = without_slots(module, passes)
     entries: dict[str, Entry] = {}
     left: dict[str, str] = {}
     rslora: set[bool] = set()
     done: set[tuple[str, str]] = set()
-    for name in wanted:
-        for site in applied[name]["sites"]:
+    for name, record in wanted.items():
+        for site in record["sites"]:
             block, path = site["block"], site["path"].partition("@")[0]
             if not block or (block, path) in done:
                 continue
@@ -201,13 +194,14 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> AdapterContents
                 entries[path] = _of_block(module, site, path, name)
                 rslora.add(bool(made.rslora))
     if not entries and not wanted:
-        other = "; to save an adapter from slots, name it: module.adapters.save(name, ...)" if applied else ""
+        slots = getattr(module, "meta", {}).get("passes")
+        other = "; to save an adapter from slots, name it: module.adapters.save(name, ...)" if slots else ""
         raise SpecError(f"no pass without slots is applied here, so there is nothing to save{other}")
     if not entries:
         raise SpecError(
             f"{' and '.join(wanted)}: has no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}"
         )
-    return AdapterContents(tuple(entries.values()), left, rslora == {True}, merged_heads(module, wanted))
+    return AdapterContents(tuple(entries.values()), left, rslora == {True}, merged_heads(module, list(wanted)))
 
 
 def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) -> Entry:

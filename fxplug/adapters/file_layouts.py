@@ -20,7 +20,7 @@ from .format_names import format_of, part_of
 from .key_layouts import CONFIGURED, alpha_of, tensors_of
 from .saved_heads import split_saved_modules
 from .tables import FORMATS, PARTS, table
-from .writing import About, Content, Saved, _digest, _in_dtype, about_of, content, write
+from .writing import About, Content, Saved, _digest, _in_dtype, about_of, content, file_tensors, write
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = table("formats")["published"]
 SECOND = "transformer_2"  # as in Wan 2.2, which has two transformers of one kind
@@ -207,9 +207,7 @@ def write_own(
     tensors: dict[str, Tensor] = {}
     for entry in entries:
         tensors |= tensors_of(layout or "kohya", entry.name, entry, _layer(entry))
-    tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
-    if odd := next((key for key, value in tensors.items() if not value.float().isfinite().all()), None):
-        raise ArtifactError(f"'{odd}' has numbers that are not finite (NaN or infinity)in this dtype: write it in a wider one")
+    tensors = file_tensors(tensors)
     about = {key: value for key, value in file.about.items() if isinstance(value, str) and not key.startswith("sshs_")}
     ranks = Counter((entry.rank, alpha_of(entry)) for entry in entries if not entry.method)
     if "ss_network_dim" in about and ranks:

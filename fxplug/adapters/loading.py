@@ -83,26 +83,33 @@ def load_adapter(
     return found
 
 
-def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]]:
-    """What the blocks of passes without slots hold, by pass. Raises SpecError for another name, and where there is none."""
+def without_slots(module: Any, passes: Sequence[str] | None) -> dict[str, Any]:
+    """The records of a module's passes without slots by name, of those that `passes` names or of all.
+
+    Raises SpecError for a name that is no pass here, and for one with slots.
+    """
     if isinstance(passes, str):
         raise SpecError(f"passes must be a list of names, not text: write ['{passes}']")
     applied = {entry["name"]: entry for entry in getattr(module, "meta", {}).get("passes", [])}
     for name in passes or ():
         if name not in applied:
-            raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, applied)}; there are {', '.join(applied)}")
+            listed = f"there are {', '.join(applied)}" if applied else "none is applied"
+            raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, applied)}; {listed}")
         if applied[name].get("slots"):
-            raise SpecError(f"the pass '{name}' has slots: load the adapter into one with module.adapters.load(name, source)")
+            raise SpecError(f"the pass '{name}' has slots: load and save adapters in them by their names, with module.adapters")
+    return {name: entry for name, entry in applied.items() if not entry.get("slots") and (passes is None or name in passes)}
+
+
+def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]]:
+    """What the blocks of passes without slots hold, by pass. Raises SpecError for another name, and where there is none."""
     made: dict[str, list[Bank]] = {}
-    for name, entry in applied.items():
-        if entry.get("slots") or (passes is not None and name not in passes):
-            continue
+    for name, entry in without_slots(module, passes).items():
         sites = {site["block"]: site for site in reversed(entry["sites"]) if site["block"] and not site.get("apart")}
         banks = [bank for site in reversed(sites.values()) if (bank := bank_of(module, site)) is not None]
         if banks:
             made[name] = banks
     if not made:
-        slots = "; for passes with slots use module.adapters.load" if applied else ""
+        slots = "; for passes with slots use module.adapters.load" if getattr(module, "meta", {}).get("passes") else ""
         raise SpecError(f"no pass here has blocks that an adapter file can be loaded into{slots}")
     return made
 

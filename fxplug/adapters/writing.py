@@ -111,8 +111,6 @@ def save_adapter(
 
     Raises ArtifactError for that, and for a place that cannot be written; SpecError for a format or pass that is not there.
     """
-    if isinstance(passes, str):
-        raise SpecError(f"passes must be a list of names, not text: write ['{passes}']")
     held = trained(module, passes)
     there = functools.partial(tensor_of, module)
     made = content(held, as_, about_of(module), name=name, part=part, partial=partial, dtype=dtype, metadata=about, there=there)
@@ -190,9 +188,7 @@ def content(
         tensors |= tensors_of(as_, key, entry, layer, biased)
     if as_ == "peft":
         tensors |= {f"{BEFORE}{key}": value if dtype is None else value.to(dtype) for key, value in heads.items()}
-    tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
-    if odd := next((key for key, value in tensors.items() if not value.float().isfinite().all()), None):
-        raise ArtifactError(f"'{odd}' has numbers that are not finite (NaN or infinity)")
+    tensors = file_tensors(tensors)
     made: dict[str, Any] = {}
     if as_ in CONFIGURED:
         made = config([(entry.path, entry) for _, entry in rows], model.layers, held.rslora)
@@ -230,6 +226,13 @@ def write(made: Content, path: str | os.PathLike[str], as_: str) -> Saved:
             with new_file(target, raises) as file:
                 save_file(made.tensors, file, made.about)
     return Saved(target, as_, made.layers, made.left_out)
+
+
+def file_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as a file takes them: on the CPU, each in memory of its own. Raises ArtifactError where one is not finite."""
+    if odd := next((key for key, value in tensors.items() if not value.float().isfinite().all()), None):
+        raise ArtifactError(f"'{odd}' has numbers that are not finite (NaN or infinity)")
+    return {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
 
 
 def _in_dtype(entry: Entry, dtype: torch.dtype | None) -> Entry:
