@@ -312,15 +312,14 @@ def _multi(
 
 def _feeds(kind: type[BasePluginBlock], given: dict[str, Any], host: Host) -> None:
     """The inputs that a plugin asks for in `feed_input_data`: of the model where it has them, else of the pass."""
-    asked = list_read_inputs(kind, tuple(host.inputs))
-    if not asked:
+    own = {name: port for name, port in FED.items() if host.part == "unet" and name not in host.inputs}
+    asked = list_read_inputs(kind, (*host.inputs, *own))
+    if asked is None:
         return
-    own = {name: FED[name] for name in asked if host.part == "unet" and name in FED and name not in host.inputs}
-    missing = [name for name in asked if name not in own and name not in host.inputs]
-    if missing:
+    if not asked:
         raise SpecError(
-            f"{kind.__name__} needs the input '{missing[0]}' (feed_input_data): give its shape, as in --input "
-            f"{missing[0]}=n,3,8*h,8*w --input sample=n,c,h,w"
+            f"{kind.__name__} takes inputs (feed_input_data), and its code names none of {', '.join((*host.inputs, *own))}: "
+            "give those that it names with their shapes, as in --input cond=n,3,8*h,8*w --input sample=n,c,h,w"
         )
     new = [name for name in asked if name not in own]
     host.used.update(new)
