@@ -245,20 +245,6 @@ class SetPatch(PatchPluginBlock):
         setattr(self.host(), key, value)
 
 
-class SetAround(SetPatch):
-    def pre_forward(self, x):
-        return (x,), {}
-
-    def post_forward(self, output, x):
-        return output
-
-
-class SetPair(PluginBlock):
-    def __init__(self, name, from_layer, to_layer, key="", value=None, **rest):
-        super().__init__(name, from_layer, to_layer)
-        setattr(to_layer["layer"], key, value)
-
-
 class SetMulti(MultiPluginBlock):
     def __init__(self, name, from_layers, to_layers, host_model=None, key="", value=None, **rest):
         super().__init__(name, from_layers, to_layers, host_model)
@@ -279,11 +265,11 @@ class SetLater(MultiPluginBlock):
         setattr(host, self.key, self.value)
 
 
-PLACES = {"SetPair": ("from_layer", "to_layer"), **dict.fromkeys(("SetMulti", "SetLater"), ("from_layers", "to_layers"))}
+PLACES = dict.fromkeys(("SetMulti", "SetLater"), ("from_layers", "to_layers"))
 
 
 @pytest.mark.parametrize("at", [("conv", "padding", [0, 0]), ("act", "negative_slope", 0.5), ("scale", "by", 5.0)], ids=str)
-@pytest.mark.parametrize("kind", ["SetSingle", "SetPatch", "SetAround", "SetPair", "SetMulti", "SetLater"])
+@pytest.mark.parametrize("kind", ["SetSingle", "SetPatch", "SetMulti", "SetLater"])
 def test_an_attribute_of_the_layer_that_a_plugin_changes_is_told_and_stays(tmp_path, kind, at):
     layer, key, value = at
     net = small.traced(small.seeded(Attributes).eval(), torch.randn(2, 3, 6, 6))

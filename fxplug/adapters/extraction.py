@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def extract(
     if not number or not (rank >= 1 if isinstance(rank, int) else 0 < rank < 1):
         raise SpecError(f"rank must be a whole number, 1 or more, or a share between 0 and 1, not {shown(rank)}")
     with contextlib.ExitStack() as stack:
-        first, second = (stack.enter_context(_opened(given, limits)) for given in (base, tuned))
+        first, second = (_weights_of(given, stack, limits) for given in (base, tuned))
         model = second.model if second.model.layers else first.model
         for one in (first, second):
             if scale := weight_files.scale_of_weights(one.shapes):
@@ -180,15 +180,13 @@ class _Weights:
         return self.dtypes[key].is_floating_point
 
 
-@contextlib.contextmanager
-def _opened(given: Given, limits: Limits) -> Iterator[_Weights]:
+def _weights_of(given: Given, stack: contextlib.ExitStack, limits: Limits) -> _Weights:
+    """A checkpoint, whose files are open until the stack is left."""
     if isinstance(given, nn.Module):
-        yield _in_memory(f"the {type(given).__name__}", given.state_dict(), about_of(given))
-    elif isinstance(given, Mapping):
-        yield _in_memory("the state dict", given, About({}))
-    else:
-        with contextlib.ExitStack() as stack:
-            yield _in_files(Path(given), stack, limits)
+        return _in_memory(f"the {type(given).__name__}", given.state_dict(), about_of(given))
+    if isinstance(given, Mapping):
+        return _in_memory("the state dict", given, About({}))
+    return _in_files(Path(given), stack, limits)
 
 
 def _in_memory(where: str, state: Mapping[str, Tensor], model: About) -> _Weights:

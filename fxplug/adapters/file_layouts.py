@@ -221,5 +221,4 @@ def write_own(
 
 
 def _edited(saved: Saved, entries: Sequence[Entry], errors: Mapping[str, float]) -> EditedFile:
-    ranks = {entry.name: entry.rank for entry in entries if not entry.method}
-    return EditedFile(saved.path, saved.as_, saved.layers, saved.left_out, ranks, errors)
+    return EditedFile(**vars(saved), ranks={entry.name: entry.rank for entry in entries if not entry.method}, errors=errors)
