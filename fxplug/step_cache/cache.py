@@ -214,7 +214,7 @@ class StepCache(Stepped):
         return old.kept
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCache:
-        return StepCache(copy.deepcopy(self.module, memo), self.policy, clock=self._clock)
+        return StepCache(copy.deepcopy(self.module, memo), self.policy, clock=self._clock.name)
 
     def extra_repr(self) -> str:
         cut = next(iter(self._cuts.values()))

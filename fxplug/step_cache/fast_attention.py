@@ -189,7 +189,7 @@ class FastAttention(Stepped):
             self.schedule = [{k: m for k, m in row.items() if m != "full"} for row in self.schedule]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FastAttention:
-        return FastAttention(copy.deepcopy(self.module, memo), self.schedule, side=self.side, clock=self._clock)
+        return FastAttention(copy.deepcopy(self.module, memo), self.schedule, side=self.side, clock=self._clock.name)
 
     def extra_repr(self) -> str:
         counts = Counter(self._method(i, key) for i in range(len(self.schedule)) for key in self.places)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import SpecError, did_you_mean
+from ..core.clock import Clock
+from ..core.errors import SpecError
 from ..core.ir.containers import leaves
 from ..core.ir.graph import Graph
 from ..core.ir.traced_module import TracedModule, shell
 from ..core.locks import call_with_read_lock, choices_of, locks_of
 from ..core.torch_internals.modules import TABLES
 
-AT_ONCE = 8  # so many calls at one time are told apart
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -43,8 +42,7 @@ class Stepped(nn.Module):
             raise SpecError(f"a step cache takes a traced module, not {type(module).__name__}: fxplug.trace makes one")
         self.__dict__.update({table: vars(module)[table] for table in TABLES}, module=module)
         self.training = module.training
-        self._position = self._of_clock(clock)
-        self._clock = clock
+        self._clock = Clock(clock, [str(n.target) for n in module.graph.nodes if n.op == "placeholder"])
         self._options: dict[str, Any] | None = None
         self._locks = locks_of(module)
         collective: Any = next((m for m in module.modules() if hasattr(m, "everywhere")), None)
@@ -94,9 +92,7 @@ class Stepped(nn.Module):
     def reset(self) -> None:
         """Forget what was kept: the next call begins a run."""
         self._streams: dict[int, Any] = {}
-        self._time: float | None = None
-        self._direction = 0.0
-        self._number = 0
+        self._clock.reset()
 
     @between
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,33 +122,11 @@ class Stepped(nn.Module):
 
     @eager
     def _advance(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Which of the calls at one time this is; a new time is a new step, one that goes back a new run."""
-        if self._clock is None:
-            return 0
-        value = args[self._position] if len(args) > self._position else kwargs.get(self._clock)
-        if value is None:
-            raise SpecError(f"the call has no '{self._clock}', which is needed to see where a run begins")
-        now = float(value.flatten()[0]) if isinstance(value, Tensor) else float(value)
-        before, self._time = self._time, now
-        if before is None or now == before:
-            self._number = 0 if before is None else (self._number + 1) % AT_ONCE
-            return self._number
-        moved = math.copysign(1.0, now - before)
-        if self._direction and moved != self._direction:
-            self.reset()
-            self._time = now
-            return 0
-        self._direction, self._number = moved, 0
-        return 0
-
-    def _of_clock(self, clock: str | None) -> int:
-        names = [str(n.target) for n in self.module.graph.nodes if n.op == "placeholder"]
-        if clock is not None and clock not in names:
-            raise SpecError(
-                f"the model has no input '{clock}', which would tell the step of a call{did_you_mean(clock, names)}: give one "
-                f"of {', '.join(names)} as clock=, or clock=None and call reset() before each run"
-            )
-        return -1 if clock is None else names.index(clock)
+        """Which of the calls at one time this is; where a run begins, what was kept of the one before is forgotten."""
+        begins, number = self._clock.tick(args, kwargs)
+        if begins:
+            self._streams = {}
+        return number
 
     # --- it stands for the module
 

@@ -10,10 +10,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ...core.clock import Clock
 from ...core.errors import GuardError, SpecError, VerifyError
 from ...core.ir.containers import difference, leaves
 from ...core.ir.traced_module import TracedModule
-from .clock import Clock
 from .links import Links
 from .patches import PatchValue, keep, summands
 from .stages import Stages
@@ -111,7 +111,7 @@ class PipeFusion(nn.Module):
 
     def begin(self, inputs: list[Any]) -> ImageRun:
         """Give the run that this call is a step of: a new one where an image begins and for inputs of other shapes."""
-        new, number = self.clock.tick(inputs)
+        new, number = self.clock.tick(inputs, {})
         shapes = tuple((x.shape, x.dtype) for x in leaves(inputs) if isinstance(x, Tensor))
         if new:
             self.forget()

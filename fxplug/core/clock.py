@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ...core.errors import SpecError, did_you_mean
+from .errors import SpecError, did_you_mean
 
 AT_ONCE = 8  # so many calls at one time are told apart
 
@@ -25,7 +25,7 @@ class Clock:
         if name is not None and name not in names:
             raise SpecError(
                 f"the model has no input '{name}', which would tell the step of a call{did_you_mean(name, names)}: give one of "
-                f"{', '.join(names)} as clock=, or clock=None and mark where each run begins"
+                f"{', '.join(names)} as clock=, or clock=None and call reset() or new_image() before each run"
             )
         self.name, self.position = name, -1 if name is None else list(names).index(name)
         self.reset()
@@ -36,11 +36,11 @@ class Clock:
         self.direction = 0.0
         self.number = 0
 
-    def tick(self, inputs: Sequence[Any]) -> tuple[bool, int]:
+    def tick(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, int]:
         """Whether a run begins with this call, and the call's number among those of its time."""
         if self.name is None:
             return False, 0
-        value = inputs[self.position]
+        value = args[self.position] if len(args) > self.position else kwargs.get(self.name)
         if value is None:
             raise SpecError(f"the call has no '{self.name}', which is needed to see where a run begins")
         now = float(value.flatten()[0]) if isinstance(value, Tensor) else float(value)
