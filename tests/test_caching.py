@@ -122,6 +122,11 @@ def same(one, two):
     return all(map(torch.equal, leaves(one), leaves(two)))
 
 
+def close(one, two):
+    for a, b in zip(leaves(one), leaves(two), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 def changed(base, by=0.5, seed=3):
     """The same call with another picture."""
     noise = torch.Generator().manual_seed(seed)
@@ -148,8 +153,7 @@ def test_a_full_step_is_the_model_and_a_shallow_one_on_fresh_values_too(name):
     again = run(cache.shallow, base, **kept)
     if CASES[name][1] == "deepcache":
         assert same(again, want)
-    for a, b in zip(leaves(again), leaves(want), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    close(again, want)
     assert same(run(cache.full, base)[1], kept)  # what is kept is nobody's to write to
 
 
@@ -191,8 +195,7 @@ def test_a_gauged_step_is_decided_behind_the_first_block(name):
         again = cache.short(**carried, **kept)
     want = run(base.gm, base)
     assert type(result) is type(want) and same(result, want)
-    for a, b in zip(leaves(again), leaves(want), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    close(again, want)
     assert not computed(cache.first.graph) & computed(cache.rest.graph)
     assert not any("blocks" in n for n in computed(cache.short.graph))
 
@@ -290,8 +293,7 @@ def test_steps_are_those_of_diffusers_first_block_cache():
             want = run(theirs, one)
         with cache.cache_context("cond"):  # as a pipeline does
             ours = run(cache, one)
-        for a, b in zip(leaves(ours), leaves(want), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        close(ours, want)
     assert cache.counts == {"full": 3, "shallow": 3}
 
 
@@ -362,8 +364,7 @@ def test_teacache_takes_the_change_of_all_blocks(name):
         result, kept = cache.rest(**carried)
         again = cache.short(**carried, **kept)
     assert same(result, run(base.gm, base))
-    for a, b in zip(leaves(again), leaves(result), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    close(again, result)
     assert not any("blocks" in n for n in computed(cache.short.graph))
     assert not any("attn" in n for n in computed(cache.first.graph))
 
@@ -440,8 +441,7 @@ def check_switches(cache, base, wanted):
         cache.adapters.use(use)
         cache.reset()
         for _ in range(2):
-            for a, b in zip(leaves(run(cache, base)), leaves(want), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+            close(run(cache, base), want)
     assert cache.counts == {"full": len(wanted), "shallow": len(wanted)}
 
 
@@ -477,8 +477,7 @@ def test_marks_stay_when_all_passes_are_merged():
     new.adapters.use("ink")
     cache = StepCache(fxplug.lower(new, merge="fold"), Threshold(), clock=None)
     for _ in range(2):
-        for a, b in zip(leaves(run(cache, base)), leaves(wanted[1][1]), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        close(run(cache, base), wanted[1][1])
     assert cache.counts == {"full": 1, "shallow": 1}
     marked = fxplug.apply(base.gm, fxplug.load_pass("first_block_cache"))
     with pytest.raises(fxplug.SpecError, match="only marks where the graph may be cut"):
@@ -543,8 +542,7 @@ def test_each_part_may_be_lowered():
     assert seen == ["first", "rest", "short"]
     assert sum(cache.rest.meta["nested"].values(), []) == ["transformer_blocks.1", "transformer_blocks.2"]  # alike as ever
     for _ in range(2):
-        for a, b in zip(leaves(run(cache, base)), leaves(run(base.gm, base)), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        close(run(cache, base), run(base.gm, base))
 
 
 # --- over processes
@@ -576,8 +574,7 @@ def test_processes_take_the_steps_that_one_does(name, ways):
     assert 1 < sum(steps) < len(steps)
     for found, took in pretended(ways, lambda rank: in_turn(StepCache(new, policy, clock=None), calls)):
         assert took == steps
-        for a, b in zip(leaves(found), leaves(want), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        close(found, want)
 
 
 @pytest.mark.slow
@@ -652,8 +649,7 @@ def test_two_real_processes_decide_as_one(tmp_path):
     for rank in range(2):
         found, took = torch.load(tmp_path / "saved" / f"{rank}.pt", weights_only=False)
         assert took == steps == [True, False, True]
-        for a, b in zip(leaves(found), leaves(want), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        close(found, want)
 
 
 def test_processes_with_other_inputs_are_told():
@@ -670,8 +666,7 @@ def test_marks_may_come_after_the_collectives():
     want, steps = in_turn(StepCache(cached("pixart")[1], Threshold(0.2), clock=None), calls)
     for found, took in pretended(plan.ways, lambda rank: in_turn(StepCache(new, Threshold(0.2), clock=None), calls)):
         assert took == steps == [True, False, True]
-        for a, b in zip(leaves(found), leaves(want), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        close(found, want)
 
 
 # --- marks of one's own

@@ -10,7 +10,7 @@ import small
 import test_caching as caching
 import torch
 import torch.nn.functional as F
-from test_caching import changed, pixart, run, same
+from test_caching import changed, close, pixart, run, same
 
 import fxplug
 from fxplug.blocks.windowed_attention import windowed
@@ -33,11 +33,6 @@ def dit():
         "hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([5, 5]), "class_labels": torch.tensor([1, 2]),
         "return_dict": False,
     })  # fmt: skip
-
-
-def close(a, b):
-    for x, y in zip(leaves(a), leaves(b), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 def halves_alike(base):

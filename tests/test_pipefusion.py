@@ -275,16 +275,21 @@ def links():
     return LocalLinks(PRETENDED.get().groups["stages"])
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_pretended_processes_give_what_one_gives(stages):
-    one = made(stages, 3)
+@functools.cache
+def stale(ways):
+    return fxplug.stale_sequence(own(), inputs(), ways=ways)
+
+
+@pytest.mark.parametrize(("make", "count"), [(lambda n: made(n, 3), 2), (lambda n: made(n, 3), 3), (stale, 3)])
+def test_pretended_processes_give_what_one_gives(make, count):
+    one = make(count)
     want = image(one), image(one, height=12)
 
     def run(rank):
         mine = one.with_options(links=links())
         return image(mine), image(mine, height=12)
 
-    for got in pretended({"stages": stages, **all_degrees({})}, run):
+    for got in pretended({"stages": count, **all_degrees({})}, run):
         for (a, x), (b, y) in zip(want, got, strict=True):
             assert equal(a, b) and torch.equal(x, y)
 
@@ -411,11 +416,6 @@ def test_a_scheduler_that_looks_at_all_of_a_step_is_refused():
 # --- a step late, without stages
 
 
-@functools.cache
-def stale(ways):
-    return fxplug.stale_sequence(own(), inputs(), ways=ways)
-
-
 def test_an_exchange_a_step_late():
     want, last = image(own())
     got, x = image(stale(3))
@@ -427,34 +427,12 @@ def test_an_exchange_a_step_late():
     assert equal(one, want) and torch.equal(y, last)
 
 
-def test_pretended_processes_a_step_late():
-    want = image(stale(3)), image(stale(3), height=12)
-
-    def run(rank):
-        mine = stale(3).with_options(links=links())
-        return image(mine), image(mine, height=12)
-
-    for got in pretended({"stages": 3, **all_degrees({})}, run):
-        for (a, x), (b, y) in zip(want, got, strict=True):
-            assert equal(a, b) and torch.equal(x, y)
-
-
 @pytest.mark.slow
-def test_guidance_over_processes_and_stages():
-    one = fxplug.pipefusion(own(), inputs(), stages=2, patches=3, batch=2)
-    want, last = image(made(2, 3))
-
-    def run(rank):
-        return image(one.with_options(links=links()))
-
-    for got, x in pretended({**all_degrees({"batch": 2}), "stages": 2}, run):
-        assert all(distance(a, b) < CLOSE for a, b in zip(want, got, strict=True)) and distance(last, x) < 10 * CLOSE
-
-
-@pytest.mark.slow
-def test_guidance_over_processes_a_step_late():
-    one = fxplug.stale_sequence(own(), inputs(), ways=2, batch=2)
-    want, last = image(stale(2))
+@pytest.mark.parametrize("late", [False, True])
+def test_guidance_over_processes_and_stages_or_a_step_late(late):
+    two = {"ways": 2} if late else {"stages": 2, "patches": 3}
+    one = (fxplug.stale_sequence if late else fxplug.pipefusion)(own(), inputs(), **two, batch=2)
+    want, last = image(stale(2) if late else made(2, 3))
 
     def run(rank):
         return image(one.with_options(links=links()))
