@@ -27,7 +27,7 @@ LIBRARIES = {
     "pydantic": Library("configurations", "pydantic"),
     "safetensors": Library("weight files", "safetensors"),
     "tensorboard": Library("curves of a training run", "tensorboard", extra="train"),
-    "matplotlib": Library("curves of a training run as a picture", "matplotlib", extra="train"),
+    "matplotlib": Library("curves of a training run, and of predicted costs, as a picture", "matplotlib", extra="train"),
     "fast-sugiyama": Library("pictures of graphs in reports", "fast_sugiyama", extra="report"),
     "jinja2": Library("pages of reports", "jinja2", extra="report"),
     "psutil": Library("memory of training runs", "psutil", extra="train"),

@@ -97,7 +97,7 @@ def _predicted(
     subject: str, pixels: list[int], devices: list[int], link: str, speed: float, at: int, out: Path | None, set: Any
 ) -> None:
     from ..core.flow import rewrite
-    from .costs.plot import svg
+    from .costs.plot import save_picture
     from .costs.prediction import format_figures, link_of, predict, table
 
     if Path(subject).is_dir():
@@ -120,7 +120,7 @@ def _predicted(
     print(f"{', '.join(sorted(kinds))}, {format_figures(found, speed)}")
     print(table(rows))
     if out is not None:
-        out.write_text(svg(rows), "utf-8")
+        save_picture(rows, out)
         print(f"saved in {out}")
 
 
