@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import queue
+import threading
 
 import processes
 import pytest
@@ -15,9 +17,10 @@ from torch import nn
 
 import fxplug
 from fxplug.core.ir.containers import distance, leaves
+from fxplug.core.torch_internals import modules as pytree
 from fxplug.parallel.pipelines.deferred import Later
 from fxplug.parallel.pipelines.entry import distances
-from fxplug.parallel.pipelines.links import LocalLinks, links_of
+from fxplug.parallel.pipelines.links import Links, links_of
 from fxplug.parallel.runtime.mesh import all_degrees
 from fxplug.parallel.runtime.pretended import PRETENDED, pretended
 
@@ -269,6 +272,37 @@ def test_long_skips_of_hunyuan_dit():
 
 
 # --- processes
+
+
+class LocalLinks(Links):
+    """What stages send each other, between threads of this process."""
+
+    def __init__(self, local):
+        size = local.meeting.barrier.parties
+        super().__init__(local.rank, range(size), ())
+        queues = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
+        self.local, self.queues = local, vars(local.meeting).setdefault("queues", queues)
+
+    def send(self, to, values, key):
+        self.queues[self.rank, to].put(copied(values))
+
+    def receive(self, source, key):
+        while True:
+            try:
+                return self.queues[source, self.rank].get(timeout=0.1)
+            except queue.Empty:
+                if self.local.meeting.barrier.broken:  # another thread has failed
+                    raise threading.BrokenBarrierError from None
+
+    def share(self, source, values, key):
+        return copied(self.local.swap(copied(values))[source])  # written again meanwhile
+
+    def swap(self, values, key):
+        return [], self.local.swap(copied(values))
+
+
+def copied(values):
+    return pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, values)
 
 
 def links():

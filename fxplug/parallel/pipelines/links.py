@@ -1,4 +1,4 @@
-"""What stages of a pipeline send each other: asynchronously, over torch.distributed or between threads."""
+"""What stages of a pipeline send each other: asynchronously, over torch.distributed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...core.errors import SpecError
 from ...core.torch_internals import modules as pytree
 from ..runtime.mesh import World, world_of
-from ..runtime.pretended import ThreadGroup
 
 
 class Links:
@@ -126,30 +125,6 @@ def links_of(stages: int, ways: Mapping[str, int], mesh: DeviceMesh | None = Non
         if dist.get_rank() in row:
             mine = [row.index(dist.get_rank()), row, groups]
     return Links(*mine), world_of(ways, mesh)
-
-
-class LocalLinks(Links):
-    """The same between threads of this process."""
-
-    def __init__(self, local: ThreadGroup) -> None:
-        super().__init__(local.rank, range(local.meeting.barrier.parties), ())
-        self.local = local
-
-    def send(self, to: int, values: Any, key: Any) -> None:
-        self.local.meeting.queue(self.rank, to).put(pytree.tree_map(_copied, values))
-
-    def receive(self, source: int, key: Any) -> Any:
-        return self.local.take(source)
-
-    def share(self, source: int, values: Any, key: Any) -> Any:
-        return pytree.tree_map(_copied, self.local.swap(pytree.tree_map(_copied, values))[source])  # written again meanwhile
-
-    def swap(self, values: Sequence[Tensor], key: Any) -> tuple[list[Any], list[list[Tensor]]]:
-        return [], self.local.swap([value.clone() for value in values])
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 class _Outline(NamedTuple):

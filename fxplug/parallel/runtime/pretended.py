@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import math
-import queue
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,11 +23,6 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=WAIT)
         self.slots: list[Any] = [None] * size
-        self.queues = {(a, b): queue.Queue[Any]() for a in range(size) for b in range(size)}
-
-    def queue(self, source: int, to: int) -> queue.Queue[Any]:
-        """What one thread has sent another and is not taken yet."""
-        return self.queues[source, to]
 
 
 class ThreadGroup:
@@ -44,18 +38,6 @@ class ThreadGroup:
         found = list(self.meeting.slots)
         self.meeting.barrier.wait()
         return found
-
-    def take(self, source: int) -> Any:
-        """The next of what a thread has sent this one; an error where another thread has failed meanwhile."""
-        waited = 0.0
-        while waited < WAIT:
-            try:
-                return self.meeting.queue(source, self.rank).get(timeout=0.1)
-            except queue.Empty:
-                waited += 0.1
-                if self.meeting.barrier.broken:
-                    break
-        raise threading.BrokenBarrierError
 
     def all_to_all(self, x: Tensor, give: list[int]) -> Tensor:
         """Give each thread its piece of x, so many rows, and join what they gave this one."""
