@@ -5,10 +5,11 @@ Not from this one: autograd cannot be forked once it has run. A function is foun
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,16 @@ CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed", UNET, "skl
 def group(function: Callable[..., Any], *args: Any, world: int = 2) -> None:
     """`function(rank, *args)` in each process of a gloo group; what one of them raises is raised here."""
     as_torchrun(_member, function, *args, world=world)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A gloo group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def as_torchrun(function: Callable[..., Any], *args: Any, world: int = 2) -> None:

@@ -6,6 +6,7 @@ import copy
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import processes
 import pytest
 import timm
 import torch
@@ -196,10 +197,9 @@ def test_threads_and_errors_leave_the_compiler_as_it_was(trained):
 
 
 @pytest.mark.slow
-def test_under_ddp(trained, tmp_path):
+def test_under_ddp(trained):
     new, nested, x = trained
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with processes.alone():
         call, seen = counted(nested, "aot_eager")
         runner = DistributedDataParallel(call)
         torch.manual_seed(5)
@@ -207,9 +207,7 @@ def test_under_ddp(trained, tmp_path):
         _, wanted = learned(new, x, new)
         assert all(torch.equal(nested.get_parameter(name).grad, value) for name, value in wanted.items())
         assert len(seen) == 1
-    finally:
-        torch.distributed.destroy_process_group()
-        nested.zero_grad()
+    nested.zero_grad()
 
 
 @pytest.mark.slow

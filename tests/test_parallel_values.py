@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import processes
 import pytest
 import small
 import torch
 import torch.nn.functional as F
 from sweeps import sweep
+from timm.layers import DropPath
 from torch import nn
 
 import fxplug
@@ -209,13 +211,17 @@ def test_dropout_in_place(read, ways):
     assert torch.equal(outs[0], outs[1])
 
 
-@pytest.mark.parametrize("ways", [*WAYS, {"batch": 2, "ulysses": 2}], ids=str)
-def test_paths_of_samples_are_dropped(ways):
-    """timm's DropPath draws into new memory, and divides what it drew in place."""
-    from timm.layers import DropPath
+DROPPED = {
+    "tokens born behind it": lambda: nn.Dropout(0.5),
+    # draws into new memory, and divides what it drew in place
+    "paths of samples": lambda: nn.Sequential(nn.Linear(16, 16), DropPath(0.5)),
+}
 
-    gm = traced(lambda: Tokens(nn.Sequential(nn.Linear(16, 16), DropPath(0.5))), x(), training=True)
-    plan, new = parallel(gm, x(), **ways)
+
+@pytest.mark.parametrize("ways", [*WAYS, {"batch": 2, "ulysses": 2}], ids=str)
+@pytest.mark.parametrize("name", DROPPED)
+def test_what_is_dropped_is_everybodys(name, ways):
+    plan, new = parallel(traced(lambda: Tokens(DROPPED[name]()), x(), training=True), x(), **ways)
     outs = pretended(plan.ways, lambda rank: new(x()))
     assert plan.away < 1e-6 and plan.share > 0.99 and all(torch.equal(outs[0], out) for out in outs)
 
@@ -232,32 +238,20 @@ def test_a_graph_that_does_not_run_on_the_example_is_named():
         parallel(gm.train(), x(1), ulysses=2)
 
 
-@pytest.mark.parametrize("ways", WAYS, ids=str)
-def test_tokens_are_born_behind_dropout(ways):
-    plan, new = parallel(traced(lambda: Tokens(nn.Dropout(0.5)), x(), training=True), x(), **ways)
-    outs = pretended(plan.ways, lambda rank: new(x()))
-    assert plan.away < 1e-6 and plan.share == 1 and torch.equal(outs[0], outs[1])
-
-
 # --- what travels
 
 
-@pytest.fixture
-def lonely():
-    """A gloo group of this process alone: it takes what gloo takes."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield torch.distributed.group.WORLD.group_name
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.int16, torch.bool, torch.float8_e4m3fn], ids=str)
-def test_tensors_travel_whatever_their_dtype(lonely, dtype):
+def test_tensors_travel_whatever_their_dtype(dtype):
+    """A group of one process takes what gloo takes."""
     from fxplug.parallel.runtime.collectives import _all_to_all, _GatherFunction
 
     given = x().to(dtype)[0]
     given = given.conj() if dtype.is_complex else given
-    for found in (_all_to_all(given, [12], [12], lonely), _GatherFunction.apply(given, 1, lonely)):
-        assert found.dtype == dtype and torch.equal(found.to(torch.complex64), given.to(torch.complex64))
+    with processes.alone():
+        name = torch.distributed.group.WORLD.group_name
+        for found in (_all_to_all(given, [12], [12], name), _GatherFunction.apply(given, 1, name)):
+            assert found.dtype == dtype and torch.equal(found.to(torch.complex64), given.to(torch.complex64))
 
 
 # --- what mixes tokens only where values are large

@@ -104,10 +104,8 @@ def test_two_processes_learn_what_one_does(tmp_path):
 
 @pytest.fixture
 def alone():
-    """A process group of this process."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+    with processes.alone():
+        yield
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # asked by dynamo

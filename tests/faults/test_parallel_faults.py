@@ -256,15 +256,12 @@ def test_a_saved_module_on_fewer_processes(tmp_path):
     again = fxplug.load(tmp_path / "saved")
     with pytest.raises(fxplug.SpecError, match="runs on 4 processes, and there is no process group: start with torchrun"):
         again(tokens())
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with processes.alone():
         with pytest.raises(fxplug.SpecError, match=r"for 4 processes .ring 2 x ulysses 2., and there are 1: start that number"):
             again(tokens())
         one = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("ulysses",))
         with pytest.raises(fxplug.SpecError, match="the mesh has 1 processes along 'r?u?"):
             fxplug.parallelize(traced(), fxplug.parallel_plan(traced(), tokens(), ulysses=2, check=False), one)
-    finally:
-        dist.destroy_process_group()
     assert check_pretended(again, (tokens(),), {}) < 1e-5
 
 
