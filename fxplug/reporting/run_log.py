@@ -1,4 +1,4 @@
-"""What a training run's folder tells: its log, its samples. Read as a stranger's: within bounds, and never run."""
+"""What a training run's folder tells: its log, its curves, its samples. Read as a stranger's: within bounds, and never run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from PIL import Image
 from ..core.errors import DEFAULT, FxplugError
 from ..core.reading import read_bytes
 
-POINTS = 400  # of one curve
 PICTURES = 8  # of the samples over time: the first, the last and those evenly between
 EPOCHS = 2_000  # rows of the table
-SIDE = 320  # pixels of a picture at most
+SIDE, WIDE = 320, 1600  # pixels of a sample and of the curves at most
 PIXELS = 50_000_000  # of a picture that is read
-NO_NUMBERS = {"nan", "inf", "-inf"}
 
 
 def run_of(folder: Path) -> dict[str, Any] | None:
@@ -29,7 +27,7 @@ def run_of(folder: Path) -> dict[str, Any] | None:
     if not log.is_file():
         if not (folder / "checkpoints").is_dir():
             return None
-        empty: dict[str, Any] = {"facts": {}, "curves": [], "epochs": [], "notes": []}
+        empty: dict[str, Any] = {"facts": {}, "curves": None, "epochs": [], "notes": []}
         return {"note": "This run has no log.", **empty, "pictures": _pictures(folder)}
     note = ""
     try:
@@ -43,7 +41,7 @@ def run_of(folder: Path) -> dict[str, Any] | None:
     return {
         "note": note,
         "facts": _facts(steps, tests),
-        "curves": _curves(steps, tests),
+        "curves": _picture(folder / "loss.png"),
         "epochs": _epochs(steps, tests),
         "pictures": _pictures(folder),
         "notes": [str(r["note"]) for r in records if "note" in r][:50],
@@ -81,79 +79,6 @@ def _facts(steps: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[str, Any]
     return facts
 
 
-def _curves(steps: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    loss = [(float(r["step"]), float(r["loss"])) for r in steps if _number(r["step"]) is not None]
-    found = [_curve("Loss", {"each step": loss, "running mean": smoothed(loss)}, faint="each step")]
-    rates: dict[str, list[tuple[float, float]]] = {}
-    for record in steps:
-        for name, value in record.items():
-            if name == "lr" or name.startswith("lr_") or name.startswith("lr/"):
-                if isinstance(value, dict):
-                    for inner, one in value.items():
-                        _take(rates, f"{inner}", record["step"], one)
-                else:
-                    _take(rates, name, record["step"], value)
-    found.append(_curve("Learning rate", rates))
-    names = dict.fromkeys(str(name) for test in tests for name in test["test"])
-    for name in list(names)[:8]:
-        points: dict[str, list[tuple[float, float]]] = {}
-        for test in tests:
-            _take(points, name, test.get("step"), test["test"].get(name))
-        found.append(_curve(f"Test: {name}", points))
-    return [curve for curve in found if curve is not None]
-
-
-def _take(into: dict[str, list[tuple[float, float]]], name: str, step: Any, value: Any) -> None:
-    x, y = _number(step), _number(value)
-    if x is not None and y is not None:
-        into.setdefault(name, []).append((x, y))
-
-
-def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The exponential running mean over about a twentieth of the points, without its bias to the first."""
-    keep = 1 - 1 / max(1.0, len(points) / 20)
-    total, weight, found = 0.0, 0.0, []
-    for x, y in points:
-        total, weight = keep * total + (1 - keep) * y, keep * weight + (1 - keep)
-        found.append((x, total / weight))
-    return found
-
-
-def _curve(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], faint: str = "") -> dict[str, Any] | None:
-    """Lines in one frame of 320 to 150: their paths, and what stands at its ends."""
-    given = {name: _thinned(points) for name, points in lines.items() if points}
-    every = [point for points in given.values() for point in points]
-    if len({x for x, _ in every}) < 2:
-        return None  # one number is no curve: it stands among the facts
-    (left, right), (low, high) = ((min(values), max(values)) for values in zip(*every, strict=True))
-    if low == high:
-        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
-    across, up = right - left, high - low
-
-    def path(points: Sequence[tuple[float, float]]) -> str:
-        places = [(46 + 268 * (x - left) / across, 124 - 114 * (y - low) / up) for x, y in points]
-        return "".join(f"{'L' if index else 'M'}{x:.1f} {y:.1f}" for index, (x, y) in enumerate(places))
-
-    last = next(reversed(given.values()))[-1][1]
-    return {
-        "title": title, "top": f"{high:.3g}", "bottom": f"{low:.3g}", "left": f"step {left:g}", "right": f"{right:g}",
-        "said": f"from {every[0][1]:.3g} at step {left:g} to {last:.3g} at step {right:g}",
-        "lines": [{"name": name, "path": path(points), "faint": name == faint} for name, points in given.items()],
-    }  # fmt: skip
-
-
-def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `POINTS` of them: of each part the lowest and the highest."""
-    if len(points) <= POINTS:
-        return list(points)
-    parts = POINTS // 2
-    found = [points[0]]
-    for index in range(parts):
-        part = points[index * len(points) // parts : (index + 1) * len(points) // parts]
-        found += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
-    return [*found, points[-1]]
-
-
 def _epochs(steps: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """A row for each epoch: steps, mean loss, last learning rate, seconds, and what the test after it gave."""
     groups: dict[int, list[Mapping[str, Any]]] = {}
@@ -184,17 +109,22 @@ def _pictures(folder: Path) -> list[dict[str, Any]]:
     found = []
     for file in files:
         step = file.stem.removeprefix("step-")
-        try:
-            with Image.open(io.BytesIO(read_bytes(file, DEFAULT.json))) as image:
-                if image.width * image.height > PIXELS or image.format != "PNG":
-                    continue
-                small = image.convert("RGB")
-                small.thumbnail((SIDE * 2, SIDE * 2))
-                data = io.BytesIO()
-                small.save(data, format="webp", quality=80)
-        except (FxplugError, OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-            continue
-        text = base64.b64encode(data.getvalue()).decode()
-        found.append({"step": int(step) if step.isdigit() else step, "width": small.width, "height": small.height,
-                      "data": f"data:image/webp;base64,{text}"})  # fmt: skip
+        if picture := _picture(file, SIDE * 2):
+            found.append({"step": int(step) if step.isdigit() else step, **picture})
     return found
+
+
+def _picture(file: Path, side: int = WIDE) -> dict[str, Any] | None:
+    """A PNG file as a page holds it, its longer side as given at most; None for one that cannot be read."""
+    try:
+        with Image.open(io.BytesIO(read_bytes(file, DEFAULT.json))) as image:
+            if image.width * image.height > PIXELS or image.format != "PNG":
+                return None
+            small = image.convert("RGB")
+            small.thumbnail((side, side))
+            data = io.BytesIO()
+            small.save(data, format="webp", quality=80)
+    except (FxplugError, OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
+    text = base64.b64encode(data.getvalue()).decode()
+    return {"width": small.width, "height": small.height, "data": f"data:image/webp;base64,{text}"}

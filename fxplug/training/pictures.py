@@ -13,7 +13,6 @@ from PIL import Image
 from torch import Tensor
 
 from ..core.writing import new_file
-from ..reporting.run_log import smoothed
 
 GRAY: dict[str, Any] = {"color": "tab:gray"}
 UNITS = {"acc": "accuracy (%)"}  # of what tests measure
@@ -68,3 +67,13 @@ def save_curves(history: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[st
     with new_file(path) as beside:
         figure.savefig(beside, format="png", dpi=110)
     return True
+
+
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The exponential running mean over about a twentieth of the points, without its bias to the first."""
+    keep = 1 - 1 / max(1.0, len(points) / 20)
+    total, weight, found = 0.0, 0.0, []
+    for x, y in points:
+        total, weight = keep * total + (1 - keep) * y, keep * weight + (1 - keep)
+        found.append((x, total / weight))
+    return found
