@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -12,78 +11,33 @@ import threading
 import zipfile
 from pathlib import Path
 
+import exports_made
 import pytest
 import small
 import torch
 import unets
+from exports_made import CLOSE, QUICK, adapter, inputs, same
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fxplug
-from fxplug.core.errors import ArtifactError, FxplugError, GuardError, SpecError
+from fxplug.core.errors import ArtifactError, FxplugError, SpecError
 from fxplug.exports import aoti_writer, machines
 from fxplug.exports import package as packages
 from fxplug.exports.exporter import export
 from fxplug.exports.package import load_package
 from fxplug.exports.package_file import MANIFEST
 
-QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-class Model(nn.Module):
-    """Every kind of layer that takes an update, a guard, a constant of its own, nested inputs and a nested result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.emb, self.lin = nn.Conv2d(3, 4, 3, padding=1), nn.Embedding(5, 4), nn.Linear(4, 6)
-        self.register_buffer("mean", torch.full((3, 1, 1), 0.5))
-        self.register_buffer("zeros", torch.zeros(1))
-
-    def forward(self, image, ids, more, flag=True, shift=None):
-        if image.shape[0] >= 64 or image.shape[-1] % 2 != 0:
-            raise ValueError("size")
-        x = self.conv(image - self.mean).mean((2, 3)) + self.emb(ids) * more["scale"]
-        y = self.lin(x) + self.zeros
-        y = y if shift is None else y + shift
-        return {"y": y, "none": None, "three": 3, "pair": (more["scale"], [y + 1])}
-
-
-def inputs(batch=2, side=8):
-    return torch.randn(batch, 3, side, side), torch.randint(0, 5, (batch,)), {"scale": torch.rand(batch, 1)}
-
-
-def packed_model(folder):
-    """A rewritten model and its package."""
-    gm = fxplug.trace(Model().eval(), inputs(), {"shift": torch.randn(2, 6)})
-    new = fxplug.apply(gm, fxplug.load_pass("lora", rank=2, slots=3))
-    result = export(new, folder / "model", inputs(), {"shift": torch.randn(2, 6)}, to="aoti", options=QUICK)
-    assert result.path == folder / "model.aoti.pt2" and result.kept == "all" and result.notes == ()
-    assert result.dynamic == {"image": [0, 2, 3], "ids": [0], "more_scale": [0], "shift": [0]}
-    assert [p.name for p in folder.iterdir()] == ["model.aoti.pt2"]
-    return new, result.path
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    torch.manual_seed(0)
-    return packed_model(tmp_path_factory.mktemp("package"))
+    return exports_made.made("aoti", tmp_path_factory.mktemp)
 
 
 @pytest.fixture
-def pair(made):
+def pair(tmp_path_factory):
     """The model and a package of it in the state in which it was compiled."""
-    module, path = made
-    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    yield module, load_package(path, trusted=True)
-    module.load_state_dict(state)
-
-
-def same(package, module, batch=3, side=6):
-    args, shift = inputs(batch, side), torch.randn(batch, 6)
-    out, wanted = package(*args, shift=shift), module(*args, shift=shift)
-    torch.testing.assert_close(out["y"], wanted["y"].detach(), **CLOSE)
-    return out
+    yield from exports_made.pair_of("aoti", tmp_path_factory.mktemp)
 
 
 def fill(module):
@@ -98,32 +52,12 @@ def fill(module):
 
 
 @pytest.mark.slow
-def test_sizes_and_structures(pair):
-    module, package = pair
-    for batch, side in ((1, 8), (2, 6), (5, 10)):
-        out = same(package, module, batch, side)
-    assert out["none"] is None and out["three"] == 3 and type(out["pair"]) is tuple
-    assert torch.equal(out["pair"][1][0], out["y"] + 1)
-    (image, *rest), shift = inputs(2, 8), torch.randn(2, 6)
-    wanted = package(image, *rest, shift=shift)["y"]
-    for other in (image.to(memory_format=torch.channels_last), image.mT.contiguous().mT, image.clone().requires_grad_()):
-        assert torch.equal(package(other, *rest, shift=shift)["y"], wanted)  # whatever way it lies in memory
-    assert not wanted.requires_grad
-
-
-@pytest.mark.slow
 def test_adapters_that_were_zero_are_live(pair):
     module, package = pair
     before = same(package, module)["y"]
     state = fill(module)
     package.update(state)
     assert not torch.allclose(same(package, module)["y"], before)
-    state["lora.gates.table.weights"][0] = torch.tensor([1.0, 0.0, 0.0])
-    state["lora.gates.table.entries"].fill_(3)
-    package.update(state)
-    same(package, module, batch=3)
-    with pytest.raises(FxplugError, match="one entry per sample, and the batch has another size"):
-        same(package, module, batch=2)
 
 
 @pytest.mark.slow
@@ -164,76 +98,13 @@ def test_wrong_updates_change_nothing(pair, given, message):
 
 
 @pytest.mark.slow
-def test_wrong_calls(pair):
-    _, package = pair
-    (image, ids, more), shift = inputs(), torch.randn(2, 6)
-    right = {"image": image, "ids": ids, "more": more, "shift": shift}
-    elsewhere = {"scale": shift[:, :1].to("meta")}
-    big, odd = dict(zip(right, (*inputs(64), torch.ones(64, 6)), strict=True)), inputs(2, 7)[0]
-    for error, message, given in [
-        (TypeError, "missing a required argument: 'more'", {"image": image, "ids": ids}),
-        (FxplugError, "shift is missing; .* compiled with a tensor", {"image": image, "ids": ids, "more": more}),
-        (FxplugError, "flag is False; this package was compiled with True", {**right, "flag": False}),
-        (FxplugError, "shift must be a tensor, not 3", {**right, "shift": 3}),
-        (FxplugError, "more must be a dict with scale, not {'scal': 1}", {**right, "more": {"scal": 1}}),
-        (FxplugError, r"image is torch.float64; .* for torch.float32", {**right, "image": image.double()}),
-        (FxplugError, "more\\['scale'\\] is on meta; .* on cpu", {**right, "more": elsewhere}),
-        (GuardError, "image has 3 dimensions, not 4", {**right, "image": image[0]}),
-        (GuardError, "image, dimension 1: the size is 2, .* for 3 only", {**right, "image": image[:, :2]}),
-        (GuardError, "size is 3, and image, dimension 0 has 2; the two must be equal", {**right, "shift": torch.ones(3, 6)}),
-        (GuardError, "64, .* for 1 or more and 63 or less", big),
-        (GuardError, r"\(image.shape\[3\] % 2\) == 0; these are image \(2, 3, 7, 7\), ids", {**right, "image": odd}),
-    ]:
-        with pytest.raises(error, match=message):
-            package(**given)
-
-
-def adapter(path, rank, layers=("conv", "emb", "lin")):
-    """An adapter in PEFT's layout, made by hand."""
-    sizes = {"conv": ((rank, 3, 3, 3), (4, rank, 1, 1)), "emb": ((rank, 5), (4, rank)), "lin": ((rank, 4), (6, rank))}
-    state = {}
-    for layer in layers:
-        names = ("lora_embedding_A", "lora_embedding_B") if layer == "emb" else ("lora_A.weight", "lora_B.weight")
-        for name, size in zip(names, sizes[layer], strict=True):
-            state[f"base_model.model.{layer}.{name}"] = torch.randn(size)
-    save_file(state, path)
-    return path
-
-
-@pytest.mark.slow
-def test_adapters_come_and_go(pair, tmp_path):
-    module, package = pair
-    plain = same(package, module)["y"].shape
-    ink, film = adapter(tmp_path / "ink.safetensors", 2), adapter(tmp_path / "film.safetensors", 1, ("lin",))
-    torch.manual_seed(1)
-    for adapters in (module.adapters, package.adapters):
-        adapters.load("ink", ink)
-        adapters.load("film", film)
-        assert adapters.names == ["ink", "film"]
-    for name, adapters in (("module", module.adapters), ("package", package.adapters)):  # the file comes back
-        folder = adapters.save("ink", tmp_path / name).path
+def test_an_adapter_is_saved_as_it_was_loaded(pair, tmp_path):
+    ink = adapter(tmp_path / "ink.safetensors", 2)
+    for name, one in zip(("module", "package"), pair, strict=True):
+        one.adapters.load("ink", ink)
+        folder = one.adapters.save("ink", tmp_path / name).path
         saved, wanted = load_file(folder / "adapter_model.safetensors"), load_file(ink)
         assert saved.keys() == wanted.keys() and all(torch.equal(saved[key], wanted[key]) for key in wanted)
-    outputs = []
-    for what in (None, "ink", {"ink": 0.8, "film": 0.3}, ["ink", None, "film"], "film"):
-        for adapters in (module.adapters, package.adapters):
-            adapters.use(what)
-        assert package.adapters.active == module.adapters.active
-        torch.manual_seed(2)
-        outputs.append(same(package, module)["y"])
-    assert plain == (3, 6) and all(not torch.allclose(a, b) for a, b in itertools.combinations(outputs, 2))
-    for adapters in (module.adapters, package.adapters):
-        adapters.unload("film")
-    torch.manual_seed(2)
-    torch.testing.assert_close(same(package, module)["y"], outputs[0])
-    with pytest.raises(SpecError, match=r"no adapter 'inc' \(did you mean 'ink'\?\)"):
-        package.adapters.use("inc")
-    package.adapters.load("third", adapter(tmp_path / "b.safetensors", 1))
-    package.adapters.load("fourth", adapter(tmp_path / "c.safetensors", 1))
-    with pytest.raises(SpecError, match="all 3 slots of pass 'lora' are taken"):
-        package.adapters.load("fifth", ink)
-    with pytest.raises(SpecError, match="rank_max=3"):
-        package.adapters.load("fourth", adapter(tmp_path / "d.safetensors", 3), replace=True)
 
 
 @pytest.mark.slow
@@ -358,17 +229,6 @@ def test_a_package_is_trusted_by_a_word(made):
             load_package(made[1], **given)
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    os.mkfifo(tmp_path / "pipe.pt2")
-    (tmp_path / "loop.pt2").symlink_to("loop.pt2")
-    (tmp_path / "empty.pt2").touch()
-    files = [tmp_path / name for name in ("pipe.pt2", "loop.pt2", "empty.pt2", "gone/x.pt2", "a\0b.pt2", "x" * 300)]
-    for file in (*files, tmp_path, Path("/dev/null")):
-        with pytest.raises(ArtifactError) as caught:
-            load_package(file, trusted=True)
-        assert str(caught.value).startswith(str(FxplugError(file)))
-
-
 @pytest.mark.slow
 def test_what_is_checked_is_what_runs(made, tmp_path, monkeypatch):
     module, path = made
@@ -431,14 +291,6 @@ def test_nothing_is_left_of_a_load(made, monkeypatch):
     with pytest.raises(ArtifactError, match="aoti.pt2 cannot be unpacked into a temporary folder: the disk is full"):
         load_package(path, trusted=True)
     assert not temporary()
-
-
-@pytest.mark.slow
-def test_a_module_that_a_package_cannot_follow(made, tmp_path):
-    live = fxplug.lower(made[0], merge="live")
-    with pytest.raises(FxplugError, match="adapters merged into its weights.* export what it was lowered from"):
-        export(live, tmp_path, inputs(), {"shift": torch.randn(2, 6)}, to="aoti")
-    assert not os.listdir(tmp_path)
 
 
 def test_what_cannot_be_compiled(tmp_path, monkeypatch):

@@ -25,8 +25,8 @@ FORMAT = 1
 METADATA, SEAL = "fxplug", "fxplug.sha256"
 INSTALL = "pip install 'fxplug[onnx]'"
 LARGEST = 1 << 31  # bytes of a model: protobuf's own limit
-PAGE = 4096  # where tensors begin, so that their file can be mapped into memory
-PIECE = 1 << 24
+
+
 def _name(text: str) -> str:
     if len(text.encode(errors="replace")) > NAME or not (text.isascii() or text.isprintable()):
         raise ValueError("it is not the name of an adapter")
@@ -103,23 +103,14 @@ class OnnxFile:
         self.manifest = check_manifest(parse_json(text, about(f"{path}: its metadata"), limits), OnnxManifest, raises)
         data = self.manifest["data"]
         if data is None:
-            self._beside: tuple[Path, os.stat_result] | None = None
             self.tensors = self._tensors(model, raises, None)
             return
         beside = self.folder / data["name"]
         with opened(beside) as opened_beside:
-            check_digest(opened_beside, data["sha256"], about(beside))
-            self._beside = beside, os.fstat(opened_beside.fileno())
+            if hashlib.file_digest(opened_beside, "sha256").hexdigest() != data["sha256"]:
+                why = "has changed since it was exported, is damaged, or belongs to another model: export it again"
+                raise about(beside)(why)
             self.tensors = self._tensors(model, raises, (data["name"], opened_beside))
-
-    def check_unchanged(self) -> None:
-        """Raises ArtifactError where the weights beside are others than those that were checked: who reads them opens anew."""
-        if self._beside is not None:
-            path, before = self._beside
-            with opened(path) as file:
-                now = os.fstat(file.fileno())
-            if not os.path.samestat(before, now) or (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
-                raise about(path)("changed while it was read")
 
     def _check_seal(self, raises: Raises) -> None:
         size = len(_seal("0" * 64))
@@ -137,13 +128,3 @@ class OnnxFile:
             tensors[f"{name}.gates.table.names"] = torch.tensor(rows, dtype=torch.uint8)
         check_places(self.manifest, tensors, raises)
         return tensors
-
-
-def check_digest(file: BinaryIO, digest: str, raises: Raises) -> None:
-    """Raises what `raises` makes for a file with another SHA-256."""
-    found = hashlib.sha256()
-    file.seek(0)
-    while piece := file.read(PIECE):
-        found.update(piece)
-    if found.hexdigest() != digest:
-        raise raises("has changed since it was exported, is damaged, or belongs to another model: export it again")

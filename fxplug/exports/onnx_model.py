@@ -11,22 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.errors import DEFAULT, LONGEST, ArtifactError, FxplugError, Limits, SpecError, cut, did_you_mean, shown
+from ..core.errors import DEFAULT, ArtifactError, FxplugError, Limits, did_you_mean, shown
 from ..core.ir.containers import leaves, map_leaves
-from ..core.locks import StateLock, call_with_read_lock
-from ..core.reading import about, opened, reported
-from ..core.writing import locked
+from ..core.locks import call_with_read_lock
+from ..core.reading import opened
 from .call_signature import Json, Signature
 from .onnx_file import INSTALL, OnnxFile
-from .package import PackageAdapters, _first, _named
-from .package_file import check_slots
+from .package import ExportedModel, _first, _named
 
 NOTHING = 4  # of onnxruntime's log: it warns of each weight that can be given anew, and what it says of errors is in them
 CPU = ("CPUExecutionProvider",)
 BFLOAT16 = 16  # ONNX's TensorProto.DataType
 
 
-class OnnxModel:
+class OnnxModel(ExportedModel):
     """An exported module: called as the module was, for inference only, on the CPU's memory.
 
     `adapters` are what is in the slots of its passes. `tensors` are those of its slots, by name, live: each call is given them
@@ -35,22 +33,16 @@ class OnnxModel:
     exported.
     """
 
+    _noun = "model"
+
     def __init__(self, session: Any, manifest: Json, tensors: dict[str, torch.Tensor], limits: Limits = DEFAULT) -> None:
-        self.session, self.manifest, self.tensors = session, manifest, tensors
-        self._signature = Signature(manifest["signature"], torch.device("cpu"), limits, "model was exported")
-        if len(manifest["inputs"]) != len(self._signature.tensors):
-            raise ArtifactError(f"it has {len(manifest['inputs'])} inputs, and its signature {len(self._signature.tensors)}")
-        self._locks = (StateLock(),)
-        self._adapters = PackageAdapters(manifest, tensors, self._locks) if manifest["banks"] else None
+        self.session = session
+        signature = Signature(manifest["signature"], torch.device("cpu"), limits, "model was exported")
+        if len(manifest["inputs"]) != len(signature.tensors):
+            raise ArtifactError(f"it has {len(manifest['inputs'])} inputs, and its signature {len(signature.tensors)}")
+        super().__init__(manifest, tensors, signature)
         # their memory is the tensors' own: what is written there is what the next call reads
         self._live = {name: _bind_tensor(tensors[name]) for name in manifest["live"]}
-
-    @property
-    def adapters(self) -> PackageAdapters:
-        """The adapters in the slots of the passes. Raises SpecError for a module without slots."""
-        if self._adapters is None:
-            raise SpecError("no pass of this model has slots: apply one that has, load_pass('lora', slots=4), then export")
-        return self._adapters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the module, without gradients; result classes are dicts of their fields.
@@ -82,8 +74,7 @@ class OnnxModel:
         return results[:count]
 
     def __repr__(self) -> str:
-        names = cut(", ".join(self.manifest["passes"]), LONGEST // 2) or "no passes"
-        return f"OnnxModel({self.manifest['module']}, {names}, opset {self.manifest['opset']})"
+        return self._described(f"opset {self.manifest['opset']}")
 
 
 def load_onnx(
@@ -104,27 +95,9 @@ def load_onnx(
     if importlib.util.find_spec("onnxruntime") is None:
         raise FxplugError(f"load_onnx needs onnxruntime, which is not installed: {INSTALL}")
     file = Path(path)
-    try:
-        return load_once(file, providers, options, limits)
-    except ArtifactError:
-        with reported(about(file)):
-            folder = Path(os.path.realpath(file)).parent
-        with locked(folder):  # an export may have come between model and weights: none does now
-            return load_once(file, providers, options, limits)
-
-
-def load_once(
-    file: Path, providers: Sequence[Any] = CPU, options: Any = None, limits: Limits = DEFAULT
-) -> OnnxModel:
-    """Load it as `load_onnx`, but while nothing writes the file: its folder may be locked."""
     with _named(file), opened(file) as handle:
         found = OnnxFile(handle, file, limits)
-        session = _session(found, providers, options)
-        found.check_unchanged()
-        model = OnnxModel(session, found.manifest, found.tensors, limits)
-        if found.manifest["banks"]:
-            check_slots(model.adapters)
-        return model
+        return OnnxModel(_session(found, providers, options), found.manifest, found.tensors, limits)
 
 
 def _session(found: OnnxFile, providers: Sequence[Any], options: Any) -> Any:

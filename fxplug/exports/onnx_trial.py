@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ..core.errors import FxplugError, shown
 from ..core.ir.containers import difference, leaves, map_leaves
 from .aoti_writer import CompileRefused, Unfit, refusing
 from .onnx_file import INSTALL
-from .onnx_model import load_once
+from .onnx_model import load_onnx
 
 CLOSE = 10  # so many times what rounding may change within a model is more than rounding, and less than another weight
 
@@ -37,7 +36,7 @@ def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list
 
     args, kwargs = map_leaves(program.example_inputs, lambda t, _: t.cpu())
     try:
-        out = load_once(Path(file))(*args, **kwargs)  # the export has locked the folder
+        out = load_onnx(file)(*args, **kwargs)
     except FxplugError as error:
         what = str(error).replace(file, "it")
         if "NOT_IMPLEMENTED" in what:  # another of its providers may have what the CPU's lacks

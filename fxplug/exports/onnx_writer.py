@@ -29,7 +29,7 @@ from ..core.torch_internals.tensors import OpOverload, assert_later
 from ..core.writing import locked, open_new
 from .aoti_writer import CompileRefused, Unfit, _quiet, _state, hushed, refusing
 from .call_signature import Json, describe, encoded
-from .onnx_file import FORMAT, INSTALL, METADATA, PAGE, data_name, is_data_of, sealed
+from .onnx_file import FORMAT, INSTALL, METADATA, data_name, is_data_of, sealed
 
 INLINE = 1 << 30  # bytes of weights that a model holds itself: protobuf ends at 2 GB, and what it holds is read at once
 SMALL = 1024  # bytes of a tensor that stays in the model wherever the weights are: shapes and the like
@@ -289,32 +289,19 @@ def _forget_sources(model: Any) -> None:
 
 def _spill(model: Any, file: str) -> tuple[str, str]:
     """Write large weights into a file beside, of which every tensor knows its part; its name and SHA-256, empty for none."""
-    import onnx_ir
+    from onnx_ir.external_data import unload_from_model
 
-    values = [value for value in model.graph.initializers.values() if value.const_value is not None]
-    if sum(value.const_value.nbytes for value in values) <= INLINE:
+    tensors = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
+    if sum(tensor.nbytes for tensor in tensors) <= INLINE:
         return "", ""
-    beside, digest, at = Path(file).with_name("data"), hashlib.sha256(), 0
-    places: list[tuple[Any, int, int]] = []
-    with open_new(beside) as sink:
-        for value in values:
-            if value.const_value.nbytes < SMALL:
-                continue
-            data = value.const_value.tobytes()
-            padding = bytes(-at % PAGE)
-            for part in (padding, data):
-                sink.write(part)
-                digest.update(part)
-            places.append((value, at + len(padding), len(data)))
-            at += len(padding) + len(data)
-    name = data_name(Path(file).name, digest.hexdigest())
-    os.rename(beside, beside.with_name(name))
-    for value, start, length in places:
-        const = value.const_value
-        value.const_value = onnx_ir.ExternalTensor(
-            name, start, length, const.dtype, shape=const.shape, name=value.name, base_dir=""
-        )
-    return name, digest.hexdigest()
+    contents = hashlib.sha256()
+    for tensor in tensors:
+        contents.update(tensor.tobytes())
+    beside = Path(file).with_name(data_name(Path(file).name, contents.hexdigest()))
+    unload_from_model(model, beside.parent, beside.name, size_threshold_bytes=SMALL)
+    with beside.open("rb") as written:
+        os.fsync(written.fileno())
+        return beside.name, hashlib.file_digest(written, "sha256").hexdigest()
 
 
 def _bytes(model: Any) -> bytes:

@@ -59,7 +59,33 @@ class PackageAdapters(Adapters):
         return About(layers, (self.kind,))
 
 
-class Package:
+class ExportedModel:
+    """What a package and an ONNX model have in common: a manifest, tensors that stay live, and the adapters in the slots."""
+
+    _noun = "package"
+
+    def __init__(self, manifest: Json, tensors: dict[str, torch.Tensor], signature: Signature) -> None:
+        """Raises ArtifactError for slots whose tensors are not there, or have no room for them."""
+        self.manifest, self.tensors, self._signature = manifest, tensors, signature
+        self._locks = (StateLock(),)
+        self._adapters = PackageAdapters(manifest, tensors, self._locks) if manifest["banks"] else None
+        if self._adapters is not None:
+            check_slots(self._adapters)
+
+    @property
+    def adapters(self) -> PackageAdapters:
+        """The adapters in the slots of the passes. Raises SpecError for a module without slots."""
+        if self._adapters is None:
+            how = "apply one that has, load_pass('lora', slots=4), then export"
+            raise SpecError(f"no pass of this {self._noun} has slots: {how}")
+        return self._adapters
+
+    def _described(self, more: str) -> str:
+        names = cut(", ".join(self.manifest["passes"]), LONGEST // 2) or "no passes"
+        return f"{type(self).__name__}({self.manifest['module']}, {names}, {more})"
+
+
+class Package(ExportedModel):
     """A compiled module: called as the module was, for inference only.
 
     `adapters` are what is in the slots of its passes. `tensors` are all tensors of its passes, by name, live: the program reads
@@ -70,11 +96,9 @@ class Package:
     """
 
     def __init__(self, loader: Any, manifest: Json, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
-        self._loader, self.manifest, self.tensors, self.device = loader, manifest, tensors, device
-        self._signature = Signature(manifest["signature"], device)
-        self._locks = (StateLock(),)
-        self._attributes = {name: decode(value) for name, value in manifest.get("attributes", {}).items()}
-        self._adapters = PackageAdapters(manifest, tensors, self._locks) if manifest.get("banks") else None
+        self._loader, self.device = loader, device
+        self._attributes = {name: decode(value) for name, value in manifest["attributes"].items()}
+        super().__init__(manifest, tensors, Signature(manifest["signature"], device))
         # from here on the program reads these tensors where they lie
         loader.load_constants({k: t for k, t in tensors.items() if k in manifest["constants"]}, False, False, True)
 
@@ -83,13 +107,6 @@ class Package:
         if name in known:
             return known[name]
         raise AttributeError(f"a package has no attribute '{name}': change the model before you export it")
-
-    @property
-    def adapters(self) -> PackageAdapters:
-        """The adapters in the slots of the passes. Raises SpecError for a package of a module without slots."""
-        if self._adapters is None:
-            raise SpecError("no pass of this package has slots: apply one that has, load_pass('lora', slots=4), then export")
-        return self._adapters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the module, without gradients; result classes are dicts of their fields.
@@ -138,8 +155,7 @@ class Package:
                 self._loader.load_constants(ready, False, False, False)
 
     def __repr__(self) -> str:
-        names = cut(", ".join(self.manifest.get("passes", [])), LONGEST // 2) or "no passes"
-        return f"Package({self.manifest.get('module')}, {names}, on {self.device})"
+        return self._described(f"on {self.device}")
 
 
 def load_package(
@@ -187,8 +203,6 @@ def load_package(
             # what the program does not read, such as names, is read by us alone
             read = {name: tensor.to(where) for name, tensor in packed.tensors.items() if name in manifest["constants"]}
             package = Package(loader, manifest, {**packed.tensors, **read}, where)
-            if manifest["banks"]:
-                check_slots(package.adapters)
         except BaseException:  # an interrupt, too: the folder goes, the error is raised again
             work.remove()
             raise
