@@ -23,6 +23,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from peft import LoraConfig
 from record import write
+from timing import by_the_clock, ratios, taken
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -70,21 +71,16 @@ def measure(name: str, device: str, pairs: int) -> dict[str, Any]:
     steps = {who: Step(model.train(), inputs) for who, model in models.items()}
     counts = {who: sum(p.numel() for p in step.own) for who, step in steps.items()}
     assert len(set(counts.values())) == 1, counts
-    times: dict[str, list[float]] = {who: [] for who in steps}
-    for index in range(pairs + 2):
-        for who in sorted(steps, reverse=bool(index % 2)):
-            took = steps[who].milliseconds()
-            if index > 1:  # the first two warm up
-                times[who].append(took)
+    times = taken(steps, pairs, 2, by_the_clock)
     memory = {who: step.memory() for who, step in steps.items()}
     row: dict[str, Any] = {
         "sizes": size, "rank": RANK, "trainable": counts["ours"], "outline_seconds": seconds, "regions": regions,
-        "milliseconds": {who: statistics.median(column) for who, column in times.items()}, "memory": memory,
+        "milliseconds": {who: statistics.median(found[who] for found in times) for who in steps}, "memory": memory,
         "ratio": {
-            "time": spread(times["ours"], times["theirs"]),
-            "time_plain": spread(times["ours_plain"], times["theirs_plain"]),
-            "time_ours_to_plain": spread(times["ours"], times["ours_plain"]),
-            "time_theirs_to_plain": spread(times["theirs"], times["theirs_plain"]),
+            "time": ratios(times, "ours", "theirs"),
+            "time_plain": ratios(times, "ours_plain", "theirs_plain"),
+            "time_ours_to_plain": ratios(times, "ours", "ours_plain"),
+            "time_theirs_to_plain": ratios(times, "theirs", "theirs_plain"),
             "peak": memory["ours"]["peak"] / memory["theirs"]["peak"],
             "peak_plain": memory["ours_plain"]["peak"] / memory["theirs_plain"]["peak"],
             "peak_ours_to_plain": memory["ours"]["peak"] / memory["ours_plain"]["peak"],
@@ -149,18 +145,11 @@ class Step:
         loss.backward()
         self.optimizer.step()
 
-    def milliseconds(self) -> float:
-        synchronize()
-        begun = time.perf_counter()
-        self()
-        synchronize()
-        return 1000 * (time.perf_counter() - begun)
-
     def memory(self) -> dict[str, int]:
         """Bytes beyond what is live before the step: saved for the backward pass, and at the peak."""
         found: dict[str, int] = {}
         if torch.cuda.is_available():
-            synchronize()
+            torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             self(lambda: found.update(saved=torch.cuda.memory_allocated() - before))
@@ -193,16 +182,6 @@ class Live(TorchDispatchMode):
     def change(self, size: int) -> None:
         self.now += size
         self.peak = max(self.peak, self.now)
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def spread(ours: list[float], theirs: list[float]) -> dict[str, float]:
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
 if __name__ == "__main__":

@@ -17,17 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from timing import shown, spread
+from timing import cpu_seconds, in_a_process, shown, spread
 
 HOW = {"plain": "regional", "peft": "regional", "base": "outlined", "lora": "outlined", "slots": "outlined"}
 WAYS = [way for name, how in HOW.items() for way in (name, f"{name}_{how}")]
@@ -54,7 +50,7 @@ def main() -> None:
     calls, options.calls = options.calls, 0
     for index in range(options.turns):
         order = options.ways if index % 2 == 0 else list(reversed(options.ways))
-        found.append({way: in_a_process(way, options) for way in order})
+        found.append({way: alone(way, options) for way in order})
     rows: dict[str, Any] = {}
     for way in options.ways:
         rows[way] = {key: spread([turn[way][key] for turn in found]) for key in ("cpu", "wall")}
@@ -64,20 +60,19 @@ def main() -> None:
             text = f"  {shown(rows[way]['ratio'])} of {whole}"
         if how and calls:
             options.calls = calls
-            rows[way]["run_ratio"] = in_a_process(way, options)[way]["ratio"]
+            rows[way]["run_ratio"] = alone(way, options)[way]["ratio"]
             text += f"; a call {shown(rows[way]['run_ratio'])}"
         print(f"{way:15} {rows[way]['cpu']['median']:6.1f} s CPU {rows[way]['wall']['median']:6.1f} s{text}", flush=True)
     if options.json:
         write(options.json, {"model": options.kind, "train": options.train, "rows": rows})
 
 
-def in_a_process(way: str, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--kind", options.kind, "--alone", way, "--calls", str(options.calls)]
+def alone(way: str, options: argparse.Namespace) -> dict[str, Any]:
+    command = [__file__, "--kind", options.kind, "--alone", way, "--calls", str(options.calls)]
     command += ["--train"] if options.train else []
     with tempfile.TemporaryDirectory() as empty:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": empty, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        settings = {"TORCHINDUCTOR_CACHE_DIR": empty, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        found: dict[str, Any] = in_a_process(*command, **settings)
     if not options.calls:
         print(f"    {way:15} {found['cpu']:6.1f} s CPU {found['wall']:6.1f} s", flush=True)
     return found
@@ -89,10 +84,10 @@ def first_call(kind: str, way: str, train: bool, _: int) -> dict[str, float]:
     module, step = made(kind, way, train)
     for _ in range(2):
         step(module)  # what is imported and allocated once
-    cpu, wall = used(), time.perf_counter()
+    cpu, wall = cpu_seconds(), time.perf_counter()
     step(compiled(module, way))
     torch.cuda.synchronize() if torch.cuda.is_available() else None
-    return {"cpu": used() - cpu, "wall": time.perf_counter() - wall}
+    return {"cpu": cpu_seconds() - cpu, "wall": time.perf_counter() - wall}
 
 
 def later_calls(kind: str, way: str, train: bool, count: int) -> dict[str, Any]:
@@ -148,12 +143,6 @@ def compiled(module: Any, way: str) -> Any:
     module._repeated_blocks = module._repeated_blocks or BLOCKS
     module.compile_repeated_blocks(fullgraph=True)
     return module
-
-
-def used() -> float:
-    """Seconds of CPU time of this process and of those that it waited for."""
-    found = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(row.ru_utime + row.ru_stime for row in found)
 
 
 if __name__ == "__main__":

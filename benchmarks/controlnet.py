@@ -11,7 +11,6 @@ theirs in the same turn. Strengths and the part of the schedule then change: wha
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from diffusers import ControlNetModel, UNet2DConditionModel
 from record import write
+from timing import by_the_clock, difference, shown, turns
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -60,16 +60,17 @@ def measure(name: str, device: str, pairs: int) -> dict[str, Any]:
     theirs = TwoModels(unet, control)
     given = {**inputs, "cond": condition, **tensors((1.0, 0.0, 1.0), device)}
     with torch.no_grad():
-        one = float(error(ours(**given)[0], theirs(inputs, condition, 1.0)))
+        one = difference(ours(**given)[0], theirs(inputs, condition, 1.0))
     row: dict[str, Any] = {"sizes": size, "dtype": str(dtype), "rewrite_seconds": rewrite, "error": one}
     print(f"{name}  rewritten in {rewrite:.1f} s, {one:.1e} from diffusers' pair (relative)", flush=True)
     with torch.no_grad():
-        row["eager"] = turns(lambda: ours(**given), lambda: theirs(inputs, condition, 1.0), pairs)
+        ways = {"ours": lambda: ours(**given), "theirs": lambda: theirs(inputs, condition, 1.0)}
+        row["eager"] = turns(ways, pairs, "theirs", clock=by_the_clock)
         report(name, "eager", row["eager"])
         compiled, pair = torch.compile(ours), TwoModels(torch.compile(unet), torch.compile(control))
-        row["ours"] = compile_anew(lambda: compiled(**given))
-        row["theirs"] = compile_anew(lambda: pair(inputs, condition, 1.0))
-        row["compiled"] = turns(lambda: compiled(**given), lambda: pair(inputs, condition, 1.0), pairs)
+        ways = {"ours": lambda: compiled(**given), "theirs": lambda: pair(inputs, condition, 1.0)}
+        row |= {who: compile_anew(call) for who, call in ways.items()}
+        row["compiled"] = turns(ways, pairs, "theirs", clock=by_the_clock)
         report(name, "compiled", row["compiled"])
         row["ours"]["recompiles"] = recompiles(lambda *change: compiled(**{**given, **tensors(change, device)}))
         row["theirs"]["recompiles"] = recompiles(lambda *change: pair(inputs, condition, *change))
@@ -121,40 +122,10 @@ def tensors(change: tuple[float, ...], device: str) -> dict[str, Tensor]:
     return {k: torch.tensor(v, device=device) for k, v in zip(("strength", "start", "end"), change, strict=True)}
 
 
-def error(a: Tensor, b: Tensor) -> Tensor:
-    return (a - b).abs().max() / b.abs().max()
-
-
-def turns(ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int) -> dict[str, Any]:
-    """Milliseconds of each in turn, who begins alternating, and the ratio of each turn."""
-    times: list[tuple[float, float]] = []
-    for index in range(pairs + 2):
-        both = {call: milliseconds(call) for call in ((ours, theirs) if index % 2 else (theirs, ours))}
-        if index > 1:  # the first two warm up
-            times.append((both[ours], both[theirs]))
-    ratios = [a / b for a, b in times]
-    medians = {who: statistics.median(column) for who, column in zip(("ours", "theirs"), zip(*times, strict=True), strict=True)}
-    spread = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
-    return {"milliseconds": medians, "ratio": spread, "pairs": times}
-
-
-def milliseconds(call: Callable[[], Any]) -> float:
-    synchronize()
-    start = time.perf_counter()
-    call()
-    synchronize()
-    return 1000 * (time.perf_counter() - start)
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def report(name: str, how: str, row: dict[str, Any]) -> None:
-    ours, theirs = row["milliseconds"].values()
-    spread = "{median:.3f} ({min:.3f} to {max:.3f})".format(**row["ratio"])
-    print(f"{name}  {how:8}  ours {ours:8.2f} ms   theirs {theirs:8.2f} ms   ratio {spread}", flush=True)
+    ours, theirs = (row[who]["milliseconds"] for who in ("ours", "theirs"))
+    ratio = shown(row["ours"]["ratio"])
+    print(f"{name}  {how:8}  ours {ours:8.2f} ms   theirs {theirs:8.2f} ms   ratio {ratio}", flush=True)
 
 
 def compile_anew(call: Callable[[], Any]) -> dict[str, Any]:

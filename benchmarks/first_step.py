@@ -16,16 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from timing import shown, spread
+from timing import cpu_seconds, in_a_process, shown, spread
 
 WAYS = ["peft", "fxplug", "fused"]
 KINDS = ["vit", "unet", "tiny"]
@@ -56,7 +52,9 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         found = {}
         for way in options.ways if index % 2 == 0 else reversed(options.ways):
             with tempfile.TemporaryDirectory() as folder:
-                found[way] = {state: in_a_process(kind, way, folder, options.threads) for state in ("cold", "warm")}
+                threads = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": str(options.threads)}
+                command, settings = (__file__, "--only", kind, "--alone", way), {"TORCHINDUCTOR_CACHE_DIR": folder, **threads}
+                found[way] = {state: in_a_process(*command, **settings) for state in ("cold", "warm")}
         turns.append(found)
     row: dict[str, Any] = {}
     for way in options.ways:
@@ -71,14 +69,6 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
                 seconds, cache = row[way][state]["cpu"]["median"], row[way][state]["cache"]
                 print(f"{kind:5} {way:7} {state}  {seconds:6.1f} s CPU  {shown(spread(ratios))}  {cache}", flush=True)
     return row
-
-
-def in_a_process(kind: str, way: str, folder: str, threads: int) -> dict[str, Any]:
-    settings = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, __file__, "--only", kind, "--alone", way]
-    done = subprocess.run(command, env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def first_step(kind: str, way: str) -> dict[str, Any]:
@@ -103,19 +93,13 @@ def first_step(kind: str, way: str) -> dict[str, Any]:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name.startswith("lora."))
         module = fxplug.fuse(module, "fused") if way == "fused" else module
-    cpu, wall = used(), time.perf_counter()
+    cpu, wall = cpu_seconds(), time.perf_counter()
     result = torch.compile(module, fullgraph=True)(**inputs)
     (result if isinstance(result, torch.Tensor) else result[0]).square().mean().backward()
-    cpu, wall = used() - cpu, time.perf_counter() - wall
+    cpu, wall = cpu_seconds() - cpu, time.perf_counter() - wall
     names = {"hits": "hit", "misses": "miss", "bypassed": "bypass"}
     cache = {name: counters["aot_autograd"][f"autograd_cache_{key}"] for name, key in names.items()}
     return {"cpu": cpu, "wall": wall, "cache": cache}
-
-
-def used() -> float:
-    """Seconds of CPU time of this process and of those that it waited for."""
-    found = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(row.ru_utime + row.ru_stime for row in found)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import train_step
-from timing import difference
+from timing import difference, shown, turns
 from torch import Tensor, nn
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 
@@ -70,7 +70,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     theirs, ours = pair(base, x)
     row["apart"] = apart(theirs, ours, x, target)
     steps = {way: step_of(module, x, target, options.compiled) for way, module in (("peft", theirs), ("fxplug", ours))}
-    row.update(train_step.turns(steps, options.turns))
+    row.update(turns(steps, options.turns, "peft"))
     for way, step in steps.items():
         row[way].update(peak=train_step.peak(step))
         if not options.compiled:
@@ -79,8 +79,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def line(name: str, row: dict[str, Any], plain: dict[str, Any] | None) -> str:
-    ratio = "{median:.3f} ({low:.3f} to {high:.3f})".format(**row["fxplug"]["ratio"])
-    text = f"{name:10}  peft {row['peft']['milliseconds']:8.1f} ms  fxplug x{ratio}"
+    text = f"{name:10}  peft {row['peft']['milliseconds']:8.1f} ms  fxplug {shown(row['fxplug']['ratio'])}"
     if plain is not None:
         text += f"  over plain x{row['fxplug']['milliseconds'] / plain['peft']['milliseconds']:.2f}"
         text += f"  weights x{row['weights'] / plain['weights']:.3f}"

@@ -5,9 +5,14 @@ It is this process's time on a CPU, and that of CUDA's events on a GPU.
 
 from __future__ import annotations
 
+import json
+import os
+import resource
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +23,24 @@ Call = Callable[[], Any]
 def turns(
     ways: dict[str, Call], count: int, over: str, warm: int = 2, clock: Callable[[Call], float] | None = None
 ) -> dict[str, Any]:
-    """Milliseconds of each way, who begins alternating, and the median of the ratios over `over` with their spread."""
-    times: list[dict[str, float]] = []
-    for index in range(count + warm):
-        found = {name: (clock or milliseconds)(ways[name]) for name in (list(ways) if index % 2 else list(reversed(ways)))}
-        if index >= warm:
-            times.append(found)
+    """Milliseconds of each way, and the median of the ratios over `over` with their spread."""
+    times = taken(ways, count, warm, clock or milliseconds)
     return {
-        name: {"milliseconds": statistics.median(t[name] for t in times), "ratio": spread([t[name] / t[over] for t in times])}
-        for name in ways
+        name: {"milliseconds": statistics.median(t[name] for t in times), "ratio": ratios(times, name, over)} for name in ways
     }
+
+
+def taken(ways: Mapping[str, Any], count: int, warm: int, clock: Callable[[Any], float]) -> list[dict[str, float]]:
+    """What `clock` says of each way, in so many turns after those that warm up; who begins alternates."""
+    times = []
+    for index in range(count + warm):
+        times.append({name: clock(ways[name]) for name in (list(ways) if index % 2 else list(reversed(ways)))})
+    return times[warm:]
+
+
+def ratios(times: Sequence[Mapping[str, float]], way: str, over: str) -> dict[str, float]:
+    """The spread of the ratios of two ways in each turn."""
+    return spread([found[way] / found[over] for found in times])
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -61,6 +74,20 @@ def by_the_clock(call: Call) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return 1000 * (time.perf_counter() - begun)
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of those that it waited for."""
+    found = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(row.ru_utime + row.ru_stime for row in found)
+
+
+def in_a_process(*command: str, **environment: str) -> Any:
+    """What a Python command prints in its last line, as JSON, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, *command], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def error_of(error: BaseException) -> str:

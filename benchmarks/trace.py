@@ -12,8 +12,6 @@ import gc
 import json
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 import torch
 from record import write
+from timing import in_a_process, shown, spread
 from torch import nn
 
 import fxplug
@@ -52,17 +51,16 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
 # --- Stable Diffusion 1.5
 
 
-def sd15_unet() -> tuple[nn.Module, dict[str, Any]]:
-    from diffusers import UNet2DConditionModel
+def unet_of(kind: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A UNet of `models.py` on the meta device, and its inputs for a batch of 2."""
+    import models
 
-    with torch.device("meta"):
-        unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768).eval()
-        return unet, {"sample": torch.empty(2, 4, 64, 64), "timestep": torch.empty((), dtype=torch.long),
-                      "encoder_hidden_states": torch.empty(2, 77, 768)}  # fmt: skip
+    of = models.subject(kind, 2, torch.float32, "meta")
+    return of.module, of.inputs
 
 
 def sd15() -> dict[str, Any]:
-    unet, inputs = sd15_unet()
+    unet, inputs = unet_of("sd15")
     pairs = []
     for index in range(PAIRS + 1):
         _, ours = timed(lambda: fxplug.trace(unet, (), inputs))
@@ -70,27 +68,15 @@ def sd15() -> dict[str, Any]:
         if index:  # the first pair warms up
             pairs.append((ours, theirs))
             print(f"sd15   trace {ours:6.2f} s   torch.export {theirs:6.2f} s   ratio {ours / theirs:.2f}", flush=True)
-    ratios = [ours / theirs for ours, theirs in pairs]
-    megabytes = peak_of_fresh_process()
-    row = {"pairs": pairs, "ratio": spread(ratios), "megabytes": megabytes}
-    found = f"{row['ratio']['median']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    print(f"sd15   ratio {found}, {megabytes:.0f} MB above the imports")
-    return row
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def peak_of_fresh_process() -> float:
-    command = [sys.executable, __file__, "--only", "memory"]
-    found = [float(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)) for _ in range(3)]
-    return statistics.median(found)
+    ratio = spread([ours / theirs for ours, theirs in pairs])
+    megabytes = statistics.median(in_a_process(__file__, "--only", "memory") for _ in range(3))
+    print(f"sd15   ratio {shown(ratio)}, {megabytes:.0f} MB above the imports")
+    return {"pairs": pairs, "ratio": ratio, "megabytes": megabytes}
 
 
 def peak() -> float:
     """Megabytes that tracing takes at its height above what the process held with model, inputs and imports."""
-    unet, inputs = sd15_unet()
+    unet, inputs = unet_of("sd15")
     fxplug.trace(nn.Linear(2, 2), torch.zeros(1, 2))  # the first trace imports the rest of torch
     gc.collect()
     before = memory("VmRSS")
@@ -113,28 +99,7 @@ def memory(field: str) -> float:
 
 
 def sdxl() -> dict[str, Any]:
-    from diffusers import UNet2DConditionModel
-
-    with torch.device("meta"):
-        unet = UNet2DConditionModel(
-            sample_size=128,
-            block_out_channels=(320, 640, 1280),
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            transformer_layers_per_block=(1, 2, 10),
-            attention_head_dim=(5, 10, 20),
-            cross_attention_dim=2048,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=256,
-            projection_class_embeddings_input_dim=2816,
-            use_linear_projection=True,
-        ).eval()
-        inputs = {
-            "sample": torch.empty(2, 4, 128, 128),
-            "timestep": torch.empty((), dtype=torch.long),
-            "encoder_hidden_states": torch.empty(2, 77, 2048),
-            "added_cond_kwargs": {"text_embeds": torch.empty(2, 1280), "time_ids": torch.empty(2, 6)},
-        }
+    unet, inputs = unet_of("sdxl")
     lora = fxplug.load_pass("lora", rank=16)
     gm, trace = timed(lambda: fxplug.trace(unet, (), inputs))
     sites, find = timed(lambda: fxplug.find(gm, lora))

@@ -22,18 +22,18 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import peft
 import timm
 import torch
 import torch.nn.functional as F
-from diffusers import UNet2DConditionModel
 from record import write
+from timing import shown, turns
 from torch import Tensor, nn
 
 import fxplug
@@ -73,7 +73,7 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
             begun = time.perf_counter()
             steps[way]()
             first[way] = time.perf_counter() - begun
-        row[how] = turns(steps, options.turns) if steps else {}
+        row[how] = turns(steps, options.turns, "peft") if steps else {}
         for way, found in row[how].items():
             found["first_step_seconds"] = first[way]
             found["peak"] = peak(steps[way])
@@ -81,9 +81,8 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
                 found["saved"] = saved(steps[way])
             needs = {k: found[k] / row[how]["peft"][k] for k in ("peak", "saved") if k in found}
             found.update({f"{k}_ratio": value for k, value in needs.items()})
-            ratio = "{median:.3f} ({low:.3f} to {high:.3f})".format(**found["ratio"])
-            shown = "".join(f"  {k} x{value:.3f}" for k, value in needs.items())
-            print(f"{kind}  {how:8}  {way:10}  {found['milliseconds']:8.1f} ms  x{ratio}{shown}", flush=True)
+            more = "".join(f"  {k} x{value:.3f}" for k, value in needs.items())
+            print(f"{kind}  {how:8}  {way:10}  {found['milliseconds']:8.1f} ms  {shown(found['ratio'])}{more}", flush=True)
     return row
 
 
@@ -133,57 +132,14 @@ def ours(kind: str, module: nn.Module, inputs: dict[str, Any], way: str) -> nn.M
 def base(kind: str) -> nn.Module:
     if kind == "vit":
         return timm.create_model("vit_small_patch16_224", num_classes=10)
-    return UNet2DConditionModel(
-        sample_size=32,
-        block_out_channels=(128, 256, 256),
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=768,
-    )
+    return models.MAKERS["unet"]("unet", 1)[0]
 
 
 def example(kind: str, batch: int) -> tuple[dict[str, Any], Tensor]:
     if kind == "vit":
         return {"x": torch.randn(batch, 3, 224, 224, device=DEVICE)}, torch.arange(batch, device=DEVICE) % 10
-    inputs = {
-        "sample": torch.randn(batch, 4, 32, 32, device=DEVICE),
-        "timestep": torch.randint(0, 1000, (batch,), device=DEVICE),
-        "encoder_hidden_states": torch.randn(batch, 77, 768, device=DEVICE),
-        "return_dict": False,
-    }
-    return inputs, torch.randn(batch, 4, 32, 32, device=DEVICE)
-
-
-# --- time
-
-
-def turns(steps: dict[str, Step], count: int) -> dict[str, Any]:
-    """Milliseconds of each way in turn, who begins alternating, and ratios over PEFT's of the same turn."""
-    times: list[dict[str, float]] = []
-    for index in range(count + 2):
-        names = list(steps) if index % 2 else list(reversed(steps))
-        found = {name: milliseconds(steps[name]) for name in names}
-        if index > 1:  # the first two warm up
-            times.append(found)
-    rows = {}
-    for name in steps:
-        ratios = sorted(found[name] / found["peft"] for found in times)
-        spread = {"median": statistics.median(ratios), "low": ratios[0], "high": ratios[-1]}
-        rows[name] = {"milliseconds": statistics.median(found[name] for found in times), "ratio": spread}
-    return rows
-
-
-def milliseconds(step: Step) -> float:
-    if DEVICE == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end)
-    begun = time.process_time()
-    step()
-    return 1000 * (time.process_time() - begun)
+    with torch.device(DEVICE):
+        return models.denoised(batch, 32, 768), torch.randn(batch, 4, 32, 32)
 
 
 # --- memory
