@@ -75,11 +75,13 @@ def test_the_base_keeps_every_bit(tmp_path):
     assert not any(p.requires_grad for n, p in done.module.named_parameters() if not n.startswith("lora."))
 
 
+RESNET = {"model": {"timm": "resnet10t", "options": {"num_classes": 10}}, "inputs": {"x": [2, 3, 16, 16]}}
+
+
 @pytest.mark.slow
 def test_batch_norms_of_a_frozen_base_keep_their_statistics(tmp_path):
     changed = {
-        "model": {"timm": "resnet10t", "options": {"num_classes": 10}},
-        "inputs": {"x": [2, 3, 16, 16]},
+        **RESNET,
         "passes": [{"lora": {"at": "re:layer.*conv1$", "rank": 2}}],
         "train__trainable": [],
         "train__steps": 2,
@@ -226,13 +228,7 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path):
 
 @pytest.mark.slow
 def test_trained_batch_norms_are_resumed_with_their_statistics(tmp_path):
-    changed = {
-        "model": {"timm": "resnet10t", "options": {"num_classes": 10}},
-        "inputs": {"x": [2, 3, 16, 16]},
-        "passes": [],
-        "train__trainable": ["**"],
-        "train__ema": 0.5,
-    }
+    changed = {**RESNET, "passes": [], "train__trainable": ["**"], "train__ema": 0.5}
     whole = run(tmp_path / "a", **changed, train__steps=2).module.state_dict()
     run(tmp_path / "b", **changed, train__steps=1)
     again = run(tmp_path / "b", resume=True, **changed, train__steps=2).module.state_dict()
@@ -247,21 +243,15 @@ def test_a_resume_gives_up_what_came_after(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_can_be_made_longer(tmp_path):
-    whole = run(tmp_path / "a", train__steps=10)
-    run(tmp_path / "b", train__steps=6)
-    longer = run(tmp_path / "b", resume=True, train__steps=10)
-    assert losses(longer.history) == losses(whole.history) and same(trained(longer.module), trained(whole.module))
-
-
-@pytest.mark.slow
-@sweep("scheduler", ["OneCycleLR", "CosineAnnealingLR", {"LinearLR": {"total_iters": 6}}], 2)
+@sweep("scheduler", [None, "OneCycleLR", "CosineAnnealingLR", {"LinearLR": {"total_iters": 6}}], 0, 3)
 def test_a_run_can_be_made_longer_under_any_scheduler(tmp_path, scheduler):
     whole = run(tmp_path / "a", train__steps=9, train__scheduler=scheduler)
     run(tmp_path / "b", train__steps=4, train__scheduler=scheduler)
     longer = run(tmp_path / "b", resume=True, train__steps=9, train__scheduler=scheduler)
     rates = [[record["lr"] for record in one.history[4:]] for one in (whole, longer)]
-    assert len(set(rates[0])) > 1 and rates[1] == pytest.approx(rates[0])
+    assert (len(set(rates[0])) > 1) == (scheduler is not None) and rates[1] == pytest.approx(rates[0])
+    if scheduler is None:
+        assert losses(longer.history) == losses(whole.history) and same(trained(longer.module), trained(whole.module))
 
 
 def acting(out, hook, act, **changed):
@@ -288,13 +278,6 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path, hook
     again = run(tmp_path / "run", resume=True)
     whole = run(tmp_path / "whole")
     assert losses(again.history) == losses(whole.history) and same(trained(again.module), trained(whole.module))
-
-
-@sweep("number", [signal.SIGINT, signal.SIGTERM], signal.SIGTERM)
-def test_an_interrupt_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, number):
-    done = killed(tmp_path, "on_step_end", 4, number)
-    assert done.codes == [1] and "KeyboardInterrupt" in done.stderr
-    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000003", "step-00000005"]
 
 
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, monkeypatch):
