@@ -87,7 +87,7 @@ def write(
     `options` inductor's own. Raises Unfit when a tensor that has to be live is not.
     """
     signature, notes = describe(program, parameters)
-    with _quiet(), torch.no_grad(), open_new(file) as sink, refusing():
+    with quiet(), torch.no_grad(), open_new(file) as sink, refusing():
         compile_package(program, sink, {**(options or {}), **LIVE})
     constants, metadata = _compiled(file)
     state = _state(program)
@@ -144,7 +144,7 @@ def _march(options: Mapping[str, Any] | None) -> str | None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without warnings, and without the log line that torch found no CUDA, which a package for a CPU has no need of."""
     with hushed("torch.utils.cpp_extension"), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt
 from torch.export import ExportedProgram
 
 from ..core.artifacts.value_json import KINDS as GRAPH_KINDS
 from ..core.artifacts.value_json import TORCH_NAMES, Form, Placeholder, Read, decode, encode
 from ..core.errors import DEFAULT, ArtifactError, FxplugError, GuardError, Limits, shown
-from ..core.ir.containers import children, leaves, rebuilt
+from ..core.ir.containers import children, rebuilt
 from ..core.torch_internals import modules as pytree
 from ..core.torch_internals.exporting import guards_of
 from ..core.torch_internals.tensors import size_name
@@ -127,7 +126,7 @@ class TensorFacts(BaseModel):
     """A tensor that a program takes, as a file says: its sizes are numbers, or names of those that are free."""
 
     model_config = ConfigDict(strict=True)
-    dtype: str
+    dtype: Annotated[Any, BeforeValidator(lambda name: DTYPES[name])]
     shape: list[NonNegativeInt | str | None]
 
 
@@ -142,12 +141,6 @@ class SignatureFacts(BaseModel):
     result: Any
 
 
-@dataclass
-class _TensorArgument:
-    dtype: torch.dtype
-    shape: list[int | str | None]
-
-
 class Signature:
     """A signature read from JSON. Raises ArtifactError for data that is none, or that says another number of tensors.
 
@@ -160,7 +153,7 @@ class Signature:
         self.device, self.made = device, made
         try:
             said = SignatureFacts.model_validate(data)
-            self.tensors = [_TensorArgument(DTYPES[entry.dtype], entry.shape) for entry in said.tensors]
+            self.tensors = said.tensors
             self.parameters = {entry["name"]: entry for entry in said.parameters}
             self.python = inspect.Signature([_parameter(entry) for entry in said.parameters])
             self.ranges = said.ranges
@@ -171,9 +164,10 @@ class Signature:
             self.guards = [(text, parsed(text)) for text in said.guards]
             self.result = _decoded(data["result"], ("tensor", "number"))
             self.values = {entry["name"]: _decoded(entry["value"], ("tensor",)) for entry in data["parameters"]}
-            indices = [i for value in self.values.values() for i in _positions(value)]
-            if sorted(indices) != list(range(len(self.tensors))):
-                raise ValueError(f"its parameters have {len(indices)} tensors, and it describes {len(self.tensors)}")
+            places = [place for name, value in self.values.items() for place in _places(value, name)]
+            if sorted(index for index, _ in places) != list(range(len(self.tensors))):
+                raise ValueError(f"its parameters have {len(places)} tensors, and it describes {len(self.tensors)}")
+            self.where = dict(places)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, FxplugError) as error:
             what = f"{type(error).__name__}: {shown(str(error), 200)}"
             raise ArtifactError(f"the signature in the package cannot be read: {what}") from None
@@ -212,7 +206,7 @@ class Signature:
             return
         sizes: dict[str, tuple[int, str]] = {}
         for i, (tensor, expected) in enumerate(zip(flat, self.tensors, strict=True)):
-            self._check_tensor(tensor, expected, self._where(i), sizes)
+            self._check_tensor(tensor, expected, self.where[i], sizes)
         for text, tree in self.guards:
             try:
                 holds = evaluate(tree, arguments)
@@ -221,13 +215,13 @@ class Signature:
             if not holds:
                 raise GuardError(
                     f"the {self.made} for inputs with {shown(readable(text), 400)[1:-1]}; "
-                    f"these are {', '.join(f'{self._where(i)} {tuple(t.shape)}' for i, t in enumerate(flat))}"
+                    f"these are {', '.join(f'{self.where[i]} {tuple(t.shape)}' for i, t in enumerate(flat))}"
                 )
         if len(self._seen) < SEEN:
             self._seen.add(key)
 
     def _check_tensor(
-        self, tensor: torch.Tensor, expected: _TensorArgument, where: str, sizes: dict[str, tuple[int, str]]
+        self, tensor: torch.Tensor, expected: TensorFacts, where: str, sizes: dict[str, tuple[int, str]]
     ) -> None:
         if tensor.dtype != expected.dtype:
             raise FxplugError(f"{where} is {tensor.dtype}; this {self.made} for {expected.dtype}")
@@ -251,13 +245,6 @@ class Signature:
                 limits = f"{low if low is not None and low > 2 else 1} or more"
                 limits += "" if high is None else f" and {high} or less"
                 raise GuardError(f"{place}: the size is {size}, and the {self.made} for {limits}")
-
-    def _where(self, index: int) -> str:
-        for name, value in self.values.items():
-            found = _path(value, index)
-            if found is not None:
-                return f"{name}{found}"
-        return f"input {index}"
 
 
 def _parameter(entry: Json) -> inspect.Parameter:
@@ -304,9 +291,11 @@ def _decoded(data: Any, marks: tuple[str, ...]) -> Any:
     return decode(data, forms=forms, where="a value")
 
 
-def _positions(value: Any) -> list[int]:
-    """Which tensors a value has."""
-    return [leaf.content for leaf in leaves(value) if isinstance(leaf, Placeholder) and leaf.kind == "tensor"]
+def _places(value: Any, where: str) -> list[tuple[int, str]]:
+    """Which tensors a value has, and what each is called: `more['scale']`."""
+    if isinstance(value, Placeholder):
+        return [(value.content, where)] if value.kind == "tensor" else []
+    return [place for key, member in children(value) or () for place in _places(member, f"{where}[{key!r}]")]
 
 
 def _fill(wanted: Any, value: Any, where: str, flat: list[Any], made: str) -> None:
@@ -340,16 +329,6 @@ def _rebuild(tree: Any, flat: list[Any]) -> Any:
         return found.item() if tree.kind == "number" else found
     members = children(tree)
     return tree if members is None else rebuilt(tree, {key: _rebuild(member, flat) for key, member in members})
-
-
-def _path(tree: Any, index: int) -> str | None:
-    if isinstance(tree, Placeholder):
-        return "" if tree.kind == "tensor" and tree.content == index else None
-    for key, member in children(tree) or ():
-        found = _path(member, index)
-        if found is not None:
-            return f"[{key!r}]{found}"
-    return None
 
 
 def _text(value: Any) -> str:

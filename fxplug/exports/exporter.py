@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
@@ -10,8 +9,7 @@ import operator
 import os
 import re
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +29,9 @@ from ..core.locks import with_read_lock
 from ..core.reading import reported
 from ..core.writing import new_file, open_new
 from . import onnx_trial, onnx_writer
-from .aoti_writer import CompileRefused, Unfit, check_compiler, refusing, write
+from .aoti_writer import CompileRefused, Unfit, check_compiler, quiet, refusing, write
 from .blockers import packed_layer
+from .package_file import first_line
 
 FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2", "onnx": ".onnx"}
 FREE: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -140,7 +139,7 @@ def export(
                     return [*said, *onnx_trial.try_model(name, program, plain, results.said)]
                 _write_out_rounding(program.graph)
                 program.graph_module.recompile()
-                with _quiet(), open_new(name) as opened, refusing():
+                with quiet(), open_new(name) as opened, refusing():
                     torch.export.save(program, opened)
             return []
 
@@ -256,14 +255,14 @@ def _export(
     for kept, (some_args, some_kwargs) in tries:
         shapes = {name: _shapes(value, FREE[kept]) for name, value in _by_name(module, some_args, some_kwargs).items()}
         try:
-            with _quiet(), refusing():
+            with quiet(), refusing():
                 program = torch.export.export(module, some_args, some_kwargs, dynamic_shapes=shapes, strict=False)
             return program, kept, failures, finish(program)
         except (Unfit, Unwritten):
             raise
         except (CompileRefused, FxplugError) as caught:
             error = caught
-            failures.append(f"with {kept} dimensions free it fails: {_first_line(caught)}")
+            failures.append(f"with {kept} dimensions free it fails: {first_line(caught)}")
     raise FxplugError("torch.export fails for this module: " + "; ".join(failures)) from error
 
 
@@ -294,17 +293,6 @@ def _place(module: TracedModule, stack: str) -> str:
 def _call(before: fx.Node, function: Callable[..., Any], *args: Any) -> fx.Node:
     value = function(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
     return insert(before.graph, "call_function", function, args, before=before, meta={"val": value})
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from ..core.locks import call_with_read_lock
 from ..core.reading import opened
 from .call_signature import Json, Signature
 from .onnx_file import INSTALL, OnnxFile
-from .package import ExportedModel, _first, _named
+from .package import ExportedModel, _named
+from .package_file import first_line
 
 NOTHING = 4  # of onnxruntime's log: it warns of each weight that can be given anew, and what it says of errors is in them
 CPU = ("CPUExecutionProvider",)
@@ -65,7 +66,7 @@ class OnnxModel(ExportedModel):
         try:
             values = self.session.run_with_ort_values(names, {**self._live, **feeds}) if names else []
         except Exception as error:  # onnxruntime's, of kinds that have no common class
-            raise FxplugError(f"the model failed in this call: {_first(error)}") from error
+            raise FxplugError(f"the model failed in this call: {first_line(error)}") from error
         results = [torch.utils.dlpack.from_dlpack(value) for value in values]
         count = len(results) - len(self.manifest["checks"])
         for holds, text in zip(results[count:], self.manifest["checks"], strict=True):
@@ -119,7 +120,7 @@ def _session(found: OnnxFile, providers: Sequence[Any], options: Any) -> Any:
     except Exception as error:  # onnxruntime's, of kinds that have no common class
         version = onnxruntime.__version__
         raise ArtifactError(
-            f"{found.path} cannot be run by onnxruntime {version}: {shown(_first(error), 300)[1:-1]}"
+            f"{found.path} cannot be run by onnxruntime {version}: {shown(first_line(error), 300)[1:-1]}"
         ) from error
     there = {each.name for each in (*session.get_inputs(), *session.get_overridable_initializers())}
     wanted = {*found.manifest["inputs"], *found.manifest["live"]}

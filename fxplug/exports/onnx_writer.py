@@ -27,7 +27,7 @@ from ..core.ir.graph import change
 from ..core.torch_internals.exporting import DEFAULT, OPSETS, translated, untranslated
 from ..core.torch_internals.tensors import OpOverload, assert_later
 from ..core.writing import locked, open_new
-from .aoti_writer import CompileRefused, Unfit, _quiet, _state, hushed, refusing
+from .aoti_writer import CompileRefused, Unfit, _state, hushed, quiet, refusing
 from .call_signature import Json, describe, encoded
 from .onnx_file import FORMAT, INSTALL, METADATA, data_name, is_data_of, sealed
 
@@ -185,10 +185,10 @@ def _model(program: ExportedProgram, opset: int, place: Callable[[str], str]) ->
     from torch.onnx import OnnxExporterError
 
     try:
-        with _quiet(), torch.no_grad(), hushed("onnx_ir"):
+        with quiet(), torch.no_grad(), hushed("onnx_ir"):
             model = translated(program, opset)
     except OnnxExporterError as error:
-        with refusing(), _quiet():
+        with refusing(), quiet():
             lost, reason = untranslated(program, opset, error)
         places: dict[str, list[str]] = {}
         for target, stack in lost:

@@ -24,7 +24,7 @@ from ..core.torch_internals.exporting import LOADER
 from ..core.writing import Folder, ended_by_exceptions
 from .call_signature import Json, Signature
 from .machines import check_machine, check_operators, pick_device
-from .package_file import CODE, Packed, check_slots
+from .package_file import CODE, Packed, check_slots, first_line
 from .package_file import banks as _banks
 
 TEMPORARY = "fxplug-package-"
@@ -117,7 +117,7 @@ class Package(ExportedModel):
         try:
             out = call_with_read_lock(self._locks, self._loader.boxed_run, flat)
         except RuntimeError as error:
-            raise FxplugError(f"the package failed in this call: {_first(error)}") from error
+            raise FxplugError(f"the package failed in this call: {first_line(error)}") from error
         return self._signature.unflatten(out)
 
     def state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -221,7 +221,7 @@ def _named(file: Path) -> Iterator[None]:
     except ArtifactError as error:
         raise error if str(file) in str(error) else ArtifactError(f"{file}: {error}") from None
     except RuntimeError as error:  # RecursionError is one
-        raise ArtifactError(f"the program in {file} cannot be loaded: {_first(error)}") from error
+        raise ArtifactError(f"the program in {file} cannot be loaded: {first_line(error)}") from error
     except MemoryError:
         raise ArtifactError(f"{file} is damaged, or larger than the memory of this machine") from None
 
@@ -239,7 +239,3 @@ def _loader(code: Path, runners: int, index: int) -> Any:
         for path in sorted((code / CODE).iterdir()):
             out.write(path, f"model/{CODE}{path.name}")
     return LOADER(str(archive.absolute()), "model", False, runners, index)
-
-
-def _first(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
