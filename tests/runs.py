@@ -59,15 +59,21 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def config(**changed: Any) -> dict[str, Any]:
-    """CONFIG with some values replaced: `config(train__steps=4, data__test=...)`."""
-    made = copy.deepcopy(CONFIG)
+def with_values(config: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    """A copy of a configuration with some values replaced: `train__steps=4, passes=[]`."""
+    made = copy.deepcopy(config)
     for key, value in changed.items():
         section, _, name = key.partition("__")
         if name:
             made.setdefault(section, {})[name] = value
         else:
             made[section] = value
+    return made
+
+
+def config(**changed: Any) -> dict[str, Any]:
+    """CONFIG with some values replaced: `config(train__steps=4, data__test=...)`; None leaves a section out."""
+    made = with_values(CONFIG, **changed)
     if "epochs" in made["train"]:
         made["train"].pop("steps", None)
     return {key: value for key, value in made.items() if value is not None}

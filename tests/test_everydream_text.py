@@ -74,14 +74,11 @@ def draw(folder, out, *plugins, text="clip", **changed):
         "device": "cpu",
         "verify": False,
     }  # fmt: skip
-    for key, value in changed.items():
-        section, _, name = key.partition("__")
-        config[section] = {**config[section], name: value} if name else value
     for part in ("photos", "clip"):
         if not (Path.cwd() / part).exists():
             (Path.cwd() / part).symlink_to(folder / part)
     with runs.sharing():
-        return fxplug.train(config, out=out, quiet=True)
+        return fxplug.train(runs.with_values(config, **changed), out=out, quiet=True)
 
 
 class Sees(BasePlugin):

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from runs import Digits, launched, trained
+from runs import Digits, launched, trained, with_values
 from torch.utils.data import DataLoader, DistributedSampler
 
 import fxplug
@@ -49,14 +49,7 @@ CONFIG = {
 def run(out, resume=False, **changed):
     if changed.pop("sampler", False):  # one that counts processes, not groups of them
         return sampled(changed)
-    made = json.loads(json.dumps(CONFIG))
-    for key, value in changed.items():
-        section, _, name = key.partition("__")
-        if name:
-            made.setdefault(section, {})[name] = value
-        else:
-            made[section] = value
-    return fxplug.train(made, out=out, resume=resume, quiet=True)
+    return fxplug.train(with_values(CONFIG, **changed), out=out, resume=resume, quiet=True)
 
 
 def sampled(settings):

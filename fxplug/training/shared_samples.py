@@ -74,12 +74,6 @@ def divided(
             _check_draws(module, plan, args, kwargs)
     except FxplugError as error:
         raise SpecError(getattr(error, "finding", str(error)), path=getattr(error, "path", ()) or PATH) from error
-    for process, other in enumerate(gathered(accelerator, _text(plan.written))):
-        if other != _text(plan.written):
-            raise TrainError(
-                f"processes {accelerator.process_index} and {process} made different plans, which is a bug of fxplug: please "
-                "report this model"
-            )
     names = ("data", *ways)
     mesh = init_device_mesh(accelerator.device.type, (world, *ways.values()), mesh_dim_names=names)
     return parallelize(module, plan, mesh)
@@ -134,10 +128,6 @@ def _as_traced(module: TracedModule, dtypes: Mapping[str, torch.dtype]) -> Itera
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _text(gm: TracedModule) -> list[str]:
-    return [f"{mode} {node.format_node()}" for mode, graph in gm.graphs.items() for node in graph.nodes]
 
 
 def _degrees(settings: Train) -> dict[str, int]:

@@ -128,11 +128,6 @@ class Crop(NamedTuple):
 
 def placed(image: Image.Image, size: tuple[int, int], place: Crop) -> Image.Image:
     """The largest crop of the shape of `size` (h, w), resized with an antialiasing Lanczos filter in the same go."""
-    h, w = size
-    scale = min(image.width / w, image.height / h)
-    spare_w, spare_h = image.width - w * scale, image.height - h * scale
-    if (image.height, image.width) != (h, w):
-        left, top = spare_w * place.x, spare_h * place.y
-        box = (left, top, min(left + w * scale, image.width), min(top + h * scale, image.height))
-        image = image.resize((w, h), Image.Resampling.LANCZOS, box=box)
+    if (image.height, image.width) != size:
+        image = ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS, centering=(place.x, place.y))
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if place.flip else image
