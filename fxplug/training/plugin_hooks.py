@@ -1,7 +1,7 @@
 """The hooks of a training run: when each comes, the data it gets by name, and the base class that a plugin may have.
 
 A class written for `from plugins.plugins import BasePlugin` is used as it is: where a run loads its plugins, that import gives
-this module unless the run's own `plugins` folder has a `plugins.py`. The names and what they count are those of
+this module. The names and what they count are those of
 EveryDream2trainer (github.com/victorchall/EveryDream2trainer): one batch is one step, whether or not the optimizer steps after
 it (`accumulate`). `epoch`, `local_step` and `global_step` count from 0; `global_step` is the number of batches that were done
 before, the same at the start and the end of a step. `batch` is the dict that is trained on, on the device: what a plugin

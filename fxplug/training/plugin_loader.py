@@ -1,6 +1,6 @@
 """A plugin from what a configuration says: imported from the run's own folders, made, and its hooks checked.
 
-Modules are looked for in the run's folders first, and are kept apart from those of another run in the same process.
+Modules are looked for in the run's folders first; those of the run that was loaded before it go from sys.modules.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module, invalidate_caches
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from ..core.errors import SpecError, did_you_mean
 from ..core.spec.pass_file import import_target
@@ -25,95 +24,52 @@ from .tasks.task import construct
 
 PREFIXES = ("on_", "transform_", "modify_")
 CHAINED = PREFIXES[1:]  # hooks that are given one value and give it back, changed or not
-# a module that is there while plugins are imported: its target, and what the text of the trainer's own file has
-STAND_INS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "plugins.plugins": ("fxplug.training.plugin_hooks", ("class BasePlugin", "class PluginRunner")),
-    "train": ("fxplug.training.plugin_state", ("TrainingState:", "def save_model(")),
-    "utils.sample_generator": ("fxplug.training.plugin_state", ("def clean_filename(", "class SampleGenerator")),
-    "colorama": ("fxplug.training.plugin_state", ()),
+# modules of EveryDream2trainer's that plugins import from, and what stands in for them while they are imported
+STAND_INS = {
+    "plugins.plugins": "fxplug.training.plugin_hooks",
+    "train": "fxplug.training.plugin_state",
+    "utils.sample_generator": "fxplug.training.plugin_state",
+    "colorama": "fxplug.training.plugin_state",  # where it is not installed
 }
-PACKAGES, SINGLE = ("plugins", "utils"), ("train",)  # names that others may have imported already
-_active: LocalModules | None = None  # whose modules bear their names in sys.modules
-
-
-class StandIns(MetaPathFinder, Loader):
-    """Finds modules of EveryDream2trainer's where the run's folders have no file of that name, or its own.
-
-    Such a module has what `target` has. The package around one is that of the folders, or an empty one.
-    """
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The stand-in of a name; None for a name that has none, and for one that a file of the user's has."""
-        found = PathFinder.find_spec(name, path)
-        if name in STAND_INS:
-            marks = STAND_INS[name][1]
-            text = Path(found.origin).read_text("utf-8", "replace") if found and found.origin and marks else ""
-            theirs = found is not None and found.origin and not (text and all(mark in text for mark in marks))
-            return None if theirs else ModuleSpec(name, self)
-        if name not in PACKAGES or (found is not None and found.loader is not None):
-            return None
-        package = ModuleSpec(name, None, is_package=True)  # Python's own follows sys.path, which is as it was before long
-        package.submodule_search_locations = list(found.submodule_search_locations or ()) if found is not None else []
-        return package
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Give a stand-in all that its target has."""
-        found = vars(import_module(STAND_INS[module.__name__][0]))
-        vars(module).update({name: value for name, value in found.items() if name == "__getattr__" or name[:2] != "__"})
+SHARED = ("plugins", "utils", "train")  # names that others may have imported already
 
 
 class LocalModules:
-    """What was imported from a run's own folders.
+    """A run's own folders, where the modules of its plugins are looked for first, and what was imported from them.
 
-    Two runs may both have a module `plugins.mine`, and sys.modules has room for one: it has those of the run that was loaded
-    last. A pickle of a Local imports the same modules in the other process; put it before the objects of their classes.
+    sys.modules has room for one `plugins.mine`: that of the run that was loaded last. A pickle imports the same modules in the
+    other process; put it before the objects of their classes.
     """
 
-    def __init__(self, folders: Sequence[str]) -> None:
-        self.folders = list(folders)
-        self.modules: dict[str, ModuleType] = {}
+    last: ClassVar[LocalModules | None] = None
 
-    @staticmethod
-    def of(folders: Sequence[str | Path]) -> LocalModules:
-        """A Local for the folders, first come first; that of the last run if its folders were the same."""
-        found = list(dict.fromkeys(str(Path(folder).resolve()) for folder in folders))
-        return _active if _active is not None and _active.folders == found else LocalModules(found)
-
-    def activate(self) -> None:
-        """Give these modules their names in sys.modules."""
-        # nothing plainer: files of two runs may have one name, pickle looks classes up by it, and imports of theirs do
-        global _active
-        if _active is self:
-            return
-        for name, module in _active.modules.items() if _active else ():
-            if sys.modules.get(name) is module:
-                del sys.modules[name]
-        sys.modules.update(self.modules)
-        _active = self
+    def __init__(self, folders: Sequence[str | Path]) -> None:
+        self.folders = list(dict.fromkeys(str(Path(folder).resolve()) for folder in folders))
+        self.names: list[str] = []
 
     @contextmanager
     def importing(self) -> Iterator[None]:
-        """Within it, an import looks into the folders first, and finds stand-ins."""
-        self.activate()
-        shadowing = [n for n in sys.modules if n.partition(".")[0] in PACKAGES + SINGLE and n not in self.modules]
-        hidden = {name: sys.modules.pop(name) for name in shadowing}
-        before, finder = dict(sys.modules), StandIns()
+        """Within it, an import looks into the folders first, and finds the stand-ins."""
+        # nothing plainer: files of two runs may have one name, and so may a library's
+        if LocalModules.last is not None and LocalModules.last is not self:
+            for name in LocalModules.last.names:
+                sys.modules.pop(name, None)
+        LocalModules.last = self
+        others = [n for n in sys.modules if n.partition(".")[0] in SHARED and n not in self.names]
+        hidden = {name: sys.modules.pop(name) for name in others}
+        before = set(sys.modules)
+        stand_ins = {n: import_module(target) for n, target in STAND_INS.items() if n != "colorama" or find_spec(n) is None}
+        sys.modules.update(stand_ins)
         sys.path[:0] = self.folders
-        sys.meta_path.insert(0, finder)
         invalidate_caches()
         try:
             yield
         finally:
-            sys.meta_path.remove(finder)
             for folder in self.folders:
                 sys.path.remove(folder)
-            for name, module in [pair for pair in sys.modules.items() if before.get(pair[0]) is not pair[1]]:
-                if getattr(module, "__loader__", None) is finder or getattr(module, "__path__", None) == []:
-                    del sys.modules[name]
-                    package, _, leaf = name.rpartition(".")
-                    vars(sys.modules.get(package, module)).pop(leaf, None)
-                elif self._is_here(name):
-                    self.modules[name] = module
+            for name in stand_ins:
+                sys.modules.pop(name, None)
+            self.names += [name for name in sys.modules if name not in before and self._is_here(name)]
             for name, module in hidden.items():
                 sys.modules.setdefault(name, module)
 
@@ -123,11 +79,11 @@ class LocalModules:
         return any(str(place.parent) in self.folders for place in places)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _import_anew, (self.folders, list(self.modules))
+        return _import_anew, (self.folders, self.names)
 
 
 def _import_anew(folders: list[str], names: list[str]) -> LocalModules:
-    local = LocalModules.of(folders)
+    local = LocalModules(folders)
     with local.importing():
         for name in names:
             import_module(name)

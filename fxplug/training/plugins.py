@@ -49,7 +49,7 @@ class Plugins:
         self.on_error = on_error
         self.common: dict[str, Any] = {}
         self.note: Callable[[str], object] = logging.getLogger(__name__).warning
-        self._local = LocalModules.of([base or Path.cwd(), Path.cwd()])
+        self._local = LocalModules([base or Path.cwd(), Path.cwd()])
         self.sample = ""
         self._plugins: dict[str, object] = {}
         for index, spec in enumerate(specs):
@@ -180,7 +180,6 @@ class Plugins:
         return lines
 
     def __getstate__(self) -> dict[str, Any]:
-        self._local.activate()  # pickle looks classes up in sys.modules
         kept = {name: self._plugins[name] for name, hook in self._places if hook.startswith("transform_")}
         for name, plugin in kept.items():
             try:
