@@ -206,6 +206,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch):
     go(w, 1, 1)
     with monkeypatch.context() as patch:
         patch.setattr("fxplug.training.log_files.open", full, raising=False)
+        patch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
         patch.setattr("fxplug.core.writing.os.replace", full)
         for step in range(2, 6):
             w.step(record(step), last=False)

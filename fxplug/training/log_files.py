@@ -1,23 +1,17 @@
-"""The log of a run as JSON lines and TensorBoard events. A killed run leaves both readable, a resumed one goes on with them."""
+"""The log of a run as JSON lines. A killed run leaves it readable, a resumed one goes on with it."""
 
 from __future__ import annotations
 
 import errno
-import io
 import json
 import math
 import os
-import socket
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
-from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
-from torch.utils.tensorboard.summary import image
 
 from ..core.writing import new_file
 
@@ -76,37 +70,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return value if isinstance(value, (bool, int, str, type(None))) else str(value)
-
-
-class Events:
-    """TensorBoard's event file, written at once: SummaryWriter writes from a thread, where a full disk is nobody's error.
-
-    `begin` is the step that the run goes on from; TensorBoard then drops what earlier files have of later steps.
-    """
-
-    def __init__(self, folder: Path, begin: int = 0) -> None:
-        self.path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._write(event_pb2.Event(file_version="brain.Event:2"))
-        if begin:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(event_pb2.Event(step=begin + 1, session_log=start))
-
-    def _write(self, event: Any) -> None:
-        event.wall_time = time.time()
-        record = io.BytesIO()
-        RecordWriter(record).write(event.SerializeToString())
-        _append(self.path, record.getvalue())
-
-    def scalars(self, prefix: str, values: Mapping[str, Any], step: int) -> None:
-        """Numbers under `prefix/name`. Raises OSError."""
-        numbers = {name: plain(value) for name, value in values.items()}
-        shown = [
-            summary_pb2.Summary.Value(tag=f"{prefix}/{name}", simple_value=value)
-            for name, value in numbers.items()
-            if isinstance(value, (int, float))
-        ]
-        self._write(event_pb2.Event(step=step, summary=summary_pb2.Summary(value=shown)))
-
-    def image(self, tag: str, picture: torch.Tensor, step: int) -> None:
-        """A uint8 image [c, h, w]. Raises OSError."""
-        self._write(event_pb2.Event(step=step, summary=image(tag, picture, dataformats="CHW")))  # type: ignore[no-untyped-call]

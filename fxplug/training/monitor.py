@@ -14,12 +14,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
 
 from ..core.spec.train_section import Train
 from .epoch_table import TRAINING, UNITS, best_line, columns, header, parameters_line, testing_row, titles, training_row
-from .log_files import Events, Lines
+from .log_files import Lines, plain
 from .pictures import grid, save_curves, save_picture
 
+FLUSHED = 10  # seconds after which TensorBoard has what was written
 ROWS = 50  # of a run that is given in steps: with small data it has very many epochs
 
 
@@ -45,7 +47,7 @@ class RunMonitor:
         self.steps, self.epochs = steps, epochs
         self.console = console or Console(stderr=True)
         self._lines = Lines(out / "log.jsonl") if out else None
-        self._events: Events | None = None
+        self._events: SummaryWriter | None = None
         self._progress: Progress | None = None
         self._begin = 0
         self._step = 0
@@ -77,7 +79,8 @@ class RunMonitor:
         self._on_gpu = any(p.is_cuda for p in module.parameters())
         if self.out:
             if self.settings.log.tensorboard:
-                self._events = self._try("tensorboard", Events, self.out / "tensorboard", self._begin)
+                purged = self._begin + 1 if self._begin else None  # what earlier files have from this step on
+                self._events = self._try("tensorboard", SummaryWriter, str(self.out / "tensorboard"), "", purged, 10, FLUSHED)
             self._print(f"Log files are recorded in: {self.out}")
         self._print(parameters_line(*counts))
         self._print(UNITS)
@@ -101,7 +104,7 @@ class RunMonitor:
         self._log(record)
         if self._events and (step % self.settings.log.every == 0 or step in (1, self.steps)):
             shown = {key: value for key, value in record.items() if key not in ("step", "epoch")}
-            self._try("tensorboard", self._events.scalars, "train", shown, step)
+            self._try("tensorboard", self._scalars, "train", shown)
         if self._progress and (time.monotonic() - self._shown > 0.2 or step == self.steps):
             self._shown = time.monotonic()
             task = self._progress.tasks[0]
@@ -126,8 +129,7 @@ class RunMonitor:
         """A test after so many epochs is done: what it measured, the mean seconds of a batch, and the best results so far."""
         numbers = {name: float(value) for name, value in metrics.items()}
         self._log({"step": self._step, "epoch": epoch, "test": numbers, "seconds": seconds})
-        if self._events:
-            self._try("tensorboard", self._events.scalars, "test", numbers, self._step)
+        self._try("tensorboard", self._scalars, "test", numbers)
         shown = columns(numbers)
         self._row(titles(shown), testing_row(epoch - 1, self.epochs, self.memory(), seconds, shown))
         if best:
@@ -139,7 +141,7 @@ class RunMonitor:
         if self.out:
             self._try("samples", save_picture, picture, self.out / "samples" / f"step-{step:08d}.png")
         if self._events:
-            self._try("tensorboard", self._events.image, "samples", picture, step)
+            self._try("tensorboard", self._events.add_image, "samples", picture, step)
 
     def beside_samples(self, given: Callable[[], tuple[Tensor | None, list[str]]]) -> None:
         """Before the first samples of a run: pictures of the data, [n, c, h, w] in [0, 1], and what each sample is of."""
@@ -163,6 +165,9 @@ class RunMonitor:
         if self._progress:
             self._progress.stop()
             self._progress = None
+        if self._events:
+            self._try("tensorboard", self._events.close)
+            self._events = None
         if self.out and self._lines:
             # the log has the steps before a resume, the history those that were not logged
             logged = self._lines.read()
@@ -183,6 +188,11 @@ class RunMonitor:
     def _print(self, text: str, always: bool = False) -> None:
         if always or not self.quiet:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
+
+    def _scalars(self, prefix: str, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if self._events and isinstance(number := plain(value), (int, float)):
+                self._events.add_scalar(f"{prefix}/{name}", number, self._step)  # type: ignore[no-untyped-call]
 
     def _log(self, record: Mapping[str, Any]) -> None:
         if self._lines:
