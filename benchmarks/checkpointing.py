@@ -19,8 +19,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import models
 import torch
-from diffusers import UNet2DConditionModel
 from peft import LoraConfig
 from record import write
 from timing import by_the_clock, ratios, taken
@@ -31,10 +31,7 @@ from torch.utils._pytree import tree_leaves
 import fxplug
 from fxplug.lowerings.regions.submodules import outline
 
-SIZES: dict[str, dict[str, Any]] = {
-    "small": {"channels": (128, 256, 256), "latent": 32, "words": 256, "heads": 8, "batch": 2},
-    "sd15": {"channels": (320, 640, 1280, 1280), "latent": 64, "words": 768, "heads": 8, "batch": 4},
-}
+BATCH = {"unet": 2, "sd15": 4}  # of the models of models.py
 LAYERS = ["to_q", "to_k", "to_v", "to_out.0"]
 RANK = 16
 
@@ -43,20 +40,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--only", choices=list(SIZES))
+    parser.add_argument("--only", choices=list(BATCH))
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
-    names = [options.only] if options.only else list(SIZES) if cuda else ["small"]
-    rows = {name: measure(name, "cuda" if cuda else "cpu", options.pairs) for name in names}
+    names = [options.only] if options.only else list(BATCH) if cuda else ["unet"]
+    rows = {name: measure(name, options.pairs) for name in names}
     if options.json:
         write(options.json, rows)
 
 
-def measure(name: str, device: str, pairs: int) -> dict[str, Any]:
-    size = SIZES[name]
-    torch.manual_seed(0)
-    base = unet(size).to(device)
-    inputs = example(size, device)
+def measure(name: str, pairs: int) -> dict[str, Any]:
+    of = models.subject(name, BATCH[name], torch.float32)
+    base, inputs = of.module, of.inputs
     theirs, theirs_plain = adapted(base), adapted(base)
     theirs.enable_gradient_checkpointing()
     gm = fxplug.trace(copy.deepcopy(base), (), inputs)
@@ -67,14 +62,14 @@ def measure(name: str, device: str, pairs: int) -> dict[str, Any]:
     ours = outline(ours_plain, checkpoint=True)
     seconds = time.perf_counter() - begun
     regions = list(ours.meta["regions"])
-    models = {"ours": ours, "theirs": theirs, "ours_plain": ours_plain, "theirs_plain": theirs_plain}
-    steps = {who: Step(model.train(), inputs) for who, model in models.items()}
+    modules = {"ours": ours, "theirs": theirs, "ours_plain": ours_plain, "theirs_plain": theirs_plain}
+    steps = {who: Step(model.train(), inputs) for who, model in modules.items()}
     counts = {who: sum(p.numel() for p in step.own) for who, step in steps.items()}
     assert len(set(counts.values())) == 1, counts
     times = taken(steps, pairs, 2, by_the_clock)
     memory = {who: step.memory() for who, step in steps.items()}
     row: dict[str, Any] = {
-        "sizes": size, "rank": RANK, "trainable": counts["ours"], "outline_seconds": seconds, "regions": regions,
+        "batch": BATCH[name], "rank": RANK, "trainable": counts["ours"], "outline_seconds": seconds, "regions": regions,
         "milliseconds": {who: statistics.median(found[who] for found in times) for who in steps}, "memory": memory,
         "ratio": {
             "time": ratios(times, "ours", "theirs"),
@@ -98,34 +93,12 @@ def measure(name: str, device: str, pairs: int) -> dict[str, Any]:
     return row
 
 
-def unet(size: dict[str, Any]) -> nn.Module:
-    levels = len(size["channels"])
-    return UNet2DConditionModel(
-        sample_size=size["latent"],
-        block_out_channels=size["channels"],
-        down_block_types=("CrossAttnDownBlock2D",) * (levels - 1) + ("DownBlock2D",),
-        up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * (levels - 1),
-        cross_attention_dim=size["words"],
-        attention_head_dim=size["heads"],
-    ).eval()
-
-
 def adapted(base: nn.Module) -> Any:
     """The UNet with PEFT's adapter, as diffusers' training scripts make it."""
     model: Any = copy.deepcopy(base)
     model.requires_grad_(False)
     model.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, init_lora_weights="gaussian", target_modules=LAYERS))
     return model
-
-
-def example(size: dict[str, Any], device: str) -> dict[str, Any]:
-    n, side = size["batch"], size["latent"]
-    return {
-        "sample": torch.randn(n, 4, side, side, device=device),
-        "timestep": torch.randint(1000, (n,), device=device),
-        "encoder_hidden_states": torch.randn(n, 77, size["words"], device=device),
-        "return_dict": False,
-    }
 
 
 class Step:

@@ -1,11 +1,10 @@
 """A UNet with its ControlNet as one compiled graph, and as diffusers' two compiled models, in one run.
 
-python benchmarks/controlnet.py [--json FILE] [--pairs N] [--only small|sd15]
+python benchmarks/controlnet.py [--json FILE] [--pairs N] [--only unet|sd15]
 
-small  a UNet in the shape of Stable Diffusion 1.5, of fewer channels, that a CPU can compile and run
-sd15   Stable Diffusion 1.5's own sizes, random weights; by itself where CUDA is
-Both ways get the same weights and inputs and take turns; a time is a whole step (ControlNet and UNet), the ratio is ours over
-theirs in the same turn. Strengths and the part of the schedule then change: what each way compiles again is counted.
+Models are those of `models.py`: unet, which a CPU can compile and run, and where CUDA is sd15, too. Both ways get the same
+weights and inputs and take turns; a time is a whole step (ControlNet and UNet), the ratio is ours over theirs in the same turn.
+Strengths and the part of the schedule then change: what each way compiles again is counted.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import torch
-from diffusers import ControlNetModel, UNet2DConditionModel
+from diffusers import ControlNetModel
 from record import write
 from timing import by_the_clock, difference, shown, turns
 from torch import Tensor, nn
@@ -26,10 +26,7 @@ from torch._inductor.utils import fresh_cache
 
 import fxplug
 
-SIZES: dict[str, dict[str, Any]] = {
-    "small": {"channels": (64, 128, 256, 256), "latent": 32, "words": 128, "heads": 4, "batch": 1},
-    "sd15": {"channels": (320, 640, 1280, 1280), "latent": 64, "words": 768, "heads": 8, "batch": 2},
-}
+KINDS = ["unet", "sd15"]
 CHANGES = [(0.3, 0.0, 1.0), (0.7, 0.2, 0.8), (0.0, 0.0, 1.0), (1.0, 0.5, 0.6)]  # strength, start, end
 
 
@@ -37,22 +34,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pairs", type=int, default=21)
-    parser.add_argument("--only", choices=list(SIZES))
+    parser.add_argument("--only", choices=KINDS)
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
-    names = [options.only] if options.only else list(SIZES) if cuda else ["small"]
-    rows = {name: measure(name, "cuda" if cuda else "cpu", options.pairs) for name in names}
+    names = [options.only] if options.only else KINDS if cuda else KINDS[:1]
+    rows = {name: measure(name, options.pairs) for name in names}
     if options.json:
         write(options.json, rows)
 
 
-def measure(name: str, device: str, pairs: int) -> dict[str, Any]:
-    size = SIZES[name]
-    dtype = torch.float16 if device == "cuda" else torch.float32
-    torch.manual_seed(0)
-    unet, control = models(size)
-    unet, control = unet.to(device, dtype), control.to(device, dtype)
-    inputs, condition = example(size, device, dtype)
+def measure(name: str, pairs: int) -> dict[str, Any]:
+    of = models.subject(name)
+    unet, inputs, device, dtype = of.module, of.inputs, models.DEVICE, models.DTYPE
+    control = control_of(unet).to(device, dtype)
+    n, _, *sides = inputs["sample"].shape
+    condition = torch.rand(n, 3, *(8 * side for side in sides)).to(device, dtype)
+    inputs = {**inputs, "timestep": torch.tensor(500, device=device)}
     start = time.perf_counter()
     gm = fxplug.trace(unet, (), inputs)
     ours = fxplug.apply(gm, fxplug.load_pass("controlnet", network=control))
@@ -61,7 +58,7 @@ def measure(name: str, device: str, pairs: int) -> dict[str, Any]:
     given = {**inputs, "cond": condition, **tensors((1.0, 0.0, 1.0), device)}
     with torch.no_grad():
         one = difference(ours(**given)[0], theirs(inputs, condition, 1.0))
-    row: dict[str, Any] = {"sizes": size, "dtype": str(dtype), "rewrite_seconds": rewrite, "error": one}
+    row: dict[str, Any] = {"batch": n, "dtype": str(dtype), "rewrite_seconds": rewrite, "error": one}
     print(f"{name}  rewritten in {rewrite:.1f} s, {one:.1e} from diffusers' pair (relative)", flush=True)
     with torch.no_grad():
         ways = {"ours": lambda: ours(**given), "theirs": lambda: theirs(inputs, condition, 1.0)}
@@ -79,29 +76,12 @@ def measure(name: str, device: str, pairs: int) -> dict[str, Any]:
     return row
 
 
-def models(size: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
-    unet = UNet2DConditionModel(
-        sample_size=size["latent"],
-        block_out_channels=size["channels"],
-        cross_attention_dim=size["words"],
-        attention_head_dim=size["heads"],
-    ).eval()
+def control_of(unet: nn.Module) -> nn.Module:
     control = ControlNetModel.from_unet(unet).eval()
     for parameter in control.parameters():  # the zero convolutions of a new one would measure nothing
         if not parameter.any():
             nn.init.normal_(parameter, std=0.02)
-    return unet, control
-
-
-def example(size: dict[str, Any], device: str, dtype: torch.dtype) -> tuple[dict[str, Any], Tensor]:
-    n, side = size["batch"], size["latent"]
-    inputs = {
-        "sample": torch.randn(n, 4, side, side).to(device, dtype),
-        "timestep": torch.tensor(500, device=device),
-        "encoder_hidden_states": torch.randn(n, 77, size["words"]).to(device, dtype),
-        "return_dict": False,
-    }
-    return inputs, torch.rand(n, 3, 8 * side, 8 * side).to(device, dtype)
+    return control
 
 
 class TwoModels:
