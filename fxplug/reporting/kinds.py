@@ -11,6 +11,7 @@ from typing import Any
 
 import networkx as nx
 
+from ..core.ir.text import patterns
 from .contents import Arrow, Box, GraphLine, RegionKind, State
 from .records import Listing, NodeText
 
@@ -286,14 +287,8 @@ def _repeat(periods: list[list[Box]]) -> Box:
     for box in (box for each in periods for box in each):
         blocks.update(box.blocks)
     each = [box for period in periods for box in period]
-    numbers = [re.findall(r"\d+", period[index].name) for period in periods]
-    name = main.name
-    for place, number in reversed(list(enumerate(re.finditer(r"\d+", main.name)))):
-        values = [int(row[place]) for row in numbers]
-        if len(set(values)) > 1:
-            in_a_row = values == list(range(values[0], values[0] + len(values)))
-            said = f"{values[0]}:{values[-1] + 1}" if in_a_row else f"{values[0]}..{values[-1]}"  # the first is what `at` takes
-            name = f"{name[: number.start()]}{{{said}}}{name[number.end() :]}"
+    names = patterns([period[index].name for period in periods])
+    name = names[0].text if len(names) == 1 else main.name
     return Box(
         name, "repeat", main.label, main.state, last[index].shape, last[index].dtype, main.owner,
         parameters=sum(box.parameters for box in each), added=sum(box.added for box in each),
