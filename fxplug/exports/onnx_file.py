@@ -107,7 +107,7 @@ class OnnxFile:
             return
         beside = self.folder / data["name"]
         with opened(beside) as opened_beside:
-            if hashlib.file_digest(opened_beside, "sha256").hexdigest() != data["sha256"]:
+            if hashlib.file_digest(opened_beside, "sha256").hexdigest() != data["sha256"]:  # type: ignore[arg-type]
                 why = "has changed since it was exported, is damaged, or belongs to another model: export it again"
                 raise about(beside)(why)
             self.tensors = self._tensors(model, raises, (data["name"], opened_beside))

@@ -192,7 +192,7 @@ class RunMonitor:
     def _scalars(self, prefix: str, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             if self._events and isinstance(number := plain(value), (int, float)):
-                self._events.add_scalar(f"{prefix}/{name}", number, self._step)  # type: ignore[no-untyped-call]
+                self._events.add_scalar(f"{prefix}/{name}", number, self._step)
 
     def _log(self, record: Mapping[str, Any]) -> None:
         if self._lines:
