@@ -236,8 +236,3 @@ def test_a_fused_module_exports_without_its_own_operators():
     exported = torch.export.export(fxplug.fuse(new), (x,))
     assert {str(n.target).partition(".")[0] for n in exported.graph.nodes if n.op == "call_function"} == {"aten"}
     torch.testing.assert_close(exported.module()(x), new(x))
-
-
-def test_only_a_traced_module_is_fused():
-    with pytest.raises(fxplug.SpecError, match=r"takes a traced module, not Layers: fxplug\.trace"):
-        fxplug.fuse(Layers())
