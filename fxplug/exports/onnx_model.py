@@ -34,7 +34,7 @@ class OnnxModel(ExportedModel):
     exported.
     """
 
-    _noun = "model"
+    noun = "model"
 
     def __init__(self, session: Any, manifest: Json, tensors: dict[str, torch.Tensor], limits: Limits = DEFAULT) -> None:
         self.session = session

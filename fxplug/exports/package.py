@@ -62,7 +62,7 @@ class PackageAdapters(Adapters):
 class ExportedModel:
     """What a package and an ONNX model have in common: a manifest, tensors that stay live, and the adapters in the slots."""
 
-    _noun = "package"
+    noun = "package"
 
     def __init__(self, manifest: Json, tensors: dict[str, torch.Tensor], signature: Signature) -> None:
         """Raises ArtifactError for slots whose tensors are not there, or have no room for them."""
@@ -77,7 +77,7 @@ class ExportedModel:
         """The adapters in the slots of the passes. Raises SpecError for a module without slots."""
         if self._adapters is None:
             how = "apply one that has, load_pass('lora', slots=4), then export"
-            raise SpecError(f"no pass of this {self._noun} has slots: {how}")
+            raise SpecError(f"no pass of this {self.noun} has slots: {how}")
         return self._adapters
 
     def _described(self, more: str) -> str:
