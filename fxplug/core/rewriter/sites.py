@@ -216,8 +216,8 @@ class ValueUse:
 def beside(value: fx.Node, site: str) -> list[fx.Node]:
     """The blocks behind a leaf or an operation that read a value that goes into it, such as a LoRA beside its layer.
 
-    What is put before it changes what they read too, as at the edge of a module with code of its own, so that no order of passes
-    means something else.
+    What is put before it changes what they read too, as at the edge of a module with code of its own: passes mean the same in
+    either order.
     """
     made = {"site": site, "place": "after"}
     return [node for node in value.users if made.items() <= node.meta.get("pass", {}).items()]
