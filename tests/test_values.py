@@ -35,7 +35,7 @@ def test_what_packages_say_stays():
 
 def test_it_is_read_again_and_held_to_a_call():
     read, x = signatures._decoded(json.loads(WRITTEN), ("tensor",)), torch.ones(2)
-    assert signatures._positions(read) == [1] and signatures._path(read, 1) == "['a'][0]"
+    assert signatures._places(read, "y") == [(1, "y['a'][0]")]
     right = {"a": [x, (2, "x", None)], "b": Out(True, torch.float16)}
     for given in (right, {"a": (x, [2, "x", None]), "b": vars(VALUE["b"])}):
         flat: list[object] = [None, None]

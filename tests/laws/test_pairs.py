@@ -84,7 +84,8 @@ REFUSED = {  # pairs that cannot be, and why
         [("vpt", "first_block_cache"), ("vpt", "teacache")],
         "a mark needs two values of one shape, not \\(2, 5, 96\\) and \\(2, 8, 96\\)",
     ),
-    ("hcp/patch_after", "hcp/patch_before"): "HCP-Diffusion puts hcp_patch_before into one container at 'blocks.0.mlp' with",
+    ("hcp/patch_after", "hcp/patch_before"): "has a patch of 'hcp_patch_after' already, and HCP-Diffusion puts both into one",
+    ("hcp/patch_before", "hcp/patch_after"): "has a patch of 'hcp_patch_before' already, and HCP-Diffusion puts both into one",
     ("tome", "vpt"): "7 tokens are not a grid of patches of an image of 32 x 32: check 'prefix'",
 }
 PASSES = sorted(small.PASSES)
