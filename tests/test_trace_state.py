@@ -731,6 +731,27 @@ def test_the_first_calls_of_many_threads_run_the_graph_of_the_mode() -> None:
         assert torch.equal(gm(x), model(x))
 
 
+def test_the_model_itself_is_called_in_another_thread_meanwhile() -> None:
+    model, stop, wrong = Slow(), threading.Event(), []
+    right = model(X())
+
+    def work() -> None:
+        while not stop.is_set():
+            out = model(X())
+            if type(out) is not torch.Tensor or not torch.equal(out, right):
+                wrong.append(out)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(3):
+            fxplug.trace(model, X())
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong
+
+
 def test_a_trace_inside_a_trace_is_refused() -> None:
     before, inner, x = patches(), nn.Linear(4, 4), X()
     with pytest.raises(fxplug.TraceError, match="during a trace"):

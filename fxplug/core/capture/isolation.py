@@ -7,6 +7,7 @@ import functools
 import inspect
 import random
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -22,17 +23,21 @@ from ..ir.containers import RESERVED, Container, plain_attributes
 from ..ir.graph import Graph
 from ..ir.ops import CASTING
 from ..ir.traced_module import OWN_STATE, TracedModule, class_names
-from ..torch_internals.modules import CALL, COMPILED, set_grad_enabled
+from ..torch_internals.modules import CALL, COMPILED, call_with_hooks, set_grad_enabled
 from ..torch_internals.tensors import memory_id
 from .module_state import Journal, State, StatePlace, keys_of, storage_of
 
+MOMENT = 0.01  # seconds in which a thread ends the layer that it was in, and had not read its weights yet
+PATIENCE = 600.0  # seconds that a call of a model waits for the trace of it that another thread runs
+
 
 class _Tracing:
-    """The process's one trace, and who runs it."""
+    """The process's one trace: who runs it, and what a call of a module is meanwhile."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.thread: int | None = None
+        self.call: Callable[..., Any] = call_with_hooks
 
 
 _tracing = _Tracing()
@@ -40,7 +45,7 @@ _tracing = _Tracing()
 
 @contextlib.contextmanager
 def exclusive_trace(model: nn.Module) -> Iterator[None]:
-    """Hold the process's one lock for traces; `model.compile()` is off meanwhile, as the model's own code is what is traced.
+    """Hold the process's one lock for traces. A call of the model in another thread waits until the trace is over.
 
     Raises TraceError inside a trace of the same thread.
     """
@@ -53,21 +58,40 @@ def exclusive_trace(model: nn.Module) -> Iterator[None]:
     with _tracing.lock, contextlib.ExitStack() as stack:
         _tracing.thread = me
         stack.callback(setattr, _tracing, "thread", None)
+        modules = {id(m) for m in model.modules()}
+        # a thread that forward itself starts, and waits for, is part of the call
+        others = {thread.ident for thread in threading.enumerate()} - {me}
+        original = _tracing.call = getattr(nn.Module, CALL)
         for module in model.modules():
-            if COMPILED in vars(module):
+            if COMPILED in vars(module):  # the model's own code is what is traced
                 stack.callback(vars(module).__setitem__, COMPILED, vars(module).pop(COMPILED))
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if id(module) in modules and threading.get_ident() in others and _tracing.thread == me:
+                if not _tracing.lock.acquire(timeout=PATIENCE):
+                    raise TraceError(
+                        f"another thread has been tracing this model for {PATIENCE:.0f} s: trace a model in one thread at a "
+                        "time"
+                    )
+                _tracing.lock.release()
+            return _tracing.call(module, *args, **kwargs)
+
+        stack.callback(setattr, nn.Module, CALL, original)
+        setattr(nn.Module, CALL, call)
+        if others:
+            time.sleep(MOMENT)
         yield
 
 
 @contextlib.contextmanager
 def calls(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """For a time within a trace calls of modules are what `around` makes of torch's own."""
-    original = getattr(nn.Module, CALL)
-    setattr(nn.Module, CALL, around(original))
+    original = _tracing.call
+    _tracing.call = around(original)
     try:
         yield
     finally:
-        setattr(nn.Module, CALL, original)
+        _tracing.call = original
 
 
 def _set_autocast(kind: str, enabled: bool, dtype: torch.dtype) -> None:
