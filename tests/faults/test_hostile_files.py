@@ -215,12 +215,25 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["(((.+)+)+)+!", ".*" * 12 + "!", "(a|a)(a|aa)" * 30 + "!", "(?i)" + "[\u0100-\uffff]" * 400, "(", "a{9" + "9" * 20 + "}"],
-)
+    [
+        "(((.+)+)+)+!", ".*" * 12 + "!", "(a|a)(a|aa)" * 30 + "!", "(?i)" + "[\u0100-\uffff]" * 400, "(",
+        "a{9" + "9" * 20 + "}", "(?x)(a+) +!", "(?x)(a+)\n*!", "(a+)(?#c)+!", "(?x:(a+) +!)", "(?-x:(?sx:(a+) +))!",
+    ],
+)  # fmt: skip
 def test_a_pattern_of_a_strangers_file_ends(text):
     _, refused, wrong = attacked(lambda: by_ending([{text: 1}], ["a" * 60, "blocks.0.attn"], ArtifactError))
     assert not wrong, wrong
     assert isinstance(refused, ArtifactError)
+
+
+@pytest.mark.parametrize(
+    "text", [r".*blocks.*attn.*to_q", r"^(?!.*blocks\.0).*to_q$", r"(?P<x>.*)\.to_(?:q|k)", r".*(attn1|attn2)\.to_q"]
+)
+def test_a_pattern_as_people_write_them_is_read(text):
+    blocks = [f"down_blocks.{i}.attentions.{j}.transformer_blocks.{k}" for i in range(9) for j in range(8) for k in range(10)]
+    names = [f"{block}.attn1.to_q" for block in blocks]
+    wanted = {name for name in names if re.fullmatch(text, name)}
+    assert wanted and by_ending([{text: 1}], names, ArtifactError)[0].keys() == wanted
 
 
 def test_limits_can_be_raised():

@@ -243,7 +243,7 @@ def _numbers(pattern: str, part: str, text: str, prefix: str, counts: dict[str, 
     return range(count)[slice(start, stop, step)]
 
 
-WAYS = 10_000_000  # so many ways to match its names may a stranger's patterns have
+BACKTRACKS = 500_000_000  # so many ways to split its names may a stranger's patterns have
 PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+){0,63}")
 
 
@@ -257,13 +257,13 @@ def compile_expression(text: str, raises: Raises) -> re.Pattern[str]:
         raise raises(f"is not a regular expression: {getattr(error, 'msg', error)}{place}") from None
 
 
-def _ways(expression: str, length: int) -> float:
-    """In how many ways a regular expression may be tried on a name of so many characters, at most; no end where it repeats a
-    group, or takes long to compile."""
-    if re.search(r"\)[*+{]|\(\?[a-zA-Z]*i", expression):
+def _count_backtracks(expression: str, length: int) -> float:
+    """In how many ways a regular expression may split a name of so many characters, at most; no end where it repeats a group,
+    takes long to compile, or has a comment or a flag that lets spaces or letters stand for something else."""
+    if re.search(r"\)[*+{]|\(\?#|\(\?[a-zA-Z]*[ix]", expression):
         return math.inf
     repeats, choices = len(re.findall(r"[*+{]", expression)), len(re.findall(r"[?|]", expression))
-    return math.inf if repeats + choices > 64 else float(length**repeats * 2**choices)
+    return math.inf if repeats + choices > 64 else float(math.comb(length + repeats, repeats) * 2**choices)
 
 
 def by_ending(
@@ -281,11 +281,11 @@ def by_ending(
     length = max(map(len, names), default=0)
     tried: float = len(names)
     for pattern in hard:
-        tried += len(names) * _ways(pattern, length)
-        if tried > WAYS:
+        tried += len(names) * _count_backtracks(pattern, length)
+        if tried > BACKTRACKS:
             raise raises(
-                f"has the pattern {shown(pattern)}, which may match {len(names)} names in more than {WAYS} ways: name the "
-                "layers, or repeat no group and fewer characters"
+                f"has the pattern {shown(pattern)}, which may split {len(names)} names in more than {BACKTRACKS} ways: name "
+                "the layers, or repeat no group and fewer characters, without flags and comments"
             )
 
     def compiled(pattern: str) -> re.Pattern[str]:
