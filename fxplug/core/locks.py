@@ -146,8 +146,11 @@ def use_choices(choices: Mapping[StateLock, Choice]) -> Iterator[None]:
                 "in which they began, in the same context; leave the block before a 'yield', and enter it again after it"
             )
     finally:
-        now = _chosen.get()
-        _chosen.set(before if now is own or now is before else NO_CHOICE)
+        now: Mapping[StateLock, Choice] = own
+        try:  # an interrupt may come behind each call, the first in a `finally`, too
+            now = _chosen.get()
+        finally:
+            _chosen.set(before if now is own or now is before else NO_CHOICE)
 
 
 def choices_of(locks: tuple[StateLock, ...]) -> Mapping[StateLock, Choice]:
@@ -179,11 +182,13 @@ def read_lock(locks: tuple[StateLock, ...], kind: str = "hold") -> Iterator[None
             _chosen.set({one: choice for one, choice in before.items() if one not in locks} or NO_CHOICE)
         yield
     finally:
-        if kind == "read":  # a hold may end in another thread
-            _chosen.set(before)
-        _calls.pop(request, None)
-        _restore(locks)
-        _wake()
+        try:
+            if kind == "read":  # a hold may end in another thread
+                _chosen.set(before)
+        finally:
+            _calls.pop(request, None)
+            _restore(locks)
+            _wake()
 
 
 @contextlib.contextmanager

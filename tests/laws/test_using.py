@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import random
 import signal
@@ -403,6 +404,40 @@ def test_gradients_are_those_of_use(way):
     assert wanted.keys() == found.keys() and any("mine" in name for name in found)
     for name in wanted:
         close(found[name], wanted[name])
+
+
+class InterruptedVariable:
+    """A context variable behind whose call number `at` an interrupt comes."""
+
+    def __init__(self, variable, at):
+        self.variable, self.left = variable, at
+
+    def __getattr__(self, name):
+        def call(*args):
+            result = getattr(self.variable, name)(*args)
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("at", range(1, 9))
+def test_an_interrupt_behind_any_step_leaves_what_use_said(module, at, monkeypatch):
+    wanted = expected(fuzz.plain(module), CHOICES)
+    with monkeypatch.context() as patch:
+        patch.setattr(locks, "_chosen", InterruptedVariable(locks._chosen, at))
+        for _ in range(2):  # the one that is interrupted, and what it leaves
+            with contextlib.suppress(KeyboardInterrupt):
+                with module.adapters.using("a"):
+                    module(X)
+                copy.deepcopy(module)
+                module.adapters.use("a")
+    assert not locks._calls and not locks._changes and not locks.has_choice()
+    module.adapters.use(CHOICES[0])
+    assert torch.equal(module(X), wanted[0])
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
