@@ -38,6 +38,7 @@ class ShardTrials:
         self.writes: Mapping[fx.Node, Sequence[fx.Node]] = {}  # the inputs that a node writes into
         self.known: dict[Any, Any] = {} if memory is None else memory.setdefault(seed, {})
         self.modules: dict[Any, tuple[nn.Module, int]] = {}  # and how many bytes each holds
+        self.ready: dict[str, nn.Module] = {}  # those with values, by path
         self.count = 0
 
     # --- values
@@ -113,11 +114,16 @@ class ShardTrials:
                 raise OperationRefused(f"'{node.name}': {type(error).__name__}: {error}") from error
 
     def module(self, path: str) -> nn.Module:
-        """A module of the model; one without values, in half precision or on a GPU with random ones, as others like it."""
+        """A module of the model; one without values, in half precision or on a GPU with random ones, as others like it.
+
+        So it is where a parameter is all zeros, which hides what is done with it until it is trained or loaded.
+        """
+        if path in self.ready:
+            return self.ready[path]
         found = self.gm.get_submodule(path)
         tensors = list(itertools.chain(found.parameters(), found.buffers()))
         if not any(t.device.type != "cpu" or is_half(t) for t in tensors):
-            return found
+            return self.ready.setdefault(path, self.without_zeros(found))
         key = (type(found), repr(found), *((tuple(t.shape), t.dtype) for t in tensors))
         if key not in self.modules:
             size = sum(t.numel() * t.element_size() for t in tensors)
@@ -125,6 +131,18 @@ class ShardTrials:
                 del self.modules[next(iter(self.modules))]
             self.modules[key] = self.filled(found), size
         return self.modules[key][0]
+
+    def without_zeros(self, module: nn.Module) -> nn.Module:
+        """A module, or a copy on the same tensors with random values for the parameters that are all zeros."""
+        zeros = {id(p) for p in module.parameters() if p.is_floating_point() and not p.detach().any()}
+        if not zeros:
+            return module
+        kept = {id(t): t for t in itertools.chain(module.parameters(), module.buffers()) if id(t) not in zeros}
+        new = copy.deepcopy(module, kept)
+        for p in new.parameters():
+            if id(p) not in kept:
+                self.fill(p)
+        return new
 
     def filled(self, module: nn.Module) -> nn.Module:
         """A copy of a module on the CPU with random values."""
