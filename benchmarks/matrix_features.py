@@ -28,6 +28,7 @@ from fxplug.core.ir.containers import map_leaves
 from fxplug.lowerings.linear.forms import FORMS
 from fxplug.lowerings.regions.fsdp import shard
 from fxplug.lowerings.regions.submodules import outline
+from fxplug.parallel.plan import unsplit
 
 ADDED = "added_"  # before the names of passes that adapt: some are names of modules
 NETWORKS = {"controlnet"}  # whose weights are those of a network that is there already
@@ -62,6 +63,13 @@ def fill(gm: nn.Module, name: str) -> None:
                 parameter.copy_(random * inner**-0.5)
 
 
+def made_from(gm: Any) -> Any:
+    """What a lowered or parallel module was made from, where passes go."""
+    with contextlib.suppress(fxplug.FxplugError):  # it was edited since
+        return unsplit(gm) if "plan" in gm.meta else gm.meta.get("source", gm)
+    return gm
+
+
 def applied(state: State, passes: list[Any]) -> State:
     return replace(state, gm=seeded(lambda: fxplug.apply(state.gm, *passes)))
 
@@ -85,7 +93,7 @@ def adapter(name: str, what: str, file: str = "", more: Callable[[State], State]
 
     def after(state: State) -> State:
         if file not in NETWORKS:
-            fill(state.gm.meta.get("source", state.gm), ADDED + name)
+            fill(made_from(state.gm), ADDED + name)
         return more(state) if more else state
 
     if file in WEIGHTS:
@@ -100,7 +108,7 @@ def adapter(name: str, what: str, file: str = "", more: Callable[[State], State]
 
 def layers(file: str, state: State) -> list[str]:
     """Where a pass acts: all layers of the model but the last one and one that is replaced, which other features change."""
-    gm, kept = state.gm.meta.get("source", state.gm), {places(state.subject.name).get("replace", {}).get("at")}
+    gm, kept = made_from(state.gm), {places(state.subject.name).get("replace", {}).get("at")}
     with contextlib.suppress(fxplug.FxplugError):  # there is none, or it is a new one already
         kept |= {site.path for site in fxplug.find(gm, fxplug.load_pass("head", size=1))}
     found = fxplug.find(gm, fxplug.load_pass(file, name="looked_for", at="**"))
@@ -126,7 +134,7 @@ def adapter_file(name: str, seed: int) -> dict[str, Tensor]:
 
 def head_size(state: State) -> int:
     """Another number of classes; of a model whose result is cut from patches the number that it has."""
-    (path,) = {site.path for site in fxplug.find(state.gm.meta.get("source", state.gm), fxplug.load_pass("head", size=1))}
+    (path,) = {site.path for site in fxplug.find(made_from(state.gm), fxplug.load_pass("head", size=1))}
     return 6 if hasattr(state.subject.model, "num_classes") else state.subject.model.get_submodule(path).weight.shape[0]
 
 

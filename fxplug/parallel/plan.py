@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.capture.frozen_values import copied
 from ..core.capture.self_check import has_values
-from ..core.errors import SpecError, VerifyError, brief_fields, outline
-from ..core.ir.traced_module import TracedModule
+from ..core.errors import FxplugError, SpecError, VerifyError, brief_fields, outline
+from ..core.ir.graph import Graph, copy_graph
+from ..core.ir.traced_module import TracedModule, copied_graphs, shell
 from .comparison import Runner, check_pretended, pretending
-from .local_weights import localize
+from .local_weights import PARTS, localize
 from .planning import features
 from .planning.sharding_plan import ShardingPlan, Unsplittable
 from .planning.walk import bound
@@ -48,6 +49,8 @@ class Plan:
     mode: bool
     written: TracedModule = field(repr=False)
     example: tuple[Any, Any] = field(repr=False)
+    split: Mapping[str, int] | None = field(default=None, repr=False)  # as it was given
+    graphs: dict[bool, Graph] = field(default_factory=dict, repr=False)  # of what is split, as they were
     costs: dict[int, list[tuple[str, int, int]]] = field(default_factory=dict, repr=False)
     away: float | None = None  # how far an output was from one process's, once that was looked at
     alternatives: list[str] = field(default_factory=list, repr=False)  # what other ways would cost, where it was chosen
@@ -158,7 +161,7 @@ class _Twin(Exception):
 
 
 def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], split: Any, check: bool) -> Plan:
-    plan, (args, kwargs) = Plan(ways, [], mark_of(gm), modes[0], gm, call), call
+    plan, (args, kwargs) = Plan(ways, [], mark_of(gm), modes[0], gm, call, split, copied_graphs(gm)), call
     every = {**ways, SEQUENCE: ways["ulysses"] * ways["ring"]}
     for axis in ("batch", "rows", SEQUENCE, "tensor"):
         number = every[axis]
@@ -216,6 +219,17 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
 
     Raises SpecError for a plan of another graph, and for a mesh or a number of processes that does not fit.
     """
+    gm = _written(gm, plan)
+    if mesh is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        place(gm, world_of(plan.ways, mesh))
+        if plan.ways["tensor"] > 1:
+            localize(gm, mesh)
+    else:
+        place(gm, None)
+    return gm
+
+
+def _written(gm: TracedModule, plan: Plan) -> TracedModule:
     gm = in_both_modes(gm) if plan.stages else gm
     if plan.mark != mark_of(gm):
         raise SpecError("the plan is for another graph: make one for this module, after all passes are applied")
@@ -224,13 +238,46 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
     if plan.stages:
         gm.twin_error = plan.written.twin_error
         gm.meta["plan"] = plan
-    if mesh is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        place(gm, world_of(plan.ways, mesh))
-        if plan.ways["tensor"] > 1:
-            localize(gm, mesh)
-    else:
-        place(gm, None)
     return gm
+
+
+def unsplit(gm: TracedModule) -> TracedModule:
+    """What a parallel module was made from, on the weights and with the adapters that it has now.
+
+    Raises SpecError for a module that was loaded, edited since, or keeps parts of its weights.
+    """
+    plan = gm.meta.get("plan")
+    if plan is None or gm.meta.get(PARTS) or mark_of(gm) != mark_of(plan.written):
+        why = "keeps only its part of some weights" if gm.meta.get(PARTS) else "was loaded, or changed since it was split"
+        raise SpecError(
+            f"this module is split over processes and {why}, so that a pass cannot go to what it was made from: apply the pass "
+            "to that, and make the plan of the module that this gives"
+        )
+    names, tree = {stage.name for stage in plan.stages}, shell(gm)
+    for name in names:
+        del tree._modules[name]
+    passes = [entry for entry in gm.meta["passes"] if entry["name"] not in names]
+    source = gm.derived(tree, {mode: copy_graph(graph) for mode, graph in plan.graphs.items()}, passes=passes)
+    del source.meta["plan"]
+    return source
+
+
+def split_again(gm: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
+    """Change what a parallel module was made from, and split that over the same processes, by a plan of its own.
+
+    Raises SpecError where there is no such plan for the example inputs of the first one.
+    """
+    made, plan = change(unsplit(gm)), gm.meta["plan"]
+    args, kwargs = plan.example
+    try:
+        new = _written(made, parallel_plan(made, args, kwargs, **plan.ways, split=plan.split, check=False))
+    except FxplugError as error:
+        raise SpecError(
+            f"with this change the module cannot be split as before: {error}. Apply the pass to what was split, and make the "
+            "plan of the module that this gives"
+        ) from error
+    place(new, next((vars(m)["world"] for m in gm.modules() if isinstance(m, Collective) and "world" in vars(m)), None))
+    return new
 
 
 def list_costs(rows: Sequence[tuple[str, int, int]]) -> list[str]:

@@ -204,6 +204,8 @@ def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
     check_traced(gm)
     if "source" in gm.meta:
         return extensions.need_hook("relowered", "lowerings")(gm, lambda source: apply(source, *passes))  # type: ignore[no-any-return]
+    if any(hasattr(type(module), "as_first_rank") for module in gm.modules()):
+        return extensions.need_hook("split_again", "parallel")(gm, lambda source: apply(source, *passes))  # type: ignore[no-any-return]
     with no_collection(), writable():
         for p in passes:
             gm = _apply(gm, p)
@@ -227,11 +229,6 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
         )
     if p.name in dict(gm.named_children()) or hasattr(TracedModule, p.name) or (p.slots and p.name == "adapters"):
         raise ClashError(f"the model has a module or method '{p.name}' of its own; give the pass another name (name: ...)")
-    if any(hasattr(type(module), "as_first_rank") for module in gm.modules()) and not _only_marks(p):
-        raise SpecError(
-            f"{p.name}: this module is split over processes, and a pass would see one's part of each value: apply the pass to "
-            "what was split, and make the plan of the module that this gives"
-        )
     sites = given if isinstance(given, Sites) else find(gm, given)
     host, gm, p = gm, sites.joined, sites.p
     tree = shell(gm)
@@ -254,11 +251,6 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
     if p.loads:
         extensions.need_hook("fill_slots", "adapters")(new, p)
     return new
-
-
-def _only_marks(p: Pass) -> bool:
-    """Whether all that a pass puts in says where a step cache may cut."""
-    return all(rule.use is not None and getattr(block_class(rule), "is_mark", False) is True for rule in p.rules)
 
 
 def _apply_to_variant(p: Pass, left: set[tuple[str, str]] | None, gm: TracedModule) -> TracedModule:

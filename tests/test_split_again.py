@@ -1,0 +1,145 @@
+"""Passes on a module that is split: they go to what it was made from, and that is split again; no plan hangs on weights."""
+
+from __future__ import annotations
+
+import pytest
+import small
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxplug
+from fxplug.core.ir.containers import difference
+from fxplug.core.ir.graph import insert
+from fxplug.parallel.runtime.pretended import pretended
+
+CONDITION = {
+    "name": "condition",
+    "inputs": {"x": {"shape": ["n", "m", "c"]}, "cond": {"shape": ["n", "m", "c"]}, "strength": {"shape": []}},
+    "rules": [{"match": {"path": "up"}, "place": "before", "use": "fxplug.blocks:Add", "args": ["x", "cond", "strength"]}],
+}
+WAYS = [{"batch": 2}, {"ulysses": 2}, {"ring": 2}, {"tensor": 2}, {"batch": 2, "tensor": 2}]
+
+
+class Block(nn.Module):
+    """Attention and a branch whose last layer is zeros when it is new."""
+
+    def __init__(self, zeros=False):
+        super().__init__()
+        self.qkv, self.out, self.up, self.down = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+        if zeros:
+            nn.init.zeros_(self.down.weight)
+            nn.init.zeros_(self.down.bias)
+            nn.init.zeros_(self.out.bias)
+
+    def forward(self, x):
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).view(b, n, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def x(batch=4, tokens=12):
+    return torch.randn(batch, tokens, 16, generator=torch.Generator().manual_seed(0))
+
+
+def traced(**options):
+    return fxplug.trace(small.seeded(lambda: Block(**options)).eval(), x())
+
+
+def split(gm, ways):
+    return fxplug.parallelize(gm, fxplug.parallel_plan(gm, x(), **ways, check=False))
+
+
+def lora(name="lora", **options):
+    return fxplug.load_pass("lora", name=name, at="**", rank=2, **options)
+
+
+def fill(gm, name):
+    with torch.no_grad():
+        for key, p in gm.named_parameters():
+            if key.startswith(f"{name}."):
+                p.normal_(generator=torch.Generator().manual_seed(len(key)))
+
+
+def same(gm, new, ways, value=None):
+    value = x() if value is None else value
+    with torch.no_grad():
+        want = gm(value)
+        for found in pretended(ways, lambda rank: new(value)):
+            assert difference(found, want).times <= 1
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=str)
+def test_a_pass_on_what_is_split_is_that_pass_split(ways):
+    gm = traced()
+    new = split(gm, ways)
+    graph = str(new.graph)
+    for name in ("lora", "second"):
+        gm, new = fxplug.apply(gm, lora(name)), fxplug.apply(new, lora(name))
+        fill(gm, name), fill(new, name)
+        same(gm, new, new.meta["plan"].ways)
+    names = [entry["name"] for entry in new.meta["passes"]]
+    assert names[:2] == ["lora", "second"] and len(names) == 2 + len(ways)
+    assert str(split(traced(), ways).graph) == graph
+
+
+def test_weights_and_adapters_are_those_that_the_split_module_has():
+    gm = split(fxplug.apply(traced(), lora(slots=2)), {"batch": 2})
+    one = fxplug.apply(traced(), lora(slots=2), lora("second"))
+    gm.adapters.load("a", adapter())
+    gm.half().float()  # into other tensors
+    one.adapters.load("a", adapter())
+    one.half().float()
+    new = fxplug.apply(gm, lora("second"))
+    for module in (new, one):
+        fill(module, "second")
+        module.adapters.use("a")
+    same(one, new, new.meta["plan"].ways)
+
+
+def adapter():
+    gm = fxplug.apply(traced(), lora())
+    fill(gm, "lora")
+    return {key: value for key, value in gm.state_dict().items() if key.startswith("lora.")}
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=str)
+def test_adapters_for_each_sample_that_are_loaded_into_what_is_split(ways):
+    """When the plan was made the slots were empty: what hangs on their rows could not be seen from the values."""
+    gm = fxplug.apply(traced(), lora(slots=2))
+    new = split(gm, ways)
+    new.adapters.load("a", adapter())  # into the slots of both: `parallelize` copies no weights
+    new.adapters.use(["a", None, "a", None])
+    same(gm, new, new.meta["plan"].ways)
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=str)
+def test_a_plan_for_weights_that_are_zeros_holds_for_others(ways):
+    """A bias that two processes add, or a layer that only one of them computes, shows with other weights only."""
+    gm = traced(zeros=True)
+    new = split(gm, ways)
+    assert str(new.graph) == str(split(traced(), ways).graph)
+    with torch.no_grad():
+        for p in gm.parameters():
+            p.normal_(generator=torch.Generator().manual_seed(p.numel()))
+    same(gm, new, new.meta["plan"].ways)
+
+
+def test_what_cannot_be_split_again_is_refused(tmp_path):
+    new = split(traced(), {"batch": 2})
+    fxplug.save(new, tmp_path / "new")
+    with pytest.raises(fxplug.SpecError, match="split over processes and was loaded, or changed.*apply the pass to that"):
+        fxplug.apply(fxplug.load(tmp_path / "new"), lora())
+    insert(new.graph, "call_function", torch.neg, (next(iter(new.graph.nodes)),), after=next(iter(new.graph.nodes)))
+    with pytest.raises(fxplug.SpecError, match="split over processes and was loaded, or changed.*apply the pass to that"):
+        fxplug.apply(new, lora())
+    with pytest.raises(fxplug.SpecError, match="cannot be split as before: .*'cond'.*make the plan of the module that"):
+        fxplug.apply(split(traced(), {"batch": 2}), fxplug.load_pass(CONDITION))
+
+
+def test_what_keeps_parts_of_its_weights_cannot_be_split_again():
+    new = split(traced(), {"tensor": 2})
+    new.meta["parts"] = ["up.weight"]
+    with pytest.raises(fxplug.SpecError, match="keeps only its part of some weights"):
+        fxplug.apply(new, lora())
