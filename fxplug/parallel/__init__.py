@@ -33,7 +33,7 @@ EXTENSION = Extension(
     },
     hooks={
         "parallel_passes": "fxplug.parallel.passes:apply_parallel_passes",
-        "split_again": "fxplug.parallel.plan:split_again",
+        "reparallelize": "fxplug.parallel.plan:reparallelize",
     },
     blocks=("fxplug.parallel.runtime",),
 )

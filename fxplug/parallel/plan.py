@@ -262,7 +262,7 @@ def unsplit(gm: TracedModule) -> TracedModule:
     return source
 
 
-def split_again(gm: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
+def reparallelize(gm: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
     """Change what a parallel module was made from, and split that over the same processes, by a plan of its own.
 
     Raises SpecError where there is no such plan for the example inputs of the first one.

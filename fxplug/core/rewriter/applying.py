@@ -205,7 +205,7 @@ def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
     if "source" in gm.meta:
         return extensions.need_hook("relowered", "lowerings")(gm, lambda source: apply(source, *passes))  # type: ignore[no-any-return]
     if any(hasattr(type(module), "as_first_rank") for module in gm.modules()):
-        return extensions.need_hook("split_again", "parallel")(gm, lambda source: apply(source, *passes))  # type: ignore[no-any-return]
+        return extensions.need_hook("reparallelize", "parallel")(gm, lambda source: apply(source, *passes))  # type: ignore[no-any-return]
     with no_collection(), writable():
         for p in passes:
             gm = _apply(gm, p)

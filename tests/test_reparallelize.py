@@ -126,7 +126,7 @@ def test_a_plan_for_weights_that_are_zeros_holds_for_others(ways):
     same(gm, new, new.meta["plan"].ways)
 
 
-def test_what_cannot_be_split_again_is_refused(tmp_path):
+def test_what_cannot_be_reparallelize_is_refused(tmp_path):
     new = split(traced(), {"batch": 2})
     fxplug.save(new, tmp_path / "new")
     with pytest.raises(fxplug.SpecError, match="split over processes and was loaded, or changed.*apply the pass to that"):
@@ -138,7 +138,7 @@ def test_what_cannot_be_split_again_is_refused(tmp_path):
         fxplug.apply(split(traced(), {"batch": 2}), fxplug.load_pass(CONDITION))
 
 
-def test_what_keeps_parts_of_its_weights_cannot_be_split_again():
+def test_what_keeps_parts_of_its_weights_cannot_be_reparallelize():
     new = split(traced(), {"tensor": 2})
     new.meta["parts"] = ["up.weight"]
     with pytest.raises(fxplug.SpecError, match="keeps only its part of some weights"):
