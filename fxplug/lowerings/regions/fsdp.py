@@ -34,6 +34,9 @@ def shard(outlined: TracedModule, mesh: Any = None, **options: Any) -> TracedMod
     units = [outlined.get_submodule(path) for path in outlined.meta["regions"].values()]
     uses = Counter(id(p) for unit in units for p in unit.parameters())
     uses.update(_shared_parameters(outlined, units))
+    for module in outlined.modules():
+        if isinstance(module, TracedModule):
+            module._compile()  # before fully_shard makes a class of its own, which would hide that the code is not written
     packed = next((described(m) for m in outlined.modules() if is_quantised(m)), None)
     try:
         for unit in units:
