@@ -141,3 +141,23 @@ def test_what_cannot_be_sharded():
         shard(outline(gm, ["blocks.*"]))
     with pytest.raises(fxplug.SpecError, match="takes an outlined module"):
         full_state(gm)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@torch.no_grad()  # with gradients dynamo warns of .grad of its own tensors
+def test_what_is_sharded_compiles_before_it_was_called(training):
+    """fully_shard gives a module another class: code that dynamo's first analysis writes is another forward to its next."""
+    import diffusers
+
+    options = {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "num_layers": 3, "sample_size": 8}
+    make = lambda: diffusers.DiTTransformer2DModel(**options, num_embeds_ada_norm=1000)  # noqa: E731
+    call = {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([3, 7]), "class_labels": torch.tensor([1, 2])}
+    gm = fxplug.trace(small.seeded(make).eval(), kwargs=call)
+    wanted = small.seeded(lambda: gm.train(training)(**call).sample)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        module = shard(outline(gm.eval())).train(training)
+        found = small.seeded(lambda: torch.compile(module, backend="aot_eager")(**call).sample)
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(found, wanted)
