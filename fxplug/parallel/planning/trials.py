@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...core.ir.containers import difference, tolerance
+from ...core.ir.traced_module import shell
 from ...core.torch_internals import modules as pytree
 from ...core.torch_internals.tensors import version
 from ..runtime.layouts import Layout
@@ -133,15 +134,14 @@ class ShardTrials:
         return self.modules[key][0]
 
     def without_zeros(self, module: nn.Module) -> nn.Module:
-        """A module, or a copy on the same tensors with random values for the parameters that are all zeros."""
-        zeros = {id(p) for p in module.parameters() if p.is_floating_point() and not p.detach().any()}
+        """A module, or another one on the same tensors but random values for the parameters that are all zeros."""
+        zeros = {id(p): p for p in module.parameters() if p.is_floating_point() and not p.detach().any()}
         if not zeros:
             return module
-        kept = {id(t): t for t in itertools.chain(module.parameters(), module.buffers()) if id(t) not in zeros}
-        new = copy.deepcopy(module, kept)
-        for p in new.parameters():
-            if id(p) not in kept:
-                self.fill(p)
+        others = {key: nn.Parameter(self.random(p.shape, p.dtype), p.requires_grad) for key, p in zeros.items()}
+        new = shell(module)  # no deep copy: a module may hold anything, and others may be calling this one
+        for one in new.modules():
+            one._parameters = {name: others.get(id(p), p) for name, p in one._parameters.items()}
         return new
 
     def filled(self, module: nn.Module) -> nn.Module:
