@@ -204,7 +204,7 @@ def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
     check_traced(gm)
     if "source" in gm.meta:
         return extensions.need_hook("relowered", "lowerings")(gm, lambda source: apply(source, *passes))  # type: ignore[no-any-return]
-    if any(hasattr(type(module), "as_first_rank") for module in gm.modules()):
+    if any(hasattr(type(module), "as_first_rank") for module in gm.modules()) and not all(map(_only_marks, passes)):
         return extensions.need_hook("reparallelize", "parallel")(gm, lambda source: apply(source, *passes))  # type: ignore[no-any-return]
     with no_collection(), writable():
         for p in passes:
@@ -251,6 +251,12 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
     if p.loads:
         extensions.need_hook("fill_slots", "adapters")(new, p)
     return new
+
+
+def _only_marks(given: Any) -> bool:
+    """Whether all that a pass puts in says where a step cache may cut."""
+    rules = getattr(getattr(given, "p", given), "rules", [])
+    return bool(rules) and all(r.use is not None and getattr(block_class(r), "is_mark", False) is True for r in rules)
 
 
 def _apply_to_variant(p: Pass, left: set[tuple[str, str]] | None, gm: TracedModule) -> TracedModule:
