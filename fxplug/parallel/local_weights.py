@@ -42,6 +42,7 @@ def localize(gm: TracedModule, mesh: DeviceMesh | None = None) -> TracedModule:
         owner._parameters[key] = nn.Parameter(mine, requires_grad=tensor.requires_grad)
         kept.append(name)
     gm.meta[PARTS] = sorted(set(kept))
+    gm.meta.pop("plan", None)  # whose module has the whole weights
     return gm
 
 
