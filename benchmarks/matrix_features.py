@@ -65,8 +65,9 @@ def fill(gm: nn.Module, name: str) -> None:
 
 def made_from(gm: Any) -> Any:
     """What a lowered or parallel module was made from, where passes go."""
+    gm = gm.meta.get("source", gm)
     with contextlib.suppress(fxplug.FxplugError):  # it was edited since
-        return unsplit(gm) if "plan" in gm.meta else gm.meta.get("source", gm)
+        gm = unsplit(gm) if "plan" in gm.meta else gm
     return gm
 
 
