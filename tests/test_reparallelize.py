@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+
+import processes
 import pytest
 import small
 import torch
@@ -98,6 +103,45 @@ def test_weights_and_adapters_are_those_that_the_split_module_has():
     same(one, new, new.meta["plan"].ways)
 
 
+def test_marks_of_a_step_cache_go_into_the_split_graph_itself(tmp_path):
+    """As the model of a module that was loaded is not there, and marks do not change a value."""
+    fxplug.save(split(traced(), {"batch": 2}), tmp_path / "new")
+    rule = {"match": {"path": "up"}, "use": "fxplug.blocks:Gauge", "args": ["y", "y"]}
+    marks = {"name": "marks", "rules": [rule]}
+    new = fxplug.apply(fxplug.load(tmp_path / "new"), fxplug.load_pass(marks))
+    assert [entry["name"] for entry in new.meta["passes"]] == ["batch_parallel", "marks"]
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_plan_is_checked_again_where_the_first_one_was(check):
+    plan = fxplug.parallel_plan(traced(), x(), batch=2, check=check)
+    new = fxplug.apply(fxplug.parallelize(traced(), plan), lora())
+    assert (new.meta["plan"].away is not None) is check
+
+
+def process(rank):
+    gm, second = fxplug.apply(traced(), lora()), lora("second")
+    one = fxplug.apply(gm, second)
+    new = fxplug.apply(fxplug.parallelize(gm, fxplug.parallel_plan(gm, x(), batch=2)), second)
+    for name in ("lora", "second"):
+        fill(one, name), fill(new, name)
+    with torch.no_grad():
+        assert difference(new(x()), one(x())).times <= 1
+    gm = traced()
+    whole = weakref.ref(gm.get_submodule("up").weight)
+    tensor = split(gm, {"tensor": 2})
+    del gm
+    gc.collect()
+    assert whole() is None  # each process has only its part
+    with pytest.raises(fxplug.SpecError, match="keeps only its part of some weights"):
+        fxplug.apply(tensor, second)
+
+
+@pytest.mark.slow
+def test_two_processes_take_a_pass_afterwards():
+    processes.group(process)
+
+
 def adapter():
     gm = fxplug.apply(traced(), lora())
     fill(gm, "lora")
@@ -126,7 +170,7 @@ def test_a_plan_for_weights_that_are_zeros_holds_for_others(ways):
     same(gm, new, new.meta["plan"].ways)
 
 
-def test_what_cannot_be_reparallelize_is_refused(tmp_path):
+def test_what_cannot_be_split_again_is_refused(tmp_path):
     new = split(traced(), {"batch": 2})
     fxplug.save(new, tmp_path / "new")
     with pytest.raises(fxplug.SpecError, match="split over processes and was loaded, or changed.*apply the pass to that"):
@@ -138,8 +182,22 @@ def test_what_cannot_be_reparallelize_is_refused(tmp_path):
         fxplug.apply(split(traced(), {"batch": 2}), fxplug.load_pass(CONDITION))
 
 
-def test_what_keeps_parts_of_its_weights_cannot_be_reparallelize():
-    new = split(traced(), {"tensor": 2})
-    new.meta["parts"] = ["up.weight"]
-    with pytest.raises(fxplug.SpecError, match="keeps only its part of some weights"):
-        fxplug.apply(new, lora())
+class Kept(nn.Linear):
+    """A layer whose bias is zeros, with an attribute that cannot be copied."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.lock = threading.Lock()
+        nn.init.zeros_(self.bias)
+
+
+def test_a_layer_that_cannot_be_copied_is_planned():
+    def make():
+        block = Block()
+        block.up = Kept(16, 32)
+        return block
+
+    gm = fxplug.trace(small.seeded(make).eval(), x(), leaf=["up"])
+    new = split(gm, {"batch": 2})
+    same(gm, new, new.meta["plan"].ways)
+    assert not gm.get_submodule("up").bias.any()  # only the trials took other values

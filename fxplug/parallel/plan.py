@@ -255,7 +255,7 @@ def unsplit(gm: TracedModule) -> TracedModule:
         )
     names, tree = {stage.name for stage in plan.stages}, shell(gm)
     for name in names:
-        del tree._modules[name]
+        tree._modules.pop(name, None)
     passes = [entry for entry in gm.meta["passes"] if entry["name"] not in names]
     source = gm.derived(tree, {mode: copy_graph(graph) for mode, graph in plan.graphs.items()}, passes=passes)
     del source.meta["plan"]
@@ -265,12 +265,13 @@ def unsplit(gm: TracedModule) -> TracedModule:
 def reparallelize(gm: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
     """Change what a parallel module was made from, and split that over the same processes, by a plan of its own.
 
-    Raises SpecError where there is no such plan for the example inputs of the first one.
+    It is checked on values where the first one was. Raises SpecError where there is none for the example inputs of the first.
     """
     made, plan = change(unsplit(gm)), gm.meta["plan"]
     args, kwargs = plan.example
     try:
-        new = _written(made, parallel_plan(made, args, kwargs, **plan.ways, split=plan.split, check=False))
+        checked = plan.away is not None
+        new = _written(made, parallel_plan(made, args, kwargs, **plan.ways, split=plan.split, check=checked))
     except FxplugError as error:
         raise SpecError(
             f"with this change the module cannot be split as before: {error}. Apply the pass to what was split, and make the "
