@@ -28,6 +28,7 @@ SAMPLE = [
     "dit: bfloat16 + ulysses",
     "dit: lora_slots + batch + ring",
     "convnet: loha + rows",
+    "vit: batch + lora_slots",
 ]
 
 
@@ -43,7 +44,7 @@ def test_a_sample_is_equal(name):
 
 @pytest.mark.parametrize("name, text", [
     ("vit: dora + merge_live", "leave it un-merged"),
-    ("vit: batch + lora_slots", "make the plan of the module that this gives"),
+    ("vit: ulysses + save_load + lora", "make the plan of the module that this gives"),
     ("vit: quantised + fsdp", "cannot cut these into shards"),
 ])  # fmt: skip
 def test_a_refusal_has_its_sentence(name, text):
