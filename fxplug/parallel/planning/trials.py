@@ -134,8 +134,11 @@ class ShardTrials:
         return self.modules[key][0]
 
     def without_zeros(self, module: nn.Module) -> nn.Module:
-        """A module, or another one on the same tensors but random values for the parameters that are all zeros."""
-        zeros = {id(p): p for p in module.parameters() if p.is_floating_point() and not p.detach().any()}
+        """A module, or another one on the same tensors but random values for the parameters that are all zeros.
+
+        Parameters of tensor subclasses, such as quantised ones, are taken as they are.
+        """
+        zeros = {id(p): p for p in module.parameters() if type(p) is nn.Parameter and p.is_floating_point() and not p.any()}
         if not zeros:
             return module
         others = {key: nn.Parameter(self.random(p.shape, p.dtype), p.requires_grad) for key, p in zeros.items()}
