@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,13 @@ from ..core.errors import VerifyError
 from ..core.ir.containers import Difference, difference, distance, leaves, map_leaves, numbers, tolerance
 from ..core.ir.traced_module import TracedModule, shell
 from ..core.verifier import Subject, is_split, need_values
-from .planning.streams import Leaf
-from .planning.trials import EMPTY, leaves_of, name_of
+from .planning.trials import EMPTY, name_of
 from .planning.walk import bound
 from .runtime.collectives import AllReduce, Broadcast, Collective
-from .runtime.layouts import count, start
 from .runtime.mesh import World
-from .runtime.pretended import PRETENDED, placed, pretended
+from .runtime.pretended import PRETENDED, pretended
 from .runtime.shares import Once
 from .stage import alone, in_one_mode
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 DRAWING = threading.Lock()
 
@@ -55,15 +50,15 @@ def check_subject(subject: Subject) -> str:
 
 def check_pretended(
     gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], every: bool = False,
-    modes: Iterable[bool] | None = None, plan: Plan | None = None,
+    modes: Iterable[bool] | None = None,
 ) -> float:  # fmt: skip
     """The largest difference of an output between one process and pretended ones, over the output's largest value.
 
-    In each mode that has a graph, or in these `modes`. With `every` all values within the model are compared too. `plan` is
-    the one that the module was written with, if that is not in its meta. Raises VerifyError for an output that differs by
-    more than rounding may make of the dtypes it was computed in (`fxplug.core.ir.containers`), with the first value that does.
+    In each mode that has a graph, or in these `modes`. With `every` all values within the model are compared too, of those in
+    parts the numbers that the processes have together. Raises VerifyError for an output that differs by more than rounding may
+    make of the dtypes it was computed in (`fxplug.core.ir.containers`), with the first value that does.
     """
-    plan, worst = plan or gm.meta.get("plan"), 0.0
+    worst = 0.0
     for mode in gm.graphs if modes is None else modes:
         one, many = _results(gm, mode, args, kwargs, every)
         off = max(one.difference(found) for found in many)
@@ -71,7 +66,7 @@ def check_pretended(
         if every or off.times > 1:
             if not every:
                 one, many = _results(gm, mode, args, kwargs, True)
-            where = _first(gm, mode, one, many, plan)
+            where = _first(gm, mode, one, many)
         if where or off.times > 1:
             raise VerifyError(f"the plan is wrong for this model: an output differs by {off.distance:.1e}{where}")
         worst = max(worst, off.distance)
@@ -198,9 +193,8 @@ def _run(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> Ra
     return found
 
 
-def _first(gm: TracedModule, mode: bool, one: RankResult, many: Sequence[RankResult], plan: Plan | None) -> str:
-    """The first value that the processes do not have as the plan says; of a module that was loaded, not together."""
-    lies = _layouts_by_node(plan, mode) if plan is not None else {}
+def _first(gm: TracedModule, mode: bool, one: RankResult, many: Sequence[RankResult]) -> str:
+    """The first value whose numbers the processes do not have together."""
     for node in gm.graphs[mode].nodes:
         summand = _calls(gm, node, Once) or (node.users and all(_calls(gm, user, AllReduce) for user in node.users))
         if node.name not in one.values or summand:
@@ -209,43 +203,9 @@ def _first(gm: TracedModule, mode: bool, one: RankResult, many: Sequence[RankRes
         for index, whole in enumerate(leaves(one.values[node.name])):
             parts = [found[index] for found in values if index < len(found)]
             off = _together(whole, parts, one.dtypes)
-            for rank, part in enumerate(parts):
-                if plan is not None and node.name in lies and off.times <= 1:
-                    places = [row[index] for row in lies[node.name]]
-                    off = max(off, _lying(plan, mode, whole, part, places, rank, one.dtypes))
             if off.times > 1:
                 return f"; the first value that differs is '{node.name}', by {off.distance:.1e}"
     return ""
-
-
-def _layouts_by_node(plan: Plan, mode: bool) -> dict[str, list[list[Any]]]:
-    """How the tensors of each value lie along each axis of a plan, by the name of the node in the written graph."""
-    found: dict[str, list[list[Any]]] = {}
-    for depth, stage in enumerate(plan.stages):
-        here = stage.modes[mode]
-        for node, value in here.values.items():
-            given = node in here.starts or here.cut(node)  # what stands there is the whole
-            rows = [None if given or not isinstance(leaf, Leaf) else leaf.place for leaf in leaves_of(value)]
-            name = here.name(node)
-            if not depth or node.name in found:  # else it is a collective of an axis before
-                found[name] = [*found.get(node.name, []), rows]
-    return {name: rows for name, rows in found.items() if len(rows) == len(plan.stages)}
-
-
-def _lying(
-    plan: Plan, mode: bool, whole: Any, part: Any, places: Sequence[Any], rank: int, dtypes: set[torch.dtype]
-) -> Difference:
-    """How far the part of a process is from what the plan says it has."""
-    world = placed(plan.ways, rank)
-    dims = [place.dim for place in places if place is not None]
-    if not dims or len(set(dims)) < len(dims) or not isinstance(whole, Tensor):
-        return Difference()
-    for stage, place in zip(plan.stages, places, strict=True):
-        if place is not None:
-            here, each = world.ranks[stage.axis], world.sizes[stage.axis]
-            bounds = [(start(n, here, each), count(n, here, each), n) for n in stage.modes[mode].sizes]
-            whole = whole.index_select(place.dim, place.layout.rows(bounds).to(whole.device))
-    return difference(whole, part, True, dtypes)
 
 
 def _calls(gm: TracedModule, node: fx.Node, kind: type[Collective]) -> bool:

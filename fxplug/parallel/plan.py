@@ -82,7 +82,7 @@ class Plan:
         Gives the largest difference of an output, over the output's largest value. Raises VerifyError for one above what
         rounding may make of its dtype (`fxplug.core.ir.containers`), with the first node that differs.
         """
-        self.away = check_pretended(self.written, *self.example, plan=self)
+        self.away = check_pretended(self.written, *self.example)
         return self.away
 
     def __str__(self) -> str:
@@ -189,9 +189,9 @@ def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], 
         plan.stages.append(stage)
         plan.written = write_axis(plan.written, stage, plan.ways)
     if check and plan.stages and has_values(list(gm.state_dict().values()), call):
-        plan.away = check_pretended(plan.written, args, kwargs, modes=modes[:1], plan=plan)
+        plan.away = check_pretended(plan.written, args, kwargs, modes=modes[:1])
         try:
-            plan.away = max(plan.away, check_pretended(plan.written, args, kwargs, modes=modes[1:], plan=plan))
+            plan.away = max(plan.away, check_pretended(plan.written, args, kwargs, modes=modes[1:]))
         except VerifyError as error:
             raise _Twin(str(error)) from None
     return plan

@@ -67,10 +67,6 @@ class ShardingPlan:
         """Whether a node computes from parts."""
         return self.summed(node) or (self.is_split(node) and not self.cut(node))
 
-    def name(self, node: fx.Node) -> str:
-        """What a value is called in the graph that is written: blocks that stand for a node have names of their own."""
-        return f"{node.name}_parallel" if self.steps.get(node, ArgumentSplit()).special else node.name
-
     def cut(self, node: fx.Node) -> bool:
         """Whether a value is computed as a whole, and split then."""
         return self.steps.get(node, ArgumentSplit()).cut is not None
