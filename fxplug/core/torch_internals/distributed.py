@@ -19,7 +19,7 @@ all_to_all: Any = functional.all_to_all_single
 wait: Any = functional.wait_tensor
 # the process group of a name, as a graph has it
 group_of_name: Any = _resolve_process_group
-# the store through which the default group was set up; we need its `clone`, `check`, `set`, `get` and `add`
+# the store through which the default group was set up; we need its `clone`, `check`, `set` and `get`
 default_store: Any = dist.distributed_c10d._get_default_store
 
 

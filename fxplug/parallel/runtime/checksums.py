@@ -141,7 +141,7 @@ def _gather_numbers(known: list[int], size: int, group: Any) -> list[list[int]]:
         dist.all_gather(list(rows), mine, group)
         return rows
 
-    return guarded(call).tolist()
+    return guarded(call, group.group_name).tolist()
 
 
 def _gather_objects(known: list[Any], size: int, group: Any) -> list[list[Any]]:

@@ -269,7 +269,7 @@ class _GatherFunction(torch.autograd.Function):
             return x.new_zeros(world * x.shape[0], *x.shape[1:])
         if isinstance(group, ThreadGroup):
             return group.all_gather(x)
-        return _moved(lambda sent: distributed.all_gather(sent, 0, group), x)
+        return _moved(lambda sent: distributed.all_gather(sent, 0, group), x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -296,15 +296,15 @@ def _all_to_all(x: Tensor, give: list[int], take: list[int], group: Any) -> Tens
         return x.new_zeros(sum(take), *x.shape[1:])
     if isinstance(group, ThreadGroup):
         return group.all_to_all(x, give)
-    return _moved(lambda sent: distributed.all_to_all(sent.contiguous(), take, give, group), x)
+    return _moved(lambda sent: distributed.all_to_all(sent.contiguous(), take, give, group), x, group)
 
 
-def _moved(collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _moved(collective: Callable[[Tensor], Tensor], x: Tensor, group: str) -> Tensor:
     """What a collective makes of a tensor with whose values it does nothing: of its bytes, where its dtype is a rare one."""
     if x.dtype in SENT:
-        return guarded(lambda: _waited(collective(x)))
+        return guarded(lambda: _waited(collective(x)), group)
     data = x.resolve_conj()[..., None].contiguous().view(torch.uint8)
-    return guarded(lambda: _waited(collective(data))).view(x.dtype)[..., 0]
+    return guarded(lambda: _waited(collective(data)), group).view(x.dtype)[..., 0]
 
 
 def _all_reduce(x: Tensor, group: Any) -> Tensor:
@@ -312,7 +312,7 @@ def _all_reduce(x: Tensor, group: Any) -> Tensor:
         return x.clone()
     if isinstance(group, ThreadGroup):
         return group.all_reduce(x)
-    return guarded(lambda: _waited(distributed.all_reduce(x.contiguous(), "sum", group)))
+    return guarded(lambda: _waited(distributed.all_reduce(x.contiguous(), "sum", group)), group)
 
 
 def _waited(x: Tensor) -> Tensor:

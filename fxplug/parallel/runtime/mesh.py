@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...core.errors import SpecError, shown
 from ...core.torch_internals.distributed import joined_group
-from . import faults
 
 # from the outermost: neighbours talk most along the last
 AXES = ("batch", "rows", "ring", "ulysses", "tensor")
@@ -59,7 +58,6 @@ def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> World:
             f"this model runs on {needed} processes, and there is no process group: start with "
             f"torchrun --nproc-per-node {needed}, and call torch.distributed.init_process_group first"
         )
-    faults.watch()
     if mesh is None:
         plans: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(plans, text)
