@@ -168,7 +168,7 @@ def test_reuse_keys_are_what_a_trainer_takes(vit, keys, found):
 
 @pytest.mark.parametrize(
     ("keys", "finding"),
-    [("blcoks[0:2]", "'blcoks.{0:2}' matches no module"), ("blocks[0", "expected ']' after the index"), ("head)", "found ')'")],
+    [("blcoks[0:2]", "'blcoks.{0:2}' matches no module"), ("blocks[0", "found '[0'"), ("head)", "found ')'")],
 )
 def test_reuse_keys_that_name_nothing_are_refused(vit, keys, finding):
     with pytest.raises(SpecError) as error:

@@ -170,7 +170,7 @@ def test_the_schema_knows_lines():
         ({"line": 3, "addin": "a:Own"}, "passes[0].blitz.line: must be a line or a list of lines, not 3"),
         ({"line": LINE, "addin": "a.Own"}, "passes[0].blitz.addin.use: must look like"),
         ({"line": LINE, "addin": "a:Own", "lr": -1}, "passes[0].blitz.lr: must be a number"),
-        ({"line": "(Own.adapt): (head){inout}", "addin": "a:Own"}, "passes[0].blitz.line: '{inout}' has no number"),
+        ({"line": "(Own.adapt): (head){inout}", "addin": "a:Own"}, "passes[0].blitz.line: a point must be '{inout1}'"),
     ],
 )
 def test_a_configuration_that_is_wrong_says_where(entry, finding):

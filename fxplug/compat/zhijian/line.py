@@ -12,6 +12,7 @@ of `zhijian/models/addin/base.py` (LAMDA-ZhiJian, 2023), which has no errors but
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,8 +25,10 @@ ENDS = ("...", "…", "input", "output")  # steps that stand for modules nobody 
 BESIDE = "a point must be directly before or after a module, as in '{in1}(fc2)' or '(fc2){out1}'"
 NAME = re.compile(r"[^\W\d]\w*")
 WORD = re.compile(r"\w+")
-POINT = re.compile(r"\{\s*(\w*?)\s*(\d*)\s*\}")
-INDEX = re.compile(r"(?P<number>-?\d+)|(?P<variable>[^\W\d]\w*)|(?P<slice>(?:-?\d+)?\s*:\s*(?:-?\d+)?\s*(?::\s*(?:-?\d+)?)?)")
+POINT = re.compile(r"\{\s*(inout|in|out)\s*(\d+)\s*\}")
+INDEX = re.compile(r"\[\s*(-?\d+|[^\W\d]\w*|(?:-?\d+)?\s*:\s*(?:-?\d+)?\s*(?::\s*(?:-?\d+)?)?)\s*\]")
+SKIPPED = re.compile(r"(?:\s|>>>|`)*")
+TOKEN = re.compile(r"->|\.\.\.|\{[^{}()\n]*\}?|\[[^\[\]()\n]*\]?|\w+|\S")
 
 
 @dataclass(frozen=True)
@@ -113,9 +116,8 @@ def parse_path(text: str) -> str:
     """The path of modules such as `blocks[10:12].mlp` as a glob. Raises SpecError that points at the place."""
     reader = _LineReader(text)
     parts = reader.path()
-    reader.skip()
-    if reader.at < len(text):
-        reader.fail(f"expected the end of the path, found {reader.next_token()}")
+    if reader.token.text:
+        reader.fail(f"expected the end of the path, found {reader.token}")
     return ModuleSide(parts).pattern()
 
 
@@ -136,154 +138,134 @@ class _Point:
         return f"{{{self.kind}{self.number}}}"
 
 
+@dataclass(frozen=True)
+class _Token:
+    text: str  # "" at the end
+    at: int
+    new_line: bool  # whether a line ended before it
+
+    def __str__(self) -> str:
+        return f"'{self.text}'" if self.text else "the end of the line"
+
+
 class _LineReader:
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
+        self.text, self.number = text, 0
+        self.tokens: list[_Token] = []
+        at = 0
+        while not self.tokens or self.tokens[-1].text:
+            start = SKIPPED.match(text, at).end()  # type: ignore[union-attr]
+            found = TOKEN.match(text, start)
+            self.tokens.append(_Token(found[0] if found else "", start, "\n" in text[at:start]))
+            at = found.end() if found else start
+
+    @property
+    def token(self) -> _Token:
+        """The next token."""
+        return self.tokens[self.number]
 
     def fail(self, finding: str, at: int | None = None) -> NoReturn:
-        raise SpecError(finding + pointed(self.text, self.at if at is None else at))
+        raise SpecError(finding + pointed(self.text, self.token.at if at is None else at))
 
-    def skip(self) -> bool:
-        """Pass over spaces, prompts and backticks; whether a line ended among them."""
-        before = self.at
-        while found := re.compile(r"\s+|>>>|`").match(self.text, self.at):
-            self.at = found.end()
-        return "\n" in self.text[before : self.at]
-
-    def take(self, token: str) -> bool:
-        self.skip()
-        here = self.text.startswith(token, self.at)
-        self.at += len(token) * here
+    def take(self, *texts: str) -> bool:
+        here = self.token.text in texts
+        self.number += here
         return here
 
-    def expect(self, token: str, what: str) -> None:
-        if not self.take(token):
-            self.fail(f"expected '{token}' {what}, found {self.next_token()}")
+    def expect(self, text: str, what: str) -> None:
+        if not self.take(text):
+            self.fail(f"expected '{text}' {what}, found {self.token}")
 
-    def next_token(self) -> str:
-        word = WORD.match(self.text, self.at)
-        return f"'{word[0] if word else self.text[self.at]}'" if self.at < len(self.text) else "the end of the line"
-
-    def name(self, what: str) -> str:
-        self.skip()
-        found = NAME.match(self.text, self.at)
-        if not found:
-            self.fail(f"expected {what}, found {self.next_token()}")
-        self.at = found.end()
-        return found[0]
+    def word(self, form: re.Pattern[str], what: str) -> str:
+        token = self.token
+        if not form.fullmatch(token.text):
+            self.fail(f"expected {what}, found {token}")
+        self.number += 1
+        return token.text
 
     def lines(self) -> Iterator[Line]:
-        self.skip()
         while True:
             yield self.line()
             while self.take(","):
                 pass
-            self.skip()
-            if self.at == len(self.text):
+            if not self.token.text:
                 return
 
     def line(self) -> Line:
-        start = self.at
+        start = self.token.at
         self.expect("(", "and the add-in, as in '(MLPAddin.adapt_input): ...->{inout1}(fc2)->...'")
-        addin = self.name("the class of the add-in")
+        addin = self.word(NAME, "the class of the add-in")
         self.expect(".", f"and a method, as in '({addin}.adapt_input)'")
-        method = self.name(f"a method of {addin}")
+        method = self.word(NAME, f"a method of {addin}")
         self.expect(")", "after the method")
         self.expect(":", f"behind '({addin}.{method})'")
         points: list[_Point] = []
         named: list[ModuleSide] = []
-        step = 0
-        while True:
+        for step in itertools.count():
             self.step(step, points, named)
-            step += 1
-            before = self.at
-            ended = self.skip()
+            token = self.token
             if self.take("->"):
                 continue
-            rest = self.text[self.at : self.at + 1]
-            if not rest or rest == "," or (ended and rest == "("):
+            if token.text in ("", ",") or (token.text == "(" and token.new_line):
                 break
-            if rest == "(":
-                self.fail("expected '->' between two modules, found '('")
-            if rest == "{":
-                self.fail(BESIDE)
-            self.fail(f"expected '->' or the end of the line, found {self.next_token()}")
-        text = self.text[start:before].strip(" \n\t`>,")
+            self.fail(BESIDE if token.text.startswith("{") else f"expected '->' or the end of the line, found {token}")
+        last = self.tokens[self.number - 1]
         try:
             insertions, notes = _paired(points)
         except _Misplaced as error:
             self.fail(str(error), error.at if error.at is not None else start)
-        return Line(text, addin, method, insertions, tuple(named), notes)
+        return Line(self.text[start : last.at + len(last.text)], addin, method, insertions, tuple(named), notes)
 
     def step(self, step: int, points: list[_Point], named: list[ModuleSide]) -> None:
         """`...`, or a module with the points before and behind it."""
-        self.skip()
-        for end in ENDS:
-            if self.take(end):
-                return
+        if self.take(*ENDS):
+            return
         before = self.points()
         if not self.take("("):
             if before:
                 self.fail(BESIDE, before[0][2])
-            word = WORD.match(self.text, self.at)
-            hint = f"; write a module in brackets: '({word[0]})'" if word else "; an arrow must point to a module, or to '...'"
-            self.fail(f"expected '...' or a module such as '(fc2)', found {self.next_token()}{hint}")
+            self.fail(f"expected '...' or a module in brackets such as '(fc2)', found {self.token}")
         parts = self.path()
         self.expect(")", "after the module")
         behind = self.points()
-        named.append(ModuleSide(parts, step=step, at=self.at))
+        named.append(ModuleSide(parts, step=step, at=self.token.at))
         for side, found in (("in", before), ("out", behind)):
             points += [_Point(kind, number, ModuleSide(parts, side, step, at)) for kind, number, at in found]
 
     def points(self) -> list[tuple[str, str, int]]:
         points: list[tuple[str, str, int]] = []
-        while True:
-            self.skip()
-            if not self.text.startswith("{", self.at):
-                return points
-            found = POINT.match(self.text, self.at)
+        while (token := self.token).text.startswith("{"):
+            found = POINT.fullmatch(token.text)
             if not found:
-                self.fail("a point must be '{inout1}', '{in1}' or '{out1}'")
-            kind, number = found.groups()
-            if kind not in KINDS:
-                point = f"{{{kind}{number}}}"
-                self.fail(
-                    f"no point '{point}'{did_you_mean(kind, KINDS)}; a point must be '{{inout1}}', '{{in1}}' or '{{out1}}'"
-                )
-            if not number:
-                self.fail(f"'{{{kind}}}' has no number: write '{{{kind}1}}'; an in and an out with one number belong together")
-            points.append((kind, number, self.at))
-            self.at = found.end()
+                hint = did_you_mean("".join(filter(str.isalpha, token.text)), KINDS)
+                self.fail(f"a point must be '{{inout1}}', '{{in1}}' or '{{out1}}', not {token}{hint}")
+            points.append((found[1], found[2], token.at))
+            self.number += 1
+        return points
 
     def path(self) -> tuple[str | Index, ...]:
-        parts: list[str | Index] = [self.name("the name of a module, as print(model) shows it")]
+        parts: list[str | Index] = [self.word(NAME, "the name of a module, as print(model) shows it")]
         while True:
             if self.take("."):
-                self.skip()
-                word = WORD.match(self.text, self.at)
-                if not word:
-                    self.fail(f"expected a name after the dot, found {self.next_token()}")
-                parts.append(word[0])
-                self.at = word.end()
-            elif self.take("["):
-                self.skip()
-                found = INDEX.match(self.text, self.at)
-                # the longest of the three forms: `0:12` begins with a number
-                longer = re.compile(INDEX.pattern.split("|")[-1]).match(self.text, self.at)
-                found = longer if longer and (not found or longer.end() > found.end()) else found
-                if not found or not found[0].strip():
-                    self.fail(f"expected a number, a range such as 0:12, or a variable such as i, found {self.next_token()}")
-                text = re.sub(r"\s+", "", found[0])
-                if re.fullmatch(r"-?\d*:-?\d*:-?0+", text):
-                    self.fail("the step of a range cannot be 0")
-                parts.append(text if text.isdigit() else Index(text, self.at))
-                if isinstance(parts[-1], Index) and parts[-1].count == 0:
-                    self.fail(f"the range [{text}] is empty")
-                self.at = found.end()
-                self.expect("]", "after the index")
+                parts.append(self.word(WORD, "a name after the dot"))
+            elif self.token.text.startswith("["):
+                parts.append(self.index())
             else:
                 return tuple(parts)
+
+    def index(self) -> str | Index:
+        token, at = self.token, self.token.at + 1
+        found = INDEX.fullmatch(token.text)
+        if not found:
+            self.fail(f"expected a number, a range such as [0:12], or a variable such as [i], found {token}", at)
+        text = re.sub(r"\s+", "", found[1])
+        if re.fullmatch(r"-?\d*:-?\d*:-?0+", text):
+            self.fail("the step of a range cannot be 0", at)
+        index = Index(text, at)
+        if index.count == 0:
+            self.fail(f"the range [{text}] is empty", at)
+        self.number += 1
+        return text if text.isdigit() else index
 
 
 class _Misplaced(Exception):
@@ -315,12 +297,12 @@ def _paired(points: list[_Point]) -> tuple[tuple[Insertion, ...], tuple[str, ...
     for point in ins:
         partner = next((p for p in outs if p.number == point.number), None)
         if partner is None:
-            raise _Misplaced(_alone(point, "out", outs), point.place.at)
+            raise _Misplaced(_alone(point, "out"), point.place.at)
         _check_ends(point, partner)
         insertions.append(Insertion(partner.place, point.place))
     for point in outs:
         if all(p.number != point.number for p in ins):
-            raise _Misplaced(_alone(point, "in", ins), point.place.at)
+            raise _Misplaced(_alone(point, "in"), point.place.at)
     ends: dict[ModuleSide, ModuleSide] = {}
     for insertion in insertions:
         end = insertion.end
@@ -329,13 +311,9 @@ def _paired(points: list[_Point]) -> tuple[tuple[Insertion, ...], tuple[str, ...
     return tuple(insertions), notes
 
 
-def _alone(point: _Point, other: str, others: list[_Point]) -> str:
-    near = f" (found '{others[0]}'; partners have the same number)" if others else ""
-    what = "result goes" if other == "out" else "value is from"
-    return (
-        f"'{point}' has no '{{{other}{point.number}}}'{near}: mark where the add-in's {what} "
-        f"by '{{{other}{point.number}}}', or write '{{inout{point.number}}}' where both are one place"
-    )
+def _alone(point: _Point, other: str) -> str:
+    partner = f"{{{other}{point.number}}}"
+    return f"'{point}' has no '{partner}', and they belong together; write '{{inout{point.number}}}' where both are one place"
 
 
 def _check_ends(start: _Point, end: _Point) -> None:
