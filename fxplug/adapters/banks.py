@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blocks.base import META, ROUNDING_RESIDUE, scaled_factor
+from ..blocks.base import scaled_factor
 from ..blocks.low_rank import in_slot
 from ..core.errors import SpecError, brief_fields, shown
-from .slot_memory import meta_row, rounding_residue, scaled
 from .updates import Entry
 
 # the dimensions of a parameter that are ranks; a bank is padded there and nowhere else
@@ -86,11 +85,6 @@ class Bank:
         return f"{self.path}.{self.param}" if self.kind == "Delta" and self.param != "weight" else self.path
 
     @property
-    def memory(self) -> dict[str, str]:
-        """The names of what it keeps of the files, see `slot_memory`; a package of an earlier version has none of them."""
-        return {key: f"{self.block}.{key}" for key in (META, ROUNDING_RESIDUE)}
-
-    @property
     def plain(self) -> bool:
         """Whether it has plain low-rank products."""
         return self.kind == "LoraWeight" or (not self.maps and self.kind not in OTHERS)
@@ -118,9 +112,8 @@ class Bank:
         """One slot of one of the bank's tensors: a view, in groups (groups, rank, ...) for a convolution's `down`."""
         if not self.slots and (self.maps or self.kind in OTHERS or name == "bias"):
             return tensor
-        if self.maps or name == META:
+        if self.maps:
             return tensor[slot]
-        name = scaled_factor(self.parameters) if name == ROUNDING_RESIDUE else name
         turned = name == "up" or self.kind == "Embedding"
         return in_slot(tensor, slot, max(self.slots, 1), 0 if turned else self.groups)
 
@@ -142,33 +135,23 @@ class Bank:
         takes = bool(self.slots) and key == scaled_factor(self.parameters)
         if value.dtype == tensor.dtype != torch.float64 and (not takes or entry.scale == 1):
             return value  # whose reader has seen that its numbers are finite
-        made = scaled(value, entry.scale, tensor.dtype) if takes else value.to(tensor.dtype)
+        made = (value.float() * entry.scale).to(tensor.dtype) if takes else value.to(tensor.dtype)
         if not made.is_meta and not torch.isfinite(made).all():
             raise SpecError(f"'{entry.name}': its {key} has numbers out of range for {tensor.dtype}, the dtype of the slots")
         return made
 
     def rows(
-        self, entry: Entry, rank: int, values: Mapping[str, Tensor], there: Callable[[str], Tensor | None]
+        self, entry: Entry, values: Mapping[str, Tensor], there: Callable[[str], Tensor | None]
     ) -> Iterator[tuple[Bank, str, str, Tensor]]:
-        """What to write for an entry, of that rank and with these values: this, what it is, the tensor's name, and the value.
+        """What to write for an entry with these values: this, what it is, the tensor's name, and the value.
 
         `there` gives the tensors of the module. Raises SpecError for values that do not fit.
         """
-        factor = scaled_factor(values) if self.slots else ""
         entry = replace(entry, scale=1.0) if self.kind == "Delta" else entry
         for key, value in values.items():
             tensor = there(self.names[key])
             assert tensor is not None, key
-            held = self.fitted(key, tensor, value, entry)
-            yield self, key, self.names[key], held
-            if key == factor and there(self.memory[META]) is not None:
-                rank = entry.rank if self.kind in ("Loha", "Lokr") else rank
-                meta = value.is_meta or held.is_meta
-                steps = torch.zeros(held.shape, dtype=torch.int8)
-                if not meta:
-                    steps = rounding_residue(value.cpu(), held.cpu(), entry.scale)
-                yield self, META, self.memory[META], meta_row(entry.scale, rank, value.dtype)
-                yield self, ROUNDING_RESIDUE, self.memory[ROUNDING_RESIDUE], steps
+            yield self, key, self.names[key], self.fitted(key, tensor, value, entry)
 
 
 def check_name(name: Any, room: int) -> None:
@@ -381,7 +364,7 @@ def _first_fitting(
         try:
             rank, values = values_for(bank, entry, there(f"{bank.path}.{bank.param}"))
             if rank <= bank.rank:
-                return list(bank.rows(entry, rank, values, there))
+                return list(bank.rows(entry, values, there))
             high = high or rank
         except SpecError as error:
             failed = failed or error

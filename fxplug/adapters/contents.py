@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..blocks.base import scaled_factor
 from ..core.errors import ArtifactError, SpecError, brief_fields
 from ..core.quantised import is_transposed, weight_shape
 from .banks import Bank, rank_dims
 from .find_tensors import unreadable
 from .loading import bank_of, without_slots
 from .saved_heads import merged_heads
-from .slot_memory import read_meta, scaled, unscaled
 from .updates import Entry, rank_of
 
 if TYPE_CHECKING:
@@ -72,7 +70,7 @@ def layers_of(module: nn.Module, dims: int = 2) -> dict[str, ModelLayer]:
 
 
 def in_slots(adapters: Adapters, name: str) -> AdapterContents:
-    """An adapter in the slots of a module, as its file had it; the caller holds the slots meanwhile."""
+    """An adapter in the slots of a module; the caller holds the slots meanwhile."""
     entries: list[Entry] = []
     layers = adapters.about().layers
     meta = getattr(getattr(adapters, "module", None), "meta", {})
@@ -90,24 +88,12 @@ def in_slots(adapters: Adapters, name: str) -> AdapterContents:
 def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str, table: bool) -> Entry | None:
     """What one bank has in a slot; None where it has nothing."""
     own = {key: bank.views(key, adapters.tensor(name), slot).detach().cpu().clone() for key, name in bank.names.items()}
-    beside = {key: adapters.there(name) for key, name in bank.memory.items()}
-    row, steps = (None if t is None else bank.views(key, t, slot).cpu() for key, t in beside.items())
-    known = None if row is None else read_meta(row)
-    scale, rank, dtype = known or (1.0, 0, next(iter(own.values())).dtype)
-    if known is None and not all(value.any() for value in own.values()):
-        return None  # a layer that the adapter has nothing for
+    telling = [own["magnitude"]] if "magnitude" in own else own.values()
+    if not all(value.any() for value in telling):
+        return None  # a layer that the adapter has nothing for, or whose product is zero
     loose = {key: rank_dims(key, own) if bank.maps else (1,) for key in own}
-    rank = max([rank, *(_reach(own[key], dim) for key in own for dim in loose[key])])
-    own = {key: _cut(value, loose[key], rank) for key, value in own.items()}
-    factor = scaled_factor(own)
-    steps = None if steps is None else _cut(steps, loose[factor], rank)
-    values = {key: value.to(dtype) for key, value in own.items()}
-    values[factor] = unscaled(own[factor], steps, scale, dtype)
-    exact = torch.equal(scaled(values[factor], scale, own[factor].dtype), own[factor]) or not scale
-    if not exact or not all(torch.equal(values[key].to(own[key].dtype), own[key]) for key in own if key != factor):
-        # written over since it was loaded, by an optimizer for example: the file's dtype has no room for that
-        values = {**own, factor: unscaled(own[factor], None, scale, own[factor].dtype)}
-    return _entry(bank, values, scale, p, table)
+    rank = max([1, *(_reach(own[key], dim) for key in own for dim in loose[key])])
+    return _entry(bank, {key: _cut(value, loose[key], rank) for key, value in own.items()}, 1.0, p, table)
 
 
 def _entry(bank: Bank, values: dict[str, Tensor], scale: float, p: str, table: bool) -> Entry:

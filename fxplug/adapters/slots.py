@@ -357,10 +357,8 @@ class Adapters:
     ) -> None:
         """Zero what lies in a slot, `but` tensors that are written whole: training may have written into a free one."""
         for bank in self.banks[p]:
-            for key, tensor_name in (bank.names | bank.memory).items():
-                if (tensor := self.there(tensor_name)) is None:
-                    continue
-                view = bank.views(key, tensor, slot)
+            for key, tensor_name in bank.names.items():
+                view = bank.views(key, self.tensor(tensor_name), slot)
                 if view.shape != (but or {}).get(tensor_name) and view.any():
                     write(view, 0)
 
@@ -375,9 +373,10 @@ class Adapters:
         dtype: torch.dtype | None = None,
         about: Mapping[str, str] | None = None,
     ) -> Saved:
-        """Write an adapter as a tool reads it, see `writing.save_adapter`: what was loaded comes back to the last bit.
+        """Write an adapter as a tool reads it, see `writing.save_adapter`: with the numbers that its slots hold.
 
-        The slots may be used meanwhile, and are not changed while they are read. Raises SpecError for a name that is not
+        They have its scale in them, so that alpha is the rank in the file, and the dtype of the slots, but for `dtype`; ranks
+        end with the last number that is not zero. The slots may be used meanwhile, and are not changed while they are read. Raises SpecError for a name that is not
         loaded, and what `save_adapter` does.
         """
         with read_lock(self.locks):

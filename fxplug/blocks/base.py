@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ..core.rewriter.sites import Site, Value
 
 
-META, ROUNDING_RESIDUE = "said", "lost"  # the buffers beside a bank's parameters that keep what its files said
 SCALED = ("up", "hada_w2_b", "lokr_w2", "lokr_w2_b", "delta")  # which of a bank's parameters takes the adapter's scale
 CONVOLUTIONS: dict[str, type[nn.Module]] = {"Conv1d": nn.Conv1d, "Conv2d": nn.Conv2d, "Conv3d": nn.Conv3d}
 
@@ -90,21 +89,6 @@ class LowRank(Block):
         if not slots:
             factor = scaling(rank, alpha, rslora, alpha_auto_scale)
             self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
-
-    def add_provenance(self) -> None:
-        """Give a bank what it keeps of the files that its adapters came from: read by nothing but `adapters.save`.
-
-        See `adapters.slot_memory`. It is no larger than the bank's own tensors, whatever a file says of its slots.
-        """
-        named = {name.removesuffix(".weight"): value for name, value in self.named_parameters()}
-        factor = named[scaled_factor(named)]
-        rows = min(self.slots, factor.numel())
-        self.register_buffer(META, torch.zeros(rows, 3, dtype=torch.int64, device=factor.device))
-        self.register_buffer(ROUNDING_RESIDUE, torch.zeros(factor.shape, dtype=torch.int8, device=factor.device))
-
-    def remove_provenance(self) -> None:
-        """Take that away again: artifacts of earlier versions have none, and a module that is read from one gets it later."""
-        del self._buffers[META], self._buffers[ROUNDING_RESIDUE]
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, " + (f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}")

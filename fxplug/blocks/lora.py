@@ -77,7 +77,6 @@ class Lora(LowRank):
         if slots:
             for parameter in self.parameters():
                 nn.init.zeros_(parameter.requires_grad_(False))
-            self.add_provenance()
             return
         for parameter in self.up.parameters():
             nn.init.zeros_(parameter)

@@ -89,8 +89,6 @@ class Update(LowRank):
         for name, parameter in self._parameters.items() if self.slots else ():
             assert parameter is not None
             self._parameters[name] = nn.Parameter(parameter.new_zeros(self.slots, *parameter.shape), requires_grad=False)
-        if self.slots:
-            self.add_provenance()
 
     def bank(self) -> dict[str, Any]:
         """What tells where an adapter goes in a bank, as plain values; see `adapters.banks.Bank`."""

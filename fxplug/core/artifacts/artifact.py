@@ -16,7 +16,7 @@ import yaml
 from torch import nn
 
 from ... import __version__
-from ...blocks.base import META, LowRank
+from ...blocks.base import LowRank
 from ..errors import DEFAULT, ArtifactError, Limits, shown
 from ..extensions import need_hook
 from ..ir.containers import Container
@@ -53,6 +53,7 @@ def check_passes(passes: Any, modules: Collection[str]) -> None:
 
 
 MODES = {"eval": False, "train": True}
+DROPPED = ("said", "lost")  # of a bank of slots in artifacts of version 0.1: what it kept of the files of its adapters
 
 
 @with_read_lock
@@ -315,9 +316,9 @@ def _build(
     tree = modules[""]
     assert isinstance(tree, Container)
     vars(tree)["classes"] = tuple(document.classes)  # a child may have that name
-    older = [m for path, m in tree.named_modules() if isinstance(m, LowRank) and m.slots and f"{path}.{META}" not in records]
-    for bank in older:
-        bank.remove_provenance()
+    banks = [path for path, m in tree.named_modules() if isinstance(m, LowRank)]
+    dropped = {f"{path}.{key}" for path in banks for key in DROPPED} & records.keys()
+    records = {name: record for name, record in records.items() if name not in dropped}
     names = [name for name, _, _ in state_of(tree)]
     if names != list(records):
         odd = sorted(set(names) ^ set(records)) or names
@@ -331,10 +332,8 @@ def _build(
     }
     reader = GraphReader(called, tensors, document.stacks, allow, limits)
     graphs = _read_graphs(document, reader)
-    values = read_tensors(stored, records, device, allow)
+    values = read_tensors((row for row in stored if row[1] not in dropped), records, device, allow)
     fill(tree, values.__getitem__, lambda name: records[name].persistent)
-    for bank in older:
-        bank.add_provenance()
     extras = {k: decode(v, None, limits) for k, v in document.extras.items()}
     kind: type[TracedModule] = TracedModule
     if document.variants:
