@@ -442,45 +442,12 @@ class Square(nn.Module):
         return self.conv(self.ff(self.words(indices)).mT)
 
 
-def slot_of(block, slot, rank):
-    """The parts of a block's tensors that hold an adapter of that rank, of at most 4."""
-    own = slice(4 * slot, 4 * slot + rank)
-    for key, bank in block.named_parameters():
-        if type(block).__name__ != "Lora":
-            yield bank[slot][:rank] if key.endswith(("_b", "down")) else bank[slot][:, :rank]
-        elif block.kind == "Embedding" or key.startswith("up"):
-            yield bank[:, own]
-        else:
-            yield bank.view(-1, 8, *bank.shape[1:])[:, own]
-
-
-@pytest.mark.parametrize(("name", "block"), [("lora", "Lora"), ("loha", "Loha"), ("lora_weight", "LoraWeight")])
-def test_one_slot_of_a_bank(name, block, tmp_path):
-    """An adapter is as it was put in, without what pads its rank, or layers that it has nothing for."""
+def test_a_folder_of_slots_is_no_adapter_file(tmp_path):
     base = Square()
-    indices = torch.arange(6).view(1, 6)
-    new = fxplug.apply(fxplug.trace(base, (indices,)), fxplug.load_pass(name, at="**", slots=2, rank_max=4, name="style"))
-    table = new.get_submodule("style.gates.table")
-    with torch.no_grad():
-        for slot, (word, paths) in enumerate({"ink": ["ff"], "Öl": ["words", "ff", "conv"]}.items()):
-            table.names[slot, : len(word.encode())] = torch.tensor(list(word.encode()))
-            for path in paths:
-                for part in slot_of(new.get_submodule(f"style.{path}.{block}"), slot, 3):
-                    part.copy_(0.3 * torch.randn_like(part))
-        table.weights[:, 1] = 1
+    new = fxplug.apply(fxplug.trace(base, (torch.arange(6).view(1, 6),)), fxplug.load_pass("lora", at="**", slots=2))
     fxplug.save(new, tmp_path / "out")
-    with pytest.raises(ArtifactError, match="the pass 'style' has the adapters ink, Öl: give one of them as adapter="):
+    with pytest.raises(ArtifactError, match=r"lora.safetensors has the slots of the pass 'lora': load its folder with fxplug.load"):
         files.read(tmp_path / "out")
-    assert [entry.path for entry in files.read(tmp_path / "out", adapter="ink").entries] == ["ff"]
-    shapes = layers(base)
-    found = files.fit(files.read(tmp_path / "out", adapter="Öl"), shapes).check()
-    assert set(found.placed) == {"words", "ff", "conv"}
-    assert {entry.rank for entry in found.placed.values()} == {3}
-    with torch.no_grad():
-        wanted = new(indices)
-        for path, entry in found.placed.items():
-            base.get_submodule(path).weight.add_(entry.update(shapes[path]))
-    torch.testing.assert_close(base(indices), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_groups_of_a_convolution():

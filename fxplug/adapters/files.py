@@ -26,14 +26,12 @@ from .file_kinds import INTEGERS, LayerFacts, UpdateKind, changes_of, nearest_ki
 from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable
 from .layer_matching import Fit, fit, split_part
 from .tables import PARTS
-from .updates import PRODUCT, AdapterFile, Entry, base_of, has_lokr_of_3_dims, largest, rank_of, without_padding
+from .updates import PRODUCT, AdapterFile, Entry, base_of, has_lokr_of_3_dims, largest, rank_of
 
 __all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
 Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
 LARGE = 1e30  # no number of an adapter's is larger
-_GATES = re.compile(
-    r"^(?P<owner>.+)\.(?:gates\.table\.(?P<name>weights|entries|names)|(?:Lora|LoraWeight|Dora|Loha|Lokr|Delta)(?:_\d+)?\.(?:said|lost))$"
-)
+SLOTS = ".gates.table.names"  # how a tensor of a pass with slots ends
 
 
 def read(
@@ -46,8 +44,8 @@ def read(
 ) -> AdapterFile:
     """Read an adapter: a file (.safetensors; .bin, .pt, .pth as plain tensors), a folder, or a state dict; or what was read.
 
-    A folder is one that PEFT, diffusers or `fxplug.save` wrote. `adapter` names one of several in a file (PEFT's adapter names,
-    or slots). `config` is PEFT's `adapter_config.json` for a source that has none beside it: it says alpha and rank; without
+    A folder is one that PEFT, diffusers or `fxplug.save` wrote, of a pass without slots. `adapter` names one of several in a
+    file, as PEFT does. `config` is PEFT's `adapter_config.json` for a source that has none beside it: it says alpha and rank; without
     it, and without `.alpha` in the file, the scale is taken to be 1, as all tools do, and `Fit.assumed` names the layers. A
     state dict may hold `.alpha` as numbers. A file is data: nothing in it is run, and it is read within `limits`. With `meta`
     only its smallest tensors are, which alphas are among; the others are on the meta device.
@@ -82,7 +80,6 @@ class _AdapterFileReader:
         self.chosen: dict[tuple[str, str], Mapping[str, Any]] = {}  # part, key of its configuration -> values by layer
         self.state: dict[str, Any] = {}
         self.shared: dict[str, str] = {}  # tensors that belong to all layers
-        self.slots: dict[str, tuple[int, int]] = {}  # pass -> which of how many slots
         self.kinds: dict[str, str | None] | None = None  # of our blocks, by path
 
     def read(self, state: Mapping[str, Any], adapter: str | None) -> AdapterFile:
@@ -92,12 +89,15 @@ class _AdapterFileReader:
                 f"{self.where} has the same tensor with and without the prefix '_orig_mod.' of torch.compile: keep one of them"
             )
         self.state = joined_sam(self.state, self.where)
-        gates = {m["owner"]: key for key in self.state if (m := _GATES.match(key)) and m["name"] == "names"}
+        if owner := next((key.removesuffix(SLOTS) for key in self.state if key.endswith(SLOTS)), ""):
+            raise ArtifactError(
+                f"{self.where} has the slots of the pass '{owner}': load its folder with fxplug.load, and write the adapter that "
+                "you want with adapters.save(name, path)"
+            )
         adapters: set[str] = set()
         common_of = {key: m for key in self.state if (m := SHARED.match(key))}
         self.shared = {m["name"]: key for key, m in common_of.items() if m["adapter"] in (None, adapter, "default")}
-        common = {*common_of, *(key for key in self.state if _GATES.match(key))}
-        placed = {key: place(key, self.state, adapter, adapters) for key in self.state if key not in common}
+        placed = {key: place(key, self.state, adapter, adapters) for key in self.state if key not in common_of}
         config = self.configs.get("", {})
         if config:
             placed |= {key: find_saved_module(key, config, self.state) for key, found in placed.items() if found is None}
@@ -114,9 +114,7 @@ class _AdapterFileReader:
                     raise ArtifactError(f"{self.where}: '{layer.keys[role]}' and '{at}' are the same tensor of one layer")
         rest = {key: self.state[key] for key, found in placed.items() if found is None}
         peft_config.check_layout(rest, self.where)
-        if gates:
-            self.choose(gates, adapter)
-        elif adapter is not None and adapter not in adapters:
+        if adapter is not None and adapter not in adapters:
             has = f"; it has {', '.join(sorted(adapters))}" if adapters else ""
             raise ArtifactError(f"{self.where} has no adapter '{adapter}'{did_you_mean(adapter, adapters)}{has}")
         if not layers:
@@ -146,20 +144,6 @@ class _AdapterFileReader:
             return "has whole changes without the names of their parameters: save them with adapters.save(..., as_='fxplug')"
         found = f"its keys are like '{keys[0]}'" if keys else "it is empty"
         return f"has no layer of an adapter{f' (it is {kind})' if kind else ''}: {found}"
-
-    def choose(self, gates: Mapping[str, str], adapter: str | None) -> None:
-        """Which slot of each pass to read."""
-        for owner, key in gates.items():
-            table = self.state[key]
-            if not isinstance(table, Tensor) or table.dtype != torch.uint8 or table.dim() != 2 or table.is_meta:
-                raise ArtifactError(f"{self.where}: '{key}' must be the list of slot names that fxplug saves")
-            names = [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in table.tolist()]
-            known = [name for name in names if name]
-            wanted = known[0] if adapter is None and len(known) == 1 else adapter
-            if wanted is None or wanted not in known:
-                what = "has no adapter" if not known else f"has the adapters {', '.join(known)}: give one of them as adapter="
-                raise ArtifactError(f"{self.where}: the pass '{owner}' {what}{did_you_mean(wanted, known) if wanted else ''}")
-            self.slots[owner] = (names.index(wanted), len(names))
 
     def entries(self, layer: LayerKeys) -> list[Entry]:
         """What a layer gets, a parameter each."""
@@ -196,24 +180,19 @@ class _AdapterFileReader:
         return made
 
     def low_rank(self, layer: LayerKeys, kind: UpdateKind, tensors: dict[str, Tensor], facts: LayerFacts) -> list[Entry]:
-        """A low-rank update; none for what a slot has nothing for."""
+        """A low-rank update."""
         keys, base = layer.keys, base_of(tensors)
         if base == "loha" and not layer.own and "hada_t1" not in tensors:  # OneTrainer keeps the kernel dimensions
             tensors = {r: t.flatten(1) if r.startswith("hada_") and 2 < t.dim() < 6 else t for r, t in tensors.items()}
         embedding = self.embedding(layer, tensors)
         if layer.own and embedding:
             tensors["down"] = tensors["down"].T
-        slot = self.slots.get(layer.group)
-        if slot is not None:
-            tensors = self.in_slot(layer, tensors, *slot)
         self.check(layer, kind, tensors, facts, embedding)
         if facts.config and facts.config.get("peft_type") == "LOKR" and has_lokr_of_3_dims(tensors):
             raise facts.error(
                 "is a LoKr of a Conv1d, whose factors PEFT combines in another order: merge it with PEFT (merge_and_unload) "
                 "and take the difference with fxplug.extract"
             )
-        if slot is not None and not (tensors := without_padding(tensors)):
-            return []
         if "mid" in tensors:  # a core between the two halves is the same as a larger down
             mid, low = tensors.pop("mid"), tensors["down"]
             tensors["down"] = low_rank.cored(mid.float(), low.flatten(1).float()).to(low.dtype)
@@ -231,7 +210,7 @@ class _AdapterFileReader:
                 word = f"{word} by input"  # LyCORIS has both
             tensors["magnitude"] = tensors["magnitude"].flatten()
         word = f"{word}+bias" if "bias" in tensors else word
-        scale = self.scale(layer, tensors, rank, part_path[0], slot is not None)
+        scale = self.scale(layer, tensors, rank, part_path[0])
         assumed, scale = scale is None, 1.0 if scale is None else scale
         if largest(tensors, scale) > self.limits.update:
             raise ArtifactError(
@@ -255,7 +234,7 @@ class _AdapterFileReader:
             given = {n: m.get("arguments") for n, m in modules.items() if type(m) is dict} if type(modules) is dict else {}
             self.kinds = {name: of.get("kind") for name, of in given.items() if type(of) is dict}
         kind = self.kinds.get(layer.keys["down"].removesuffix(".down.weight"))
-        return kind == "Embedding" if kind or layer.group in self.slots else None
+        return kind == "Embedding" if kind else None
 
     def tensor(self, key: str) -> Tensor:
         """The tensor of a key, checked."""
@@ -275,21 +254,6 @@ class _AdapterFileReader:
         if not value.is_meta and not numbers.sum(dtype=wide).isfinite() and not numbers.isfinite().all():
             raise ArtifactError(f"{self.where}: '{key}' has numbers that are not finite (NaN or infinity)")
         return value
-
-    def in_slot(self, layer: LayerKeys, tensors: Mapping[str, Tensor], slot: int, slots: int) -> dict[str, Tensor]:
-        """One slot of a block's. In `blocks.Lora` the slots follow each other in the inner channels, within each group; else
-        they are the first dimension."""
-        for role, tensor in tensors.items():
-            width = tensor.shape[0 if layer.own != "Lora" or role == "down" else 1] if tensor.dim() > 1 else 1
-            if width % slots or (layer.own != "Lora" and width != slots):
-                raise ArtifactError(f"{self.where}: '{layer.keys[role]}' of {list(tensor.shape)} does not have {slots} slots")
-        if layer.own != "Lora":
-            return {role: tensor[slot] for role, tensor in tensors.items()}
-        down, up = tensors["down"], tensors["up"]
-        if not down.shape[0] or not up.shape[1] or down.shape[0] % up.shape[1]:
-            raise self.odd(layer, "down", "up", tensors)
-        own = low_rank.in_slot(down, slot, slots, down.shape[0] // up.shape[1])
-        return {"down": own.flatten(0, 1), "up": low_rank.in_slot(up, slot, slots)}  # (groups * rank, in, *kernel)
 
     def check(
         self, layer: LayerKeys, kind: UpdateKind, tensors: Mapping[str, Tensor], facts: LayerFacts, embedding: bool | None
@@ -320,10 +284,8 @@ class _AdapterFileReader:
             value = value.item()
         return _number(value, f"{self.where}: '{key}'")
 
-    def scale(self, layer: LayerKeys, tensors: Mapping[str, Tensor], rank: int, part: str, slots: bool) -> float | None:
+    def scale(self, layer: LayerKeys, tensors: Mapping[str, Tensor], rank: int, part: str) -> float | None:
         """What the product is multiplied by: the file's own word, alpha / rank, or PEFT's configuration; None if none says."""
-        if slots:
-            return 1.0  # what lies in a slot is scaled already
         if "scale" in layer.keys:
             return self.number(layer.keys["scale"])
         if "alpha" in layer.keys:

@@ -18,7 +18,7 @@ from ..core.errors import ArtifactError, Limits, did_you_mean
 SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")
 _SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
 PACKED = tuple(d for name in ("float4_e2m1fn_x2",) if (d := getattr(torch, name, None)) is not None)
-SMALL = 8192  # bytes: the names of slots are no larger
+SMALL = 8192  # bytes: numbers, such as alphas, are no larger
 NUMBERS = ("alpha", "scale", "on_input", "reshape_weight", "scaled_oft")
 
 
@@ -56,7 +56,7 @@ def find(path: Path) -> Path:
 
 
 def load(file: Path, limits: Limits, meta: bool = False) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The tensors of a file on the CPU, with `meta` only its numbers and names, and what it says of itself."""
+    """The tensors of a file on the CPU, with `meta` only its numbers, and what it says of itself."""
     if file.suffix not in (*SAFE, *PICKLED):
         raise ArtifactError(f"{file}: an adapter must be a file that ends in {', '.join((*SAFE, *PICKLED))}, or a folder")
     found, about = weight_files.read(file, most=SMALL if meta else math.inf, limits=limits)
@@ -74,8 +74,8 @@ def load(file: Path, limits: Limits, meta: bool = False) -> tuple[dict[str, Any]
 
 
 def _without_values(key: Any, value: Any) -> Any:
-    """A tensor on the meta device, but for numbers (alphas) and texts (the names of slots); so no two of a layer are apart."""
-    kept = not isinstance(value, Tensor) or value.dtype == torch.uint8 or str(key).rpartition(".")[2] in NUMBERS
+    """A tensor on the meta device, but for numbers (alphas); so no two of a layer are apart."""
+    kept = not isinstance(value, Tensor) or str(key).rpartition(".")[2] in NUMBERS
     return value if kept else value.to("meta")
 
 

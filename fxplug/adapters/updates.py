@@ -301,26 +301,6 @@ def rank_of(tensors: Mapping[str, Tensor]) -> int:
     return min(tensors["lokr_w1"].shape)
 
 
-def without_padding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What lies in a slot without what only pads its rank, on meta with it; nothing if nothing was loaded into it."""
-    made = dict(tensors)
-    if any(tensor.is_meta for tensor in made.values()):
-        return made
-    if not all(tensor.any() for tensor in made.values()):
-        return {}
-    if any("_t" in name for name in made):
-        return made
-    for a, b in (("up", "down"), *((f"{n}_a", f"{n}_b") for n in ("hada_w1", "hada_w2", "lokr_w1", "lokr_w2"))):
-        if a in made:
-            rank = made[a].shape[1]
-            rows = torch.unflatten(made[b], 0, (-1, rank))  # of a grouped convolution each group has as many
-            used = made[a].transpose(0, 1).flatten(1).any(1) & rows.transpose(0, 1).flatten(1).any(1)
-            if not used.any():
-                return {}
-            made[a], made[b] = made[a][:, used], rows[:, used].flatten(0, 1)
-    return made
-
-
 def with_projections(entries: Sequence[Entry], shapes: Sequence[Sequence[int] | None]) -> list[Entry]:
     """VeRA's entries whose file has no projections with those that its key draws for layers of these shapes.
 
