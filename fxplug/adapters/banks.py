@@ -287,18 +287,17 @@ def parted(placed: Mapping[str, Entry], homes: Mapping[str, Sequence[Bank]]) -> 
 
 def no_home(entry: Entry, key: str, banks: Sequence[Bank]) -> SpecError:
     """What is said of an entry that nothing here has room for: the pass that has it."""
-    word, _, side = entry.kind.partition("+")[0].partition(" ")
-    own = word if word in ("dora", "oft", "boft", "ia3") and "+dora" not in entry.kind else ""
     here = f"the slots here are for {' and '.join(sorted({bank.what for bank in banks}))}" if banks else (
         "no pass here has slots for it"
     )
     path = key.removesuffix(f".{entry.param}") if entry.param != "weight" else key
-    way = f"{own}{' with by=input' if side else ''}{' (which has no slots)' if own not in ('', 'dora') else ''} or delta"
-    what = f"a change of '{key}'" if entry.method in ("diff", "whole") else entry.kind
-    what += f" ({entry.method})" if entry.kind == "delta" and entry.method not in ("diff", "whole") else ""
+    what = f"{entry.kind} ({entry.method})" if entry.method else entry.kind
+    what = f"a change of '{key}'" if entry.method in ("diff", "whole") else what
+    word, _, side = entry.kind.partition("+")[0].partition(" ")
+    way = f"{word}{' with by=input' if side else ''} or delta" if word in ("dora", "oft", "boft", "ia3") and "+dora" not in entry.kind else "delta"
     return SpecError(
-        f"'{entry.name}' is {what}, which is more than a low-rank update, and {here}: apply the pass {way if own else 'delta'} "
-        f"with at='{path}', param='{entry.param}'"
+        f"'{entry.name}' is {what}, which is more than a low-rank update, and {here}: apply the pass {way} with at='{path}', "
+        f"param='{entry.param}'"
     )
 
 

@@ -48,20 +48,8 @@ def refused(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
 
 
 def alpha_of(entry: Entry) -> float:
-    """The alpha of which an update's scale is the quotient by its rank, as it was written where rounding tells.
-
-    Blocks have their scale in float32, files' readers in float64.
-    """
-    alpha, single = entry.scale * entry.rank, _single(entry.scale) == entry.scale
-    for digits in (6, 9, 12, 15):
-        near = float(f"{alpha:.{digits}g}")
-        if (_single(near / entry.rank) if single else near / entry.rank) == entry.scale:
-            return near
-    return alpha
-
-
-def _single(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32).item()
+    """The alpha of which an update's scale is the quotient by its rank, with as many digits as float32 has, its scale's dtype."""
+    return float(f"{entry.scale * entry.rank:.7g}")
 
 
 # a change of a parameter, and whether its layer is a normalisation
@@ -141,24 +129,15 @@ def tensors_of(as_: str, key: str, entry: Entry, layer: ModelLayer, biased: bool
             t["lokr_w1"] = (t["lokr_w1"].double() * entry.scale).to(t["lokr_w1"].dtype)
         if "magnitude" in t:
             t["magnitude"] = t["magnitude"].reshape(*((1, -1) if entry.kind.endswith("by input") else (-1, 1)), *around)
-        scale = {f"{key}.alpha": _alpha(entry)}
+        alpha = full_lokr_rank(entry) if _is_full_lokr(entry) else alpha_of(entry)
+        own = torch.tensor(alpha, dtype=next(iter(t.values())).dtype)
+        scale = {f"{key}.alpha": own if own.item() == alpha else torch.tensor(alpha, dtype=torch.float32)}
     return {**{f"{key}.{keys.get(name, name)}": value for name, value in t.items()}, **scale}
 
 
 def _is_full_lokr(entry: Entry) -> bool:
     """Whether an update is a LoKr of two full matrices, which have no rank of their own."""
     return {"lokr_w1", "lokr_w2"} <= entry.tensors.keys()
-
-
-def _alpha(entry: Entry) -> Tensor:
-    """In the dtype of the file where that holds it."""
-    whole = _is_full_lokr(entry)
-    alpha = float(full_lokr_rank(entry)) if whole else alpha_of(entry)
-    made = torch.tensor(entry.scale * entry.rank, dtype=next(iter(entry.tensors.values())).dtype)
-    if not whole and made.double().item() / entry.rank == entry.scale:
-        return made
-    made = made.new_tensor(alpha)
-    return made if made.double().item() == alpha else torch.tensor(alpha, dtype=torch.float32)
 
 
 # --- PEFT's configuration

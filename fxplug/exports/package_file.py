@@ -12,7 +12,7 @@ from typing import Annotated, Any, BinaryIO, TypeVar
 from zipfile import ZipFile
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ..adapters.banks import RANKS, Bank
 from ..adapters.slots import Adapters
@@ -36,9 +36,16 @@ class Described(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
+def _parameter(name: str) -> str:
+    if name not in RANKS:
+        raise ValueError(f"{shown(name)} is not a parameter of a slot")
+    return name
+
+
 class BankFacts(Described):
     """A bank of slots, as `Bank.plainly` describes it."""
 
+    model_config = ConfigDict(extra="ignore")
     path: str
     block: str
     kind: str
@@ -46,7 +53,7 @@ class BankFacts(Described):
     rank: Count
     shape: list[Count]
     groups: Count = 1
-    parameters: list[str] = ["down", "up"]
+    parameters: list[Annotated[str, AfterValidator(_parameter)]] = ["down", "up"]
     param: str = "weight"
     dim: int = 0
     transposed: bool = False
@@ -161,16 +168,11 @@ def first_line(error: Exception) -> str:
 
 
 def banks(manifest: Json) -> tuple[dict[str, list[Bank]], dict[str, str]]:
-    """The slots as `switching` has them, and the names of their tensors here. Raises ArtifactError for other data."""
-    found: dict[str, list[Bank]] = {}
-    try:
-        for name, entries in manifest["banks"].items():
-            plain: list[Json] = [{k: tuple(v) if type(v) is list else v for k, v in entry.items()} for entry in entries]
-            found[name] = [Bank(**entry) for entry in plain]
-            if odd := [key for bank in found[name] for key in bank.parameters if key not in RANKS]:
-                raise ValueError(f"parameters is {shown(odd)}")
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise ArtifactError(f"the slots in the package cannot be read: {shown(str(error), 300)[1:-1]}") from None
+    """The slots of a checked manifest, by pass, and the names of their tensors here."""
+    found = {
+        name: [Bank(**{key: tuple(value) if type(value) is list else value for key, value in entry.items()}) for entry in entries]
+        for name, entries in manifest["banks"].items()
+    }
     return found, dict(manifest["where"])
 
 
