@@ -56,20 +56,13 @@ def forms_of(entry: Entry, layer: ModelLayer | None, called: bool, slots: bool) 
 
 
 def _lokr(entry: Entry, layer: ModelLayer) -> Form | None:
-    """LoKr with the factors of a file, by the `factor` that splits widths so, or the first one's sizes; None where none is."""
+    """LoKr by the sizes of a file's first factor, and by which of both are decomposed; None where no block has such factors."""
     there = {name: tuple(t.shape) for name, t in entry.tensors.items()}
-    both, tucker, full = "lokr_w1_a" in there, "lokr_t2" in there, {"lokr_w1", "lokr_w2"} <= there.keys()
-    a, c = there["lokr_w1"] if "lokr_w1" in there else (there["lokr_w1_a"][0], there["lokr_w1_b"][1])
-    factors = dict.fromkeys((-1, a, c, layer.shape[0] // a, layer.shape[1] // c))
-    ways: list[dict[str, Any]] = [{"factor": factor} for factor in factors if factor]
-    split = (both, "lokr_w2_a" in there)
-    for way, by_hand in [*((way, False) for way in ways), *((way, True) for way in (*ways, {"first": (a, c)}))]:
-        given = {"split": split} if by_hand else {"both": both, "full": full}
-        if lokr_shapes(layer.shape, entry.rank, **way, cores=tucker, **given) == there:
-            split_by = {"decompose": split} if by_hand else {"decompose_both": both, "full_matrix": full}
-            rest = {**way, **split_by, "tucker": tucker}
-            return Form("lokr", entry.rank, tuple(rest.items()))
-    return None
+    first = there["lokr_w1"] if "lokr_w1" in there else (there["lokr_w1_a"][0], there["lokr_w1_b"][1])
+    split, cores = ("lokr_w1_a" in there, "lokr_w2_a" in there), "lokr_t2" in there
+    if lokr_shapes(layer.shape, entry.rank, cores=cores, first=first, split=split) != there:
+        return None
+    return Form("lokr", entry.rank, (("first", first), ("decompose", split), ("tucker", cores)))
 
 
 @dataclass(frozen=True)
