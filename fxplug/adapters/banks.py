@@ -294,7 +294,8 @@ def no_home(entry: Entry, key: str, banks: Sequence[Bank]) -> SpecError:
     what = f"{entry.kind} ({entry.method})" if entry.method else entry.kind
     what = f"a change of '{key}'" if entry.method in ("diff", "whole") else what
     word, _, side = entry.kind.partition("+")[0].partition(" ")
-    way = f"{word}{' with by=input' if side else ''} or delta" if word in ("dora", "oft", "boft", "ia3") and "+dora" not in entry.kind else "delta"
+    own = word in ("dora", "oft", "boft", "ia3") and "+dora" not in entry.kind
+    way = f"{word}{' with by=input' if side else ''} or delta" if own else "delta"
     return SpecError(
         f"'{entry.name}' is {what}, which is more than a low-rank update, and {here}: apply the pass {way} with at='{path}', "
         f"param='{entry.param}'"

@@ -45,10 +45,10 @@ def read(
     """Read an adapter: a file (.safetensors; .bin, .pt, .pth as plain tensors), a folder, or a state dict; or what was read.
 
     A folder is one that PEFT, diffusers or `fxplug.save` wrote, of a pass without slots. `adapter` names one of several in a
-    file, as PEFT does. `config` is PEFT's `adapter_config.json` for a source that has none beside it: it says alpha and rank; without
-    it, and without `.alpha` in the file, the scale is taken to be 1, as all tools do, and `Fit.assumed` names the layers. A
-    state dict may hold `.alpha` as numbers. A file is data: nothing in it is run, and it is read within `limits`. With `meta`
-    only its smallest tensors are, which alphas are among; the others are on the meta device.
+    file, as PEFT does. `config` is PEFT's `adapter_config.json` for a source that has none beside it: it says alpha and rank;
+    without it, and without `.alpha` in the file, the scale is taken to be 1, as all tools do, and `Fit.assumed` names the
+    layers. A state dict may hold `.alpha` as numbers. A file is data: nothing in it is run, and it is read within `limits`.
+    With `meta` only its smallest tensors are, which alphas are among; the others are on the meta device.
 
     Raises ArtifactError for what is no adapter, half pairs, numbers that are not finite or not floating point, saying the key,
     and for a configuration under which the tensors mean something else (see `peft_config`).
@@ -91,8 +91,8 @@ class _AdapterFileReader:
         self.state = joined_sam(self.state, self.where)
         if owner := next((key.removesuffix(SLOTS) for key in self.state if key.endswith(SLOTS)), ""):
             raise ArtifactError(
-                f"{self.where} has the slots of the pass '{owner}': load its folder with fxplug.load, and write the adapter that "
-                "you want with adapters.save(name, path)"
+                f"{self.where} has the slots of the pass '{owner}': load its folder with fxplug.load, and write the adapter "
+                "that you want with adapters.save(name, path)"
             )
         adapters: set[str] = set()
         common_of = {key: m for key in self.state if (m := SHARED.match(key))}

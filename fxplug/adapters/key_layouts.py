@@ -48,7 +48,7 @@ def refused(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
 
 
 def alpha_of(entry: Entry) -> float:
-    """The alpha of which an update's scale is the quotient by its rank, with as many digits as float32 has, its scale's dtype."""
+    """The alpha of which an update's scale is the quotient by its rank, with as many digits as a float32 has."""
     return float(f"{entry.scale * entry.rank:.7g}")
 
 

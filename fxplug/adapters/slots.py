@@ -376,8 +376,9 @@ class Adapters:
         """Write an adapter as a tool reads it, see `writing.save_adapter`: with the numbers that its slots hold.
 
         They have its scale in them, so that alpha is the rank in the file, and the dtype of the slots, but for `dtype`; ranks
-        end with the last number that is not zero. The slots may be used meanwhile, and are not changed while they are read. Raises SpecError for a name that is not
-        loaded, and what `save_adapter` does.
+        end with the last number that is not zero. The slots may be used meanwhile, and are not changed while they are read.
+
+        Raises SpecError for a name that is not loaded, and what `save_adapter` does.
         """
         with read_lock(self.locks):
             held = in_slots(self, self.check_known(name))

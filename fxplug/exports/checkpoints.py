@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from ..core.errors import FxplugError, SpecError, brief_fields, did_you_mean, sh
 from ..core.ir.traced_module import TracedModule
 from ..core.locks import with_read_lock
 from ..core.models.state_dict import in_diffusers_layout
-from ..core.reading import Raises, reported
+from ..core.reading import reported
 from ..core.weight_files import save_file
 from ..core.writing import check_new, new_file, new_folder
 from ..lowerings.merging.fold import is_mark
@@ -69,8 +68,8 @@ def save_checkpoint(
     does not name stays out. None is all that is there, and of adapters what is in use. The module stays as it is.
 
     Raises SpecError for a name that is not here, a strength that is no finite number, passes that are no functions of
-    weights; FxplugError for a base that is no model of that library, weights without values, layers without a first name, a
-    place that is taken or cannot be written, and too little memory; nothing is left there then.
+    weights; FxplugError for a base that is no model of that library, weights without values, layers without a first name, and
+    a place that is taken or cannot be written; nothing is left there then, nor where memory ends.
     """
     target = Path(path)
 
@@ -95,13 +94,12 @@ def save_checkpoint(
     config = _diffusers_config(module, kind) if to == "diffusers" else None
     if to == "timm":
         _check_timm(kind)
-    with _enough_memory(raises):
-        state, passes = merged_state(module, merge)
-        if config is not None:
-            _check_keys(state, config[1], kind)
-        if first:
-            state = _first(module, state)
-    with reported(raises, "cannot be written"), _enough_memory(raises):
+    state, passes = merged_state(module, merge)
+    if config is not None:
+        _check_keys(state, config[1], kind)
+    if first:
+        state = _first(module, state)
+    with reported(raises, "cannot be written"):
         if config is not None:
             with new_folder(target, raises) as work:
                 (work / "config.json").write_text(config[0], "utf-8")
@@ -112,17 +110,6 @@ def save_checkpoint(
                 save_file(state, file, {"format": "pt"})
             files = (target.name,)
     return WrittenCheckpoint(target, files, len(state), sum(t.nbytes for t in state.values()), passes)
-
-
-@contextlib.contextmanager
-def _enough_memory(raises: Raises) -> Iterator[None]:
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
-            raise
-        finding = "out of memory: merging needs a second copy of the weights that passes change"
-        raise raises(f"cannot be written: {finding}; convert the module to a smaller dtype, or merge fewer passes") from error
 
 
 @with_read_lock

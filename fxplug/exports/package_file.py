@@ -169,11 +169,11 @@ def first_line(error: Exception) -> str:
 
 def banks(manifest: Json) -> tuple[dict[str, list[Bank]], dict[str, str]]:
     """The slots of a checked manifest, by pass, and the names of their tensors here."""
-    found = {
-        name: [Bank(**{key: tuple(value) if type(value) is list else value for key, value in entry.items()}) for entry in entries]
-        for name, entries in manifest["banks"].items()
-    }
-    return found, dict(manifest["where"])
+
+    def bank(entry: Json) -> Bank:
+        return Bank(**{key: tuple(value) if type(value) is list else value for key, value in entry.items()})
+
+    return {name: list(map(bank, entries)) for name, entries in manifest["banks"].items()}, dict(manifest["where"])
 
 
 def check_slots(adapters: Adapters) -> None:
