@@ -171,7 +171,8 @@ def banks(manifest: Json) -> tuple[dict[str, list[Bank]], dict[str, str]]:
     """The slots of a checked manifest, by pass, and the names of their tensors here."""
 
     def bank(entry: Json) -> Bank:
-        return Bank(**{key: tuple(value) if type(value) is list else value for key, value in entry.items()})
+        plain: Json = {key: tuple(value) if type(value) is list else value for key, value in entry.items()}
+        return Bank(**plain)
 
     return {name: list(map(bank, entries)) for name, entries in manifest["banks"].items()}, dict(manifest["where"])
 
