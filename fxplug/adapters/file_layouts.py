@@ -20,9 +20,10 @@ from .format_names import format_of, part_of
 from .key_layouts import CONFIGURED, alpha_of, tensors_of
 from .saved_heads import split_saved_modules
 from .tables import FORMATS, PARTS, table
-from .writing import About, Content, Saved, _digest, _in_dtype, about_of, content, file_tensors, write
+from .writing import About, Content, Saved, _in_dtype, about_of, content, file_tensors, write
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = table("formats")["published"]
+HASHES = ("sshs_", "modelspec.hash")  # how keys of metadata begin that are true of one file's tensors only
 SECOND = "transformer_2"  # as in Wan 2.2, which has two transformers of one kind
 UNETS = re.compile(r"(^|[._])((down|up|input|output)_blocks|mid_block|middle_block)[._]")
 # text encoders' layers, whose names without dots tell these: CLIP's, and T5's
@@ -170,10 +171,7 @@ def write_parts(
                 done = replace(done, tensors={k.replace("lora_te_", "lora_te1_", 1): t for k, t in done.tensors.items()})
             made = done if made is None else _joined(made, done)
     assert made is not None
-    about_ = dict(made.about)
-    if "modelspec.hash_sha256" in about_:
-        about_["modelspec.hash_sha256"] = f"0x{_digest(made.tensors)}"
-    return _edited(write(replace(made, about=about_), path, as_), entries, errors or {})
+    return _edited(write(made, path, as_), entries, errors or {})
 
 
 def _early(about: About) -> bool:
@@ -208,13 +206,11 @@ def write_own(
     for entry in entries:
         tensors |= tensors_of(layout or "kohya", entry.name, entry, _layer(entry))
     tensors = file_tensors(tensors)
-    about = {key: value for key, value in file.about.items() if isinstance(value, str) and not key.startswith("sshs_")}
+    about = {key: value for key, value in file.about.items() if isinstance(value, str) and not key.startswith(HASHES)}
     ranks = Counter((entry.rank, alpha_of(entry)) for entry in entries if not entry.method)
     if "ss_network_dim" in about and ranks:
         (rank, alpha), _ = ranks.most_common(1)[0]
         about |= {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
-    if "modelspec.hash_sha256" in about:
-        about["modelspec.hash_sha256"] = f"0x{_digest(tensors)}"
     names = tuple(entry.name for entry in entries)
     made = Content(tensors, {"format": "pt", **about}, {}, names, {})
     return _edited(write(made, path, layout or "kohya"), entries, errors)

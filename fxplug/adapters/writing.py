@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 from collections import Counter
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import torch as safetensors
 from torch import Tensor
 
 from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean, shown
@@ -195,7 +193,7 @@ def content(
     if heads and as_ == "peft":
         saved = {key.rpartition(".")[0] for key in heads if not key.endswith(BIAS)}
         made |= {"modules_to_save": sorted(saved) or None, "bias": "lora_only" if len(saved) < len(heads) else "none"}
-    about = {"format": "pt", **_metadata(as_, rows, model, name, tensors), **(metadata or {})}
+    about = {"format": "pt", **_metadata(as_, rows, model, name), **(metadata or {})}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}
         about["lora_adapter_metadata"] = json.dumps(packed, indent=2, sort_keys=True)
@@ -245,9 +243,7 @@ def _in_dtype(entry: Entry, dtype: torch.dtype | None) -> Entry:
     return Entry(**{**vars(entry), "tensors": made})
 
 
-def _metadata(
-    as_: str, rows: Sequence[tuple[str, Entry]], model: About, name: str, tensors: Mapping[str, Tensor]
-) -> dict[str, str]:
+def _metadata(as_: str, rows: Sequence[tuple[str, Entry]], model: About, name: str) -> dict[str, str]:
     """What kohya's tools say of their files, and the fields of modelspec 1.0.0 (github.com/Stability-AI/ModelSpec)."""
     if as_ in (*CONFIGURED, "fxplug"):
         return {}
@@ -282,11 +278,5 @@ def _metadata(
     made |= {
         "modelspec.sai_model_spec": "1.0.0", "modelspec.implementation": "diffusers",
         "modelspec.architecture": f"{architecture or kind or 'unknown'}/lora", "modelspec.title": name or "adapter",
-        "modelspec.hash_sha256": f"0x{_digest(tensors)}",
     }  # fmt: skip
     return made
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """The sha256 of the tensors as a file without metadata has them."""
-    return hashlib.sha256(safetensors.save(dict(tensors))).hexdigest()
