@@ -39,13 +39,11 @@ class ModelLayer:
 class AdapterContents:
     """What is to be written: the updates by layer, and what of the module no adapter file holds, by place, with the reason.
 
-    `rslora` says that each scale is alpha / sqrt(rank) by its pass's own word. `heads` are the parameters of layers that a pass
-    made anew, by key.
+    `heads` are the parameters of layers that a pass made anew, by key.
     """
 
     entries: tuple[Entry, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    rslora: bool = False
     heads: Mapping[str, Tensor] = field(default_factory=dict)
 
     __repr__ = brief_fields
@@ -142,7 +140,6 @@ def trained(module: Any, passes: Sequence[str] | None = None) -> AdapterContents
     wanted = without_slots(module, passes)
     entries: dict[str, Entry] = {}
     left: dict[str, str] = {}
-    rslora: set[bool] = set()
     done: set[tuple[str, str]] = set()
     for name, record in wanted.items():
         for site in record["sites"]:
@@ -174,10 +171,8 @@ def trained(module: Any, passes: Sequence[str] | None = None) -> AdapterContents
                 down = made.d.detach().cpu()[:, None] * first[:, : made.in_features]
                 up = made.b.detach().cpu()[:, None] * second[: made.out_features]
                 entries[path] = Entry(path, path, name, "lora", {"down": down, "up": up}, 1.0, made.rank)
-                rslora.add(False)
             else:
                 entries[path] = _of_block(module, site, path, name)
-                rslora.add(bool(made.rslora))
     if not entries and not wanted:
         slots = getattr(module, "meta", {}).get("passes")
         other = "; to save an adapter from slots, name it: module.adapters.save(name, ...)" if slots else ""
@@ -186,7 +181,7 @@ def trained(module: Any, passes: Sequence[str] | None = None) -> AdapterContents
         raise SpecError(
             f"{' and '.join(wanted)}: has no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}"
         )
-    return AdapterContents(tuple(entries.values()), left, rslora == {True}, merged_heads(module, list(wanted)))
+    return AdapterContents(tuple(entries.values()), left, merged_heads(module, list(wanted)))
 
 
 def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) -> Entry:

@@ -143,7 +143,7 @@ def _is_full_lokr(entry: Entry) -> bool:
 # --- PEFT's configuration
 
 
-def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer], rslora: bool) -> dict[str, Any]:
+def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) -> dict[str, Any]:
     """What `adapter_config.json` says of the updates by path, all of one kind."""
     base = next(iter(rows))[1].kind.partition("+")[0].replace("dora", "lora")
     ranks, alphas = {}, {}
@@ -152,10 +152,6 @@ def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer], 
         ranks[path] = full_lokr_rank(entry) if whole else entry.rank
         alphas[path] = entry.scale * ranks[path] if whole else alpha_of(entry)
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
-    rslora = rslora and base == "lora" and len({*ranks.values()}) == len({*alphas.values()}) == 1  # PEFT takes no patterns then
-    if rslora:
-        alpha = float(f"{alpha / math.sqrt(rank):.9g}")
-        alphas = {}
     made: dict[str, Any] = {
         "peft_type": base.upper(),
         "r": rank,
@@ -170,7 +166,7 @@ def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer], 
     }
     if base == "lora":
         kinds = {entry.kind for _, entry in rows}
-        made |= {"use_dora": "dora" in kinds, "use_rslora": rslora, "lora_bias": any("bias" in kind for kind in kinds)}
+        made |= {"use_dora": "dora" in kinds, "use_rslora": False, "lora_bias": any("bias" in kind for kind in kinds)}
         turned = all(path in layers and layers[path].transposed for path, _ in rows)
         made |= {"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": turned}
     else:

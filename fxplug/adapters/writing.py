@@ -189,7 +189,7 @@ def content(
     tensors = file_tensors(tensors)
     made: dict[str, Any] = {}
     if as_ in CONFIGURED:
-        made = config([(entry.path, entry) for _, entry in rows], model.layers, held.rslora)
+        made = config([(entry.path, entry) for _, entry in rows], model.layers)
     if heads and as_ == "peft":
         saved = {key.rpartition(".")[0] for key in heads if not key.endswith(BIAS)}
         made |= {"modules_to_save": sorted(saved) or None, "bias": "lora_only" if len(saved) < len(heads) else "none"}
