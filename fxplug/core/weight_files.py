@@ -334,6 +334,16 @@ def scale_of_weights(names: Iterable[str]) -> str:
     return min((name for name in names if name.endswith(SCALES)), default="")
 
 
+def separate(tensor: Tensor, storages: set[int]) -> Tensor:
+    """A tensor as a file takes it: on the CPU, contiguous, and alone in a storage that is none of `storages`, which get it."""
+    value = tensor.detach().cpu().contiguous()
+    storage = value.untyped_storage()
+    if storage.data_ptr() in storages or storage.nbytes() != value.nbytes:
+        value = value.clone()
+    storages.add(value.untyped_storage().data_ptr())
+    return value
+
+
 def save_file(tensors: dict[str, Tensor], path: str | os.PathLike[str], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file. Raises OSError where that failed, which safetensors tells as text."""
     try:

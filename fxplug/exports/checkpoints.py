@@ -20,7 +20,7 @@ from ..core.ir.traced_module import TracedModule
 from ..core.locks import with_read_lock
 from ..core.models.state_dict import in_diffusers_layout
 from ..core.reading import reported
-from ..core.weight_files import save_file
+from ..core.weight_files import save_file, separate
 from ..core.writing import check_new, new_file, new_folder
 from ..lowerings.merging.fold import is_mark
 from ..lowerings.merging.fold import merge as fold
@@ -150,21 +150,8 @@ def merged_state(
                 raise FxplugError(f"merged, '{key}' has numbers out of range for {value.dtype}: use smaller strengths")
     if empty := [key for key, value in state.items() if value.is_meta]:
         raise FxplugError(f"'{empty[0]}' is on the meta device and has no values: load the module on another device")
-    return _separate_tensors(state), names
-
-
-def _separate_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, each in memory of its own, as a file has them."""
-    made: dict[str, Tensor] = {}
-    taken: set[int] = set()
-    for key, value in state.items():
-        value = value.cpu().contiguous()
-        storage = value.untyped_storage()
-        if storage.data_ptr() in taken or storage.nbytes() != value.nbytes:
-            value = value.clone()
-        taken.add(value.untyped_storage().data_ptr())
-        made[key] = value
-    return made
+    storages: set[int] = set()
+    return {key: separate(value, storages) for key, value in state.items()}, names
 
 
 # --- libraries

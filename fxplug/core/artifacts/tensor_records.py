@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import ArtifactError, Limits, shown
 from ..ir.traced_module import TracedModule
 from ..quantised import is_packed
+from ..weight_files import separate
 from .document import PartRecord, TensorRecord
 from .value_json import KINDS, Read, Unportable, ValueKind, Write, decode, encode, import_class, is_import_path
 
@@ -209,16 +210,8 @@ def _tensor_record(name: str, tensor: torch.Tensor, persistent: bool = True, pac
 
 def _portable_tensor(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
     """The values as safetensors takes them: on the CPU, contiguous, real, in a storage of their own."""
-    with torch.no_grad():
-        value = tensor.detach().resolve_conj().resolve_neg().cpu()
-        if value.is_complex():
-            value = torch.view_as_real(value)
-        value = value.contiguous()
-    storage = value.untyped_storage()
-    if storage.data_ptr() in storages or storage.nbytes() != value.nbytes:
-        return value.clone()
-    storages.add(storage.data_ptr())
-    return value
+    value = tensor.detach().resolve_conj().resolve_neg()
+    return separate(torch.view_as_real(value) if value.is_complex() else value, storages)
 
 
 def read_tensors(
