@@ -208,6 +208,14 @@ def updates(source):
     return found
 
 
+def alike(file, state):
+    """That a file has the keys of a state, and its updates."""
+    assert load_file(file).keys() == state.keys()
+    found, wanted = updates(file), updates(state)
+    for name, update in found.items():
+        near(update, wanted[name])
+
+
 def comes_back(adapters, state, file):
     """That an adapter of LyCORIS is written with its updates, and with the numbers that its slots hold."""
     adapters.load("ink", state)
@@ -237,10 +245,7 @@ def test_a_kohya_file_comes_back_from_a_slot(alpha, dtype, tmp_path):
     new = copy.deepcopy(banked())
     state = pairs(SHAPES, 4, dtype, torch.tensor(alpha, dtype=dtype).item(), "lycoris_{}")
     done = comes_back(new.adapters, state, tmp_path / "a")
-    found, wanted = updates(done.path), updates(state)
-    assert found.keys() == wanted.keys()
-    for name, update in found.items():
-        near(update, wanted[name])
+    alike(done.path, state)
     fxplug.save(new, tmp_path / "module")
     fxplug.load(tmp_path / "module").adapters.save("ink", tmp_path / "b", as_="lycoris")
     same(load_file(tmp_path / "b.safetensors"), load_file(done.path))
@@ -343,7 +348,7 @@ def test_kohya_names_of_sdxl_are_read_by_diffusers(tmp_path):
     state = pairs(shapes, 3)
     new.adapters.load("ink", state)
     done = new.adapters.save("ink", tmp_path / "ink", as_="kohya")
-    same(load_file(done.path), state)
+    alike(done.path, state)
     about = metadata(done.path)
     assert about["modelspec.architecture"] == "UNet2DConditionModel/lora"  # none of the known, as its text is narrower
     assert about["modelspec.resolution"] == "128x128"
@@ -381,7 +386,7 @@ def test_fused_layers_of_flux_are_read_by_diffusers(some, as_, tmp_path):
         new.adapters.load("ink", state)
     done = new.adapters.save("ink", tmp_path / "ink", as_=as_)
     if some.startswith("all") and as_ == "kohya":
-        same(load_file(done.path), state)
+        alike(done.path, state)
     if "other" in some:
         key = "lora_unet_double_blocks_0_img_attn_qkv" if as_ == "kohya" else "diffusion_model.double_blocks.0.img_attn.qkv"
         assert load_file(done.path)[f"{key}.lora_up.weight"].shape == (48, 7)
