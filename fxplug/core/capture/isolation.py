@@ -240,7 +240,6 @@ class Recorded(NamedTuple):
     reads_training: bool
     written: list[StatePlace]
     checkpointed: str  # where code is recorded that the model's backward runs again
-    inlined: str  # where a function of autograd's with a backward of its own is recorded as its forward
 
     def text(self, without: tuple[fx.Node, ...] = ()) -> str:
         """What the graph does, for comparing two of them."""

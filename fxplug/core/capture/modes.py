@@ -24,7 +24,7 @@ from .edges import RegionEdges
 from .fake_tensors import Number, recorded_math
 from .isolation import calls
 from .module_state import MISSING
-from .recorder import Recording, is_inlined_forward
+from .recorder import Recording
 from .user_code import asker, is_foreign
 
 GradPatch = tuple[type, str, Callable[..., Any]]
@@ -63,14 +63,11 @@ def _enter_grad(recording: Recording, original: Callable[..., Any]) -> Callable[
         if not recording.recording_here():
             return original(context, *args, **kwargs)
         # one manager switches by making another, which is no switch of its own
-        recording.paused, before = True, torch.is_grad_enabled()
+        recording.paused = True
         try:
             out = original(context, *args, **kwargs)
         finally:
             recording.paused = False
-        if is_inlined_forward(sys._getframe(1)):
-            set_grad_enabled(before)
-            return out
         _open(recording, context, ops.enter_grad, (torch.is_grad_enabled(),))
         return out
 

@@ -37,7 +37,6 @@ from .user_code import (
     LEAVING,
     MANY,
     OUTSIDE,
-    OWN,
     RESHAPING,
     SHAPE_OF_FIRST,
     SIZES,
@@ -69,40 +68,6 @@ class Function:
         )
 
 
-class Context:
-    """Stands for the context that a function of autograd's hands its backward."""
-
-    def __init__(self, args: Any) -> None:
-        self.needs_input_grad = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
-        self.saved_tensors: tuple[Any, ...] = ()
-
-    def save_for_backward(self, *tensors: Any) -> None:
-        """Keep tensors for a backward."""
-        self.saved_tensors = tensors
-
-    def mark_dirty(self, *tensors: Any) -> None:
-        """Say which inputs are written in place."""
-
-    def mark_non_differentiable(self, *tensors: Any) -> None:
-        """Say which results have no gradients."""
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """Say whether missing gradients are zeros."""
-
-
-def _forward(cls: Any, args: Any, kwargs: Any) -> Any:
-    context = () if cls.setup_context is not torch.autograd.Function.setup_context else (Context(args),)
-    return cls.forward(*context, *args, **kwargs)
-
-
-def is_inlined_forward(frame: types.FrameType | None) -> bool:
-    """Whether a frame is the forward of a function of autograd's that runs only to be recorded."""
-    frame = frame and frame.f_back
-    while frame is not None and frame.f_code is not _forward.__code__ and frame.f_code.co_filename.startswith(OWN):
-        frame = frame.f_back
-    return frame is not None and frame.f_code is _forward.__code__
-
-
 class NeedsAutograd(Exception):
     """The model asks what autograd knows, which fake tensors are told only in a second try."""
 
@@ -114,7 +79,6 @@ class Recording(RecordedNumbers):
         super().__init__(*args)
         self.dtypes = Dtypes(self)
         self.checkpointed = ""  # where code is recorded that the model's backward runs again
-        self.inlined = ""  # where a function of autograd's is recorded as what its forward does
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -393,7 +357,7 @@ class Recording(RecordedNumbers):
     def function_apply(self, original: Any) -> Any:
         """What stands for `torch.autograd.Function.apply`: a call of the class, whose backward the graph has so.
 
-        One that is given code to run, as checkpointing is, is recorded as what that code does.
+        torch's own checkpoint, which is given code to run, is recorded as what that code does.
         """
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -405,15 +369,17 @@ class Recording(RecordedNumbers):
                 return self.inline(given, lambda: function(*given))
             try:
                 self.lower(args)
-            except TraceError:  # no arguments for a graph: functions, modules, objects
-                self.inlined = self.inlined or f"{self.place()}: {cls.__name__}"
-                return self.inline(args, lambda: _forward(cls, args, kwargs))
+            except TraceError as error:  # functions, modules, objects
+                raise TraceError(
+                    f"{self.place()}: {cls.__name__} has a backward of its own and is given more than tensors and plain "
+                    f"values, which cannot be captured in a graph: turn it off where it is checkpointing, or {self.way_out()}"
+                ) from error
             return self.call(ops.applied(cls), None, args, kwargs)
 
         return classmethod(apply)
 
     def inline(self, given: Any, run: Callable[[], Any]) -> Any:
-        """Record what a function of autograd's runs. Its results, and tuples of them, have gradients where an argument has."""
+        """Record what a checkpoint runs. Its results, and tuples of them, have gradients where an argument has."""
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
         enabled = not self.autograd or ops.any_gradients(*tensors)
         flag = self.node("call_function", ops.any_gradients, tuple(map(self.lookup, tensors)), {}, self.named("any_gradients"))

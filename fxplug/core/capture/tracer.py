@@ -212,9 +212,6 @@ def _trace(job: _Job) -> TracedModule:
                 graphs[not model.training] = second
     gm = assemble(model, graphs, twin_error)
     if not checked:
-        if first.inlined:
-            warnings.warn(f"{first.inlined} has a backward of its own; the graph uses the gradient of its "
-                          "forward instead", stacklevel=4)
         moving = (name for name, m in model.named_modules() if m.training and getattr(m, "running_mean", None) is not None)
         if first.checkpointed and (name := next(moving, None)) is not None:
             warnings.warn(
@@ -371,8 +368,7 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
             self_check.check_kept(model, call, state, written, recording, regions.called, stand_in)
     recording.finish()
     return Recorded(
-        recording.graph, recording.constants, regions.called, recording.reads_training, written, recording.checkpointed,
-        recording.inlined,
+        recording.graph, recording.constants, regions.called, recording.reads_training, written, recording.checkpointed
     )
 
 
