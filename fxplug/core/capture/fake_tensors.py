@@ -328,6 +328,7 @@ class Results:
     def __init__(self, remember: bool = True) -> None:
         self.known: dict[Hashable, Any] = {}
         self.remember = remember
+        self.reads_training = False  # whether a layer asked for its mode when it was called
 
     def key(self, function: Any, args: Any, kwargs: Any, views: tuple[bool, ...] = ()) -> Hashable:
         """A key for a call, or None where its result may depend on more than the geometry of its arguments.

@@ -191,26 +191,6 @@ def refuse_python_random(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mode_reads() -> Iterator[list[bool]]:
-    """Yields a list that gets a member when a module asks in this thread whether it is in training."""
-    reads: list[bool] = []
-    thread = threading.get_ident()
-
-    def read(module: nn.Module) -> bool:
-        if threading.get_ident() == thread:
-            reads.append(True)
-        return bool(module.__dict__.get("training", True))
-
-    def write(module: nn.Module, value: bool) -> None:
-        module.__dict__["training"] = value
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(delattr, nn.Module, "training")
-        nn.Module.training = property(read, write)  # type: ignore[assignment]
-        yield reads
-
-
-@contextlib.contextmanager
 def in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
     """Training or evaluation for the time of a check; each module's own mode is given back. Raises TraceError as train()."""
     previous = [(m, m.training) for root in modules for m in root.modules()]
@@ -238,6 +218,7 @@ class Recorded(NamedTuple):
     constants: dict[str, torch.Tensor]
     called: set[str]
     reads_training: bool
+    leaves_read_training: bool
     written: list[StatePlace]
     checkpointed: str  # where code is recorded that the model's backward runs again
 

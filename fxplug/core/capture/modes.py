@@ -265,10 +265,12 @@ def patched(recording: Recording, regions: RegionEdges, training: bool | None) -
         own = bool(module.__dict__.get("training", True))
         if threading.get_ident() != recording.thread:
             return own
+        if recording.paused:
+            recording.results.reads_training = True
+        else:
+            recording.reads_training = True
         if recording.paused and recording.fake and type(module).__module__.startswith("torch."):
             return False  # shapes are the same, and no statistics are asked of fake tensors
-        if not recording.paused:
-            recording.reads_training = True
         return own if training is None else training
 
     def write_training(module: nn.Module, value: bool) -> None:

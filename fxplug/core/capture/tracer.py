@@ -31,7 +31,7 @@ from . import self_check
 from .edges import RegionEdges
 from .fake_tensors import NeedsValues, Results, Tries, carry_over, lacks_values, no_collection, put_fake_weights, quiet
 from .frozen_values import Derived, drop, find_derived
-from .isolation import Recorded, assemble, exclusive_trace, in_mode, mode_reads, refuse_python_random, restore_after
+from .isolation import Recorded, assemble, exclusive_trace, in_mode, refuse_python_random, restore_after
 from .modes import patched
 from .module_state import MISSING, Journal, State, StatePlace
 from .recorder import NeedsAutograd, Recording
@@ -220,10 +220,9 @@ def _trace(job: _Job) -> TracedModule:
                 stacklevel=4,
             )
         return gm
-    with mode_reads() as reads:
-        self_check.check(model, gm, call, job.state)
+    self_check.check(model, gm, call, job.state)
     self_check.check_gradients(model, gm, call, job.state, first)
-    if twin_error is None and (reads or first.reads_training):
+    if twin_error is None and (first.leaves_read_training or first.reads_training):
         journal = Journal()
         try:
             with restore_after(job.state), in_mode(not model.training, gm):
@@ -368,7 +367,8 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
             self_check.check_kept(model, call, state, written, recording, regions.called, stand_in)
     recording.finish()
     return Recorded(
-        recording.graph, recording.constants, regions.called, recording.reads_training, written, recording.checkpointed
+        recording.graph, recording.constants, regions.called, recording.reads_training, results.reads_training, written,
+        recording.checkpointed,
     )
 
 
