@@ -140,8 +140,6 @@ READS: dict[str, tuple[Any, ...]] = {
     "requires_grad, getattr": (of(lambda self, x: getattr(x + 1, "requires_grad")), "no_grad"),  # noqa: B009
     "requires_grad after detach": (of(lambda self, x: x.detach().requires_grad), "no_grad"),
     "requires_grad of any": (of(lambda self, x: any(t.requires_grad for t in (x, x + 1))), "no_grad"),
-    "grad_fn": (of(lambda self, x: x.grad_fn is not None), "no_grad", "inference"),
-    "grad_fn as a truth": (of(lambda self, x: x.grad_fn), "no_grad"),
     "is_leaf": (of(lambda self, x: x.is_leaf), "no_grad", "inference"),
     "requires_grad of a weight": (of(lambda self, x: self.fc.weight.requires_grad), "no_grad"),
     "requires_grad of all": (of(lambda self, x: all(p.requires_grad for p in self.parameters())), "no_grad"),
@@ -300,8 +298,6 @@ ASKED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "is_inference": of(lambda self, x: x.is_inference()),
     "requires_grad": of(lambda self, x: x.requires_grad),
     "requires_grad, is True": of(lambda self, x: x.requires_grad is True),
-    "grad_fn": of(lambda self, x: x.grad_fn is None),
-    "name of a grad_fn": of(lambda self, x: "Mul" in getattr(x.grad_fn, "__class__").__name__),  # noqa: B009
     "is_leaf": of(lambda self, x: x.is_leaf),
     "grad": of(lambda self, x: x.grad is None),
     "version": of(lambda self, x: x._version == 0),
@@ -485,6 +481,7 @@ CANNOT: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "func.grad": lambda self, x: torch.func.grad(lambda t: self.fc(t).sum())(x),
     "cond": lambda self, x: torch.cond(x.sum() > 0, lambda t: t * 2, lambda t: t * 3, (x,)),
     "data": lambda self, x: _scaled(x),
+    "grad_fn": lambda self, x: x * (2 if self.fc(x).grad_fn is None else 3),
     "register_hook": lambda self, x: _hooked(self.fc(x)),
     "retain_grad": lambda self, x: _kept_grad(self.fc(x)),
     "backward": lambda self, x: _backward(self.fc(x)),

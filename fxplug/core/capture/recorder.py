@@ -55,19 +55,6 @@ from .user_code import (
 LEAVING |= {"apply_", "map_", "map2_", "__cuda_array_interface__"}
 
 
-class Function:
-    """Stands for the `grad_fn` of a tensor, of which a graph can only say whether there is one."""
-
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-
-    def __getattr__(self, name: str) -> Any:
-        raise TraceError(
-            f"{self._recording.place()}: reads '{name}' of a grad_fn; autograd's internals cannot be captured in a graph; "
-            f"{self._recording.way_out()}"
-        )
-
-
 class NeedsAutograd(Exception):
     """The model asks what autograd knows, which fake tensors are told only in a second try."""
 
@@ -140,7 +127,7 @@ class Recording(RecordedNumbers):
         if name == "dtype":
             return self.dtypes.read(tensor, out, sys._getframe(2))
         if name in (*ops.QUESTIONS, *OUTSIDE) and asker(sys._getframe(2)) is not None:
-            if name in ops.QUESTIONS:
+            if name not in OUTSIDE:
                 return self.query_autograd(tensor, name)
             raise TraceError(f"{self.place()}: reads Tensor.{name}, which cannot be captured in a graph; {self.way_out()}")
         if not isinstance(out, torch.Tensor) or name == "grad":
@@ -275,13 +262,12 @@ class Recording(RecordedNumbers):
             root = of
         with DisableTorchFunction():
             answer = ops.autograd_query(root, question)
-            found = root.grad_fn
         frame = user_frame()
         if frame is None or not decides_nothing(frame):
             node = self.node("call_function", ops.autograd_query, (self.lookup(tensor), question), {}, self.named(question))
             node.meta["value"] = answer
             self.guard(node, answer)
-        return answer if question != "grad_fn" else None if found is None else Function(self)
+        return answer
 
     def state(self, name: str, args: tuple[Any, ...], value: Any) -> Any:
         """What a function of torch says about its modes: an answer that holds as long as it is the same."""

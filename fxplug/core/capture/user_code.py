@@ -42,7 +42,7 @@ MANY = 256  # so many numbers that go to numpy are held by one guard
 # where a tensor's data leaves torch, so that what is done with it there cannot be seen
 LEAVING = {"numpy", "__array__", "data_ptr", "storage", "untyped_storage", TYPED_STORAGE, "__dlpack__", "__reduce_ex__"}
 # what a graph cannot say of a tensor, as it depends on what was done with it before and after the call
-OUTSIDE = {"grad", "retains_grad", "output_nr", *ATTRIBUTES, *BACKWARD_HOOKS}
+OUTSIDE = {"grad", "grad_fn", "retains_grad", "output_nr", *ATTRIBUTES, *BACKWARD_HOOKS}
 # what happens later, in the backward pass or in another process
 LATER = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "share_memory_", "pin_memory"}
 # fake tensors take the shape of the first argument here: one value per channel, which training refuses, is none to them

@@ -39,7 +39,7 @@ SYMBOLS: dict[str, type] = {"int": torch.SymInt, "float": torch.SymFloat}
 QUESTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "requires_grad": lambda x: x.requires_grad,
     "is_leaf": lambda x: x.is_leaf,
-    "grad_fn": lambda x: x.grad_fn is not None,
+    "grad_fn": lambda x: x.grad_fn is not None,  # in earlier versions' artifacts
     "is_parameter": lambda x: isinstance(x, torch.nn.Parameter),
 }
 
