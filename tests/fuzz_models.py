@@ -3,7 +3,6 @@
 A verdict is one of
   equal    traced, and no difference at any call that its guards admit
   guarded  the same, and at least one call was turned away by a GuardError
-  warned   the same but for gradients, and trace warned of a backward that it cannot keep
   said     a difference that docs/guides/tracing.md names: gradients of values kept of weights, writes through `x.data`, the
            rounding of a kernel that `sdpa_kernel` chooses
   looser   the same, but for calls that the model itself fails on
@@ -460,13 +459,12 @@ def _judge(program: random_models.Program, ways: list[Way]) -> Verdict:
         random.seed(seed)  # as `play` does
         torch.default_generator.manual_seed(seed)
         before = picture([model, vars(space), args, kwargs]), process()
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             try:
                 gm: Any = fxplug.trace(model, args, kwargs, real=program.real)
             except Exception as error:
                 gm = error
-        warned = any("has a backward of its own" in str(w.message) for w in told)
         found = _touched(before, picture([model, vars(space), args, kwargs]))
         if isinstance(gm, Exception) and not isinstance(gm, fxplug.FxplugError):
             return Verdict("raw", f"trace: {type(gm).__name__}: {gm}")
@@ -475,8 +473,6 @@ def _judge(program: random_models.Program, ways: list[Way]) -> Verdict:
         if isinstance(gm, Exception):
             return Verdict("refused", str(gm), lines=re.search(r"\.py:\d+", str(gm)) is not None)
         verdict = _compare(gm, fresh, first, seed, program, ways)
-        if warned and verdict.kind == "silent" and "gradient of" in verdict.what:
-            return dataclasses.replace(verdict, kind="warned")
         names = " ".join(program.names())
         if verdict.kind in MISSES and any(name in names and what in verdict.what for name, what in SAID.items()):
             return dataclasses.replace(verdict, kind="said")
