@@ -12,6 +12,7 @@ import hypothesis  # noqa: F401  (before the libraries: it collects garbage whil
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of compilers costs each process more than it gives
 
 import torch  # noqa: E402  (offline must be set before any library reads it)
 
