@@ -66,11 +66,15 @@ def read(text: str, hostile: bool) -> dict[str, Snippet]:
     found = {}
     for part in re.split(r"^# ", text, flags=re.M)[1:]:
         head, *body = part.rstrip("\n").split("\n")
+        if only := re.match(r"(\w+ \w+): (.*)", head):
+            head, body = only[1], [only[2]]
         title, _, given = head.partition(" | ")
         kind, name = title.split()
         lines = []
         for line in body:
             where, _, rest = line.partition(": ")
+            if where == "module" and re.match(r"    def \w+\(ctx", rest) and not lines[-1][1].startswith("    @"):
+                lines.append((where, "    @staticmethod"))
             lines.append((where, rest) if where in ("module", "class", "init") else ("forward", line))
         name = name if kind == "any" or name not in found else f"{kind}_{name}"
         found[name] = Snippet(name, kind, hostile, _choices(given), tuple(lines))

@@ -6,6 +6,8 @@
     init: a line of __init__
     x = ...                                 a line of forward: it changes `x` and keeps rank and C
 
+A snippet of one line is `# KIND NAME: LINE`. Methods that begin with `ctx` are static, as autograd has them.
+
 `inp` is what the region was given, `{kept}` an earlier value of the same kind, `{choice}` one of the choices.
 '''
 
@@ -42,18 +44,14 @@ init: self.drop{n} = nn.Dropout({d})
 x = self.drop{n}(x)
 # any dropout_functional | f=F.dropout(x, 0.2, self.training),F.dropout(x, 0.2, training=self.training),F.alpha_dropout(x, 0.1, self.training)
 x = {f}
-# image dropout2d
-x = F.dropout2d(x, 0.2, self.training)
+# image dropout2d: x = F.dropout2d(x, 0.2, self.training)
 # image interpolate | f=size=(x.shape[-2] + 1, x.shape[-1]), mode="nearest";scale_factor=1.5, mode="bilinear";size=x.shape[-2:], mode="bicubic", align_corners=True
 x = F.interpolate(x, {f})
-# image pad_even
-x = F.pad(x, (0, x.shape[-1] % 2, 0, x.shape[-2] % 2))
+# image pad_even: x = F.pad(x, (0, x.shape[-1] % 2, 0, x.shape[-2] % 2))
 # image pad_modes | m=reflect,replicate,circular
 x = F.pad(x, (1, 0, 0, 1), mode="{m}")
-# image unfold_fold
-x = F.fold(F.unfold(x, 3, padding=1), x.shape[-2:], 3, padding=1) / 9
-# image tensor_unfold
-x = F.pad(x, (1, 1)).unfold(3, 3, 1).mean(-1)
+# image unfold_fold: x = F.fold(F.unfold(x, 3, padding=1), x.shape[-2:], 3, padding=1) / 9
+# image tensor_unfold: x = F.pad(x, (1, 1)).unfold(3, 3, 1).mean(-1)
 # image pools | f=F.avg_pool2d(x, 3, 1, 1);F.max_pool2d(x, 3, 1, 1);F.lp_pool2d(x.abs() + 0.1, 2, 1);F.adaptive_avg_pool2d(x, (None, 5));F.adaptive_max_pool2d(x, (x.shape[-2], x.shape[-1]))
 x = {f}
 # image shrink
@@ -87,20 +85,15 @@ x = torch.cat((a{n} * 2, b{n}.neg()), dim=1)
 # image split_in_parts
 parts{n} = x.split(3, dim=1)
 x = torch.cat([p * (i + 1) for i, p in enumerate(parts{n})], 1)
-# any stack_unbind
-x = torch.stack([x, x.flip(1)], 0).mean(0) + torch.stack(x.unbind(1), 1) * 0.1
+# any stack_unbind: x = torch.stack([x, x.flip(1)], 0).mean(0) + torch.stack(x.unbind(1), 1) * 0.1
 # image coordinates
 h{n}, w{n} = x.shape[-2:]
 y{n}, z{n} = torch.meshgrid(torch.linspace(-1, 1, h{n}), torch.arange(w{n}, dtype=x.dtype) / w{n}, indexing="ij")
 x = x + y{n}.sin() + z{n}.cos()
-# image halves
-x = torch.cat([x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
-# image fancy_slices
-x = torch.cat([x[:, :1], x[:, 1:-1].flip(-1), x[:, [-1]]], dim=1)[:, :, :, :]
-# image strided
-x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
-# any roll
-x = x + torch.roll(x, shifts=1, dims=1) * 0.5
+# image halves: x = torch.cat([x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
+# image fancy_slices: x = torch.cat([x[:, :1], x[:, 1:-1].flip(-1), x[:, [-1]]], dim=1)[:, :, :, :]
+# image strided: x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+# any roll: x = x + torch.roll(x, shifts=1, dims=1) * 0.5
 # image windows | s=2,4
 n{n}, c{n}, h{n}, w{n} = x.shape
 x = F.pad(x, (0, -w{n} % {s}, 0, -h{n} % {s}))
@@ -126,8 +119,7 @@ x = x + y{n}
 with torch.set_grad_enabled({v}):
     y{n} = x.cos()
 x = x + y{n}
-# any detach
-x = x + x.detach().sin()
+# any detach: x = x + x.detach().sin()
 # image autocast
 init: self.conv{n} = nn.Conv2d(C, C, 3, padding=1)
 with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -154,13 +146,11 @@ if x.dtype == torch.float32:
     x = x.sin()
 elif x.dtype in (torch.float64, torch.bfloat16):
     x = x.cos()
-# any by_dim
-x = x.sin() if x.dim() == 4 else x.cos() if x.ndim == 3 else x
+# any by_dim: x = x.sin() if x.dim() == 4 else x.cos() if x.ndim == 3 else x
 # any by_batch
 if x.size(0) == 1:
     x = x.sin()
-# any by_none
-x = x + 1 if self.training is None else x
+# any by_none: x = x + 1 if self.training is None else x
 # any where | f=torch.where(x > 0, x, x * 0.1),x.masked_fill(x < -1, 0.5),x.clamp(-1, 1.5),torch.maximum(x, -x * 0.5),x.clamp_min(0),torch.nan_to_num(x)
 x = {f}
 # any ordering | f=x.sort(dim=1).values,x.topk(x.shape[1], 1)[0],x.gather(1, x.argsort(1)),x.cumsum(1),x.flip(-1),x.cummax(1).values,x.take_along_dim(x.argsort(-1), -1),x.kthvalue(1, dim=1, keepdim=True)[0] + x
@@ -213,12 +203,9 @@ init: self.seq{n} = nn.Sequential(nn.Conv2d(C, C, 1), nn.ReLU(), nn.Conv2d(C, C,
 x = self.seq{n}[:2](x) + self.seq{n}(x)
 for layer in reversed(self.seq{n}[2:]):
     x = layer(x)
-# image skip
-x = x + F.interpolate({kept}, size=x.shape[-2:], mode="nearest")
-# tokens skip
-x = x + {kept}
-# any keep
-keep{n} = x
+# image skip: x = x + F.interpolate({kept}, size=x.shape[-2:], mode="nearest")
+# tokens skip: x = x + {kept}
+# any keep: keep{n} = x
 # any sizes_arithmetic | f=x.shape[-1] ** -0.5,1 / math.sqrt(x.shape[1] * x.shape[-1]),math.ceil(x.shape[-1] / 3),int(x.shape[1] * 0.3),max(x.shape[1], x.shape[-1]) / 10,x.numel() // x.shape[0] % 7,math.log(x.shape[-1] + 1),min(x.shape) / 2,divmod(x.shape[-1], 3)[1],round(x.shape[1] / 3, 1)
 x = x + (x * ({f})).sin()
 # any made_by_sizes | f=torch.zeros(x.shape[0], 1, 1),x.new_ones(x.size(0), *[1] * (x.dim() - 1)),torch.full_like(x, 0.3),torch.ones(x.size(), dtype=x.dtype) * 0.2,torch.eye(x.shape[-1]).sum(),x.new_tensor([0.5]),torch.arange(x.shape[-1]).to(x),torch.tensor(x.shape[-1]) / 9,torch.tensor([x.shape[0], 2.0]).sum(),torch.scalar_tensor(0.5)
@@ -233,12 +220,9 @@ x = x + {f} * 0.1
 if self.training:
     k{n} = x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(0.8).div_(0.8)
     x = x * k{n}
-# any permuted
-x = x[torch.randperm(x.shape[0])] * 0.1 + x if self.training else x
-# any scale_argument
-x = x * scale
-# any flag_argument
-x = x + 0.5 if flag else x.sin()
+# any permuted: x = x[torch.randperm(x.shape[0])] * 0.1 + x if self.training else x
+# any scale_argument: x = x * scale
+# any flag_argument: x = x + 0.5 if flag else x.sin()
 # any helper
 module: def helper{n}(x, *others, power=1, **more):
 module:     return x * power + sum(others) + more.get("bias", 0)
@@ -247,10 +231,8 @@ x = helper{n}(x, x.sin(), power=2, bias=0.1)
 k{n} = x.shape[-1]
 add{n} = lambda t: t + (t * k{n}).sin()
 x = add{n}(x)
-# image softmax_space
-x = x.flatten(2).softmax(-1).view_as(x) + x
-# image fourier
-x = torch.fft.irfft2(torch.fft.rfft2(x.float()) * 0.9, s=x.shape[-2:]).to(x.dtype)
+# image softmax_space: x = x.flatten(2).softmax(-1).view_as(x) + x
+# image fourier: x = torch.fft.irfft2(torch.fft.rfft2(x.float()) * 0.9, s=x.shape[-2:]).to(x.dtype)
 # image checkpoint
 init: self.inner{n} = nn.Sequential(nn.Conv2d(C, C, 1), nn.GELU())
 x = torch.utils.checkpoint.checkpoint(self.inner{n}, x, use_reentrant=False) if self.training else self.inner{n}(x)
@@ -263,31 +245,23 @@ x = F.conv2d(self.conv{n}(x), self.conv{n}.weight.transpose(0, 1))
 # image constant_kernel
 init: self.register_buffer("kernel{n}", torch.ones(C, 1, 3, 3) / 9, persistent=False)
 x = F.conv2d(x, self.kernel{n}.to(x.dtype), padding=1, groups=C)
-# any norm_rescale
-x = x / x.norm(dim=1, keepdim=True).clamp_min(1e-3)
-# any linalg
-x = x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1)
-# image one_hot
-x = x + F.one_hot(x.argmax(1), C).permute(0, 3, 1, 2).to(x.dtype)
-# image transpose_square
-x = x + x.mT.mean(-1, keepdim=True).mean(-2, keepdim=True) + x.transpose(-1, -2).sum() * 0
+# any norm_rescale: x = x / x.norm(dim=1, keepdim=True).clamp_min(1e-3)
+# any linalg: x = x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1)
+# image one_hot: x = x + F.one_hot(x.argmax(1), C).permute(0, 3, 1, 2).to(x.dtype)
+# image transpose_square: x = x + x.mT.mean(-1, keepdim=True).mean(-2, keepdim=True) + x.transpose(-1, -2).sum() * 0
 # image matmul
 a{n} = x.flatten(2)
 x = (torch.bmm(a{n}, a{n}.transpose(1, 2)).softmax(-1) @ a{n}).reshape(x.shape)
 # image expand
 n{n}, _, h{n}, w{n} = x.size()
 x = x + x.mean((2, 3)).unsqueeze(-1).unsqueeze(-1).expand(-1, -1, h{n}, w{n}) + x[:, :1].repeat(1, C, 1, 1)
-# image repeat_interleave
-x = x.repeat_interleave(2, dim=-1)[..., : x.shape[-1]]
+# image repeat_interleave: x = x.repeat_interleave(2, dim=-1)[..., : x.shape[-1]]
 # image conv_transpose
 init: self.up{n} = nn.ConvTranspose2d(C, C, 3, stride=2, padding=1)
 x = F.avg_pool2d(self.up{n}(x, output_size=[2 * s for s in x.shape[-2:]]), 2)
-# image depth_to_rows
-x = x.movedim(1, -1).reshape(-1, C).view(x.shape[0], *x.shape[2:], C).movedim(-1, 1)
-# image unflatten
-x = x.unflatten(1, (2, C // 2)).flip(2).flatten(1, 2)
-# any index_put
-x = x.index_put((torch.tensor([0]),), x[:1] * 0.5)
+# image depth_to_rows: x = x.movedim(1, -1).reshape(-1, C).view(x.shape[0], *x.shape[2:], C).movedim(-1, 1)
+# image unflatten: x = x.unflatten(1, (2, C // 2)).flip(2).flatten(1, 2)
+# any index_put: x = x.index_put((torch.tensor([0]),), x[:1] * 0.5)
 # any constants
 x = x + torch.tensor([1.0, 2.0, 3.0]).mean() + torch.as_tensor(0.5) + torch.from_numpy(np.linspace(0, 1, x.shape[-1])).to(x.dtype)
 # any returns_tuple
@@ -392,15 +366,12 @@ x = x + self.bag{n}(x.argsort(-1).flatten(0, 1).clamp(max=7)).view_as(x)
 # tokens pad_to_multiple
 t{n} = x.shape[1]
 x = F.pad(x, (0, 0, 0, -t{n} % 4)).unflatten(1, (-1, 4)).softmax(2).flatten(1, 2)[:, :t{n}] + x
-# tokens index_add
-x = x + torch.zeros_like(x).index_add(1, torch.arange(x.shape[1]).flip(0), x)
+# tokens index_add: x = x + torch.zeros_like(x).index_add(1, torch.arange(x.shape[1]).flip(0), x)
 # tokens mask_argument
 if mask is not None:
     x = x.masked_fill(mask[:, : x.shape[1], None], 0.0)
-# tokens baddbmm
-x = torch.baddbmm(x, x @ x.transpose(1, 2), x, beta=0.5, alpha=0.1)
-# tokens swap_batch
-x = x.transpose(0, 1).contiguous().view(x.size(1), -1).view(x.size(1), x.size(0), -1).transpose(0, 1)
+# tokens baddbmm: x = torch.baddbmm(x, x @ x.transpose(1, 2), x, beta=0.5, alpha=0.1)
+# tokens swap_batch: x = x.transpose(0, 1).contiguous().view(x.size(1), -1).view(x.size(1), x.size(0), -1).transpose(0, 1)
 # tokens film
 init: self.film{n} = nn.Linear(C, 2 * C)
 g{n}, b{n} = self.film{n}(x.mean(1, keepdim=True)).tensor_split(2, dim=-1)
@@ -408,14 +379,12 @@ x = x * (1 + g{n}) + b{n}
 # tokens alibi
 d{n} = torch.arange(x.shape[1]).view(1, -1) - torch.arange(x.shape[1]).view(-1, 1)
 x = (x @ x.transpose(-1, -2) - d{n}.abs()[None]).softmax(dim=-1) @ x
-# tokens split_heads_view
-x = x.view(*x.shape[:-1], 2, -1).flip(-1).flatten(-2)
+# tokens split_heads_view: x = x.view(*x.shape[:-1], 2, -1).flip(-1).flatten(-2)
 '''
 
 # the effect of a hostile line must not be undone by a norm that follows, hence sin and cos
 HOSTILE = '''
-# any grad_mode
-x = x.sin() if torch.is_grad_enabled() else x.cos()
+# any grad_mode: x = x.sin() if torch.is_grad_enabled() else x.cos()
 # any grad_mode_in_no_grad
 with torch.no_grad():
     k{n} = 1 if torch.is_grad_enabled() else 2
@@ -424,30 +393,22 @@ x = x + (x * k{n}).sin()
 with torch.set_grad_enabled(not torch.is_grad_enabled()):
     y{n} = x.sin()
 x = x + y{n}
-# any requires_grad_input
-x = x.sin() if inp.requires_grad else x.cos()
-# any requires_grad_value
-x = x.sin() if x.requires_grad else x.cos()
+# any requires_grad_input: x = x.sin() if inp.requires_grad else x.cos()
+# any requires_grad_value: x = x.sin() if x.requires_grad else x.cos()
 # any requires_grad_weight
 init: self.w{n} = nn.Parameter(torch.ones(1))
 x = (x * self.w{n}).sin() if self.w{n}.requires_grad else x.cos()
-# any grad_fn
-x = x.sin() if x.grad_fn is None else x.cos()
-# any is_leaf
-x = x.sin() if inp.is_leaf else x.cos()
-# any inference_mode
-x = x.sin() if torch.is_inference_mode_enabled() else x.cos()
-# any is_inference
-x = x.sin() if x.is_inference() else x.cos()
+# any grad_fn: x = x.sin() if x.grad_fn is None else x.cos()
+# any is_leaf: x = x.sin() if inp.is_leaf else x.cos()
+# any inference_mode: x = x.sin() if torch.is_inference_mode_enabled() else x.cos()
+# any is_inference: x = x.sin() if x.is_inference() else x.cos()
 # any inference_region
 with torch.inference_mode():
     y{n} = x.mean()
     k{n} = 1 if torch.is_grad_enabled() else 2
 x = x + y{n}.clone() * k{n}
-# any grad_attribute
-x = x.sin() if (inp.grad if inp.is_leaf else None) is None else x.cos()
-# any version_counter
-x = x + (x * (1 + inp._version)).sin()
+# any grad_attribute: x = x.sin() if (inp.grad if inp.is_leaf else None) is None else x.cos()
+# any version_counter: x = x + (x * (1 + inp._version)).sin()
 # any retain_grad
 if x.requires_grad:
     x.retain_grad()
@@ -470,37 +431,27 @@ with torch.enable_grad():
     y{n} = x.detach().clone().requires_grad_(True)
     y{n}.sin().sum().backward()
 x = x + y{n}.grad
-# any autocast_enabled
-x = x.sin() if torch.is_autocast_enabled("cpu") else x.cos()
+# any autocast_enabled: x = x.sin() if torch.is_autocast_enabled("cpu") else x.cos()
 # any autocast_dtype
 x = x.to(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype).sin().to(x.dtype)
 # any autocast_same
 with torch.autocast("cpu", enabled=torch.is_autocast_enabled("cpu"), dtype=torch.bfloat16):
     x = x + (x.flatten(1) @ x.flatten(1).t()).sum().to(x.dtype).sin()
-# any default_dtype
-x = x.sin() if torch.get_default_dtype() == torch.float32 else x.cos()
+# any default_dtype: x = x.sin() if torch.get_default_dtype() == torch.float32 else x.cos()
 # any set_default_dtype
 old{n} = torch.get_default_dtype()
 torch.set_default_dtype(torch.float64)
 y{n} = torch.zeros(1) + 1 / 3
 torch.set_default_dtype(old{n})
 x = x + y{n}.to(x.dtype) + (1 if y{n}.dtype == torch.float64 else 2)
-# any contiguous
-x = x.sin() if inp.is_contiguous() else x.cos()
-# image channels_last
-x = x.sin() if inp.is_contiguous(memory_format=torch.channels_last) else x.cos()
-# any stride
-x = x + (x / inp.stride(1)).sin()
-# any strides_compared
-x = x.sin() if inp.stride()[0] > inp.stride()[-1] and inp.stride(-1) == 1 else x.cos()
-# any storage_offset
-x = x.sin() if inp.storage_offset() == 0 else x.cos()
-# any storage_size
-x = x + (x / inp.untyped_storage().nbytes()).sin()
-# any data_ptr
-x = x.sin() if inp.data_ptr() == x.data_ptr() else x.cos()
-# any is_view
-x = x.sin() if inp._base is None else x.cos()
+# any contiguous: x = x.sin() if inp.is_contiguous() else x.cos()
+# image channels_last: x = x.sin() if inp.is_contiguous(memory_format=torch.channels_last) else x.cos()
+# any stride: x = x + (x / inp.stride(1)).sin()
+# any strides_compared: x = x.sin() if inp.stride()[0] > inp.stride()[-1] and inp.stride(-1) == 1 else x.cos()
+# any storage_offset: x = x.sin() if inp.storage_offset() == 0 else x.cos()
+# any storage_size: x = x + (x / inp.untyped_storage().nbytes()).sin()
+# any data_ptr: x = x.sin() if inp.data_ptr() == x.data_ptr() else x.cos()
+# any is_view: x = x.sin() if inp._base is None else x.cos()
 # any suggested_format
 y{n} = torch.empty_like(inp)
 x = x.sin() if y{n}.stride() == inp.stride() else x.cos()
@@ -510,33 +461,26 @@ try:
     x = x.sin()
 except RuntimeError:
     x = x.cos()
-# any non_overlapping
-x = x.sin() if torch.ops.aten.is_non_overlapping_and_dense(inp) else x.cos()
-# any as_strided
-x = x + inp.as_strided((1,), (1,)).sin()
+# any non_overlapping: x = x.sin() if torch.ops.aten.is_non_overlapping_and_dense(inp) else x.cos()
+# any as_strided: x = x + inp.as_strided((1,), (1,)).sin()
 # any is_same_storage
 y{n} = inp.contiguous()
 x = x.sin() if y{n} is inp else x.cos()
 # any same_object
 y{n} = inp.to(torch.float32)
 x = x.sin() if y{n} is inp else x.cos()
-# any text_f
-x = x.sin() if f"{inp.shape[1]}x{inp.shape[-1]}" == f"{8}x{8}" else x.cos()
+# any text_f: x = x.sin() if f"{inp.shape[1]}x{inp.shape[-1]}" == f"{8}x{8}" else x.cos()
 # any text_key
 k{n} = {"8": 1.0, "10": 2.0, "12": 3.0}.get(str(inp.shape[-2]), 4.0)
 x = x + (x * k{n}).sin()
-# any text_format
-x = x + (x * int("{:03d}".format(inp.shape[-2]))).sin()
-# any text_json_loads
-x = x + (x * json.loads(json.dumps(inp.shape[-2]))).sin()
+# any text_format: x = x + (x * int("{:03d}".format(inp.shape[-2]))).sin()
+# any text_json_loads: x = x + (x * json.loads(json.dumps(inp.shape[-2]))).sin()
 # any text_print
 s{n} = io.StringIO()
 print(inp.shape[0], *inp.shape[2:], file=s{n})
 x = x + (x * sum(map(ord, s{n}.getvalue()))).sin()
-# any text_of_tensor
-x = x + (x * len(repr(inp))).sin()
-# any text_of_tensor_kind
-x = x.sin() if "float32" in str(x.dtype) and str(x.device) == "cpu" else x.cos()
+# any text_of_tensor: x = x + (x * len(repr(inp))).sin()
+# any text_of_tensor_kind: x = x.sin() if "float32" in str(x.dtype) and str(x.device) == "cpu" else x.cos()
 # any text_log
 s{n} = io.StringIO()
 h{n} = logging.StreamHandler(s{n})
@@ -555,34 +499,20 @@ x = x + (x * getattr(self, f"scale_{inp.shape[-2]}", 3.0)).sin()
 # any size_key
 k{n} = {8: 1.0, 10: 2.0, 12: 3.0}.get(inp.shape[-2], 4.0)
 x = x + (x * k{n}).sin()
-# any size_in_set
-x = x.sin() if inp.shape[-2] in {8, 12} else x.cos()
-# any shape_compared
-x = x.sin() if inp.shape == (2, *inp.shape[1:-2], 8, inp.shape[-1]) else x.cos()
-# any shape_as_key
-x = x + (x * {torch.Size([2, 8, 8, 8]): 1, torch.Size([2, 8, 8]): 2}.get(inp.shape, 3)).sin()
-# any shape_index
-x = x + (x * [8, 9, 10, 12, 16, 24].index(inp.shape[-2] if inp.shape[-2] in (8, 9, 10, 12) else 24)).sin()
-# any shape_count
-x = x + (x * inp.shape.count(8)).sin()
-# any size_gcd
-x = x + (x * math.gcd(inp.shape[-2], 12) + math.isqrt(inp.shape[-2])).sin()
-# any size_range
-x = x + (x * sum(range(inp.shape[-2]))).sin()
-# any size_repeat
-x = x + (x * len("a" * inp.shape[-2]) + len([0] * inp.shape[0])).sin()
-# any size_pickled
-x = x + (x * pickle.loads(pickle.dumps(inp.shape[-2]))).sin()
-# any size_copied
-x = x + (x * copy.deepcopy(inp.shape)[-2] + copy.copy(inp.shape[0])).sin()
-# any size_type
-x = x.sin() if type(inp.shape[-2]) is int and isinstance(inp.shape[0], int) else x.cos()
-# any size_index
-x = x + (x * operator.index(inp.shape[-2])).sin()
-# any size_numpy
-x = x + (x * float(np.prod(inp.shape) / np.array(inp.shape).max())).sin()
-# any size_random
-x = x + (x * random.Random(inp.shape[-2]).random()).sin()
+# any size_in_set: x = x.sin() if inp.shape[-2] in {8, 12} else x.cos()
+# any shape_compared: x = x.sin() if inp.shape == (2, *inp.shape[1:-2], 8, inp.shape[-1]) else x.cos()
+# any shape_as_key: x = x + (x * {torch.Size([2, 8, 8, 8]): 1, torch.Size([2, 8, 8]): 2}.get(inp.shape, 3)).sin()
+# any shape_index: x = x + (x * [8, 9, 10, 12, 16, 24].index(inp.shape[-2] if inp.shape[-2] in (8, 9, 10, 12) else 24)).sin()
+# any shape_count: x = x + (x * inp.shape.count(8)).sin()
+# any size_gcd: x = x + (x * math.gcd(inp.shape[-2], 12) + math.isqrt(inp.shape[-2])).sin()
+# any size_range: x = x + (x * sum(range(inp.shape[-2]))).sin()
+# any size_repeat: x = x + (x * len("a" * inp.shape[-2]) + len([0] * inp.shape[0])).sin()
+# any size_pickled: x = x + (x * pickle.loads(pickle.dumps(inp.shape[-2]))).sin()
+# any size_copied: x = x + (x * copy.deepcopy(inp.shape)[-2] + copy.copy(inp.shape[0])).sin()
+# any size_type: x = x.sin() if type(inp.shape[-2]) is int and isinstance(inp.shape[0], int) else x.cos()
+# any size_index: x = x + (x * operator.index(inp.shape[-2])).sin()
+# any size_numpy: x = x + (x * float(np.prod(inp.shape) / np.array(inp.shape).max())).sin()
+# any size_random: x = x + (x * random.Random(inp.shape[-2]).random()).sin()
 # any size_match
 match inp.shape[-2]:
     case 8:
@@ -599,20 +529,15 @@ x = x + (x * self.table{n}(inp.shape[-2])).sin()
 # any size_divmod
 q{n}, r{n} = divmod(inp.shape[-2], 3)
 x = x + (x * r{n}).sin() if q{n} < 3 else x.cos()
-# any size_bits
-x = x + (x * (inp.shape[-2].bit_length() + (inp.shape[-2] & 3) + (inp.shape[0] << 2))).sin()
-# any size_complex
-x = x + (x * abs(complex(inp.shape[-2], inp.shape[0]))).sin()
-# any size_index_list
-x = x + (x * [0.1 * i for i in range(64)][inp.shape[-2]]).sin()
+# any size_bits: x = x + (x * (inp.shape[-2].bit_length() + (inp.shape[-2] & 3) + (inp.shape[0] << 2))).sin()
+# any size_complex: x = x + (x * abs(complex(inp.shape[-2], inp.shape[0]))).sin()
+# any size_index_list: x = x + (x * [0.1 * i for i in range(64)][inp.shape[-2]]).sin()
 # any size_recursion
 class: def deep{n}(self, x, depth):
 class:     return x if depth <= 0 else self.deep{n}(x.sin() + 0.1, depth - 3)
 x = self.deep{n}(x, inp.shape[-2])
-# any len_tensor
-x = x + (x * len(inp)).sin()
-# any iterate_tensor
-x = x + sum(row.mean() for row in inp) * 0.3
+# any len_tensor: x = x + (x * len(inp)).sin()
+# any iterate_tensor: x = x + sum(row.mean() for row in inp) * 0.3
 # any counter
 init: self.calls{n} = 0
 self.calls{n} += 1
@@ -839,32 +764,25 @@ s{n} = torch.default_generator.get_state()
 y{n} = torch.rand(1)
 torch.default_generator.set_state(s{n})
 x = x + y{n}
-# any rng_state_read
-x = x + torch.get_rng_state().float().mean().sin()
-# any initial_seed
-x = x + (x * (torch.initial_seed() % 7)).sin()
+# any rng_state_read: x = x + torch.get_rng_state().float().mean().sin()
+# any initial_seed: x = x + (x * (torch.initial_seed() % 7)).sin()
 # any reseed
 torch.seed()
 x = x + torch.rand(1) * 0.1
-# any generator_seeded
-x = x + torch.rand(1, generator=torch.Generator().manual_seed(7))
+# any generator_seeded: x = x + torch.rand(1, generator=torch.Generator().manual_seed(7))
 # any generator_kept
 init: self.gen{n} = torch.Generator().manual_seed(7)
 x = x + torch.rand(1, generator=self.gen{n})
-# any generator_default
-x = x + torch.rand(1, generator=torch.default_generator)
-# any generator_by_size
-x = x + torch.rand(1, generator=torch.Generator().manual_seed(inp.shape[-2]))
-# any python_random
-x = x + (x * random.random()).sin()
+# any generator_default: x = x + torch.rand(1, generator=torch.default_generator)
+# any generator_by_size: x = x + torch.rand(1, generator=torch.Generator().manual_seed(inp.shape[-2]))
+# any python_random: x = x + (x * random.random()).sin()
 # any python_random_seeded
 random.seed(4)
 x = x + (x * random.random()).sin()
 # any python_random_kept
 init: self.rng{n} = random.Random(1)
 x = x + (x * self.rng{n}.random()).sin()
-# any numpy_random
-x = x + (x * float(np.random.rand())).sin()
+# any numpy_random: x = x + (x * float(np.random.rand())).sin()
 # any numpy_rng_kept
 init: self.rng{n} = np.random.default_rng(3)
 x = x + (x * self.rng{n}.random()).sin()
@@ -877,8 +795,7 @@ if not self.training or random.uniform(0, 1) > 0.5:
 # any random_size
 k{n} = int(torch.randint(1, 4, ()))
 x = x + (x * k{n}).sin()
-# any random_item
-x = x + (x * torch.rand(()).item()).sin()
+# any random_item: x = x + (x * torch.rand(()).item()).sin()
 # any register_hook
 y{n} = x * 1.0
 if y{n}.requires_grad:
@@ -937,10 +854,8 @@ with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
 x = x + y{n}
 # any gradient_scale
 module: class Twice{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         return x.clone()
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g * 2
 x = Twice{n}.apply(x)
@@ -953,8 +868,7 @@ x = x.sin()
 # any input_zero_view
 inp[:, :1].zero_()
 x = x.sin()
-# any input_relu
-x = F.relu(inp, inplace=True).mean() + x
+# any input_relu: x = F.relu(inp, inplace=True).mean() + x
 # any input_relu_module
 init: self.relu{n} = nn.ReLU(inplace=True)
 x = self.relu{n}(inp).mean() + x
@@ -977,56 +891,38 @@ x = x.sin()
 # any input_dict
 extra["made"] = x.mean()
 x = x + extra["made"] + extra["bias"]
-# any input_dict_popped
-x = x + extra.pop("bias")
-# any input_dict_number
-x = x + extra["bias"] * extra["gain"] + len(extra)
-# any branch_sum
-x = x.sin() if x.sum() > 0 else x.cos()
-# any branch_item
-x = x + (x * (x.abs().max().item() > 2)).sin()
-# any branch_any
-x = x.sin() if (x > 1.5).any() else x.cos()
-# any branch_equal
-x = x.sin() if torch.equal(inp, inp.abs()) else x.cos()
-# any branch_allclose
-x = x.sin() if torch.allclose(inp[:1], inp[-1:]) else x.cos()
-# any branch_argmax
-x = x + (x * int(x.flatten().argmax())).sin()
+# any input_dict_popped: x = x + extra.pop("bias")
+# any input_dict_number: x = x + extra["bias"] * extra["gain"] + len(extra)
+# any branch_sum: x = x.sin() if x.sum() > 0 else x.cos()
+# any branch_item: x = x + (x * (x.abs().max().item() > 2)).sin()
+# any branch_any: x = x.sin() if (x > 1.5).any() else x.cos()
+# any branch_equal: x = x.sin() if torch.equal(inp, inp.abs()) else x.cos()
+# any branch_allclose: x = x.sin() if torch.allclose(inp[:1], inp[-1:]) else x.cos()
+# any branch_argmax: x = x + (x * int(x.flatten().argmax())).sin()
 # any branch_while
 k{n} = x.abs().mean()
 while k{n} > 0.1:
     k{n} = k{n} * 0.3
     x = x.sin() + 0.1
-# any branch_tolist
-x = x + (x * sum(1 for v in x.flatten()[:3].tolist() if v > 0)).sin()
-# any branch_float
-x = x + (x * float(x.mean())).sin()
-# any branch_format
-x = x + (x * len(f"{x.mean():.3f}")).sin()
-# any branch_min_python
-x = x * min(2.0, x.abs().max())
+# any branch_tolist: x = x + (x * sum(1 for v in x.flatten()[:3].tolist() if v > 0)).sin()
+# any branch_float: x = x + (x * float(x.mean())).sin()
+# any branch_format: x = x + (x * len(f"{x.mean():.3f}")).sin()
+# any branch_min_python: x = x * min(2.0, x.abs().max())
 # any masked_select
 y{n} = x[x > 0]
 x = x + y{n}.mean() if y{n}.numel() else x
-# any nonzero
-x = x + len((x > 0.5).nonzero()) * 0.01
-# any unique
-x = x + x.round().unique().numel() * 0.01
+# any nonzero: x = x + len((x > 0.5).nonzero()) * 0.01
+# any unique: x = x + x.round().unique().numel() * 0.01
 # any masked_assign
 x = x.clone()
 x[x < 0] = 0.1
-# any boolean_count
-x = x + (x * int((x > 0).sum())).sin()
+# any boolean_count: x = x + (x * int((x > 0).sum())).sin()
 # any assert_finite
 assert torch.isfinite(x).all(), "not finite"
 x = x.sin()
-# any numpy_out
-x = x + float(x.detach().numpy().mean())
-# any numpy_function
-x = x + torch.from_numpy(np.sin(x.detach().numpy())).to(x.dtype)
-# any to_list_and_back
-x = x + torch.tensor(x.detach().mean().tolist())
+# any numpy_out: x = x + float(x.detach().numpy().mean())
+# any numpy_function: x = x + torch.from_numpy(np.sin(x.detach().numpy())).to(x.dtype)
+# any to_list_and_back: x = x + torch.tensor(x.detach().mean().tolist())
 # any early_return
 class: def early{n}(self, x, inp):
 class:     if inp.shape[0] > 2:
@@ -1167,8 +1063,7 @@ class: @doubled{n}
 class: def inner{n}(self, x):
 class:     return x.sin()
 x = self.inner{n}(x)
-# any eval_text
-x = eval("x.sin() + k", {"x": x, "k": inp.shape[-2]})
+# any eval_text: x = eval("x.sin() + k", {"x": x, "k": inp.shape[-2]})
 # any exec_text
 d{n} = {"x": x}
 exec("y = x.sin() if x.shape[-2] > 8 else x.cos()", d{n})
@@ -1193,10 +1088,8 @@ module: @scripted
 module: def script{n}(x):
 module:     return x.sin() + 1
 x = x + script{n}(x)
-# any scripting_question
-x = x.sin() if torch.jit.is_scripting() or torch.jit.is_tracing() else x.cos()
-# any compiling_question
-x = x.sin() if torch.compiler.is_compiling() else x.cos()
+# any scripting_question: x = x.sin() if torch.jit.is_scripting() or torch.jit.is_tracing() else x.cos()
+# any compiling_question: x = x.sin() if torch.compiler.is_compiling() else x.cos()
 # any packed_sequence
 init: self.gru{n} = nn.GRU(C, C, batch_first=True)
 y{n} = x if x.dim() == 3 else x.flatten(2).transpose(1, 2)
@@ -1213,34 +1106,23 @@ with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
 init: self.inner{n} = nn.Linear(1, 1)
 y{n} = torch.func.functional_call(self.inner{n}, {k: v * 2 for k, v in self.inner{n}.named_parameters()}, x[..., :1])
 x = x + y{n}
-# any vmap
-x = x + torch.vmap(lambda row: row.sin() * 2)(x)
-# any func_grad
-x = x + torch.func.grad(lambda t: t.sin().sum())(x.detach())
-# any jvp
-x = x + torch.func.jvp(torch.sin, (x.detach(),), (torch.ones_like(x),))[1]
+# any vmap: x = x + torch.vmap(lambda row: row.sin() * 2)(x)
+# any func_grad: x = x + torch.func.grad(lambda t: t.sin().sum())(x.detach())
+# any jvp: x = x + torch.func.jvp(torch.sin, (x.detach(),), (torch.ones_like(x),))[1]
 # any deepcopied_module
 init: self.inner{n} = nn.Linear(1, 1)
 x = x + copy.deepcopy(self.inner{n})(x[..., :1])
-# any module_made
-x = x + nn.Hardtanh(-0.5, 0.5)(x)
-# any module_made_random
-x = x + nn.Linear(1, 1)(x[..., :1])
-# any aten
-x = x + torch.ops.aten.sin(x) + torch.ops.aten.add.Tensor(x, x, alpha=2)
-# any unbound_method
-x = torch.Tensor.add(x, torch.Tensor.sin(x))
-# any data_attribute
-x = x + x.data.sin()
-# any class_attribute
-x = x.sin() if type(x) is torch.Tensor and x.__class__ is torch.Tensor else x.cos()
-# any isinstance_parameter
-x = x.sin() if isinstance(inp, nn.Parameter) else x.cos()
+# any module_made: x = x + nn.Hardtanh(-0.5, 0.5)(x)
+# any module_made_random: x = x + nn.Linear(1, 1)(x[..., :1])
+# any aten: x = x + torch.ops.aten.sin(x) + torch.ops.aten.add.Tensor(x, x, alpha=2)
+# any unbound_method: x = torch.Tensor.add(x, torch.Tensor.sin(x))
+# any data_attribute: x = x + x.data.sin()
+# any class_attribute: x = x.sin() if type(x) is torch.Tensor and x.__class__ is torch.Tensor else x.cos()
+# any isinstance_parameter: x = x.sin() if isinstance(inp, nn.Parameter) else x.cos()
 # any tensor_attribute
 x.mark = 3.0
 x = x + (x * getattr(x, "mark", 1.0)).sin()
-# any input_attribute
-x = x + (x * getattr(inp, "mark", 1.0)).sin()
+# any input_attribute: x = x + (x * getattr(inp, "mark", 1.0)).sin()
 # any weight_attribute
 init: self.w{n} = nn.Parameter(torch.ones(1))
 init: self.w{n}.tag = 2.0
@@ -1248,8 +1130,7 @@ x = x + (x * self.w{n} * self.w{n}.tag).sin()
 # any tensor_in_set
 s{n} = {inp, x}
 x = x.sin() if x in s{n} and len(s{n}) == 2 else x.cos()
-# any same_tensor
-x = x.sin() if x is inp else x.cos()
+# any same_tensor: x = x.sin() if x is inp else x.cos()
 # any state_dict_read
 init: self.w{n} = nn.Parameter(torch.full((1,), 0.5))
 x = (x * self.state_dict()["w{n}"]).sin()
@@ -1285,44 +1166,29 @@ module:     k: int = 0
 h{n} = Held{n}(x.sin())
 h{n}.k += inp.shape[-2]
 x = h{n}.a + (x * h{n}.k).sin()
-# any regular_expression
-x = x + (x * len(re.findall("[0-4]", str(tuple(inp.shape))))).sin()
-# any isqrt_branch
-x = x.sin() if math.isqrt(inp.shape[-2]) ** 2 == inp.shape[-2] else x.cos()
-# any float_is_integer
-x = x.sin() if (inp.shape[-2] / 4).is_integer() else x.cos()
-# any zip_strict
-x = x + (x * sum(a * b for a, b in zip(inp.shape, itertools.count(1)))).sin()
-# any permutation_of_sizes
-x = x + (x * len(list(itertools.permutations(range(min(inp.shape[0], 3)))))).sin()
-# any dtype_promoted
-x = x + (x * torch.result_type(x, 1.0).itemsize).sin()
-# any element_size
-x = x + (x * x.element_size()).sin()
-# any finfo
-x = x.sin() + torch.finfo(x.dtype).eps * 1e5
-# any iinfo_masked
-x = x.masked_fill(x > 2, torch.finfo(x.dtype).min).clamp_min(-3).sin()
-# any nbytes
-x = x + (x * inp.nbytes).sin()
-# any module_text
-x = x + (x * (len(str(self)) % 13)).sin()
+# any regular_expression: x = x + (x * len(re.findall("[0-4]", str(tuple(inp.shape))))).sin()
+# any isqrt_branch: x = x.sin() if math.isqrt(inp.shape[-2]) ** 2 == inp.shape[-2] else x.cos()
+# any float_is_integer: x = x.sin() if (inp.shape[-2] / 4).is_integer() else x.cos()
+# any zip_strict: x = x + (x * sum(a * b for a, b in zip(inp.shape, itertools.count(1)))).sin()
+# any permutation_of_sizes: x = x + (x * len(list(itertools.permutations(range(min(inp.shape[0], 3)))))).sin()
+# any dtype_promoted: x = x + (x * torch.result_type(x, 1.0).itemsize).sin()
+# any element_size: x = x + (x * x.element_size()).sin()
+# any finfo: x = x.sin() + torch.finfo(x.dtype).eps * 1e5
+# any iinfo_masked: x = x.masked_fill(x > 2, torch.finfo(x.dtype).min).clamp_min(-3).sin()
+# any nbytes: x = x + (x * inp.nbytes).sin()
+# any module_text: x = x + (x * (len(str(self)) % 13)).sin()
 # any complex_view
 y{n} = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)) if x.shape[-1] % 2 == 0 else torch.zeros(1, 2))
 x = x + y{n}.abs().mean().to(x.dtype)
-# any sparse
-x = x + x.detach().flatten(1).to_sparse().to_dense().sum()
+# any sparse: x = x + x.detach().flatten(1).to_sparse().to_dense().sum()
 # any nested
 y{n} = torch.nested.nested_tensor([r.detach().flatten() for r in x])
 x = x + y{n}.to_padded_tensor(0.0).mean()
-# any quantile
-x = x + x.detach().float().flatten(1).quantile(0.5, dim=1).sum().to(x.dtype)
-# any histc
-x = x + torch.histc(x.detach().float(), 4)[0].to(x.dtype) * 0.01
+# any quantile: x = x + x.detach().float().flatten(1).quantile(0.5, dim=1).sum().to(x.dtype)
+# any histc: x = x + torch.histc(x.detach().float(), 4)[0].to(x.dtype) * 0.01
 # any stft
 x = x + torch.stft(x.float().flatten()[:64], 16, window=torch.hann_window(16), return_complex=True).abs().mean().to(x.dtype)
-# any svd
-x = x + torch.linalg.svdvals(x.detach().float().flatten(1)).sum().to(x.dtype) * 0.01
+# any svd: x = x + torch.linalg.svdvals(x.detach().float().flatten(1)).sum().to(x.dtype) * 0.01
 # any state_mean
 init: self.register_buffer("running{n}", torch.zeros(()))
 if self.training:
@@ -1432,22 +1298,18 @@ c{n} = lambda: (contextlib.nullcontext(), contextlib.nullcontext())
 x = torch.utils.checkpoint.checkpoint(lambda t: t.sin().cos(), x, use_reentrant=False, context_fn=c{n})
 # any checkpoint_function | r=True,False
 module: class Twice{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         return x * 1.0
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g * 2
 x = torch.utils.checkpoint.checkpoint(lambda t: Twice{n}.apply(t).sin(), x, use_reentrant={r})
 # any checkpoint_own
 module: class Again{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, run, x):
 module:         ctx.run = run
 module:         ctx.save_for_backward(x.detach())
 module:         with torch.no_grad():
 module:             return run(x)
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         x = ctx.saved_tensors[0].requires_grad_()
 module:         with torch.enable_grad():
@@ -1572,73 +1434,58 @@ x = x + self.h{n}
 self.h{n} = None
 # any reversal
 module: class Reverse{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x, k):
 module:         ctx.k = k
 module:         return x.view_as(x)
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return -ctx.k * g, None
 x = x + Reverse{n}.apply(x.sin(), 0.5)
 # any reversal_by_size
 module: class Reverse{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x, k):
 module:         ctx.k = k
 module:         return x.clone()
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return -ctx.k * g, None
 x = x + Reverse{n}.apply(x.sin(), inp.shape[-2] / 4)
 # any reversal_attribute
 module: class Reverse{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x, k):
 module:         ctx.k = k
 module:         return x * 1.0
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return -ctx.k * g, None
 init: self.k{n} = 0.3
 x = Reverse{n}.apply(x, self.k{n}).sin()
 # any straight_through | f=round,sign,floor
 module: class Through{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         return x.{f}()
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g
 x = x + Through{n}.apply(x)
 # any straight_through_clipped
 module: class Clip{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x, low, high):
 module:         ctx.save_for_backward((x > low) & (x < high))
 module:         return x.clamp(low, high)
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g * ctx.saved_tensors[0], None, None
 x = Clip{n}.apply(x, -1.0, 1.0).sin()
-# any straight_through_detach
-x = x + (x.round() - x).detach()
+# any straight_through_detach: x = x + (x.round() - x).detach()
 # any straight_through_weight
 module: class Sign{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, w):
 module:         return w.sign()
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g
 init: self.w{n} = nn.Parameter(torch.tensor([0.3, -0.2]))
 x = x * Sign{n}.apply(self.w{n}).sum() + Sign{n}.apply(self.w{n} * 2)[0]
 # any function_outputs
 module: class Two{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x, y):
 module:         ctx.save_for_backward(x, y)
 module:         return x * y, x + y
-module:     @staticmethod
 module:     def backward(ctx, g, h):
 module:         x, y = ctx.saved_tensors
 module:         return g * y + 2 * h, g * x - h
@@ -1646,34 +1493,28 @@ a{n}, b{n} = Two{n}.apply(x.sin(), x.cos())
 x = a{n} + b{n}
 # any function_output_unused
 module: class Two{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         return x.sin(), x.cos()
-module:     @staticmethod
 module:     def backward(ctx, g, h):
 module:         return g * 2 + h
 a{n}, _ = Two{n}.apply(x)
 x = x + a{n}
 # any function_output_unused_not_materialized
 module: class Two{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         ctx.set_materialize_grads(False)
 module:         return x.sin(), x.cos()
-module:     @staticmethod
 module:     def backward(ctx, g, h):
 module:         return g * (2 if h is None else 3)
 a{n}, _ = Two{n}.apply(x)
 x = x + a{n}
 # any function_non_differentiable
 module: class Sorted{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         y, i = x.sort(1)
 module:         ctx.mark_non_differentiable(i)
 module:         ctx.save_for_backward(i)
 module:         return y, i
-module:     @staticmethod
 module:     def backward(ctx, g, _):
 module:         (i,) = ctx.saved_tensors
 module:         return torch.zeros_like(g).scatter(1, i, g) * 2
@@ -1681,24 +1522,20 @@ a{n}, i{n} = Sorted{n}.apply(x)
 x = a{n} + i{n}.to(x.dtype).mean()
 # any function_non_differentiable_float
 module: class Mean{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         m = x.mean()
 module:         ctx.mark_non_differentiable(m)
 module:         return x.sin(), m
-module:     @staticmethod
 module:     def backward(ctx, g, _):
 module:         return g
 a{n}, m{n} = Mean{n}.apply(x)
 x = a{n} * m{n}
 # any function_saved_output
 module: class Exp{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         y = x.tanh().exp()
 module:         ctx.save_for_backward(y)
 module:         return y
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g * ctx.saved_tensors[0]
 x = Exp{n}.apply(x)
@@ -1707,30 +1544,24 @@ module: class Cube{n}(torch.autograd.Function):
 module:     @staticmethod
 module:     def forward(x):
 module:         return x.sin() ** 3
-module:     @staticmethod
 module:     def setup_context(ctx, inputs, output):
 module:         ctx.save_for_backward(*inputs)
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g * 3 * ctx.saved_tensors[0]
 x = Cube{n}.apply(x)
 # any function_dirty
 module: class Halve{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         ctx.mark_dirty(x)
 module:         return x.mul_(0.5)
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g * 3
 x = Halve{n}.apply(x * 1.0)
 # any function_dirty_input
 module: class Halve{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         ctx.mark_dirty(x)
 module:         return x.mul_(0.5)
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g * 3
 y{n} = x * 1.0
@@ -1738,111 +1569,88 @@ Halve{n}.apply(y{n}[:, :1].detach())
 x = y{n}.sin()
 # any function_identity
 module: class Same{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         return x
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g * 2
 x = Same{n}.apply(x).sin()
 # any function_view
 module: class Flat{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         ctx.shape = x.shape
 module:         return x.flatten(1)
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g.reshape(ctx.shape) * 2
 x = Flat{n}.apply(x).view(x.shape)
 # any function_needs_input_grad
 module: class Asks{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x, y):
 module:         return x * (2 if ctx.needs_input_grad[1] else 3) + y
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g if ctx.needs_input_grad[0] else None, g
 x = Asks{n}.apply(x, x.detach()).sin()
 # any function_tensor_list
 module: class Sum{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, *xs):
 module:         ctx.k = len(xs)
 module:         return sum(xs)
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return tuple(g * i for i in range(ctx.k))
 x = Sum{n}.apply(x, x.sin(), x.cos())
 # any function_module_argument
 module: class Run{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x, layer):
 module:         ctx.layer = layer
 module:         return layer(x)
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g * 2, None
 init: self.act{n} = nn.Tanh()
 x = x + Run{n}.apply(x, self.act{n})
 # any function_no_gradient
 module: class Noisy{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x, k=0.1):
 module:         return x + torch.rand_like(x) * k
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g + torch.rand_like(g), None
 x = Noisy{n}.apply(x, 0.1)
 # any function_grad_mode
 module: class Mode{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         return x.sin() if torch.is_grad_enabled() else x.cos()
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g
 x = Mode{n}.apply(x)
 # any function_python_branch
 module: class Branch{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         ctx.big = bool(x.mean() > 0)
 module:         return x.sin() if ctx.big else x.cos()
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g * 2 if ctx.big else g
 x = Branch{n}.apply(x)
 # any function_in_function
 module: class Inner{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         return x.sin()
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g * 2
 module: class Outer{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         return Inner{n}.apply(x) * 2
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g * 3
 x = Outer{n}.apply(x) + Inner{n}.apply(x)
 # any function_counts
 module: class Counts{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x, state):
 module:         state["calls"] = state.get("calls", 0) + 1
 module:         return x * state["calls"]
-module:     @staticmethod
 module:     def backward(ctx, g):
 module:         return g, None
 init: self.state{n} = {}
 x = x + Counts{n}.apply(x, self.state{n}).sin()
 # any function_once_differentiable
 module: class Once{n}(torch.autograd.Function):
-module:     @staticmethod
 module:     def forward(ctx, x):
 module:         ctx.save_for_backward(x)
 module:         return x.sin()
@@ -1862,14 +1670,10 @@ module:     @torch.amp.custom_bwd(device_type="cpu")
 module:     def backward(ctx, g):
 module:         return g * 2
 x = Cast{n}.apply(x)
-# any shared_is
-x = x.sin() if inp is extra["other"] else x.cos()
-# any shared_is_not_number
-x = x + (x * (1 + (extra["other"] is not inp))).sin()
-# any shared_storage
-x = x.sin() if inp.untyped_storage()._cdata == extra["other"].untyped_storage()._cdata else x.cos()
-# any shared_base
-x = x.sin() if inp._base is extra["other"]._base else x.cos()
+# any shared_is: x = x.sin() if inp is extra["other"] else x.cos()
+# any shared_is_not_number: x = x + (x * (1 + (extra["other"] is not inp))).sin()
+# any shared_storage: x = x.sin() if inp.untyped_storage()._cdata == extra["other"].untyped_storage()._cdata else x.cos()
+# any shared_base: x = x.sin() if inp._base is extra["other"]._base else x.cos()
 # any shared_written
 inp.mul_(0.5)
 x = x + extra["other"].mean()
@@ -1880,10 +1684,8 @@ x = x + inp.mean()
 inp.detach().mul_(0.5)
 extra["other"].detach()[:1].add_(1)
 x = x + inp.mean() * extra["other"].mean()
-# any shared_gradient
-x = x + (inp * extra["other"].sin()).mean()
-# any shared_cat
-x = x + torch.cat([inp, extra["other"]]).std()
+# any shared_gradient: x = x + (inp * extra["other"].sin()).mean()
+# any shared_cat: x = x + torch.cat([inp, extra["other"]]).std()
 # any shared_resized
 extra["other"].unsqueeze_(0)
 x = x + inp.dim()
@@ -1891,25 +1693,20 @@ extra["other"].squeeze_(0)
 # any shared_returned
 extra["kept"] = extra["other"]
 x = x + 1
-# any shared_flags
-x = x.sin() if extra["other"].requires_grad else x.cos()
+# any shared_flags: x = x.sin() if extra["other"].requires_grad else x.cos()
 # any shared_by_child
 module: class Pair{n}(nn.Module):
 module:     def forward(self, a, b):
 module:         return a.sin() if a is b else a.cos() + b.mean()
 init: self.pair{n} = Pair{n}()
 x = x + self.pair{n}(inp, extra["other"]).mean() + self.pair{n}(x, x)
-# any sparse_input
-x = x.sin() if inp.is_sparse else x.cos()
+# any sparse_input: x = x.sin() if inp.is_sparse else x.cos()
 # any sparse_made_dense
 y{n} = inp.to_dense() if inp.is_sparse else inp
 x = x + y{n}.mean()
-# any sparse_value
-x = x.cos() if x.is_sparse or x.is_sparse_csr or x.is_quantized or x.is_mkldnn else x.sin()
-# any layout
-x = x.sin() if inp.layout == torch.strided else x.cos()
-# any layout_key
-x = x + (x * {torch.strided: 1.0}.get(x.layout, 2.0)).sin()
+# any sparse_value: x = x.cos() if x.is_sparse or x.is_sparse_csr or x.is_quantized or x.is_mkldnn else x.sin()
+# any layout: x = x.sin() if inp.layout == torch.strided else x.cos()
+# any layout_key: x = x + (x * {torch.strided: 1.0}.get(x.layout, 2.0)).sin()
 # any layout_weight
 init: self.w{n} = nn.Parameter(torch.full((1,), 0.5))
 x = (x * self.w{n}).sin() if self.w{n}.layout == torch.strided else x.cos()
