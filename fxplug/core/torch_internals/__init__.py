@@ -1,7 +1,7 @@
 """The private parts of torch that we stand on: no other file of ours names any.
 
 Each says what we need of torch. We promise none of them to anybody: a name here changes, or goes, with torch's own. What a new
-torch breaks, tests/test_torch_internals.py tells by name, with what of ours hangs on it.
+torch breaks, the tests of what stands on it show; tests/test_torch_internals.py has what would show nowhere else.
 """
 
 from .. import warn_if_untested
