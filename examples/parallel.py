@@ -36,10 +36,10 @@ print(f"one process: {judged(one, labels):.1%} of {len(one)} pictures recognised
 torch.save({"labels": labels, "steps": steps, "one": one}, OUT / "wanted.pt")
 for world in worlds:
     print(f"\n{world} processes                  error  bytes a step  share split")
-    for name, ways in EXACT[world].items():
-        plan = fxplug.parallel_plan(gm, inputs, **ways)
-        fxplug.save(fxplug.parallelize(gm, plan), OUT / "model")
-        away = max((found - one).abs().max().item() for found in by_processes(world, OUT))
+    plans = [fxplug.parallel_plan(gm, inputs, **ways) for ways in EXACT[world].values()]
+    models = [fxplug.save(fxplug.parallelize(gm, plan), OUT / f"model-{number}") for number, plan in enumerate(plans)]
+    for name, plan, pictures in zip(EXACT[world], plans, by_processes(world, OUT, models), strict=True):
+        away = max((found - one).abs().max().item() for found in pictures)
         print(f"{name:26}{away:8.0e} {plan.bytes():13,} {plan.share:12.1%}")
 for name in ("2 stages, stale patches", "no stages, stale gathers"):
     print(f"\n{name:26}distance   recognised")

@@ -218,18 +218,12 @@ def test_a_check_on_processes_of_its_own_and_of_torchrun(forked):
 def test_torchrun_itself():
     saved()
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(fxplug.__file__).parent.parent)])
-
-    def started(*args):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "fxplug", *args]
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-
-    done = started("parallel", "out", "--check")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "fxplug"]
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command += ["parallel", "out", "--check"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(SAID, done.stdout)) == 1 and done.stdout.count("collectives of process 0") == 1
-    done = started("rewrite", "none.yaml")
-    # torchrun may end the second one before it has ended by itself
-    assert done.stderr.count("none.yaml") == 1 and "exitcode  : 1" in done.stderr and done.returncode == 1
 
 
 def test_what_differs_is_named(monkeypatch):

@@ -47,9 +47,10 @@ def judged(pictures: Tensor, labels: Tensor) -> float:
     return sum(shares.values()) / len(shares)
 
 
-def by_processes(world: int, folder: Path) -> list[Tensor]:
-    """The pictures of each of the processes that torchrun starts on the model saved in a folder."""
+def by_processes(world: int, folder: Path, models: list[Path]) -> list[tuple[Tensor, ...]]:
+    """For each of some saved models, the pictures of each of the processes that torchrun starts once for all of them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, str(HERE / "process.py"), str(folder)], check=True, env=env)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+    subprocess.run([*command, str(HERE / "process.py"), str(folder), *map(str, models)], check=True, env=env)
+    pictures = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+    return list(zip(*pictures, strict=True))
