@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
+import processes
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 from torch.utils.checkpoint import checkpoint
 
@@ -18,18 +18,6 @@ from fxplug.lowerings.linear import operators
 
 X = torch.randn(4, 10, 8, generator=torch.Generator().manual_seed(1))
 FORMS = ["fused", "blas", "stock,fused,blas,fused"]
-STEP = """
-import json
-import torch
-from torch import nn
-from torch._dynamo.utils import counters
-import fxplug
-
-x = torch.randn(40, 8)
-new = fxplug.apply(fxplug.trace(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), x), fxplug.load_pass("lora", at="0", rank=2))
-torch.compile(fxplug.fuse(new, "fused"), fullgraph=True)(x).square().sum().backward()
-print(json.dumps(counters["aot_autograd"]))
-"""
 
 
 def trained():
@@ -102,13 +90,22 @@ def test_compiled_forms_under_autocast_and_without_rows():
         torch.testing.assert_close(compiled(X), new(X), rtol=1e-4, atol=1e-5)
 
 
+def step(cache):
+    """A step of training in a process of its own; it prints what torch found in its cache."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    x, at = torch.randn(40, 8), fxplug.load_pass("lora", at="0", rank=2)
+    new = fxplug.apply(fxplug.trace(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), x), at)
+    torch.compile(fxplug.fuse(new, "fused"), fullgraph=True)(x).square().sum().backward()
+    print(json.dumps(counters["aot_autograd"]), flush=True)
+
+
 @pytest.mark.slow
 def test_compiled_fused_training_is_kept_for_the_next_process(tmp_path):
     found = []
-    for _ in range(2):
-        settings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", STEP], env=settings, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        done = processes.ended(step, str(tmp_path / "cache"), folder=tmp_path / str(number))
+        assert done.codes == [0], done.stderr
         found.append(json.loads(done.stdout.splitlines()[-1]))
     first, second = found
     assert first["autograd_cache_miss"] == first["autograd_cache_saved"] == second["autograd_cache_hit"] == 1
