@@ -9,7 +9,7 @@ TORCH := oldest
 TESTS := -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help install constraints demo test suite test-slow test-gpu versions lint fuzz pages docs zoo parallel-table matrix seeds formats bench clean
+.PHONY: help install constraints demo test suite test-all suite-all test-slow test-gpu versions lint fuzz pages docs zoo parallel-table matrix seeds formats bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -45,7 +45,16 @@ suite: install
 	@command -v chromedriver > /dev/null || echo "tests in a browser are skipped: apt-get install chromium chromium-driver"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu" --durations=25
 
+test-all: install  ## lint, and beside it all tests but those that need a GPU
+	@$(MAKE) --no-print-directory --jobs=2 lint suite-all
+
+suite-all: export HF_HUB_OFFLINE = 1
+suite-all: export PYTHONDONTWRITEBYTECODE =
+suite-all: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu" --durations=25
+
 test-slow: export HF_HUB_OFFLINE = 1
+test-slow: export PYTHONDONTWRITEBYTECODE =
 test-slow: install  ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not gpu" --durations=25
 

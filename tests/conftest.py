@@ -28,6 +28,14 @@ def pytest_addoption(parser):
     parser.addoption("--golden", action="store_true", help="write the golden files anew instead of comparing")
 
 
+# files with tests of a minute: they begin first, or one process would wait for another at the end
+LONG = ("test_extensions.py", "test_tutorials.py", "test_examples.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def measurements(tmp_path_factory):
     """How fast this machine is decides nothing here: `fuse` finds the fused form the faster one, whatever is measured."""
