@@ -22,9 +22,8 @@ from fxplug.blocks.dora import Dora
 from fxplug.blocks.loha import Loha
 from fxplug.blocks.lokr import Lokr
 from fxplug.blocks.lora_weight import LoraWeight
-from fxplug.blocks.low_rank import factorization, kronecker, norm_except, over_norm
+from fxplug.blocks.low_rank import factorization, norm_except
 from fxplug.blocks.orthogonal import Boft, Oft
-from fxplug.blocks.rotations import butterfly, cayley, neumann, skew, turned
 from fxplug.blocks.weight_norms import SpectralNorm, WeightNorm
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -123,11 +122,6 @@ def test_a_row_of_zeros_gives_no_nan_and_can_be_trained(kind):
     assert new(x).isfinite().all()
 
 
-def test_over_norm_is_one_where_there_is_no_norm():
-    found = over_norm(torch.tensor([2.0, 3.0, 0.0]), torch.tensor([4.0, 0.0, 0.0]))
-    assert found.tolist() == [0.5, 1.0, 1.0]
-
-
 def test_the_norm_of_dora_gets_no_gradient():
     value = torch.randn(5, 6)
     block = Dora(value.shape, rank=2)
@@ -165,37 +159,6 @@ def test_widths_are_split_as_in_lycoris():
     for size in range(1, 400):
         for factor in [-1, *range(1, 40)]:
             assert factorization(size, factor) == lycoris_factorization(size, factor), (size, factor)
-
-
-def test_a_kronecker_product_of_a_convolution():
-    w1, w2 = torch.randn(3, 2), torch.randn(4, 5, 3, 3)
-    found = kronecker(w1, w2.flatten(1)).reshape(12, 10, 3, 3)
-    for out in range(12):
-        for inner in range(10):
-            assert torch.equal(found[out, inner], w1[out // 4, inner // 5] * w2[out % 4, inner % 5])
-
-
-@pytest.mark.parametrize("size", [2, 5, 8])
-def test_rotations_are_orthogonal(size):
-    q = skew(0.5 * torch.randn(7, size * (size - 1) // 2, dtype=torch.float64), size)
-    assert torch.equal(q, -q.mT)
-    r = cayley(q)
-    torch.testing.assert_close(r @ r.mT, torch.eye(size, dtype=q.dtype).expand_as(r), rtol=0, atol=1e-5)
-    for terms in (5, 9):  # a longer series is nearer to it, for small angles
-        near = neumann(-q / 100, terms)
-        torch.testing.assert_close(near, cayley(q / 100), rtol=0, atol=1e-4 if terms == 5 else 1e-6)
-
-
-def test_a_turned_weight_is_the_weight_times_the_transposed_matrix():
-    weight, blocks = torch.randn(6, 12), torch.randn(3, 4, 4)
-    torch.testing.assert_close(turned(weight, blocks), weight @ torch.block_diag(*blocks).T)
-
-
-def test_butterflies_are_orders_of_the_inputs():
-    assert butterfly(8, 4, 0).tolist() == list(range(8))
-    assert butterfly(8, 4, 1).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    for level in range(4):
-        assert sorted(butterfly(32, 2, level).tolist()) == list(range(32))
 
 
 # --- trained blocks on real models
