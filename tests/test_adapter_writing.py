@@ -32,7 +32,6 @@ from fxplug.adapters.tables import FORMATS
 from fxplug.adapters.writing import About, content
 from fxplug.core.errors import ArtifactError, SpecError
 
-LINEAR = r"re:blocks\..\.(to_q|ff)$|re:conv|re:point"
 INDICES = torch.arange(6).view(1, 2, 3)
 
 
@@ -328,11 +327,7 @@ def of_diffusers(model, state, alphas=None, name="unet"):
 
 @cache
 def small_sdxl():
-    """With two levels, and what tells an SDXL from earlier ones: its embedding of sizes."""
-    model = seeded(lambda: unets.sd15_model(
-        addition_embed_type="text_time", addition_time_embed_dim=4, projection_class_embeddings_input_dim=32,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-    ))  # fmt: skip
+    model = seeded(unets.small_sdxl_model)
     return traced(model, **seeded(lambda: unets.inputs(model)))
 
 

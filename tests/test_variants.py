@@ -112,7 +112,7 @@ def test_what_is_given_and_what_is_left_out(change):
 @pytest.mark.slow
 def test_random_calls_are_the_models_or_refused():
     """Of SDXL's UNet, in all modes; what the model itself takes is refused at most where a check fails midway."""
-    unet, draw, refused = small.seeded(unets.sdxl_model), random.Random(0), []
+    unet, draw, refused = small.seeded(unets.small_sdxl_model), random.Random(0), []
     call = small.seeded(lambda: unets.inputs(unet))
     gm, added = _traced(unet, kwargs=call, limit=24), call["added_cond_kwargs"]
     mask = torch.tensor([[1.0, 1, 1, 0, 0], [1.0] * 5])

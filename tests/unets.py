@@ -37,6 +37,14 @@ def sdxl_model():
     ).eval()  # fmt: skip
 
 
+def small_sdxl_model():
+    """With two levels, and what tells an SDXL from earlier ones: its embedding of sizes."""
+    return sd15_model(
+        addition_embed_type="text_time", addition_time_embed_dim=4, projection_class_embeddings_input_dim=32,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+
+
 def inputs(unet, batch=2, words=5):
     side, width = unet.config.sample_size, unet.config.cross_attention_dim
     call = {
