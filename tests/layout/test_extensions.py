@@ -173,7 +173,7 @@ TESTS = {
     "zhijian": "test_blitz_convert.py::test_a_configuration_names_a_module_as_it_is",
     "everydream": "test_everydream_text.py::test_changed_tokens_are_what_is_trained_on",
 }
-CORES = ["test_match.py", "test_edit.py", "test_options.py"]
+CORES = ["test_match.py", "test_edit.py", "test_low_rank.py", "test_options.py"]
 
 
 def _passing(tests):
