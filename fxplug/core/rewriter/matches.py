@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -193,8 +193,6 @@ def is_exact(match: Match, *names: str) -> bool:
 
 HOLDERS = ("Sequential", "ModuleList", "ModuleDict", "Identity", "Dropout")  # a class that says nothing of what one does
 SHOWN = 3  # so many patterns are listed
-ENDS = 4  # a pattern has at most so many parts behind `**.`
-TRIED = 20  # groups for which a pattern is looked for
 
 
 def unmatched_siblings(views: Sequence[Regions], p: Pass, sites: Iterable[Site]) -> str:
@@ -220,7 +218,10 @@ def unmatched_siblings(views: Sequence[Regions], p: Pass, sites: Iterable[Site])
     ]
     if not left:
         return ""
-    patterns = list(_patterns(views, rules, left, {*taken}))
+    named: dict[str, list[str]] = {}
+    for path in left:
+        named.setdefault(_end(path), []).append(path)
+    patterns = [paths[0] if len(paths) == 1 else f"**.{end}" for end, paths in named.items()]
     listed = ", ".join(patterns[:SHOWN]) + (f", ... ({len(patterns)} patterns)" if len(patterns) > SHOWN else "")
     plural = "s were" if len(left) > 1 else " was"
     return f"{len(left)} similar layer{plural} not matched: {listed}{_with(p, rules, patterns)}"
@@ -233,35 +234,6 @@ def _with(p: Pass, rules: Sequence[Rule], patterns: list[str]) -> str:
     key = "at" if "at" in p.params else "path"
     text = json.dumps([*rules[0].match.patterns, *patterns], ensure_ascii=False)
     return f" (a pattern that matches them too: {key}: {text})" if len(text) < 400 else ""
-
-
-def _patterns(views: Sequence[Regions], rules: Sequence[Rule], left: Sequence[str], taken: set[str]) -> Iterator[str]:
-    """Patterns that together take all that was left, and beside it only what was taken: one for each name, the shortest."""
-    groups: dict[str, list[str]] = {}
-    for path in left:
-        groups.setdefault(_end(path), []).append(path)
-    for number, (end, paths) in enumerate(groups.items()):
-        found = None
-        for text in _forms(paths, len(end.split("."))) if number < TRIED else ():
-            reached = {h.key.partition("@")[0] for v in views for r in rules for h in hits(v, replace(r.match, path=text))}
-            if reached >= {*paths} and reached <= taken.union(left):
-                found = text
-                break
-        yield from [found] if found else paths
-
-
-def _forms(paths: Sequence[str], least: int) -> Iterator[str]:
-    """Globs that all of these paths match, those with few parts first; numbers above the name itself are free."""
-    rows = [path.split(".") for path in paths]
-    loose = [[*("*" if part.isdigit() else part for part in row[:-least]), *row[-least:]] for row in rows]
-    shortest = min(map(len, rows))
-    for count in range(least, min(shortest, least + ENDS) + 1):
-        ends = [list(dict.fromkeys(row[-count:][at] for row in loose)) for at in range(count)]
-        text = ".".join(names[0] if len(names) == 1 else f"{{{','.join(names)}}}" for names in ends)
-        if "*" not in [name for names in ends if len(names) > 1 for name in names]:
-            yield text if all(len(row) == count for row in rows) else f"**.{text}"
-    if len({*map(tuple, loose)}) == 1:
-        yield ".".join(loose[0])
 
 
 def _owner(regions: Regions, path: str) -> str:
