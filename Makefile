@@ -106,7 +106,6 @@ bench: install  ## measure tracing, ControlNet in one graph, training steps, and
 	$(BIN)/python benchmarks/trace.py
 	$(BIN)/python benchmarks/controlnet.py
 	$(BIN)/python benchmarks/train_step.py
-	$(BIN)/python benchmarks/checkpointing.py
 	$(BIN)/python benchmarks/train_loop.py
 	$(BIN)/python benchmarks/recompiles.py
 	$(BIN)/python benchmarks/unmerged.py

@@ -12,6 +12,7 @@ fxplug   the graph as `apply` leaves it
 auto     the same after `fuse`, in the forms measured fastest
 fused, blas              in one form for all: through oneDNN on a CPU, and by torch's own products
 *_last   PEFT and fused with the base's convolutions in channels_last (UNet only)
+*_checkpointed           PEFT with diffusers' own gradient checkpointing, and fxplug's outlined regions (UNet only)
 
 Memory: `saved` is what autograd keeps for an eager backward pass, parameters apart; `peak` the most that a step takes beyond
 what lay there before it, as torch's allocator counts: what the resident set grows by depends on what malloc kept.
@@ -37,13 +38,14 @@ from timing import shown, turns
 from torch import Tensor, nn
 
 import fxplug
+from fxplug.lowerings.regions.submodules import outline
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TARGETS = {"vit": ["attn.qkv", "attn.proj"], "unet": ["to_q", "to_k", "to_v", "to_out.0"]}
 BATCH = {"vit": 4, "unet": 2} if DEVICE == "cpu" else {"vit": 64, "unet": 32}
 FORMS = ["peft", "fxplug", "auto", "fused", "blas"]
-EAGER = {"vit": FORMS, "unet": [*FORMS, "peft_last", "fused_last"]}
+EAGER = {"vit": FORMS, "unet": [*FORMS, "peft_last", "fused_last", "peft_checkpointed", "fxplug_checkpointed"]}
 COMPILED = ["peft", "fxplug", "auto", "fused"]
 Step = Callable[[], Tensor]
 
@@ -98,11 +100,15 @@ def step_of(kind: str, way: str, compiled: bool, options: argparse.Namespace) ->
     inputs, target = example(kind, batch)
     if last:
         inputs["sample"] = inputs["sample"].to(memory_format=torch.channels_last)
+    checkpointed = way.endswith("_checkpointed")
     if way.startswith("peft"):
+        if checkpointed:
+            module.enable_gradient_checkpointing()
         config = peft.LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS[kind])
         module = peft.get_peft_model(module, config).to(DEVICE).train()
     else:
         module = ours(kind, module, inputs, way.partition("_")[0])
+        module = outline(module, checkpoint=True) if checkpointed else module
     call = torch.compile(module, fullgraph=True) if compiled else module
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, 1e-3)
