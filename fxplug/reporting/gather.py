@@ -23,7 +23,6 @@ from .records import Listing, NodeText, before, changes, listing
 
 BINS = 48  # parts of the model in the chart of what is added where
 VERSIONS = ("fxplug", "torch", "python")
-Checks = list[dict[str, str]]
 
 
 def contents(
@@ -35,7 +34,7 @@ def contents(
     """
     entries = new.meta.get("passes", [])
     after = listing(new)
-    changed = _changes(base, new)
+    changed = changes(base, new) if base is not None else (remembered(new) or {}).get("changes")
     earlier = [entry["name"] for entry in base.meta.get("passes", [])] if base is not None else []
     sizes, total = _sizes(new, [entry["name"] for entry in entries])
     added = _added(new, after)
@@ -48,21 +47,12 @@ def contents(
     page.passes = [_pass(new, entry) for entry in entries]
     page.sites = [row for entry in entries for row in _sites(new, entry, after, added)]
     page.depth = _depth(after, added)
-    page.checks = _checks(checks.json()["checks"] if checks is not None else (remembered(new) or {}).get("checks"))
+    found = checks.json()["checks"] if checks is not None else (remembered(new) or {}).get("checks")
+    page.checks = found and [{key: str(check[key]) for key in ("name", "status", "detail")} for check in found]
     page.tables = _tables(new, after)
     page.facts |= {"measured against": ", ".join(earlier)} if earlier else {}
     page.files = _files(manifest)
     return page
-
-
-def _changes(base: TracedModule | None, new: TracedModule) -> Mapping[str, Any] | None:
-    if base is not None:
-        return changes(base, new)
-    return (remembered(new) or {}).get("changes")
-
-
-def _checks(found: Any) -> Checks | None:
-    return None if found is None else [{key: str(check[key]) for key in ("name", "status", "detail")} for check in found]
 
 
 def _facts(new: TracedModule, after: Listing, manifest: Mapping[str, Any] | None) -> dict[str, str]:
@@ -226,17 +216,14 @@ def _collectives(module: TracedModule, after: Listing) -> list[TableSection]:
             continue
         ways = " x ".join(f"{key} {n}" for key, n in (entry.get("params") or {}).items())
         records = [r for r in after.records.values() if r.owner == entry["name"]]
-        rows = [[r.label, r.site or r.name, _dims(module, r), _shapes(r, after)] for r in records if r.path]
+        options = {r.name: module.get_submodule(r.path).extra_repr() for r in records if r.path}
+        rows = [[r.label, r.site or r.name, options[r.name], _shapes(r, after)] for r in records if r.path]
         about = f"One graph for every process ({ways}): where it is split, where values travel. Shapes are of the whole."
         tables.append(TableSection(f"Parallel: {entry['name']}", about, ["what", "at", "options", "shape"], rows))
     if plan := module.meta.get("plan"):
         rows = [[text] for text in plan.listing.splitlines()]
         tables.append(TableSection("Plan", "What the plan found.", [""], rows))
     return tables
-
-
-def _dims(module: TracedModule, record: NodeText) -> str:
-    return module.get_submodule(record.path).extra_repr()
 
 
 def _cached(module: TracedModule, after: Listing) -> TableSection | None:

@@ -9,8 +9,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import networkx as nx
-
 from ..core.ir.text import patterns
 from .contents import Arrow, Box, GraphLine, RegionKind, State
 from .records import Listing, NodeText
@@ -114,9 +112,7 @@ class Kinds:
         )  # fmt: skip
 
     def _called(self, record: NodeText, level: Level) -> str:
-        if record.kind == "layer":
-            return level.free(_inside(record.path, level.key.partition("@")[0]))
-        if record.kind == "weight":
+        if record.kind in ("layer", "weight"):
             return level.free(_inside(record.path, level.key.partition("@")[0]))
         if record.kind == "block" and record.path:
             return level.free(f"{record.owner}: {_inside(record.site, level.key) or record.label}")
@@ -233,16 +229,15 @@ def _folded(level: Level) -> tuple[list[Box], list[Arrow]]:
     """The boxes of a region with what repeats in a row as one, and plain operations in a row as one."""
     rows = [(key, box) for key, box in level.boxes.items() if box.kind not in ("in", "out", "weight")]
     keys = [(re.sub(r"\d+", "{i}", box.name), box.label, box.kind, box.owner, box.state) for _, box in rows]
-    graph: nx.DiGraph[str] = nx.DiGraph(list(level.arrows))
-    graph.add_nodes_from(level.boxes)
     order = {key: index for index, (key, _) in enumerate(rows)}
-    forward = all(order[a] < order[b] for a, b in level.arrows if a in order and b in order)  # then nothing comes back
+    # else a value may leave what is drawn as one and come back into it
+    forward = all(order[a] < order[b] for a, b in level.arrows if a in order and b in order)
     home = {key: key for key in level.boxes}
     made: dict[str, Box] = {}
-    for start, period, times in runs(keys):
+    for start, period, times in runs(keys) if forward else []:
         inside = [key for key, _ in rows[start : start + period * times]]
         periods = [rows[start + i * period : start + (i + 1) * period] for i in range(times)]
-        if not any(box.kind in ("region", "layer") for _, box in periods[0]) or not (forward or _convex(graph, set(inside))):
+        if not any(box.kind in ("region", "layer") for _, box in periods[0]):
             continue
         name = f"repeat\0{inside[0]}"
         made[name] = _repeat([[box for _, box in each] for each in periods])
@@ -265,18 +260,6 @@ def _folded(level: Level) -> tuple[list[Box], list[Arrow]]:
     places = {key: index for index, key in enumerate(boxes)}
     found = [Arrow(places[a], places[b], state) for (a, b), state in arrows.items()]
     return list(boxes.values()), sorted(found, key=lambda arrow: (arrow.source, arrow.target))
-
-
-def _convex(graph: nx.DiGraph[str], inside: set[str]) -> bool:
-    """Whether nothing goes out of these boxes and comes back: else they cannot be drawn as one."""
-    out = {b for a in inside for b in graph.successors(a)} - inside
-    seen = set(out)
-    while out:
-        out = {b for a in out for b in graph.successors(a)} - seen
-        if out & inside:
-            return False
-        seen |= out
-    return True
 
 
 def _repeat(periods: list[list[Box]]) -> Box:
