@@ -78,20 +78,9 @@ def listing(module: TracedModule) -> Listing:
         if added(node) and len(level) == 1:
             level = _beside(str(made.get("site", "")), str(made.get("place", "")), stacks, leaves, levels)
         records[node.name] = _record(module, regions, node, level, made)
-    for record in records.values():
-        if record.owner and record.kind == "block" and record.behind not in records:
-            record.behind = _stood(record, records, ports)
     paths = {key: key.partition("@")[0] for key in stacks}
     classes = {key: regions.classes(path)[0] for key, path in paths.items() if key not in leaves}
     return Listing(records, classes, ports)
-
-
-def _stood(record: NodeText, records: Mapping[str, NodeText], ports: Mapping[str, Mapping[str, str]]) -> str:
-    """The value that a block changes, of those that it reads: the result or the input of its site; "" where none is known."""
-    edges = ports.get(record.site, {})
-    given = [name for name in record.reads if name in records and records[name].kind != "note"]
-    at = [n for n in given if n == record.site or records[n].path == record.site or f"out:{n}" in edges or f"in:{n}" in edges]
-    return (given if len(given) == 1 else at[-1:] or [""])[0] if given else ""
 
 
 def _through(node: fx.Node) -> fx.Node:
@@ -167,25 +156,15 @@ def changes(base: TracedModule, new: TracedModule) -> dict[str, Any]:
 def before(after: Listing, changed: Mapping[str, Any] | None) -> dict[str, NodeText]:
     """The records that a graph had before its passes, of those that it has and what `changes` kept.
 
-    Where nothing was kept, what read a block reads again what that block stands behind; what passes took out is not known.
+    Where nothing was kept, they are those that no pass put in, each with what it reads of them.
     """
-    if changed is not None:
-        was = changed["was"]
-        gone = {row["name"]: _fill_in(row) for row in changed["gone"]}
-        kept = {name: r for name, r in after.records.items() if not r.owner}
-        changed_back = {n: replace(r, reads=tuple(was[n][0]), line=was[n][1]) if n in was else r for n, r in kept.items()}
-        return {**changed_back, **gone}
-    stood = {r.name: r.behind for r in after.records.values() if r.owner}
-
-    def old(name: str) -> str:
-        seen: set[str] = set()
-        while stood.get(name) in after.records and name not in seen:
-            seen.add(name)
-            name = stood[name]
-        return name
-
-    rows = {name: replace(r, reads=tuple(map(old, r.reads))) for name, r in after.records.items() if not r.owner}
-    return {name: replace(r, reads=tuple(v for v in r.reads if v in rows)) for name, r in rows.items()}
+    kept = {name: record for name, record in after.records.items() if not record.owner}
+    if changed is None:
+        return {name: replace(r, reads=tuple(value for value in r.reads if value in kept)) for name, r in kept.items()}
+    was = changed["was"]
+    gone = {row["name"]: _fill_in(row) for row in changed["gone"]}
+    changed_back = {n: replace(r, reads=tuple(was[n][0]), line=was[n][1]) if n in was else r for n, r in kept.items()}
+    return {**changed_back, **gone}
 
 
 def _fill_in(row: Mapping[str, Any]) -> NodeText:
