@@ -6,10 +6,11 @@ CASES := 10000
 SEED := 0
 SEEDS := seeds
 TORCH := oldest
-TESTS := -m "not slow and not gpu"
+MARKS := not slow and not gpu
+TESTS := -m "$(MARKS)"
 
 .DEFAULT_GOAL := help
-.PHONY: help install constraints demo test suite test-all suite-all test-slow test-gpu versions lint fuzz pages docs zoo parallel-table matrix seeds formats bench clean
+.PHONY: help install constraints demo test suite test-slow test-gpu versions lint fuzz pages docs zoo parallel-table matrix seeds formats bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -36,27 +37,17 @@ lint: install  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy fxplug
 
-test: install  ## lint, and beside it all tests but the slow and the GPU ones
+test: install  ## lint, and beside it all tests but the slow and the GPU ones; MARKS="not gpu" runs the slow ones too
 	@$(MAKE) --no-print-directory --jobs=2 lint suite
 
 suite: export HF_HUB_OFFLINE = 1
 suite: export PYTHONDONTWRITEBYTECODE =
 suite: install
 	@command -v chromedriver > /dev/null || echo "tests in a browser are skipped: apt-get install chromium chromium-driver"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu" --durations=25
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "$(MARKS)" --durations=25
 
-test-all: install  ## lint, and beside it all tests but those that need a GPU
-	@$(MAKE) --no-print-directory --jobs=2 lint suite-all
-
-suite-all: export HF_HUB_OFFLINE = 1
-suite-all: export PYTHONDONTWRITEBYTECODE =
-suite-all: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu" --durations=25
-
-test-slow: export HF_HUB_OFFLINE = 1
-test-slow: export PYTHONDONTWRITEBYTECODE =
-test-slow: install  ## the tests that take minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not gpu" --durations=25
+test-slow:  ## the tests that take minutes
+	@$(MAKE) --no-print-directory suite MARKS="slow and not gpu"
 
 test-gpu: export HF_HUB_OFFLINE = 1
 test-gpu: install  ## the tests that need a GPU

@@ -8,10 +8,10 @@ CFG          batch=2
 SP           ulysses=2, ring=2 and ulysses=2 with ring=2: all three
 PipeFusion   two stages on two patches, each with fresh values of the other; the share is that of the lighter stage, doubled
 TP           tensor=2
-With --zoo it is the zoo's diffusion transformers by Ulysses on 2 and 4, each with how much of the work in products and attention
-is split, and how much of that which is done on tokens: the zoo's models have few, and what embeds times, texts and patches
-weighs more there than in use. Below 90 % it says what had to be gathered, and why. The exit code is 1 when a result differs by
-more than 1e-6.
+With --zoo it is the zoo's diffusion transformers by Ulysses on 2 and 4, each with how much of the work in products and
+attention is split, and how much of that which is done on tokens: the zoo's models have few, and what embeds times, texts and
+patches weighs more there than in use. Below 90 % it says what had to be gathered, and why. The exit code is 1 when a result
+differs by more than 1e-6.
 Each model runs in a process of its own, each way within --limit seconds; what is found is appended to --keep at once, and what
 stands there is not run again.
 """

@@ -152,7 +152,8 @@ def test_a_match_ends_with_what_it_left(xl, at, count, left, pattern):
 
 
 def test_what_is_left_is_of_the_same_class_in_the_same_modules_or_of_the_same_name():
-    assert found("blocks.0.attn.qkv").left.startswith("2 similar layers were not matched: blocks.0.attn.proj, blocks.1.attn.qkv (")
+    left = found("blocks.0.attn.qkv").left
+    assert left.startswith("2 similar layers were not matched: blocks.0.attn.proj, blocks.1.attn.qkv (")
     assert found("blocks.*.attn.*").left == ""  # the layers of the mlp are other ones
     assert found("head").left == found("patch_embed.proj").left == ""
     gates = fxplug.find(small.plain_vit().gm, fxplug.load_pass("scale", at="blocks.0.mlp"))
