@@ -8,6 +8,7 @@ result. It is made from an exported program, and kept as JSON.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -15,8 +16,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt
 from torch.export import ExportedProgram
 
-from ..core.artifacts.value_json import KINDS as GRAPH_KINDS
-from ..core.artifacts.value_json import TORCH_NAMES, Form, Placeholder, Read, decode, encode
+from ..core.artifacts.value_json import TORCH_NAMES, decode, encode
 from ..core.errors import DEFAULT, ArtifactError, FxplugError, GuardError, Limits, shown
 from ..core.ir.containers import children, rebuilt
 from ..core.torch_internals import modules as pytree
@@ -30,6 +30,13 @@ DTYPES = TORCH_NAMES[torch.dtype]
 KINDS = {kind.name: kind for kind in inspect._ParameterKind}
 SEEN = 256  # how many kinds of calls are remembered as right
 LONGEST = 1 << 20  # of the list of what a program gives
+
+
+class Placeholder:
+    """Stands among values for a tensor or a number by its place in the flat list, or for one that is `like` a text."""
+
+    def __init__(self, kind: str, content: Any) -> None:
+        self.kind, self.content = kind, content
 
 
 # --- making one
@@ -103,20 +110,18 @@ def _guards(program: ExportedProgram, arguments: dict[str, Any]) -> tuple[list[s
 
 
 def encoded(value: Any) -> Json:
-    """A nested value with marks for its tensors, as JSON."""
-    found: Json = encode(_plain(value), explicit=True)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """A nested value as lists, tuples and dicts; what is no plain data is kept by its text."""
-    if isinstance(value, (Placeholder, *PLAIN)):
-        return value
-    members = children(value)
-    if members is None:
-        return Placeholder("like", repr(value))
-    made = {key: _plain(member) for key, member in members}
-    return list(made.values()) if isinstance(value, list) else tuple(made.values()) if isinstance(value, tuple) else made
+    """A nested value with marks for its tensors, as JSON: an object with one key, its kind. What is no plain data is kept by
+    its text."""
+    if isinstance(value, Placeholder):
+        return {value.kind: value.content}
+    if isinstance(value, PLAIN):
+        return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else {"is": encode(value)}
+    if (members := children(value)) is None:
+        return {"like": repr(value)}
+    made = {key: encoded(member) for key, member in members}
+    if isinstance(value, (list, tuple)):
+        return {"list" if isinstance(value, list) else "tuple": list(made.values())}
+    return {"dict": [[encode(key), member] for key, member in made.items()]}
 
 
 # --- using one
@@ -257,38 +262,20 @@ def _parameter(entry: Json) -> inspect.Parameter:
     return inspect.Parameter(entry["name"], kind, default=None if "default" in entry else inspect.Parameter.empty)
 
 
-def _position(kind: str) -> Form:
-    def read(body: int, _: Read, limits: Limits) -> Placeholder:
-        if not 0 <= body < LONGEST:
-            raise ValueError(f"{shown(body)} is not a position of a tensor")
-        return Placeholder(kind, body)
-
-    return int, read
-
-
-def _scalar(body: Any, read: Read, limits: Limits) -> Any:
-    if not isinstance(body, PLAIN):
-        raise ValueError("it is not a plain value")
-    return read(body)
-
-
-MARKS: dict[str, Form] = {
-    "like": (str, lambda body, read, limits: Placeholder("like", body)),
-    "tensor": _position("tensor"),
-    "number": _position("number"),
-}
-FORMS: dict[str, Form] = {
-    **{kind: GRAPH_KINDS[kind][-2:] for kind in ("tuple", "dict", "float")},
-    "list": (list, lambda body, read, limits: [read(v) for v in body]),
-    "is": (object, _scalar),
-    **MARKS,
-}
-
-
 def _decoded(data: Any, marks: tuple[str, ...]) -> Any:
-    """An encoded value. Raises ArtifactError for what is none, or has marks of other kinds than these."""
-    forms = {kind: form for kind, form in FORMS.items() if kind not in MARKS or kind in ("like", *marks)}
-    return decode(data, forms=forms, where="a value")
+    """The value that `encoded` made this of. Raises ValueError for what is none, or has marks of other kinds than these."""
+    ((kind, body),) = data.items()
+    if kind == "is" and isinstance(body, PLAIN):
+        return decode(body)
+    if kind == "float":
+        return decode(data)
+    if kind in ("list", "tuple") and type(body) is list:
+        return (list if kind == "list" else tuple)(_decoded(member, marks) for member in body)
+    if kind == "dict" and len(made := {decode(key): _decoded(member, marks) for key, member in body}) == len(body):
+        return made
+    if kind == "like" and type(body) is str or kind in marks and type(body) is int and 0 <= body < LONGEST:
+        return Placeholder(kind, body)
+    raise ValueError(f"{shown(data)} is not an encoded value")
 
 
 def _places(value: Any, where: str) -> list[tuple[int, str]]:

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from .. import __version__
 from ..blocks.base import NAME
-from ..core.artifacts.value_json import Placeholder
 from ..core.errors import FxplugError, shown
 from ..core.ir.containers import children, rebuilt
 from ..core.ir.graph import change
@@ -28,7 +27,7 @@ from ..core.torch_internals.exporting import DEFAULT, OPSETS, translated, untran
 from ..core.torch_internals.tensors import OpOverload, assert_later
 from ..core.writing import locked, open_new
 from .aoti_writer import CompileRefused, Unfit, _state, hushed, quiet, refusing
-from .call_signature import Json, describe, encoded
+from .call_signature import Json, Placeholder, describe, encoded
 from .onnx_file import FORMAT, INSTALL, METADATA, data_name, is_data_of, sealed
 
 INLINE = 1 << 30  # bytes of weights that a model holds itself: protobuf ends at 2 GB, and what it holds is read at once

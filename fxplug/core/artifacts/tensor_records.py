@@ -61,7 +61,7 @@ def assemble_tensor(record: TensorRecord, parts: dict[str, Tensor], allow: Seque
     if "context" in record.model_fields_set:
         if not callable(getattr(cls, "__tensor_unflatten__", None)):
             raise ArtifactError(f"graph.json: {shown(record.cls)} cannot be made of plain tensors")
-        context = decode(record.context, forms=_context_kinds(allow))
+        context = decode(record.context, kinds=_context_kinds(allow))
         made: Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(record.shape), tuple(record.stride or ()))
     else:
         data = parts.pop(DATA)

@@ -125,42 +125,30 @@ class Unportable(Exception):
     """A value that has no JSON form."""
 
 
-class Placeholder:
-    """Stands among values for one that is not itself there, such as a tensor by its number: `{kind: content}` in JSON."""
-
-    __slots__ = ("content", "kind")
-
-    def __init__(self, kind: str, content: Any) -> None:
-        self.kind, self.content = kind, content
-
-
-def encode(value: Any, explicit: bool = False, kinds: Mapping[str, ValueKind] | None = None) -> Any:
+def encode(value: Any, kinds: Mapping[str, ValueKind] | None = None) -> Any:
     """A plain value as JSON: scalars and lists as they are, anything else as an object with one key, its kind.
 
-    With `explicit` scalars and lists are such objects, too: `{"is": 3}`, `{"list": [...]}`. Raises Unportable for anything that
-    is not data, of none of the `kinds`, by default those of a graph.
+    Raises Unportable for anything that is not data, of none of the `kinds`, by default those of a graph.
     """
     kinds = KINDS if kinds is None else kinds
     if isinstance(value, enum.Enum) and "member" not in kinds:
         value = value.value
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
-        if isinstance(value, float) and not math.isfinite(value):
-            return {"float": repr(float(value))}
-        scalar = value if value is None or isinstance(value, bool) else _base(value)
-        return {"is": scalar} if explicit else scalar
-    if isinstance(value, Placeholder):
-        return {value.kind: value.content}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(float(value))}
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float, str)) and not isinstance(value, enum.Enum):
+        return _base(value)
     if isinstance(value, fx.Node):
         return {"node": value.name}
 
     def write(member: Any) -> Any:
-        return encode(member, explicit, kinds)
+        return encode(member, kinds)
 
     if isinstance(value, list):
-        members = list(map(write, value))
-        return {"list": members} if explicit else members
+        return list(map(write, value))
     for name, kind in kinds.items():
         if isinstance(value, kind.cls) and (written := kind.write(value, write)) is not None:
             return {name: written}
@@ -192,50 +180,45 @@ def decode(
     data: Any,
     nodes: Mapping[str, fx.Node] | None = None,
     limits: Limits = DEFAULT,
-    forms: Mapping[str, ValueKind | Form] | None = None,
-    where: str = "graph.json",
+    kinds: Mapping[str, ValueKind] | None = None,
 ) -> Any:
-    """The value that `encode` wrote. Nodes are looked up in `nodes`; None refuses them. Raises ArtifactError.
-
-    `forms` are the kinds of values that there may be, by default those of a graph; `where` begins the text of an error.
-    """
-    forms = KINDS if forms is None else forms
+    """The value that `encode` wrote. Nodes are looked up in `nodes`; None refuses them. Raises ArtifactError."""
+    kinds = KINDS if kinds is None else kinds
     kind = type(data)
     if data is None or kind is bool or kind is int:
         return data
     if kind is str:
         if len(data) > limits.string:
-            raise ArtifactError(f"{where}: a text of {len(data)} characters; the limit is {limits.string}")
+            raise ArtifactError(f"graph.json: a text of {len(data)} characters; the limit is {limits.string}")
         return data
     if kind is float:
         if not math.isfinite(data):
-            raise ArtifactError(f"{where}: a number is too large for a float")
+            raise ArtifactError("graph.json: a number is too large for a float")
         return data
     if kind is list:
-        return [decode(v, nodes, limits, forms, where) for v in data]
+        return [decode(v, nodes, limits, kinds) for v in data]
     if kind is not dict or len(data) != 1:
-        raise ArtifactError(f"{where}: {shown(data)} is not an encoded value")
+        raise ArtifactError(f"graph.json: {shown(data)} is not an encoded value")
     ((name, body),) = data.items()
     if name == "node":
         if nodes is None:
-            raise ArtifactError(f"{where}: only a plain value is allowed here, not a node")
+            raise ArtifactError("graph.json: only a plain value is allowed here, not a node")
         if type(body) is not str or body not in nodes:
-            raise ArtifactError(f"{where}: an argument refers to the node {shown(body)}, which is not defined before it")
+            raise ArtifactError(f"graph.json: an argument refers to the node {shown(body)}, which is not defined before it")
         return nodes[body]
-    if name not in forms:
-        raise ArtifactError(f"{where}: no type of value is called {shown(name)}{did_you_mean(name, forms)}")
-    form, read = forms[name][-2:]
+    if name not in kinds:
+        raise ArtifactError(f"graph.json: no type of value is called {shown(name)}{did_you_mean(name, kinds)}")
+    form, read = kinds[name][-2:]
     if form is not object and type(body) is not form:
-        raise ArtifactError(f"{where}: {shown(data)} is not a valid {name}")
+        raise ArtifactError(f"graph.json: {shown(data)} is not a valid {name}")
     try:
-        return read(body, lambda v: decode(v, nodes, limits, forms, where), limits)
+        return read(body, lambda v: decode(v, nodes, limits, kinds), limits)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ArtifactError(f"{where}: {shown(data)} is not a valid {name}: {shown(str(error))}") from None
+        raise ArtifactError(f"graph.json: {shown(data)} is not a valid {name}: {shown(str(error))}") from None
 
 
 Read = Callable[[Any], Any]
 Write = Callable[[Any], Any]
-Form = tuple[type, Callable[[Any, Read, Limits], Any]]  # how the JSON of a kind of value begins, and what reads it
 
 
 def _float(body: str, read: Read, limits: Limits) -> float:
