@@ -9,7 +9,9 @@ Dynamo takes each for one operator of torch's library and does not look inside: 
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +20,30 @@ from torch import Tensor
 from ...blocks.low_rank import side
 from . import library
 
+Run = TypeVar("Run", bound=Callable[..., Any])
 MODES = ((False, False), (False, True), (True, False), (True, True))  # compiled, with gradients
 
 
+def operator(name: str, arguments: str) -> Callable[[Run], Run]:
+    """A function that is an operator of torch's library, of this name, where a compiler looks on."""
+
+    def decorate(run: Run) -> Run:
+        library.LIBRARY.define(f'{name}({arguments}, str form="fused") -> Tensor')  # type: ignore[no-untyped-call]
+        library.LIBRARY.impl(name, run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+        @functools.wraps(run)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            traced = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+            return getattr(torch.ops.fxplug, name)(*args, **kwargs) if traced else run(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+@operator("linear", "Tensor x, Tensor weight, Tensor? bias=None")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "fused") -> Tensor:
     """`torch.nn.functional.linear`, equal to it but for rounding: x (..., in), weight (out, in), bias (out,)."""
-    if _is_traced():
-        return torch.ops.fxplug.linear(x, weight, bias, form)  # type: ignore[no-any-return]
-    return _linear(x, weight, bias, form)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> Tensor:
     x, weight, bias = _cast(x, weight, bias)
     trained, compiled = trains(x, weight, bias), torch.compiler.is_compiling()
     ours = library.ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32 and _fits(x, weight)
@@ -38,6 +53,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> Tensor
     return product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
+@operator("linear_with_lora", f"{library.UPDATED}, Tensor scale")
 def lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, form: str = "fused"
 ) -> Tensor:
@@ -45,14 +61,6 @@ def lora_linear(
 
     x is (..., in), weight (out, in), bias (out,), down (rank, in), up (out, rank), scale one number.
     """
-    if _is_traced():
-        return torch.ops.fxplug.linear_with_lora(x, weight, bias, down, up, scale, form)  # type: ignore[no-any-return]
-    return _lora_linear(x, weight, bias, down, up, scale, form)
-
-
-def _lora_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, form: str
-) -> Tensor:
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
     trained = trains(x, weight, bias, down, up)
     way = _form(form, trained)
@@ -69,6 +77,7 @@ def _lora_linear(
     return y.view(shape)  # type: ignore[no-any-return]
 
 
+@operator("bank_linear", f"{library.UPDATED}, Tensor rows, int slots, int batch_dim=0")
 def bank_linear(
     x: Tensor,
     weight: Tensor,
@@ -86,22 +95,6 @@ def bank_linear(
     down (slots * rank, in), up (out, slots * rank), rows float32 (batch, slots * rank), a slot's weight repeated for its
     rank. On a CPU only slots with a weight cost time. The bank gets no gradient.
     """
-    if _is_traced():
-        return torch.ops.fxplug.bank_linear(x, weight, bias, down, up, rows, slots, batch_dim, form)  # type: ignore[no-any-return]
-    return _bank_linear(x, weight, bias, down, up, rows, slots, batch_dim, form)
-
-
-def _bank_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    down: Tensor,
-    up: Tensor,
-    rows: Tensor,
-    slots: int,
-    batch_dim: int,
-    form: str,
-) -> Tensor:
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
     trained = trains(x, weight, bias, down, up)
     way = _form(form, trained)
@@ -115,11 +108,6 @@ def _bank_linear(
 def trains(*tensors: Tensor | None) -> bool:
     """Whether autograd wants to see what is computed from these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _is_traced() -> bool:
-    """Whether a compiler looks on, which is to see one operator."""
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
 def _form(form: str, trained: bool) -> str:
@@ -139,12 +127,3 @@ def _cast(x: Tensor, *rest: Any) -> tuple[Any, ...]:
 
 def _fits(x: Tensor, *weights: Tensor) -> bool:
     return x.dim() > 1 and all(w.dtype == x.dtype for w in weights)
-
-
-for _name, _of, _run in (
-    ("linear", "Tensor x, Tensor weight, Tensor? bias, str form", _linear),
-    ("linear_with_lora", f"{library.UPDATED}, Tensor scale, str form", _lora_linear),
-    ("bank_linear", f"{library.UPDATED}, Tensor rows, int slots, int batch_dim, str form", _bank_linear),
-):
-    library.LIBRARY.define(f"{_name}({_of}) -> Tensor")  # type: ignore[no-untyped-call]
-    library.LIBRARY.impl(_name, _run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
