@@ -98,9 +98,9 @@ def test_all_linear_is_pefts_of_a_classifier_and_of_a_language_model():
         ("qvk", "no region 'qvk', and none ends with '.qvk' (did you mean 'qkv'?)"),
         ("attn.qvk", "none ends with '.attn.qvk' (did you mean 'attn.qkv'?)"),
         ("attn.*", "a pattern must match the whole path: '**.attn.*' matches 4 places"),
-        ("re:attn.qkv", "inside paths this is found at 2 places, for example blocks.0.attn.qkv: write 're:.*attn.qkv'"),
-        ("re:^attn.(qkv|proj)$", "write 're:.*(?:attn.(qkv|proj)$)'"),
-        ("re:qkv|fc1", "this is found at 4 places, for example blocks.0.attn.qkv: write 're:.*(?:qkv|fc1)'"),
+        ("re:attn.qkv", "a regular expression must match from the start of a path: 're:.*attn.qkv' matches 2 places"),
+        ("re:^attn.(qkv|proj)$", "'re:.*(?:attn.(qkv|proj)$)' matches 4 places"),
+        ("re:qkv|fc1", "'re:.*(?:qkv|fc1)' matches 4 places"),
         ("attn.{qkv,prj}", "'prj' of the braces in 'attn.{qkv,prj}' matched 0 places"),
         ("**.attn.{qkv,prj}", "'prj' of the braces in '**.attn.{qkv,prj}' matched 0 places"),
         ("{qvk,prj}", "(did you mean 'qkv'?)\n  no region 'prj'"),
@@ -217,7 +217,7 @@ def test_what_a_hint_says_to_write_finds_what_it_says():
     for expression in ("attn.qkv", "qkv|fc1", "^mlp", "(fc1|fc2)$"):
         with pytest.raises(fxplug.MatchError) as caught:
             found(f"re:{expression}")
-        count, text = re.search(r"found at (\d+) places?, .* write '(re:.*)'$", str(caught.value)).groups()
+        text, count = re.search(r"'(re:.*)' matches (\d+) places?$", str(caught.value)).groups()
         assert len(found(text)) == int(count)
 
 

@@ -24,7 +24,8 @@ from torch import nn
 
 import fxplug
 from fxplug.core.capture.frozen_values import alike, difference, frozen
-from fxplug.core.capture.isolation import process_settings, random_state
+from fxplug.core.capture.isolation import random_state
+from fxplug.core.ir.ops import modes
 
 
 class Slotted:
@@ -363,7 +364,7 @@ def fingerprint(model: nn.Module) -> Any:
     patched = [nn.Module._call_impl, math.floor, torch.no_grad.__enter__, torch.autocast.__enter__, torch.from_numpy]
     patched += [vars(torch.autograd.Function)["apply"], "training" in vars(nn.Module)]
     values = {n: frozen(t.detach()) for n, t in tensors.items()}
-    return values, kept, places, frozen(random_state()), process_settings(), patched
+    return values, kept, places, frozen(random_state()), modes(), patched
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -632,7 +632,7 @@ def _changed(model):
     (lambda gm: gm, lambda m: _changed(m), "changed since: 'norm.eps' differs"),
     (lambda gm: gm, lambda m: Table(), "'Table' differs"),
     (lambda gm: gm, lambda m: 3, "the model that was traced, not 3"),
-    (lambda gm: 3, lambda m: m, "takes a traced module, not 3"),
+    (lambda gm: 3, lambda m: m, "takes a traced module, not int"),
     (lambda gm: fxplug.merge(fxplug.apply(gm, fxplug.load_pass("lora", at="layer", rank=2))), lambda m: m, "merged"),
     (lambda gm: (gm.recompile(), gm)[1], lambda m: m, "edited by hand"),
 ])  # fmt: skip

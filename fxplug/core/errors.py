@@ -148,6 +148,11 @@ def shown(value: object, length: int = 80) -> str:
     return brief(value, length)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 def cut(text: str, length: int) -> str:
     """A text of at most so many characters, with `...` where its end is left out."""
     return text if len(text) <= length else text[: length - 3] + "..."

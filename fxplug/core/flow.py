@@ -58,7 +58,7 @@ class Result:
     @property
     def listing(self) -> str:
         """Every site with its shapes, and the parameters that each pass adds: as long as there are sites."""
-        return self._listed(_site_rows)
+        return self._listed(lambda found: (f"  {site}{block}" for site, block in found))
 
     @property
     def folded(self) -> str:
@@ -252,11 +252,6 @@ def with_config_lines(config: Config, *indices: int) -> Iterator[None]:
             raise
         text = f"{error}\n  given at {where}"
         raise (SpecError(text) if isinstance(error, SpecError) else type(error)(text)) from error
-
-
-def _site_rows(found: Iterable[tuple[Site, str]]) -> Iterator[str]:
-    for site, block in found:
-        yield f"  {site}{block}"
 
 
 def _folded_rows(found: Iterable[tuple[Site, str]]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from .errors import TraceError
 from .torch_internals.modules import forward_hooks
@@ -165,14 +165,6 @@ def rebuilding(layer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         facts["quant_type"] = weight.quant_type
     kept = {name: getattr(layer, name) for name in ("compute_dtype", "compute_type_is_set")}
     return {**arguments, **facts}, kept
-
-
-def reads_packed(root: nn.Module, value: Any) -> bool:
-    """Whether a node of a graph reads a packed weight of a module."""
-    if not isinstance(value, fx.Node) or value.op != "get_attr":
-        return False
-    owner, _, last = str(value.target).rpartition(".")
-    return is_packed(root.get_submodule(owner)._parameters.get(last))
 
 
 def described(module: nn.Module) -> str:

@@ -205,7 +205,7 @@ def _shapes_and_gradients(
     reached: set[str] = set()
     if kind := next((kind for t in leaves(call) if isinstance(t, torch.Tensor) and (kind := other_kind(t))), ""):
         raise VerifyError(f"an example input is a {kind} tensor, which a graph cannot take: {TO_DENSE}")
-    if any(_reads_values(graph) for graph in new.graphs.values()):
+    if any(n.op == "call_method" and n.target in ("item", "tolist") for graph in new.graphs.values() for n in graph.nodes):
         raise Unchecked("the model reads values from its data, which fake tensors do not have")
     for graph in new.graphs.values():
         needed = any(name not in reached for name in wanted)  # one mode that trains a parameter is enough
@@ -251,10 +251,6 @@ def _lost(names: list[str], probe: Probe) -> str:
         return text
     entry = cut.meta["pass"]
     return f"{text}; {entry['name']}: block {entry['block']} at '{entry['site']}' passes no gradient on"
-
-
-def _reads_values(graph: fx.Graph) -> bool:
-    return any(n.op == "call_method" and n.target in ("item", "tolist") for n in graph.nodes)
 
 
 # --- modules that several processes run together

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from ..core.errors import SpecError, did_you_mean
 from ..core.ir.graph import copy_graph, erase_unused, insert, meta_of, replace, set_argument
-from ..core.ir.traced_module import TracedModule, shell
+from ..core.ir.traced_module import TracedModule, check_traced, shell
 from ..core.spec.addresses import identifier
 from ..core.torch_internals.modules import BatchNorm, InstanceNorm
 
@@ -27,8 +27,7 @@ def freeze_norms(gm: TracedModule, frozen: Callable[[str], bool] | Collection[st
     around it that has some. Held norms write no buffer. Evaluation is what it was, bit for bit; so is training of what is
     not frozen. Raises SpecError for a name that no parameter has.
     """
-    if not isinstance(gm, TracedModule):
-        raise SpecError(f"hold_norms takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+    check_traced(gm, "freeze_norms")
     names = [name for name, _ in gm.named_parameters(remove_duplicate=False)]
     if not callable(frozen):
         for name in sorted(set(frozen) - set(names)):
@@ -45,7 +44,7 @@ def freeze_norms(gm: TracedModule, frozen: Callable[[str], bool] | Collection[st
                 if isinstance(module, TRACKING) and module.running_mean is not None and held.norm(str(node.target)):
                     _open(graph, node, module)
             elif node.target in CALLS and (path := _owner(node)) is not None and held.norm(path):
-                _use_running_statistics(node)
+                set_argument(node, *CALLS[node.target], False)
                 counts.add(f"{path}.num_batches_tracked")
         for node in [n for n in graph.nodes if n.target in ("add_", "copy_") and not n.users]:
             count = node.args[0]
@@ -98,8 +97,3 @@ def _owner(node: fx.Node) -> str | None:
     """The module whose running statistics a call of batch_norm reads."""
     mean = node.args[1] if len(node.args) > 1 else node.kwargs.get("running_mean")
     return str(mean.target).rpartition(".")[0] if isinstance(mean, fx.Node) and mean.op == "get_attr" else None
-
-
-def _use_running_statistics(node: fx.Node) -> None:
-    """Let a norm's function read the running statistics."""
-    set_argument(node, *CALLS[node.target], False)

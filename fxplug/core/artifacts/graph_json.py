@@ -104,15 +104,12 @@ def _write_target(node: fx.Node) -> Any:
             called = f"{node.target.__module__}.{node.target.__qualname__}"  # type: ignore[union-attr]
         else:
             called = torch.overrides.resolve_name(node.target) or repr(node.target)
+        region = next(reversed(node.meta.get("nn_module_stack") or {"": None})) or "a submodule"
         raise ArtifactError(
             f"the node '{node.name}' calls {called}, which is not one of the functions that an artifact may call: trace again "
-            f"and keep the module that calls it whole, leaf: [{_region(node)}]"
+            f"and keep the module that calls it whole, leaf: [{region}]"
         )
     return record
-
-
-def _region(node: fx.Node) -> str:
-    return next(reversed(node.meta.get("nn_module_stack") or {"": None})) or "a submodule"
 
 
 def _write_meta(node: fx.Node, stacks: list[Any], known: dict[str, int]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Manifest(Free):
 
 def listed(data: dict[str, Any], folder: object) -> dict[str, FileRecord]:
     """The files of an artifact. Raises ArtifactError."""
-    check_format(data, FORMAT, lambda finding: ArtifactError(f"{folder} {finding}"))
+    check_format(data, FORMAT, about(str(folder)))
     files = check_record(Manifest, data, MANIFEST).files
     for name in files:
         if "/" in name or "\\" in name or name in ("", ".", "..") or "\0" in name:

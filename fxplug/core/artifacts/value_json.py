@@ -221,12 +221,6 @@ Read = Callable[[Any], Any]
 Write = Callable[[Any], Any]
 
 
-def _float(body: str, read: Read, limits: Limits) -> float:
-    if body not in ("inf", "-inf", "nan"):
-        raise ArtifactError(f"graph.json: {shown(body)} is not a float")
-    return float(body)
-
-
 def _dict(body: list[Any], read: Read, limits: Limits) -> dict[Any, Any]:
     made = {decode(k, None, limits): read(v) for k, v in body}
     if len(made) < len(body):
@@ -239,11 +233,6 @@ def _range(body: list[Any], read: Read, limits: Limits) -> range:
     if -(-abs(found.stop - found.start) // abs(found.step)) > limits.members:
         raise ArtifactError(f"graph.json: {shown(found)} has more than {limits.members} members")
     return found
-
-
-def _complex(body: list[Any], read: Read, limits: Limits) -> complex:
-    real, imaginary = (decode(v, None, limits) for v in body)
-    return complex(real, imaginary)
 
 
 def _device(body: str, read: Read, limits: Limits) -> torch.device:
@@ -268,7 +257,7 @@ class ValueKind(NamedTuple):
     read: Callable[[Any, Read, Limits], Any]
 
 
-def _named_kind(name: str, cls: type, table: Mapping[str, Any]) -> ValueKind:
+def _named_kind(name: str, cls: type | tuple[type, ...], table: Mapping[str, Any]) -> ValueKind:
     """Values that torch or Python has names for."""
     names = {value: key for key, value in table.items()}
 
@@ -302,8 +291,10 @@ KINDS: dict[str, ValueKind] = {
         lambda body, read, limits: slice(*map(read, body)),
     ),
     "range": ValueKind(range, lambda v, write: [v.start, v.stop, v.step], list, _range),
-    "float": ValueKind((), lambda v, write: None, str, _float),
-    "complex": ValueKind(complex, lambda v, write: [encode(v.real), encode(v.imag)], list, _complex),
+    "float": _named_kind("float", (), {text: float(text) for text in ("inf", "-inf", "nan")}),
+    "complex": ValueKind(
+        complex, lambda v, write: [write(v.real), write(v.imag)], list, lambda body, read, limits: complex(*map(read, body))
+    ),
     "ellipsis": ValueKind(type(...), lambda v, write: True, bool, lambda body, read, limits: ...),
     "bytes": ValueKind(bytes, lambda v, write: v.hex(), str, lambda body, read, limits: bytes.fromhex(body)),
     "device": ValueKind(torch.device, lambda v, write: str(v), str, _device),

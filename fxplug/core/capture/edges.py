@@ -17,7 +17,7 @@ from torch import fx, nn
 from .. import quantised
 from ..errors import TraceError
 from ..ir import ops
-from ..ir.containers import children, has_tensor, leaves, map_leaves, put_back, rebuilt
+from ..ir.containers import children, has_tensor, leaves, map_leaves, rebuilt
 from ..ir.graph import insert
 from ..spec.addresses import Port, identifier
 from ..torch_internals.modules import call_with_hooks, forward_hooks
@@ -74,7 +74,7 @@ class RegionEdges:
         entered, entered_kw = self.enter(key, module, args, kwargs, originals)
         out = self.leave(key, call_with_hooks(module, *entered, **entered_kw))
         for value in (*args, *kwargs.values()):
-            put_back(value, originals)
+            map_leaves(value, lambda t, _: originals.get(id(t), (t, t))[1], in_place=True)
         recording.modules.pop()
         recording.frame = outer
         return out

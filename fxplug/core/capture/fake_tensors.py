@@ -178,10 +178,6 @@ def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: record(function, self)
 
 
-def _plain_attribute(name: str) -> property:
-    return property(lambda self: getattr(self.plain(), name))
-
-
 def _binary(function: Callable[..., Any], swapped: bool = False) -> Callable[..., Any]:
     def method(self: Number, other: Any) -> Any:
         if isinstance(other, complex):
@@ -207,7 +203,7 @@ for _name in "ceil floor trunc".split():  # noqa: SIM905
 
 # what numbers have beside arithmetic
 for _name in "real imag numerator denominator conjugate is_integer as_integer_ratio bit_length bit_count hex to_bytes".split():  # noqa: SIM905
-    setattr(Number, _name, _plain_attribute(_name))
+    setattr(Number, _name, property(lambda self, name=_name: getattr(self.plain(), name)))  # type: ignore[misc]
 
 
 def recorded_math(name: str) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ import operator
 import threading
 import weakref
 from collections import Counter
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -331,13 +330,10 @@ class Nodes(TorchFunctionMode, Recorder):
         """A plain value that a node gives, as Python gets it: numbers remember their node, what is true or false is decided."""
         node.meta["value"] = value
         kind = KINDS.get(type(value))
-        if kind is None or self.wants_plain(user_frame() if self.plain else None):
+        frame = user_frame() if self.plain else None
+        if kind is None or (frame is not None and frame.f_code in self.plain):  # of code that failed on recorded numbers before
             return self.settle(node, value)
         return kind(self, node, value)
-
-    def wants_plain(self, frame: FrameType | None) -> bool:
-        """Whether code runs that failed on recorded numbers in an earlier try."""
-        return frame is not None and frame.f_code in self.plain
 
     def settle(self, node: fx.Node, value: Any) -> Any:
         """Python needs the plain value of a node."""

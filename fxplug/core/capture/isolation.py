@@ -17,13 +17,12 @@ import torch
 from torch import fx, nn
 
 from .. import quantised
-from ..errors import TraceError
+from ..errors import SpecError, TraceError
 from ..ir import ops
 from ..ir.containers import RESERVED, Container, plain_attributes
 from ..ir.graph import Graph
-from ..ir.ops import CASTING
 from ..ir.traced_module import OWN_STATE, TracedModule, class_names
-from ..torch_internals.modules import CALL, COMPILED, call_with_hooks, set_grad_enabled
+from ..torch_internals.modules import CALL, COMPILED, call_with_hooks
 from ..torch_internals.tensors import memory_id
 from .module_state import Journal, State, StatePlace, keys_of, storage_of
 
@@ -94,34 +93,13 @@ def calls(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterato
         _tracing.call = original
 
 
-def _set_autocast(kind: str, enabled: bool, dtype: torch.dtype) -> None:
-    torch.set_autocast_enabled(kind, enabled)
-    torch.set_autocast_dtype(kind, dtype)
-
-
-# modes of torch that code in forward can switch: name, how to read one, how to set it
-SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
-    ("gradients", torch.is_grad_enabled, set_grad_enabled),
-    ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    ("autocast's cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    *(
-        (
-            f"autocast on {kind}",
-            lambda kind=kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-            lambda value, kind=kind: _set_autocast(kind, *value),
-        )
-        for kind in CASTING
-    ),
-)
-
-
 @contextlib.contextmanager
 def restore_after(state: State) -> Iterator[None]:
     """Give back what a run of `forward` changes in what was noted in `state`, random generators, and modes of torch.
 
     No cache of a function may keep a fake tensor. The values of tensors are given back where they are written: see `Journal`.
     """
-    settings, draws = process_settings(), random_state()
+    modes, draws = ops.modes(), random_state()
     for cache in state.caches:
         cache.cache_clear()
     try:
@@ -132,19 +110,7 @@ def restore_after(state: State) -> Iterator[None]:
         state.restore()
         state.restore_tensors()
         set_random_state(draws)
-        set_process_settings(settings)
-
-
-def process_settings() -> list[Any]:
-    """The values of SETTINGS."""
-    return [read() for _, read, _ in SETTINGS]
-
-
-def set_process_settings(values: list[Any]) -> None:
-    """Put the settings back to what `process_settings` found."""
-    for (_, read, write), value in zip(SETTINGS, values, strict=True):
-        if read() != value:
-            write(value)
+        ops.set_modes(modes)
 
 
 def random_state() -> tuple[Any, ...]:
@@ -338,3 +304,21 @@ class Unchanged(Journal):  # type: ignore[no-untyped-call]
         for path, name in dict.fromkeys(changed):
             found.setdefault(path, []).append(str(name))
         return found
+
+
+@contextlib.contextmanager
+def unchanged(root: nn.Module, who: str, where: object = "") -> Iterator[Unchanged]:
+    """Take back what is done to a model meanwhile. Raises SpecError for it, with `where` what does it is asked for."""
+    before, changed = Unchanged(root), dict[str, list[str]]()
+    try:
+        yield before
+    finally:
+        changed = before.undo()
+    if changed:
+        path, names = next(iter(changed.items()))
+        more = f" and {len(changed) - 1} more modules" if len(changed) > 1 else ""
+        raise SpecError(
+            f"{who} changes the model while it is built: {', '.join(names)} of '{path}'{more}; change a copy of it, or change "
+            "the model before it is traced",
+            where=where,
+        )

@@ -60,7 +60,8 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for index, argument in enumerate(schema(func).arguments):
-            if _is_written(argument):
+            # batch norms do not say that they move their running statistics
+            if argument.name.startswith("running_") or (argument.alias_info and argument.alias_info.is_write):
                 for value in leaves(args[index] if index < len(args) else kwargs.get(argument.name)):
                     self.keep(value)
         out = func(*args, **kwargs)  # which a recording that listens still sees: a script function's operations come here only
@@ -99,11 +100,6 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage.nbytes() != then.nbytes():
                 storage.resize_(then.nbytes())
             storage.copy_(then)
-
-
-def _is_written(argument: Any) -> bool:
-    # batch norms do not say that they move their running statistics
-    return bool(argument.alias_info and argument.alias_info.is_write) or argument.name.startswith("running_")
 
 
 def storage_of(value: Any) -> torch.UntypedStorage | None:
@@ -163,18 +159,6 @@ def _put_members(value: Any, members: Any) -> None:
     (value.update if isinstance(value, set) else value.extend)(members)
 
 
-def _put_array(value: np.ndarray, copy: np.ndarray) -> None:
-    value[...] = copy
-
-
-def _put_bit_state(value: np.random.Generator, state: Any) -> None:
-    value.bit_generator.state = state
-
-
-def _same_arrays(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.tobytes() == b.tobytes() if a.dtype != object else _identical(a.ravel(), b.ravel())
-
-
 def _same_generators(a: torch.Generator, b: torch.Generator) -> bool:
     with unset_fake_temporarily():
         return torch.equal(a.get_state(), b.get_state())
@@ -187,11 +171,17 @@ KINDS: dict[type, StateKind] = {
     set: StateKind(lambda v: set(set.__iter__(v)), lambda a, b: a == b, _put_members),
     bytearray: StateKind(bytes, lambda a, b: a == b, _put_list),
     array.array: StateKind(lambda v: v[:], lambda a, b: a.tobytes() == b.tobytes(), _put_list),
-    np.ndarray: StateKind(lambda v: v.copy(), _same_arrays, _put_array),
+    np.ndarray: StateKind(
+        lambda v: v.copy(),
+        lambda a, b: a.tobytes() == b.tobytes() if a.dtype != object else _identical(a.ravel(), b.ravel()),
+        lambda v, s: v.__setitem__(..., s),
+    ),
     torch.Generator: StateKind(lambda v: v.clone_state(), _same_generators, lambda v, s: v.set_state(s.get_state())),
     random.Random: StateKind(lambda v: v.getstate(), lambda a, b: a == b, lambda v, s: v.setstate(s)),
     np.random.RandomState: StateKind(lambda v: v.get_state(), lambda a, b: repr(a) == repr(b), lambda v, s: v.set_state(s)),
-    np.random.Generator: StateKind(lambda v: v.bit_generator.state, lambda a, b: repr(a) == repr(b), _put_bit_state),
+    np.random.Generator: StateKind(
+        lambda v: v.bit_generator.state, lambda a, b: repr(a) == repr(b), lambda v, s: setattr(v.bit_generator, "state", s)
+    ),
 }
 
 

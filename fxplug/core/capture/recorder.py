@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import TraceError
 from ..ir import functions, ops
-from ..ir.containers import children, map_leaves
+from ..ir.containers import leaves, map_leaves
 from ..torch_internals.modules import set_grad_enabled
 from ..torch_internals.tensors import (
     DisableTorchFunction,
@@ -141,7 +141,7 @@ class Recording(RecordedNumbers):
         """Run a torch function and record it under its public name."""
         if kwargs.get("generator") is torch.default_generator:
             kwargs = {**kwargs, "generator": None}  # which is the one without any
-        if func in CONSTANTS and not self.traced(args) and not self.traced(kwargs):
+        if func in CONSTANTS and not any(isinstance(x, (Number, torch.Tensor)) for x in leaves((args, kwargs))):
             made = self.made_constant(func, args, kwargs)
             if made is not None:
                 return made
@@ -312,13 +312,6 @@ class Recording(RecordedNumbers):
         self.numbers.clear()
         while (tensor := getattr(tensor, "_fxplug_of", None)) is not None:  # type: ignore[assignment]
             func(tensor, *rest, **kwargs)
-
-    def traced(self, value: Any) -> bool:
-        """Whether a value is a tensor or a recorded number, or holds one."""
-        if isinstance(value, (Number, torch.Tensor)):
-            return True
-        members = children(value)
-        return members is not None and any(self.traced(m) for _, m in members)
 
     def made_constant(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A tensor made from Python or numpy data: small ones are made anew at each call, others become a buffer."""

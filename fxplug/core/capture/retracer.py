@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..errors import FxplugError, SpecError, TraceError, shown
-from ..ir.containers import PLAIN_TYPES, Container, leaves
+from ..ir.containers import PLAIN_TYPES, Container, leaves, tensor_at
 from ..ir.graph import signature_of
-from ..ir.traced_module import TracedModule
+from ..ir.traced_module import TracedModule, check_traced
 from ..ir.variants import LIMIT, VariantCache, Variants, as_kind
 from ..torch_internals.modules import forward_hooks
 from .fake_tensors import KINDS
@@ -53,8 +53,7 @@ def with_retracer(module: V, model: nn.Module, limit: int = LIMIT) -> V:
 
 
 def _checked(gm: Any) -> TracedModule:
-    if not isinstance(gm, TracedModule):
-        raise SpecError(f"variants takes a traced module, not {shown(gm, 80)}: fxplug.trace makes one")
+    check_traced(gm, "variants")
     saved = isinstance(gm, Variants) and gm._variants.retrace is None and gm._variants.made
     if gm._steps is None or saved:
         raise SpecError(
@@ -62,7 +61,7 @@ def _checked(gm: Any) -> TracedModule:
             "its graph was edited by hand): call variants(...) on the traced module, or on what apply, lower and bind have "
             "made of it"
         )
-    return gm
+    return gm  # type: ignore[no-any-return]
 
 
 class Retracer:
@@ -153,7 +152,7 @@ def _with_tensors_of(owner: TracedModule, model: nn.Module) -> Iterator[None]:
                 own = getattr(module, table)
                 for key, value in own.items():
                     name = f"{path}.{key}" if path else key
-                    found = _tensor(owner, path, table, key)
+                    found = tensor_at(owner, name)
                     if value is None or found is value:
                         continue
                     if found is None or found.shape != value.shape:
@@ -164,10 +163,3 @@ def _with_tensors_of(owner: TracedModule, model: nn.Module) -> Iterator[None]:
     finally:
         for own, key, value in reversed(before):
             own[key] = value
-
-
-def _tensor(owner: nn.Module, path: str, table: str, key: str) -> Any:
-    try:
-        return getattr(owner.get_submodule(path), table).get(key)
-    except AttributeError:
-        return None

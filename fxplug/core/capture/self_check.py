@@ -14,21 +14,12 @@ from torch import nn
 from ..errors import GuardError, TraceError
 from ..ir.containers import Container, equal, leaves, map_leaves
 from ..ir.functions import is_random
-from ..ir.ops import other_kind
+from ..ir.ops import modes, other_kind, set_modes
 from ..ir.traced_module import TracedModule
 from ..torch_internals.tensors import FakeTensor, memory_id
 from .fake_tensors import fake
 from .frozen_values import alike, copied, difference, frozen, of_other_sizes, rounded, value_changes
-from .isolation import (
-    SETTINGS,
-    Recorded,
-    equal_random_state,
-    process_settings,
-    random_state,
-    restore_after,
-    set_process_settings,
-    set_random_state,
-)
+from .isolation import Recorded, equal_random_state, random_state, restore_after, set_random_state
 from .module_state import Journal, State, StatePlace, storage_of
 from .recorder import Recording
 
@@ -57,8 +48,8 @@ def check(model: nn.Module, gm: TracedModule, call: Any, state: State, more_grad
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # which enables gradients
         stack.enter_context(torch.set_grad_enabled(grad))
-        # modules that the graph keeps whole are copies, and may keep things as well
-        whole = State(*_opaque_modules(gm))
+        # modules that the graph keeps whole are copies, and those of others may keep things as well
+        whole = State(*(m for m in gm.modules() if type(m).__module__.partition(".")[0] not in ("torch", "fxplug")))
         stack.enter_context(restore_after(state))
         stack.enter_context(restore_after(whole))
         # what autograd saves is let go at once; a model that differentiates in its forward needs it. A guard may hold
@@ -152,11 +143,6 @@ def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State,
         )
 
 
-def _opaque_modules(gm: TracedModule) -> list[nn.Module]:
-    """The modules that are kept whole and are none of torch's: their code may keep things from call to call."""
-    return [m for m in gm.modules() if type(m).__module__.partition(".")[0] not in ("torch", "fxplug")]
-
-
 def check_kept(
     model: nn.Module,
     call: Any,
@@ -192,6 +178,19 @@ def check_kept(
         raise TraceError(_text_of_kept(kept[0]))
 
 
+class ValueNotSaved(RuntimeError):
+    """A backward pass wants a value that was not kept."""
+
+
+def save_nothing() -> contextlib.AbstractContextManager[Any]:
+    """Let autograd keep no value for a backward pass, which is a ValueNotSaved then."""
+
+    def refuse(_: None) -> torch.Tensor:
+        raise ValueNotSaved("what autograd saved was let go")
+
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: None, refuse)
+
+
 class _Outcome(NamedTuple):
     """What one call gave and left behind."""
 
@@ -202,7 +201,7 @@ class _Outcome(NamedTuple):
     buffers: dict[str, torch.Tensor]
     memory: dict[int, torch.UntypedStorage]
     draws: tuple[Any, ...]
-    settings: list[Any]
+    settings: dict[str, Any]
 
 
 class _Pair:
@@ -215,7 +214,7 @@ class _Pair:
         self.more_gradients = more
         self.example = call
         self.tables = {id(m._buffers): (f"{path}." if path else "", m) for path, m in model.named_modules()}
-        self.start = random_state(), process_settings()
+        self.start = random_state(), modes()
         self.journal = Journal()
 
     # --- runs
@@ -227,7 +226,7 @@ class _Pair:
         args, kwargs = inputs = copied(self.example if example is None else example, self.other if step == 1 else "")
         given = [t for t in leaves(inputs) if isinstance(t, torch.Tensor)]
         lean = self.lean and torch.is_grad_enabled()
-        hooks = torch.autograd.graph.saved_tensors_hooks(_let_go, _raise_saved_freed) if lean else contextlib.nullcontext()
+        hooks = save_nothing() if lean else contextlib.nullcontext()
         out: Any = None
         error: Exception | None = None
         try:
@@ -239,7 +238,7 @@ class _Pair:
         with torch.no_grad():
             out, inputs = map_leaves(out, _kept), map_leaves(inputs, _kept)
             buffers = {name: _kept(b, ()) for name, b in module.named_buffers(remove_duplicate=False)}
-        return _Outcome(out, facts, error, inputs, buffers, self.journal.now(), random_state(), process_settings())
+        return _Outcome(out, facts, error, inputs, buffers, self.journal.now(), random_state(), modes())
 
     def rewind(self, to: _Outcome | None = None) -> None:
         """Put everything back to before the first call; or to after one, but for what Python code keeps."""
@@ -249,7 +248,7 @@ class _Pair:
             state.restore()
             state.restore_tensors()
         set_random_state(draws)
-        set_process_settings(settings)
+        set_modes(settings)
 
     # --- comparing
 
@@ -313,8 +312,8 @@ class _Pair:
             return problem
         if not equal_random_state(a.draws, b.draws) and (threading.active_count() == 1 or self.may_draw()):
             return DRAWS
-        for (name, _, _), mine, other in zip(SETTINGS, a.settings, b.settings, strict=True):
-            if mine != other and name != "gradients":  # a graph gives them back also where the model leaves them switched
+        for name, mine in a.settings.items():
+            if mine != (other := b.settings[name]) and name != "gradients":  # which a graph gives back, as a model may not
                 return f"after the call, {name} is {other} instead of {mine}"
         return None
 
@@ -457,11 +456,3 @@ def _close(a: Any, b: Any) -> bool:
     """Whether two results differ by no more than rounding, where a device adds up in another order each time."""
     pairs = [(x, y) for x, y in zip(leaves(a), leaves(b), strict=True) if isinstance(x, torch.Tensor)]
     return all(equal(x, y) or (x.device.type != "cpu" and rounded(x, y)) for x, y in pairs)
-
-
-def _let_go(tensor: torch.Tensor) -> None:
-    return None
-
-
-def _raise_saved_freed(_: None) -> torch.Tensor:
-    raise RuntimeError("what autograd saved was let go")

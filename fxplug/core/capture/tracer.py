@@ -81,11 +81,12 @@ def trace(
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
     call: Any = (tuple(args), dict(kwargs or {}))
     options: dict[str, Any] = {"leaf": patterns, "real": real, "keep": False}
-    derived = _find_derived(model)
-    gm = _checked_trace(model, patterns, real, check, call, False, derived)
-    if derived and not _holds_beside(model, gm, call, check):  # it is more than what was made of the weights
-        options["keep"] = True
-        gm = _checked_trace(model, patterns, real, check, call, False, [])
+    with exclusive_trace(model):
+        derived = find_derived(model)
+        gm = _checked_trace(model, patterns, real, check, call, False, derived)
+        if derived and not _holds_beside(model, gm, call, check):  # it is more than what was made of the weights
+            options["keep"] = True
+            gm = _checked_trace(model, patterns, real, check, call, False, [])
     if patterns or real is not None or options["keep"]:
         gm.meta["trace"] = options
     return gm
@@ -96,12 +97,8 @@ def retrace(model: nn.Module, call: Any, open_numbers: bool, leaf: list[str], re
 
     With `open_numbers` the numbers in the call are inputs of the graph; with `keep` it has what modules hold otherwise.
     """
-    return _checked_trace(model, leaf, real, True, call, open_numbers, [] if keep else _find_derived(model))
-
-
-def _find_derived(model: nn.Module) -> Derived:
     with exclusive_trace(model):
-        return find_derived(model)
+        return _checked_trace(model, leaf, real, True, call, open_numbers, [] if keep else find_derived(model))
 
 
 def _holds_beside(model: nn.Module, gm: TracedModule, call: Any, check: bool) -> bool:
@@ -111,8 +108,7 @@ def _holds_beside(model: nn.Module, gm: TracedModule, call: Any, check: bool) ->
     if not check:
         return False
     try:
-        with exclusive_trace(model):
-            self_check.check(model, gm, call, State(model), more_gradients=True)
+        self_check.check(model, gm, call, State(model), more_gradients=True)
     except FxplugError:
         return False
     return True
@@ -121,7 +117,7 @@ def _holds_beside(model: nn.Module, gm: TracedModule, call: Any, check: bool) ->
 def _checked_trace(
     model: nn.Module, patterns: list[str], real: bool | None, check: bool, call: Any, open_numbers: bool, derived: Derived
 ) -> TracedModule:
-    with exclusive_trace(model), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         if derived:
             stack.enter_context(restore_after(State(model)))
             drop(derived)
@@ -141,12 +137,6 @@ def _checked_trace(
         except FxplugError:
             raise
         except Exception as error:  # torch's, or the model's own
-            if isinstance(error, AttributeError) and str(error) == "'FakeTensor' object has no attribute 'names'":
-                where = ": ".join(source_line(error))
-                finding = (
-                    f"{where}: reads Tensor.names, which cannot be captured in a graph: do not use named dimensions, or keep"
-                )
-                raise TraceError(f"{finding} the module whole: leaf: [its path]") from error
             if isinstance(self_check.one_call(model, call, State(model)), type):
                 raise
             text = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 300)}"
@@ -274,7 +264,8 @@ def _record(job: _Job, training: bool | None) -> Recorded:
         raise
     except Exception as error:  # the model's or torch's
         only_fake = job.real is False or on_meta
-        if not lacks_values(error) and (only_fake or _fails_by_itself(job)):
+        # or the model fails in this call without being traced, too
+        if not lacks_values(error) and (only_fake or isinstance(self_check.one_call(job.model, job.call, job.state), type)):
             raise  # else torch has no such function on fake tensors, or another one
         if only_fake:
             if not isinstance(error, NeedsValues):
@@ -291,11 +282,6 @@ def _record(job: _Job, training: bool | None) -> Recorded:
         raise
     job.reasons.append(reason)
     return recorded
-
-
-def _fails_by_itself(job: _Job) -> bool:
-    """Whether the model fails in this call without being traced."""
-    return isinstance(self_check.one_call(job.model, job.call, job.state), type)
 
 
 def _run(job: _Job, on_fakes: bool, training: bool | None) -> Recorded:
@@ -435,5 +421,3 @@ def _check_names(model: nn.Module) -> None:
             "front"
         )
         warnings.warn(f"the name {unsaved[0]!r} of a module or tensor cannot be in an artifact; {text}", stacklevel=3)
-
-

@@ -13,7 +13,7 @@ from ..errors import SpecError
 from ..flow import Result, rewrite
 from ..ir.containers import parameters as counted
 from ..ir.text import diff
-from ..reading import Raises, reported
+from ..reading import about, reported
 from ..spec.pass_file import REQUIRED, Draft, open_pass, shipped
 from ..spec.schema import parameters
 
@@ -49,15 +49,11 @@ def write(folder: str | Path) -> list[Path]:
     files = []
     for name in shipped("passes"):
         file, text = Path(folder) / f"{name}.md", page(name)
-        with reported(_unwritten(file), "cannot be written"):
+        with reported(about(file, SpecError), "cannot be written"):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, "utf-8")
         files.append(file)
     return files
-
-
-def _unwritten(file: Path) -> Raises:
-    return lambda finding: SpecError(f"{file} {finding}")
 
 
 def _papers(data: dict[str, Any]) -> list[str]:

@@ -81,23 +81,6 @@ def map_leaves(
     return value
 
 
-def put_back(value: Any, originals: dict[int, tuple[Any, Any]]) -> Any:
-    """Undo a `map_leaves` in place: `originals` has the new and the old value by the id of the new one."""
-    if id(value) in originals:
-        return originals[id(value)][1]
-    found = None if isinstance(value, torch.Tensor) else children(value)
-    if found is None:
-        return value
-    old = dict(found)
-    new = {key: put_back(member, originals) for key, member in old.items()}
-    changed = [key for key in old if new[key] is not old[key]]
-    if changed and isinstance(value, tuple):
-        return rebuilt(value, new)
-    for key in changed:
-        set_member(value, key, new[key])
-    return value
-
-
 def leaves(value: Any) -> list[Any]:
     """Every value in a nested one, containers opened."""
     found = None if isinstance(value, torch.Tensor) else children(value)
@@ -106,16 +89,24 @@ def leaves(value: Any) -> list[Any]:
 
 def has_tensor(value: Any) -> bool:
     """Whether a tensor is anywhere in `value`."""
-    if isinstance(value, torch.Tensor):
-        return True
-    found = children(value)
-    return found is not None and any(has_tensor(member) for _, member in found)
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves(value))
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers of a module under all of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def tensor_at(module: nn.Module, name: str) -> Tensor | None:
+    """The parameter or buffer of this name; None where there is none."""
+    path, _, key = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        return None
+    found = owner._parameters.get(key)
+    return owner._buffers.get(key) if found is None else found
 
 
 def parameters(module: nn.Module) -> str:

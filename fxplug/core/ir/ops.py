@@ -278,23 +278,29 @@ def _casts(kind: str) -> bool:
 CASTING = tuple(filter(_casts, ["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "privateuseone"]))
 
 
-def modes() -> tuple[Any, ...]:
-    """The modes of torch that a graph changes between its enter and exit nodes: of gradients and of autocast."""
-    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in CASTING]
+def modes() -> dict[str, Any]:
+    """The modes of torch that code in forward, and a graph between its enter and exit nodes, can switch, by name."""
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    return torch.is_grad_enabled(), casts, torch.is_autocast_cache_enabled(), depth
+    return {
+        "gradients": torch.is_grad_enabled(),
+        "the default dtype": torch.get_default_dtype(),
+        "autocast's cache": torch.is_autocast_cache_enabled(),
+        "autocast's depth": depth,
+        **{f"autocast on {kind}": (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in CASTING},
+    }
 
 
-def set_modes(before: tuple[Any, ...]) -> None:
-    """Set the modes that `modes` gave, where an error has left nodes between enter and exit."""
-    grad, casts, cached, depth = before
-    torch_modes.set_grad_enabled(grad)
-    for kind, enabled, dtype in casts:
+def set_modes(before: dict[str, Any]) -> None:
+    """Set the modes that `modes` gave."""
+    torch_modes.set_grad_enabled(before["gradients"])
+    torch.set_default_dtype(before["the default dtype"])
+    for kind in CASTING:
+        enabled, dtype = before[f"autocast on {kind}"]
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
-    torch.set_autocast_cache_enabled(cached)
-    while modes()[-1] > depth:
+    torch.set_autocast_cache_enabled(before["autocast's cache"])
+    while modes()["autocast's depth"] > before["autocast's depth"]:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
 

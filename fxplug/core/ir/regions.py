@@ -69,7 +69,7 @@ class Regions:
         """The tensors that enter a region: their ports, the position of the argument, and the node that reads it."""
         if region.leaf is None:
             return region.inputs
-        names = _argument_names(self._modules[region.path])
+        names = list(inspect.signature(self._modules[region.path].forward).parameters)
         found = []
         for index, value in enumerate([*region.leaf.args, *region.leaf.kwargs.values()]):
             positional = index < len(region.leaf.args)
@@ -218,10 +218,6 @@ def _members(node: fx.Node, key: str, keys: tuple[int | str, ...]) -> Iterator[t
                 yield Port(key, "out", inner), user  # type: ignore[arg-type]
             else:
                 yield from _members(user, key, inner)  # type: ignore[arg-type]
-
-
-def _argument_names(module: nn.Module) -> list[str]:
-    return list(inspect.signature(module.forward).parameters)
 
 
 # --- values at ports

@@ -23,6 +23,13 @@ from . import ops
 from .containers import RESERVED, Container, child_of
 from .graph import OF_THE_ROOT, Graph, by_regions, change, copy_graph, guarded, in_turn, insert, redirect
 
+
+def check_traced(gm: Any, caller: str) -> None:
+    """Raises SpecError for what is no traced module."""
+    if not isinstance(gm, TracedModule):
+        raise SpecError(f"{caller} takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+
+
 HOME = "bound"  # the child that holds them
 
 

@@ -16,7 +16,7 @@ from ..errors import FxplugError, GuardError, brief, shown
 from ..locks import locks_of
 from ..torch_internals.modules import is_listening, leave_frame, without_compiler
 from . import ops
-from .containers import Container
+from .containers import Container, tensor_at
 from .graph import Graph, change, refusal, repeatable
 from .traced_module import Step, TracedModule, copied_graphs, shell
 
@@ -90,14 +90,8 @@ class Variants(TracedModule):
 
     _variants: VariantCache
 
-    def __init__(
-        self,
-        tree: nn.Module,
-        graphs: dict[bool, Graph],
-        origin: type | None = None,
-        extras: dict[str, Any] | None = None,
-    ):
-        super().__init__(tree, graphs, origin, extras)
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self._variants = VariantCache()
 
     @property
@@ -229,14 +223,9 @@ leave_frame(_by_form(nn.Module.forward).__code__)
 @without_compiler
 def module_for(module: TracedModule, args: Args, kwargs: Kwargs) -> TracedModule:
     """The module, or its variant whose first checks hold for a call: made, where there is none. Raises GuardError."""
-    why = refusal(module, args, kwargs) if isinstance(module, Variants) else None
-    if why is None or not isinstance(module, Variants):
+    if not isinstance(module, Variants) or (why := refusal(module, args, kwargs)) is None:
         return module
-    while True:
-        known = len(module._variants.made)
-        found = next(_admitting(module, args, kwargs, 0, known), None) or _added(module, args, kwargs, why, known)
-        if found is not None:
-            return found
+    return next(_admitting(module, args, kwargs, why))
 
 
 def _answer(module: Variants, forward: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -252,25 +241,27 @@ def _answer(module: Variants, forward: Any, args: Args, kwargs: Kwargs) -> Any:
                 raise
             traceback.clear_frames(error.__traceback__)  # they hold what was computed so far
             why = str(error)
-    tried = known = 0
-    while True:
-        tried, known = known, len(module._variants.made)
-        for variant in _admitting(module, args, kwargs, tried, known):
-            try:
-                return variant.forward(*args, **kwargs)
-            except GuardError:
-                if not repeatable(variant):
-                    raise
-        if (new := _added(module, args, kwargs, why, known)) is not None:
-            return new.forward(*args, **kwargs)
+    for variant in _admitting(module, args, kwargs, why):
+        try:
+            return variant.forward(*args, **kwargs)
+        except GuardError:
+            if not repeatable(variant):
+                raise
+    raise GuardError(why)
 
 
-def _admitting(module: Variants, args: Args, kwargs: Kwargs, first: int, end: int) -> Iterator[TracedModule]:
-    for variant in module._variants.made[first:end]:
-        if _has_mode(module, variant):
-            variant.__dict__["training"] = module.training
-            if refusal(variant, args, kwargs) is None:
-                yield variant
+def _admitting(module: Variants, args: Args, kwargs: Kwargs, why: str) -> Iterator[TracedModule]:
+    """The variants whose first checks hold for a call, and at last one that is made for it. Raises GuardError."""
+    tried, new = 0, None
+    while new is None:
+        known = len(module._variants.made)
+        for variant in module._variants.made[tried:known]:
+            if _has_mode(module, variant):
+                variant.__dict__["training"] = module.training
+                if refusal(variant, args, kwargs) is None:
+                    yield variant
+        tried, new = known, _added(module, args, kwargs, why, known)
+    yield new
 
 
 @without_compiler
@@ -360,29 +351,19 @@ def _leaf(owner: TracedModule, other: TracedModule, name: str) -> dict[str, nn.M
     return {name: theirs}
 
 
-def _tensor(module: TracedModule, name: str) -> torch.Tensor | None:
-    home, _, key = name.rpartition(".")
-    try:
-        tables = module.get_submodule(home)
-    except AttributeError:
-        return None
-    found = tables._parameters.get(key)
-    return tables._buffers.get(key) if found is None else found
-
-
 def _same_shape(owner: TracedModule, other: TracedModule, name: str) -> None:
-    mine, theirs = _tensor(owner, name), _tensor(other, name)
+    mine, theirs = tensor_at(owner, name), tensor_at(other, name)
     if mine is None or theirs is None or mine.shape != theirs.shape:
         raise GuardError(f"its graph reads '{name}', which this module does not have in that shape")
 
 
 def _constant(owner: TracedModule, other: TracedModule, name: str, found: dict[str, torch.Tensor]) -> str:
     """The name under which the owner has a constant of another trace; `found` gets those that are new to it."""
-    value = _tensor(other, name)
+    value = tensor_at(other, name)
     if value is None:
         raise GuardError(f"its graph reads the constant '{name}', which this module does not have")
     number, new = 0, name
-    while (known := found.get(new, _tensor(owner, new))) is not None:
+    while (known := found.get(new, tensor_at(owner, new))) is not None:
         if known.dtype == value.dtype and known.shape == value.shape and _equal(known, value):
             return new
         number += 1

@@ -79,14 +79,10 @@ def _default_inputs(config: Config, model: nn.Module) -> dict[str, Tensor]:
     return {name: Tensor(shape=(batch, *shape))}
 
 
-def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-
-
 def _wanted_inputs(finding: str, model: nn.Module) -> str:
     """What the forward of a model takes, and how that is written."""
     parameters = inspect.signature(model.forward).parameters.values()
-    lines = [f"    {p.name}: [1, 3, 64, 64]" for p in parameters if _is_required(p)]
+    lines = [f"    {p.name}: [1, 3, 64, 64]" for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     takes = ", ".join(str(p).partition(":")[0].partition(" =")[0] for p in parameters)
     return (
         f"{type(model).__name__} {finding}: give a shape for each tensor\n  forward({takes})\n  for example\n  inputs:\n"

@@ -13,11 +13,11 @@ from torch import fx, nn
 
 from .. import extensions, quantised
 from ..capture.fake_tensors import no_collection, writable
-from ..capture.isolation import Unchanged
+from ..capture.isolation import unchanged
 from ..errors import ClashError, FxplugError, SpecError, shown
 from ..ir.containers import CodeInGraph, Container
 from ..ir.graph import Graph, copy_graph
-from ..ir.traced_module import TracedModule, class_names, shell
+from ..ir.traced_module import TracedModule, check_traced, class_names, shell
 from ..spec.pass_file import accepted_arguments, check_known, check_options, import_target
 from ..spec.rules import Pass, Rule, is_target
 from .editor import Editor
@@ -181,10 +181,9 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
-def check_traced(gm: Any) -> None:
+def check_applicable(gm: Any) -> None:
     """Raises SpecError for what passes cannot be applied to: a lowered module would be saved without them."""
-    if not isinstance(gm, TracedModule):
-        raise SpecError(f"apply takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+    check_traced(gm, "apply")
     if "source" in gm.meta and "lowered" not in gm.meta:
         raise SpecError(
             "this module is lowered: apply passes to the module it was made from, meta['source'], and lower the result"
@@ -201,7 +200,7 @@ def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
 
     Raises MatchError, ClashError or SpecError, with the pass's file and line; nothing is changed then.
     """
-    check_traced(gm)
+    check_applicable(gm)
     if "source" in gm.meta:
         return extensions.need_hook("relowered", "lowerings")(gm, lambda source: apply(source, *passes))  # type: ignore[no-any-return]
     if any(hasattr(type(module), "as_first_rank") for module in gm.modules()) and not all(map(_only_marks, passes)):
@@ -270,14 +269,13 @@ def _apply_to_variant(p: Pass, left: set[tuple[str, str]] | None, gm: TracedModu
 @contextmanager
 def _looked_at(gm: TracedModule, p: Pass, sites: list[Site]) -> Iterator[None]:
     """Let blocks look at the model while they are made. Raises SpecError for what they do to it, which is taken back."""
-    kinds = {site.rule.use: block_class(site.rule).__module__ for site in sites if site.rule.use is not None}
-    if all(module.startswith("fxplug.blocks.") for module in kinds.values()):
+    kinds = dict.fromkeys(block_class(site.rule) for site in sites if site.rule.use is not None)
+    if all(kind.__module__.startswith("fxplug.blocks.") for kind in kinds):
         yield
         return
-    before = Unchanged(gm)
-    changed: dict[str, list[str]] = {}
+    who = f"{p.name}: {', '.join(kind.__name__ for kind in kinds)}"
     try:
-        with before:
+        with unchanged(gm, who, sites[0].rule.where) as before, before:
             yield
     except Exception as error:  # a block's, which may be the user's
         if (called := _called(error)) is None:
@@ -289,19 +287,6 @@ def _looked_at(gm: TracedModule, p: Pass, sites: list[Site]) -> Iterator[None]:
             f"code is in the graph: keep that part whole when the model is traced, leaf: {paths or '[its path]'}",
             where=sites[0].rule.where,
         ) from error
-    finally:
-        changed = before.undo()
-    if changed:
-        path, names = next(iter(changed.items()))
-        at = next((site for site in sites if site.path.partition("@")[0] == path), sites[0])
-        kind = block_class(at.rule).__name__ if at.rule.use is not None else "a block"
-        more = f" and {len(changed) - 1} more modules" if len(changed) > 1 else ""
-        raise SpecError(
-            f"{p.name}: {kind} at '{at.node or at.path}' changes the model while it is built: {', '.join(names)} of "
-            f"'{path}'{more}; a block may only change values, in its forward: put it before or after the module or in its "
-            "place, or change the model before it is traced",
-            where=at.rule.where,
-        )
 
 
 def _called(error: BaseException | None) -> Container | None:

@@ -14,7 +14,7 @@ from torch import fx, nn
 from ..capture.tracer import trace
 from ..errors import SpecError, TraceError
 from ..ir import ops
-from ..ir.containers import Container, children, leaves, named_tensors, plain_attributes, rebuilt
+from ..ir.containers import Container, leaves, map_leaves, named_tensors, plain_attributes
 from ..ir.graph import ENTRY, Graph, insert, meta_of, redirect
 from ..ir.regions import Region, Regions, added
 from ..ir.traced_module import MODES, TracedModule
@@ -31,7 +31,7 @@ def traced(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -
     if isinstance(module, TracedModule):
         return module
     try:
-        return trace(module, map_nodes(args, _example), map_nodes(kwargs, _example))
+        return trace(module, *map_leaves((args, kwargs), _example, kind=fx.Node))
     except (TraceError, SpecError) as error:
         raise type(error)(f"{what}: {error}") from error
     except Exception as error:  # the network's or torch's
@@ -39,22 +39,10 @@ def traced(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -
         raise TraceError(f"{what} fails on {shapes or 'its inputs'}: {type(error).__name__}: {error}") from error
 
 
-def _example(node: fx.Node) -> Any:
+def _example(node: fx.Node, _: Any) -> Any:
     if "shape" not in node.meta:
         raise TraceError(f"the value '{node.name}' must be a tensor whose shape is known")
     return torch.empty(node.meta["shape"], dtype=node.meta["dtype"], device="meta")
-
-
-def map_nodes(value: Any, function: Any) -> Any:
-    """A nested value with each node replaced by `function(node)`."""
-    if isinstance(value, fx.Node):
-        return function(value)
-    found = children(value)
-    if found is None:
-        return value
-    if isinstance(value, slice):
-        return value
-    return rebuilt(value, {key: map_nodes(member, function) for key, member in found})
 
 
 class Traces:
@@ -67,7 +55,7 @@ class Traces:
 
     def of(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> TracedModule:
         """The trace of a module for values of these shapes. Leaves that differ in their weights alone share one."""
-        rows = map_nodes((args, dict(kwargs)), lambda n: (tuple(n.meta.get("shape", ())), n.meta.get("dtype")))
+        rows = map_leaves((args, dict(kwargs)), lambda n, _: meta_of(n), kind=fx.Node)
         own: Any = id(module)
         if not module._modules and type(module).__module__.startswith("torch.nn."):
             tensors = {**module._parameters, **module._buffers}
@@ -188,8 +176,8 @@ class Graft:
         at_root = port is not None and not port.path and node.target is ops.edge
         if node.target is ops.edge and (not isinstance(args[0], fx.Node) or (at_root and not self.edges)):
             return args[0]
-        inner = [a for a in leaves((args, kwargs)) if isinstance(a, fx.Node)]
-        inner = [*inner, *_in_slices((args, kwargs))]
+        inner: list[fx.Node] = []
+        fx.node.map_arg((args, kwargs), inner.append)
         anchors = inner if at_root else [*inner, *([self.cursor] if self.cursor is not None else [])]
         anchor = max(anchors) if anchors else head(self.host)
         target = node.target
@@ -212,14 +200,6 @@ class Graft:
         inner, _, inner_call = key.partition("@")
         calls = "_".join(filter(None, [call, inner_call]))
         return ".".join(filter(None, [base, inner])) + (f"@{calls}" if calls else "")
-
-
-def _in_slices(value: Any) -> list[fx.Node]:
-    """The nodes in slices, which are no containers."""
-    if isinstance(value, slice):
-        return [n for n in (value.start, value.stop, value.step) if isinstance(n, fx.Node)]
-    found = children(value)
-    return [] if found is None else [n for _, member in found for n in _in_slices(member)]
 
 
 def head(graph: fx.Graph) -> fx.Node:

@@ -71,7 +71,9 @@ def _made_of(regions: Regions, result: fx.Node, called: dict[fx.Node, Region]) -
             others.setdefault(f"{region.path} ({regions.classes(region.path)[0]})")
         elif node.op in ("placeholder", "get_attr"):
             others.setdefault(str(node.target))
-        elif (name := functions.short_name(node.target).rstrip("_")) in ACTIVATIONS or _has_weights(node):
+        elif (name := functions.short_name(node.target).rstrip("_")) in ACTIVATIONS or any(
+            value.op == "get_attr" for value in node.all_input_nodes
+        ):
             at = next(reversed(node.meta.get("nn_module_stack") or {"": ""}))
             others.setdefault(f"{at} ({regions.classes(at.partition('@')[0])[0]})" if at else name)
         elif region is not None and regions.classes(region.path)[0].lower() in ACTIVATIONS:
@@ -79,10 +81,6 @@ def _made_of(regions: Regions, result: fx.Node, called: dict[fx.Node, Region]) -
         else:
             todo += [v for v in node.all_input_nodes if "shape" in v.meta or node.target is operator.getitem]
     return list(heads), list(others)
-
-
-def _has_weights(node: fx.Node) -> bool:
-    return any(value.op == "get_attr" for value in node.all_input_nodes)
 
 
 def _is_head(regions: Regions, region: Region) -> bool:

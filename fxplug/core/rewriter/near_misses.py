@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..errors import FxplugError, SpecError, did_you_mean
+from ..errors import FxplugError, did_you_mean
 from ..ir import functions
 from ..ir.regions import SHOWN, Regions, listed, no_region
-from ..spec.addresses import alternatives, compile_expression, is_bare, parse_port, select
+from ..spec.addresses import alternatives, is_bare, parse_port, select
 from ..spec.rules import Match, Pass, Rule
-from .matches import ALL_LINEAR, Hit, at, hits, is_a, operations
+from .matches import ALL_LINEAR, Hit, at, hits, operations
 from .sites import Site
 
 
@@ -112,22 +112,17 @@ def _no_end(regions: Regions, path: str) -> str:
 
 
 def _meant(regions: Regions, match: Match, pattern: str) -> str:
-    """What an expression or a pattern that begins elsewhere would find if it were looked for anywhere in a path."""
+    """What a pattern or an expression that begins elsewhere would find if it were looked for anywhere in a path."""
+    anywhere, must = f"**.{pattern}", "a pattern must match the whole path"
+    if pattern.startswith("re:"):
+        expression = pattern.removeprefix("re:").removeprefix("^")
+        anywhere = f"re:.*(?:{expression})" if "|" in expression else f"re:.*{expression}"
+        must = "a regular expression must match from the start of a path"
     try:
-        if not pattern.startswith("re:"):
-            count = len(hits(regions, replace(match, path=f"**.{pattern}")))
-            return f"a pattern must match the whole path: '**.{pattern}' matches {_places(count)}" if count else ""
-        expression = parse_port(pattern).path.removeprefix("re:").removeprefix("^")
-        found_by = compile_expression(expression, SpecError)
+        count = len(hits(regions, replace(match, path=anywhere)))
     except FxplugError:  # a slice that goes beyond what is there
         return ""
-    known = {key for key in regions.candidates(pattern) if found_by.search(key)}
-    inside = [key for key in regions.ran if key in known and is_a(regions, regions.by_key[key].path, match.module)]
-    if not inside:
-        return ""
-    found = f"inside paths this is found at {_places(len(inside))}, for example {inside[0]}"
-    whole = f"(?:{expression})" if "|" in expression else expression
-    return f"a regular expression must match from the start of a path; {found}: write 're:.*{whole}'"
+    return f"{must}: '{anywhere}' matches {_places(count)}" if count else ""
 
 
 def _places(count: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.isolation import Unchanged
+from ..capture.isolation import unchanged
 from ..errors import FxplugError, SpecError, did_you_mean
 from ..ir.traced_module import TracedModule
 from ..reading import read_json
@@ -56,22 +56,6 @@ def _made(gm: TracedModule, p: Pass, use: Any, options: Mapping[str, Any], what:
     if not isinstance(made, nn.Module):
         raise SpecError(f"{what}: {use} gave a {type(made).__name__}, not an nn.Module")
     return made
-
-
-@contextmanager
-def unchanged(gm: TracedModule, who: str) -> Iterator[Unchanged]:
-    """Take back what is done to a model meanwhile. Raises SpecError for it."""
-    before, changed = Unchanged(gm), dict[str, list[str]]()
-    try:
-        yield before
-    finally:
-        changed = before.undo()
-    if changed:
-        path, names = next(iter(changed.items()))
-        raise SpecError(
-            f"{who} changes the model while it is built: {', '.join(names)} of '{path}'; change a copy of it, or change the "
-            "model before it is traced"
-        )
 
 
 def _near(gm: TracedModule) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from .. import extensions
 from ..capture.fake_tensors import quiet
+from ..capture.isolation import unchanged
 from ..errors import ClashError, MatchError, SpecError, TraceError, did_you_mean, shown
 from ..ir import ops
 from ..ir.containers import Container
@@ -130,7 +131,7 @@ def join(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
     p = _with_gates(gm, p)
     if not p.inputs and not p.networks:
         return gm, p
-    from .network_sources import network_module, unchanged
+    from .network_sources import network_module
 
     modules = {name: network_module(gm, p, name, spec) for name, spec in p.networks.items()}
     failed: TraceError | None = None
@@ -210,7 +211,8 @@ def _place(tree: nn.Module, owner: str, name: str, sub: TracedModule, training: 
 
 def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int]) -> None:
     """New arguments of the model, each with a check and an edge, as its own inputs have them."""
-    floating = next((n.meta["dtype"] for n in graph.nodes if n.op == "placeholder" and _floating(n)), torch.float32)
+    dtypes = [n.meta["dtype"] for n in graph.nodes if n.op == "placeholder" and "dtype" in n.meta]
+    floating = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
     for name, spec in own_inputs(gm, p).items():
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         called = input_name(gm, p, name)
@@ -236,10 +238,6 @@ def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int
         if shape is not None:
             for n in (node, check, edge):
                 n.meta.update(shape=tuple(shape), dtype=dtype)
-
-
-def _floating(node: fx.Node) -> bool:
-    return "dtype" in node.meta and node.meta["dtype"].is_floating_point
 
 
 def _last_check(graph: fx.Graph) -> fx.Node:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,21 +14,22 @@ from torch import nn
 
 from ..capture.frozen_values import copied
 from ..capture.isolation import in_mode
-from ..errors import TraceError, VerifyError
-from ..ir.containers import leaves, map_leaves
+from ..capture.self_check import ValueNotSaved, save_nothing
+from ..errors import TraceError, VerifyError, first_line
+from ..ir.containers import leaves, map_leaves, named_tensors
 from ..ir.traced_module import TracedModule
 from ..quantised import is_packed
 from ..spec.rules import Match, Pass, Rule
-from ..torch_internals.tensors import memory_id, version
+from ..torch_internals.modules import DropoutNd, NormBase
+from ..torch_internals.tensors import version
 from .applying import apply
 from .probe import (
     Call,
     CallDifference,
     CallOutcome,
-    DigestRecorder,
     Probe,
+    Recorder,
     Unchecked,
-    Watch,
     check_writes,
     close_enough,
     constant_output_note,
@@ -39,10 +39,6 @@ from .probe import (
     locate_error,
     swapped,
 )
-
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def _knows_mode(module: TracedModule) -> bool:
@@ -55,9 +51,9 @@ def _knows_mode(module: TracedModule) -> bool:
 
 def _is_inert(module: nn.Module) -> bool:
     """Whether a layer of torch's drops nothing, or has no running statistics: training and evaluation are the same then."""
-    if isinstance(module, DROPOUTS):
+    if isinstance(module, DropoutNd):
         return module.p == 0
-    return isinstance(module, NORMS) and module.running_mean is None
+    return isinstance(module, NormBase) and module.running_mean is None
 
 
 @cache
@@ -171,7 +167,7 @@ class _Comparison:
         try:
             base = self.call(self.gm, mode)
         except Exception as error:  # the model's
-            text = f"{type(error).__name__}: {_first_line(error)}"
+            text = f"{type(error).__name__}: {first_line(error)}"
             if mode is not CALL_MODES[0]:
                 return f"not checked {mode.label}: the model itself fails there ({text})"
             raise VerifyError(f"the model fails on these inputs without any pass: {text}") from error
@@ -195,7 +191,7 @@ class _Comparison:
             call = map_leaves(call, lambda t, _: _channels_last(t))
         try:
             return _run_calls(module, call, mode, self.written, run, frugal=True)
-        except _ValueNotSaved:  # the model computes gradients of its own
+        except ValueNotSaved:  # the model computes gradients of its own
             return _run_calls(module, call, mode, self.written, run, frugal=False)
 
     def explain(self, mode: CallMode, base: list[CallOutcome], new: list[CallOutcome]) -> str | None:
@@ -228,25 +224,22 @@ class _Comparison:
 
         with contextlib.suppress(Exception):  # the model's again, which was caught before
             self.call(self.new, mode, probed)
-            return VerifyError(f"the rewritten model fails{mode.which(0)}: {type(error).__name__}: {_first_line(error)}")
+            return VerifyError(f"the rewritten model fails{mode.which(0)}: {type(error).__name__}: {first_line(error)}")
         return locate_error(probes[-1], error)
 
     def raise_located(self, mode: CallMode, finding: CallDifference) -> str:
         """Raises VerifyError with the pass and the site where the difference begins."""
-        before: dict[str, Any] = {}
-        watches: list[Watch] = []
+        recorders: list[Recorder] = []
 
         def recorded(module: TracedModule, index: int, call: Call) -> Any:
-            return DigestRecorder(module, module.graph, call, before if index == finding.index else {}).run_graph()
+            recorders.append(Recorder(module, module.graph, call))
+            return recorders[-1].run_graph()
 
-        def watched(module: TracedModule, index: int, call: Call) -> Any:
-            watches.append(Watch(module, module.graph, call, before if index == finding.index else {}))
-            return watches[-1].run_graph()
-
-        self.call(self.gm, mode, recorded)
-        self.call(self.new, mode, watched)
-        watch = watches[finding.index]
-        node = watch.responsible_block()
+        found = []
+        for module in (self.gm, self.new):
+            self.call(module, mode, recorded)
+            found.append(recorders[finding.index - len(mode.grads)])  # of the last calls: there may have been a try before
+        first, node = found[1].responsible_block(found[0].digests)
         names = ", ".join(entry["name"] for entry in self.entries if entry["neutral"]) or "no pass"
         where = ""
         if node is not None:
@@ -254,37 +247,26 @@ class _Comparison:
             names = entry["name"]
             line = f" ({entry['where']})" if entry.get("where") else ""
             where = f"\n  first region to differ: {entry.get('site', '')} ({entry.get('block', '')}){line}"
-        elif watch.first is not None:
-            where = f"\n  first value to differ: '{watch.first.name}', before any block"
+        elif first is not None:
+            where = f"\n  first value to differ: '{first.name}', before any block"
         raise VerifyError(f"{names} says it is neutral, but {finding.text}{mode.which(finding.index)}{where}")
 
 
 # --- one call
 
 
-class _ValueNotSaved(Exception):
-    """A backward pass wants a value that was not kept."""
-
-
-def _raise_not_saved(value: None) -> torch.Tensor:
-    raise _ValueNotSaved
-
-
 def _run_calls(
     module: TracedModule, call: Call, mode: CallMode, written: set[str] | None, run: Runner | None, frugal: bool
 ) -> list[CallOutcome]:
-    copies = _Copies()
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        kept = isinstance(tensor, nn.Parameter) and written is not None and id(tensor) not in changing
-        return tensor if kept or is_packed(tensor) else copies.copy(tensor)
-
-    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
-    changing = {id(t) for name, t in tensors if name in (written or ())}
+    changing = {id(t) for name, t in named_tensors(module) if name in (written or ())}
+    kept = nn.Parameter if written is not None else ()  # weights that no call writes
+    own = {id(t): t for _, t in named_tensors(module) if not (isinstance(t, kept) and id(t) not in changing or is_packed(t))}
+    copies = dict(zip(own, copied(list(own.values())), strict=True))
+    made = set(map(id, copies.values()))
     found = []
     # nothing goes back through these calls, so what a backward pass would need is not kept: they take an inference's memory
-    saving = torch.autograd.graph.saved_tensors_hooks(lambda t: None, _raise_not_saved) if frugal else contextlib.nullcontext()
-    with torch.random.fork_rng(), swapped(module, copy, values=True) as state:
+    saving = save_nothing() if frugal else contextlib.nullcontext()
+    with torch.random.fork_rng(), swapped(module, lambda t: copies.get(id(t), t), values=True) as state:
         torch.manual_seed(0)
         for index, grad in enumerate(mode.grads):
             arguments = copied(call)
@@ -299,32 +281,9 @@ def _run_calls(
             reaches = leaves_with_gradient(out) if grad else set()
             reached = {name for name, t in state.items() if id(t) in reaches}
             reached |= {name for i, name in sources.items() if i in reaches}
-            after = {name: _snapshot(t) for name, t in state.items() if copies.is_copy(t)}
+            after = {name: _snapshot(t) for name, t in state.items() if id(t) in made}
             found.append(CallOutcome(_snapshots(out), after, _snapshots(arguments), reached))
     return found
-
-
-class _Copies:
-    """Copies of tensors with their strides; those that share memory do so as copies."""
-
-    def __init__(self) -> None:
-        self.storages: dict[int, Any] = {}
-        self.known: dict[int, torch.Tensor] = {}
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
-            new = tensor.detach().clone()
-        else:
-            storage = tensor.untyped_storage()
-            if memory_id(storage) not in self.storages:
-                self.storages[memory_id(storage)] = storage.clone()  # type: ignore[no-untyped-call]
-            new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            new.set_(self.storages[memory_id(storage)], tensor.storage_offset(), tensor.shape, tensor.stride())
-        self.known[id(new)] = new.requires_grad_(tensor.requires_grad)
-        return new
-
-    def is_copy(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self.known
 
 
 def _snapshots(value: Any) -> Any:
@@ -381,7 +340,3 @@ def _opened_attentions(gm: TracedModule, new: TracedModule) -> list[str]:
 def _identity_pass(paths: list[str]) -> Pass:
     rule = Rule(Match(tuple(paths)), _Identity, place="param", port="*", args=("value",))
     return Pass("opened_for_comparison", [rule])
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")[:300]

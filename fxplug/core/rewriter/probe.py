@@ -241,52 +241,26 @@ def _digest(value: Any) -> Any:
     return rows
 
 
-class DigestRecorder(Probe):
-    """Runs the model and notes a digest of each node's value."""
+class Recorder(Probe):
+    """Runs a graph and notes a digest of each node's value by its name, and what blocks do to their inputs."""
 
-    def __init__(self, module: fx.GraphModule, graph: fx.Graph, call: Any, into: dict[str, Any]) -> None:
+    def __init__(self, module: fx.GraphModule, graph: fx.Graph, call: Any) -> None:
         super().__init__(module, graph, call)
-        self.garbage_collect_values = False
-        self.into = into
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a node, and keep a digest of what it gives by its name."""
-        out = super().run_node(n)
-        if n.op.startswith("call"):
-            self.into[n.name] = _digest(out)
-        return out
-
-
-class Watch(Probe):
-    """Runs the rewritten model and notes the first node of the model whose value is another, and what blocks did before."""
-
-    def __init__(self, module: fx.GraphModule, graph: fx.Graph, call: Any, before: Mapping[str, Any]) -> None:
-        super().__init__(module, graph, call)
-        self.before = before
-        self.first: fx.Node | None = None
+        self.digests: dict[str, Any] = {}
         self.writers: list[fx.Node] = []
         self.cutters: list[fx.Node] = []
         self.louder: set[fx.Node] = set()
 
-    def inserted(self, node: fx.Node) -> bool:
-        """Whether a node calls something and the model has none of its name."""
-        return node.op.startswith("call") and node.name not in self.before
-
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node, and compare what it gives, or what a block did to its inputs, up to the first difference."""
-        if self.first is not None or not self.before:
-            return super().run_node(n)
-        if not self.inserted(n):
-            out = super().run_node(n)
-            if n.name in self.before and _digest(out) != self.before[n.name]:
-                self.first = n
-            return out
-        given = [self.env[a] for a in n.all_input_nodes if isinstance(self.env.get(a), torch.Tensor)]
+        """Run a node, and note what it gives and, where a pass put it in, what it did to its inputs."""
+        values = [self.env.get(a) for a in n.all_input_nodes if "pass" in n.meta]
+        given = [t for t in values if isinstance(t, torch.Tensor)]
         digests = [_digest(t) for t in given]
-        functions = [t.grad_fn if t.grad_fn is not None else t for t in given]
+        functions = [t if t.grad_fn is None else t.grad_fn for t in given]
         out = super().run_node(n)
-        if "pass" not in n.meta:
+        if not n.op.startswith("call"):
             return out
+        self.digests[n.name] = _digest(out)
         if [_digest(t) for t in given] != digests:
             self.writers.append(n)
         results = [t for t in leaves(out) if isinstance(t, torch.Tensor)]
@@ -297,19 +271,23 @@ class Watch(Probe):
             self.cutters.append(n)
         return out
 
-    def responsible_block(self) -> fx.Node | None:
-        """The block behind the difference: the first above it whose result is none of its inputs, else the nearest one."""
-        if self.first is None:
-            return next(iter([*self.cutters, *self.writers]), None)
-        seen, todo = {self.first}, [self.first]
+    def responsible_block(self, before: Mapping[str, Any]) -> tuple[fx.Node | None, fx.Node | None]:
+        """The first node of the model whose value is another than `before`, and the block behind that: the first above it whose
+        result is none of its inputs, else the nearest one."""
+        known = [n for n in self.graph.nodes if n.name in before]
+        first = next((n for n in known if self.digests.get(n.name) != before[n.name]), None)
+        if first is None:
+            return None, next(iter([*self.cutters, *self.writers]), None)
+        seen, todo = {first}, [first]
         while todo:
-            fresh = [a for a in todo.pop().all_input_nodes if a not in seen and self.inserted(a)]
-            seen.update(fresh)
-            todo.extend(fresh)
-        above = sorted(n for n in seen - {self.first} if "pass" in n.meta)
+            new = [a for a in todo.pop().all_input_nodes if a not in seen and a.op.startswith("call") and a.name not in before]
+            seen.update(new)
+            todo.extend(new)
+        above = sorted(n for n in seen - {first} if "pass" in n.meta)
         loud = [n for n in above if n in self.louder]
+        writers = [n for n in self.writers if n < first]
         blocks = [n for n in above if n.op == "call_module"]
-        return next(iter([*loud, *self.writers, *reversed(blocks), *reversed(above)]), None)
+        return first, next(iter([*loud, *writers, *reversed(blocks), *reversed(above)]), None)
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -336,18 +314,14 @@ class CallDifference:
 @contextlib.contextmanager
 def check_writes(gm: TracedModule, new: TracedModule, call: Call) -> Iterator[None]:
     """See that what the calls got copies of is not written by another way. Raises VerifyError."""
-    named = {f"the {kind} '{name}' of the model": t for kind in ("parameter", "buffer") for name, t in named_leaves(gm, kind)}
+    kinds = [("parameter", gm.named_parameters()), ("buffer", gm.named_buffers())]
+    named = [(f"the {kind} '{name}' of the model", t) for kind, tensors in kinds for name, t in tensors]
     given = [("an input", t) for t in leaves(call) if isinstance(t, torch.Tensor)]
-    watched = [(what, t, version(t)) for what, t in [*named.items(), *given] if not t.is_inference()]
+    watched = [(what, t, version(t)) for what, t in [*named, *given] if not t.is_inference()]
     yield
     changed = [what for what, t, before in watched if version(t) != before]
     if changed:
         raise VerifyError(f"a block writes to {changed[0]}: a block must not change the model's tensors")
-
-
-def named_leaves(module: nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters or buffers of a module with their names."""
-    yield from module.named_parameters() if kind == "parameter" else module.named_buffers()
 
 
 def first_difference(base: list[CallOutcome], new: list[CallOutcome]) -> CallDifference | None:
@@ -355,7 +329,7 @@ def first_difference(base: list[CallOutcome], new: list[CallOutcome]) -> CallDif
     for index, (a, b) in enumerate(zip(base, new, strict=True)):
         if off := unlike(a.out, b.out):
             return CallDifference(index, f"outputs differ {off}")
-        if off := unlike(a.inputs, {**b.inputs} if isinstance(b.inputs, dict) else common_part(a.inputs, b.inputs)):
+        if off := unlike(a.inputs, (b.inputs[0], {k: v for k, v in b.inputs[1].items() if k in a.inputs[1]})):
             return CallDifference(index, f"the inputs differ after the call, {off}")
         for name in a.state.keys() & b.state.keys():
             if off := unlike(a.state[name], b.state[name]):
@@ -364,11 +338,6 @@ def first_difference(base: list[CallOutcome], new: list[CallOutcome]) -> CallDif
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
             return CallDifference(index, f"gradients no longer reach {', '.join(lost[:3])}{more}")
     return None
-
-
-def common_part(before: Call, after: Call) -> Call:
-    """The inputs of the rewritten model without those that passes added."""
-    return after[0], {k: v for k, v in after[1].items() if k in before[1]}
 
 
 def close_enough(base: list[CallOutcome], control: list[CallOutcome]) -> bool:

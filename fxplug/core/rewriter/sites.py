@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from ..errors import ClashError, MatchError, SpecError, brief_fields, cut
 from ..ir import functions, ops
-from ..ir.containers import children, leaves
+from ..ir.containers import children, leaves, map_leaves
 from ..ir.graph import move, redirect, replace, rewire, set_argument
 from ..ir.regions import Regions, regions_of
 from ..spec.addresses import Port, identifier
@@ -350,19 +350,12 @@ def flat_ports(value: Any, keys: tuple[int | str, ...] = ()) -> list[tuple[tuple
     """The ports in a nested value, each behind the keys that lead to it."""
     if isinstance(value, Port):
         return [(keys, value)]
-    return [row for key, member in _inner(value) for row in flat_ports(member, (*keys, key))]
+    return [row for key, member in children(value) or () for row in flat_ports(member, (*keys, key))]
 
 
 def map_ports(value: Any, function: Any) -> Any:
     """A nested value with each port replaced by what a function makes of it."""
-    if isinstance(value, Port):
-        return function(value)
-    inner = {key: map_ports(member, function) for key, member in _inner(value)}
-    return tuple(inner.values()) if isinstance(value, tuple) else type(value)(inner) if inner else value
-
-
-def _inner(value: Any) -> list[tuple[int | str, Any]]:
-    return list(children(value) or ()) if isinstance(value, (tuple, list, dict)) else []
+    return map_leaves(value, lambda port, _: function(port), kind=Port)
 
 
 def same_structure(result: Any, tree: Any) -> bool:

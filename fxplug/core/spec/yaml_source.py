@@ -159,9 +159,9 @@ def parse_yaml(text: str, file: str = "", limits: Limits = DEFAULT) -> Source:
         what = "" if isinstance(error, _Beyond) else "not valid YAML: "
         line = text.splitlines()[mark.line : mark.line + 1] if what and mark else []
         hint = QUOTES if any(sign in one for one in line for sign in "*{}") else ""
-        raise SpecError(f"{what}{_cut(str(error.problem))}{hint}", where=at) from None
+        raise SpecError(f"{what}{cut(str(error.problem), 200)}{hint}", where=at) from None
     except yaml.YAMLError as error:
-        raise SpecError(f"not valid YAML: {_cut(str(getattr(error, 'reason', error)))}", where=Where(file)) from None
+        raise SpecError(f"not valid YAML: {cut(str(getattr(error, 'reason', error)), 200)}", where=Where(file)) from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -190,10 +190,10 @@ def _plain(
         mapping: dict[str, Any] = {}
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:str":
-                named = f"'{_cut(key.value)}'" if isinstance(key, yaml.ScalarNode) else "here"
+                named = f"'{cut(key.value, 200)}'" if isinstance(key, yaml.ScalarNode) else "here"
                 raise refuse(f"key {named} is not text; put it in quotes", key)
             if key.value in mapping:
-                raise refuse(f"key '{_cut(key.value)}' given twice", key)
+                raise refuse(f"key '{cut(key.value, 200)}' given twice", key)
             if len(key.value) > limits.text:
                 raise refuse(f"a key of {len(key.value)} characters; the limit is {limits.text}", key)
             lines[*path, key.value] = Where(file, key.start_mark.line + 1)
@@ -211,13 +211,9 @@ def _plain(
         try:
             return _SCALARS[tag](node.value)
         except ValueError:
-            raise refuse(f"'{_cut(node.value)}' does not fit its tag '!!{tag}'", node) from None
-    name = _cut(node.tag if tag == node.tag else f"!!{tag}")
+            raise refuse(f"'{cut(node.value, 200)}' does not fit its tag '!!{tag}'", node) from None
+    name = cut(node.tag if tag == node.tag else f"!!{tag}", 200)
     raise refuse(f"tag '{name}' is not allowed: only plain YAML values are read", node)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 _SCALARS: dict[str, Callable[[str], Any]] = {

@@ -69,14 +69,9 @@ def translated(program: ExportedProgram, opset: int) -> Any:
     """
     from torch.onnx import export
 
-    _forget_guards(program)
-    return export(program, dynamo=True, optimize=False, verbose=False, opset_version=opset).model  # type: ignore[union-attr]
-
-
-def _forget_guards(program: ExportedProgram) -> None:
-    """Take the conditions on inputs out of a program: torch tries them on the way, with code that fails for **keywords."""
-    if hasattr(program, "_guards_code"):
+    if hasattr(program, "_guards_code"):  # which torch tries on the way, with code that fails for **keywords
         program._guards_code = []
+    return export(program, dynamo=True, optimize=False, verbose=False, opset_version=opset).model  # type: ignore[union-attr]
 
 
 def untranslated(program: ExportedProgram, opset: int, error: BaseException) -> tuple[list[tuple[Any, str]], str]:

@@ -166,8 +166,10 @@ def unwatched(function: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
+@functools.cache
 def constant_floats() -> Any:
-    """A context in which floats of layers are constants of a compiled program; we need that compiled code may enter it.
+    """A context in which the numbers of layers (`eps`, `p`) are constants of a compiled program, also with `dynamic=True`; we
+    need that compiled code may enter it, as torch 2.15 cannot hand inputs of the program on to a nested region.
 
     Torch's own list of settings that such code may change does not have this one.
     """

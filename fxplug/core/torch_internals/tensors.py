@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -123,23 +123,6 @@ def is_error_of_dynamo(error: BaseException) -> bool:
     return dynamo is not None and isinstance(error, dynamo.TorchDynamoException)
 
 
-class _RecorderProtocol(Protocol):
-    active: bool
-
-
-class _NumberProtocol(Protocol):
-    value: Any
-
-    @property
-    def recorder(self) -> _RecorderProtocol: ...
-
-    def __int__(self) -> int: ...
-
-    def __float__(self) -> float: ...
-
-    def __bool__(self) -> bool: ...
-
-
 class Node:
     """What torch's own code asks the `node` of a SymInt; every answer is a decision about the value.
 
@@ -149,30 +132,24 @@ class Node:
     constant = None
     shape_env = None
 
-    def __init__(self, number: _NumberProtocol) -> None:
-        self.number = number
+    def __init__(self, number: Any) -> None:
+        self.number = number  # with its `value` and its `recorder`, which says whether it is `active`
 
-    def int_(self) -> int:
-        """The value, decided."""
-        return int(self.number)
-
-    def guard_int(self, file: str, line: int) -> int:
+    def guard_int(self, file: str = "", line: int = 0) -> int:
         """The value, decided, for a line of torch."""
         return int(self.number)
+
+    int_ = guard_int
 
     def guard_bool(self, file: str, line: int) -> bool:
         """Whether it is not zero, decided, for a line of torch."""
         return bool(self.number)
 
+    expect_true = guard_or_true = guard_or_false = guard_size_oblivious = guard_bool
+
     def guard_float(self, file: str, line: int) -> float:
         """The value, decided, for a line of torch."""
         return float(self.number)
-
-    expect_true = guard_or_true = guard_or_false = guard_size_oblivious = guard_bool
-
-    def expect_size(self, file: str, line: int) -> bool:
-        """A size is never below zero, and none is asked."""
-        return True
 
     def maybe_as_int(self) -> Any:
         """None while it is recorded, so that torch asks no shortcut; the value afterwards."""
@@ -188,23 +165,17 @@ class Node:
         """Whether it is a fraction."""
         return type(self.number.value) is float
 
-    def is_bool(self) -> bool:
-        """No: conditions are numbers of 0 and 1 here."""
-        return False
-
-    def is_symbolic(self) -> bool:
-        """Yes: it stands for more than its value."""
+    def is_symbolic(self, *place: Any) -> bool:
+        """Yes: it stands for more than its value, which is known; and a size is never below zero."""
         return True
+
+    has_hint = expect_size = is_symbolic
 
     def is_constant(self) -> bool:
-        """No: it may be another value at the next call."""
+        """No: it may be another value at the next call; and conditions are numbers of 0 and 1 here."""
         return False
 
-    is_nested_int = is_constant
-
-    def has_hint(self) -> bool:
-        """Yes: the value of the example inputs."""
-        return True
+    is_nested_int = is_bool = is_constant
 
     @property
     def hint(self) -> Any:

@@ -159,5 +159,5 @@ def write(device: torch.device, entries: Mapping[Case, dict[str, Any]]) -> Path:
         old = read(file, file.stat().st_mtime_ns) if file.is_file() else {}
     cases = {str(case): entry for case, entry in sorted({**old, **entries}.items())}
     document = {"format": FORMAT, "device": device_name(device), "versions": versions(), "cases": cases}
-    write_text(file, json.dumps(document, indent=1) + "\n", lambda finding: SpecError(f"{file} {finding}"))
+    write_text(file, json.dumps(document, indent=1) + "\n", reading.about(file, SpecError))
     return file

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import fx, nn
+from torch import nn
 
 from ...core.ir.graph import Graph, change
-from ...core.ir.traced_module import TracedModule
-from ...core.torch_internals.modules import is_erased
+from ...core.ir.traced_module import TracedModule, check_traced, copied_graphs, shell
 from . import forms, measurement, operators
-from .layers import WEIGHTS, Layer, call_instead, check_traced, layer_at, lowered
+from .layers import WEIGHTS, Layer, call_instead, linear_layers
 
 
 def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = None) -> TracedModule:
@@ -31,40 +29,28 @@ def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = Non
     """
     check_traced(gm, "fuse")
     form = forms.form_named(how)
-    if form != "auto":
-        return lowered(gm, lambda graph, tree: _fuse(graph, tree, lambda node, layer: (form, form)))
-    cases = (measurement.case_of(gm, node, layer, dtype) for graph in gm.graphs.values() for node, layer in _linear(graph, gm))
-    settled = measurement.settle({found for found in cases if found is not None})
-
-    def choice(tree: nn.Module, node: fx.Node, layer: Layer | None) -> tuple[str, str]:
-        found = measurement.case_of(tree, node, layer, dtype)
-        return ("stock", "stock") if found is None else measurement.chosen(settled[found[0]], found[1])
-
-    return lowered(gm, lambda graph, tree: _fuse(graph, tree, lambda node, layer: choice(tree, node, layer)))
-
-
-def _linear(graph: fx.Graph, tree: nn.Module) -> Iterator[tuple[fx.Node, Layer | None]]:
-    """The linear layers of a graph, and its calls of F.linear, without a layer; the graph may change meanwhile."""
-    for node in list(graph.nodes):
-        layer = None if is_erased(node) else layer_at(tree, node, (nn.Linear,))
-        if layer is not None or (not is_erased(node) and node.target is F.linear):
-            yield node, layer
-
-
-def _fuse(graph: Graph, tree: nn.Module, choice: Callable[[fx.Node, Layer | None], tuple[str, str]]) -> dict[str, str]:
-    chosen = {}
-    for node, layer in _linear(graph, tree):
-        form, text = choice(node, layer)
-        if layer is not None and layer.lora is not None:
-            _fuse_layer(graph, tree, layer, form)
-            chosen[str(node.target)] = text
-        elif "fused" in form.split(","):
-            more = (form,) if "," in form else ()
-            if layer is None:
-                change(node, target=operators.linear, kwargs={**node.kwargs, **({"form": form} if more else {})})
-            else:
-                call_instead(graph, tree, node, node, operators.linear, [], *more)
-    return chosen
+    tree, graphs, chosen = shell(gm), copied_graphs(gm), dict(gm.meta.get("forms", {}))
+    settled: dict[torch.device, Any] = {}
+    if form == "auto":
+        each = (measurement.case_of(tree, *row, dtype) for graph in graphs.values() for row in linear_layers(graph, tree))
+        settled = measurement.settle({case for case in each if case is not None})
+    for graph in graphs.values():
+        for node, layer in linear_layers(graph, tree):
+            taken = text = form
+            if form == "auto":
+                case = measurement.case_of(tree, node, layer, dtype)
+                taken, text = ("stock", "stock") if case is None else measurement.chosen(settled[case[0]], case[1])
+            if layer is not None and layer.lora is not None:
+                _fuse_layer(graph, tree, layer, taken)
+                chosen[str(node.target)] = text
+            elif "fused" in taken.split(","):
+                more = (taken,) if "," in taken else ()
+                if layer is None:
+                    change(node, target=operators.linear, kwargs={**node.kwargs, **({"form": taken} if more else {})})
+                else:
+                    call_instead(graph, tree, node, node, operators.linear, [], *more)
+        graph.lint()
+    return gm.derived(tree, graphs, **({"forms": chosen} if chosen else {}))
 
 
 def _fuse_layer(graph: Graph, tree: nn.Module, layer: Layer, form: str) -> None:

@@ -13,10 +13,9 @@ from ...blocks.lora import Lora
 from ...blocks.scale import Scale
 from ...blocks.ssf import Ssf
 from ...core import quantised
-from ...core.errors import SpecError
 from ...core.ir import ops
-from ...core.ir.graph import Graph, copy_graph, erase, insert, meta_of, replace
-from ...core.ir.traced_module import TracedModule, shell
+from ...core.ir.containers import tensor_at
+from ...core.ir.graph import Graph, erase, insert, meta_of, replace
 from ...core.torch_internals.modules import conv_forward, is_erased, is_hooked
 
 WEIGHTS = ["down.weight", "up.weight"]
@@ -62,29 +61,12 @@ class Layer(NamedTuple):
         return inside(argument(self.node, 0, "input"))
 
 
-def check_traced(gm: Any, what: str) -> None:
-    """Raises SpecError unless `gm` is a traced module."""
-    if not isinstance(gm, TracedModule):
-        raise SpecError(f"{what} takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
-
-
-def lowered(gm: TracedModule, change: Any) -> TracedModule:
-    """A copy of `gm` on shared parameters, after `change(graph, tree)` of each graph, which gives {layer: form}."""
-    tree = shell(gm)
-    graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
-    chosen = dict(gm.meta.get("forms", {}))
-    for graph in graphs.values():
-        chosen.update(change(graph, tree))
-        graph.lint()
-    return gm.derived(tree, graphs, **({"forms": chosen} if chosen else {}))
-
-
-def layers(graph: Graph, tree: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[Layer]:
-    """The layers of these classes that a graph calls; the graph may change meanwhile."""
+def linear_layers(graph: fx.Graph, tree: nn.Module) -> Iterator[tuple[fx.Node, Layer | None]]:
+    """The linear layers of a graph, and its calls of F.linear, without a layer; the graph may change meanwhile."""
     for node in list(graph.nodes):
-        found = None if is_erased(node) else layer_at(tree, node, kinds)
-        if found is not None:
-            yield found
+        layer = None if is_erased(node) else layer_at(tree, node)
+        if layer is not None or (not is_erased(node) and node.target is F.linear):
+            yield node, layer
 
 
 def layer_of(tree: nn.Module, node: fx.Node) -> Layer | None:
@@ -96,10 +78,9 @@ def layer_of(tree: nn.Module, node: fx.Node) -> Layer | None:
     if node.op != "call_function" or node.target not in PRODUCTS:
         return None
     kind, weight_at, bias_at = PRODUCTS[node.target]
-    if quantised.reads_packed(tree, argument(node, weight_at, "weight")):
-        return None
-    bias = argument(node, bias_at, "bias") if bias_at > 0 else None
-    return Layer(node, kind, None, argument(node, weight_at, "weight"), bias)
+    weight, bias = argument(node, weight_at, "weight"), argument(node, bias_at, "bias") if bias_at > 0 else None
+    packed = getattr(weight, "op", "") == "get_attr" and quantised.is_packed(tensor_at(tree, str(weight.target)))
+    return None if packed else Layer(node, kind, None, weight, bias)
 
 
 def _kind(module: nn.Module) -> str:
@@ -114,23 +95,23 @@ def _kind(module: nn.Module) -> str:
     return kind or (NORMS.get(type(module), "") if module._parameters.get("weight") is not None else "")
 
 
-def layer_at(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...]) -> Layer | None:
-    """What a node calls, if it is a layer of one of these very classes, with the `Lora` that can be joined with it."""
-    if called(tree, node, kinds) is None or len(node.args) != 1 or node.kwargs:
+def layer_at(tree: nn.Module, node: fx.Node) -> Layer | None:
+    """What a node calls, if it is an nn.Linear itself, with the `Lora` that can be joined with it."""
+    if called(tree, node, nn.Linear) is None or len(node.args) != 1 or node.kwargs:
         return None
     layer, found = layer_of(tree, node), next(following_blocks(tree, node), None)
     if layer is None or found is None:
         return layer
     user, block = found
-    if list(node.users) != [user] or called(tree, user, (Lora,)) is None or block.bias or block.dropout:
+    if list(node.users) != [user] or called(tree, user, Lora) is None or block.bias or block.dropout:
         return layer
     return layer if misfit(block, user, layer.kind, layer.x) else layer._replace(lora=user, block=block)
 
 
-def called(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...]) -> Any:
-    """The module that a node calls, if it is of one of these very classes, nobody looks on, and its weights are numbers."""
+def called(tree: nn.Module, node: fx.Node, kind: type[nn.Module]) -> Any:
+    """The module that a node calls, if it is of this very class, nobody looks on, and its weights are numbers."""
     module = tree.get_submodule(str(node.target)) if node.op == "call_module" else None
-    if module is None or type(module) not in kinds or is_hooked(module) or quantised.is_quantised(module):
+    if module is None or type(module) is not kind or is_hooked(module) or quantised.is_quantised(module):
         return None
     return module
 

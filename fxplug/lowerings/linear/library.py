@@ -81,13 +81,6 @@ def used_factors(down: Tensor, up: Tensor, take: list[float]) -> tuple[Tensor, T
     return torch.cat(downs), torch.cat(ups, 1), torch.cat(gates)
 
 
-def _uniform(
-    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, take: list[float], blas: bool
-) -> Tensor:
-    used = used_factors(down, up, take)
-    return multiply(x, weight, bias, blas) if used is None else lora(x, weight, bias, *used, blas)
-
-
 def bank(
     x: Tensor,
     weight: Tensor,
@@ -106,7 +99,8 @@ def bank(
         return x.new_empty(*x.shape[:-1], weight.shape[0])
     shape = (*x.shape[:-1], weight.shape[0])
     if all(take == takes[0] for take in takes):
-        return _uniform(flat, weight, bias, down, up, takes[0], blas).view(shape)
+        used = used_factors(down, up, takes[0])
+        return (multiply(flat, weight, bias, blas) if used is None else lora(flat, weight, bias, *used, blas)).view(shape)
     if x.dim() < 2 or batch_dim < 0 or x.shape[batch_dim] % batch:  # no samples in it: what all of them take
         return (multiply(flat, weight, bias, blas) + side(flat, down, up, rows, -1)).view(shape)
     if batch_dim:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import statistics
 import time
@@ -17,10 +16,11 @@ from torch import Tensor, fx, nn
 
 from ...blocks.low_rank import side
 from ...core.errors import SpecError, brief_fields, outline
-from ...core.ir.traced_module import TracedModule
+from ...core.ir.containers import tensor_at
+from ...core.ir.traced_module import TracedModule, check_traced
 from . import forms, operators
 from .forms import Case
-from .layers import Layer, argument, check_traced, layers
+from .layers import Layer, argument, linear_layers
 
 FASTER = 0.97  # a form is taken whose median is below this, and three quarters of whose turns are below 1
 LEAST = 2e-3  # seconds that one turn of a form takes at least
@@ -100,10 +100,10 @@ def tune(
     found: dict[Case, list[Any]] = {}
     device = torch.device("cpu")
     graph: Any = gm.graph
-    for layer in layers(graph, gm, (nn.Linear,)):
-        known = None if layer.lora is None else case_of(gm, layer.node, layer)
+    for node, layer in linear_layers(graph, gm):
+        known = None if layer is None or layer.lora is None else case_of(gm, node, layer)
         if known is not None:
-            path, (device, case) = str(layer.node.target), known
+            path, (device, case) = str(node.target), known
             case = case._replace(rows=rows.get(path, case.rows), compiled=int(compiled))
             found.setdefault(case, []).append(path)
     if not found:
@@ -119,8 +119,7 @@ def case_of(
     """The device and the case of a linear layer, with the `Lora` behind it, for the rows of the trace; None if not known."""
     read = argument(node, 1, "weight") if layer is None else None
     if isinstance(read, fx.Node) and read.op == "get_attr":
-        owner, _, name = str(read.target).rpartition(".")
-        weight = getattr(tree.get_submodule(owner), name)
+        weight: Any = tensor_at(tree, str(read.target))
     else:
         weight = None if layer is None else layer.module.weight
     shape, block = node.meta.get("shape"), None if layer is None else layer.block
@@ -136,18 +135,17 @@ def rows_of(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """How many rows each linear layer has in a call, by its path."""
     found: dict[str, int] = {}
 
-    class FlopCounter(fx.Interpreter):
-        def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-            result = super().call_module(target, args, kwargs)
-            if isinstance(self.fetch_attr(target), nn.Linear):
-                found[str(target)] = result.numel() // max(result.shape[-1], 1)
-            return result
+    def noted(path: str) -> Callable[..., None]:
+        return lambda layer, given, result: found.update({path: result.numel() // max(result.shape[-1], 1)})
 
-    bound = inspect.signature(gm.forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    graph: Any = next(iter(gm.graphs.values())) if len(gm.graphs) == 1 else gm.graphs[gm.training]
-    with torch.no_grad():
-        FlopCounter(gm, graph=graph).run(*bound.arguments.values())
+    linears = [(path, m) for path, m in gm.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)]
+    hooks = [layer.register_forward_hook(noted(path)) for path, layer in linears]
+    try:
+        with torch.no_grad():
+            gm(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return found
 
 
@@ -156,8 +154,7 @@ def measure(device: torch.device, case: Case, names: Sequence[str], turns: int) 
     calls = {form: _ready(call, bool(case.compiled)) for form, call in calls_of(device, case).items()}
     with torch.no_grad():
         times = _time_alternating(device, calls, turns, LEAST)
-    ratios = _ratios(times, "stock")
-    return Timing(case, _best(ratios), {form: 1000 * statistics.median(spent) for form, spent in times.items()}, ratios, names)
+    return Timing(case=case, layers=names, **_entry(times)[0])
 
 
 def _time_alternating(device: torch.device, calls: dict[str, Any], turns: int, least: float) -> dict[str, list[float]]:

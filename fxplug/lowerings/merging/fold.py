@@ -14,9 +14,10 @@ from ...blocks.base import Table
 from ...core import quantised
 from ...core.errors import SpecError, did_you_mean
 from ...core.ir import ops
+from ...core.ir.containers import tensor_at
 from ...core.ir.graph import Graph, copy_graph, erase_unused, insert, meta_of, redirect, replace, set_argument
 from ...core.ir.regions import Regions, added, listed
-from ...core.ir.traced_module import TracedModule, shell
+from ...core.ir.traced_module import TracedModule, check_traced, shell
 from ...core.locks import with_read_lock
 from ...core.rewriter.networks import GATES
 from ...core.spec.addresses import Port, identifier
@@ -82,8 +83,7 @@ def unmerge(merged: TracedModule) -> TracedModule:
 
 def check_unlowered(gm: Any, caller: str) -> None:
     """Raises SpecError for what is no traced module, and for one that is lowered or outlined already."""
-    if not isinstance(gm, TracedModule):
-        raise SpecError(f"{caller} takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+    check_traced(gm, caller)
     if "source" in gm.meta:
         raise SpecError(f"this module is lowered already: {caller} takes the one it was made from, meta['source']")
     if any(isinstance(module, TracedModule) for module in gm.modules() if module is not gm):
@@ -267,8 +267,7 @@ class FoldPlan:
         made: dict[Any, Tensor] = {}
         found: dict[str, Tensor] = {}
         for use in self.changed():
-            owner, _, last = use.name.rpartition(".")
-            old = self.tree.get_submodule(owner)._parameters.get(last)
+            old = tensor_at(self.tree, use.name)
             key = (id(old) if old is not None else use.name, use.part, use.steps)  # what was tied stays so
             if key not in made:
                 made[key] = self.value(use, old, gates)

@@ -15,6 +15,7 @@ from ...blocks.lora import Lora
 from ...blocks.scale import Scale
 from ...blocks.ssf import Ssf
 from ...core.ir import ops
+from ...core.ir.containers import tensor_at
 from ...core.ir.regions import added
 from ..linear.layers import LAYERS, PRODUCTS, Layer, argument, following_blocks, inside, layer_of, misfit, readers, result_read
 from .numeric_check import Unfoldable, compared
@@ -74,11 +75,6 @@ class FoldableGraph:
                     if name:
                         self.note(ParameterUse(name, "", "", user, steps))
 
-    def tensor(self, name: str) -> Any:
-        """The parameter of this name, None where there is none."""
-        owner, _, last = name.rpartition(".")
-        return self.tree.get_submodule(owner)._parameters.get(last)
-
     def note(self, use: ParameterUse) -> None:
         """Keep a use, with those of its steps that concern its part."""
         if use.part == "bias":
@@ -113,7 +109,7 @@ class FoldableGraph:
         around = self.around(layer, rest, others)
         path = next(reversed((node.meta.get("nn_module_stack") or {"": ("", "")}).values()))[0]
         own = f"{path}.weight"
-        if (first or around) and not rest and own != name and self.tensor(own) is self.tensor(name):
+        if (first or around) and not rest and own != name and tensor_at(self.tree, own) is tensor_at(self.tree, name):
             name = self.named[node] = own  # tied: it is changed under the layer's own name
         self.note(ParameterUse(name, "weight", kind, node, (*first, *around)))
         if kind == "Embedding":

@@ -14,6 +14,7 @@ from ...blocks.lora import Lora
 from ...blocks.low_rank import in_slot
 from ...blocks.weight_update import Update
 from ...core.errors import SpecError
+from ...core.ir.containers import tensor_at
 from ...core.ir.graph import copy_graph
 from ...core.ir.traced_module import TracedModule, shell
 from ...core.locks import with_read_lock
@@ -100,12 +101,7 @@ def unlowered(module: TracedModule) -> TracedModule:
 
 def _tensor(module: TracedModule, name: str) -> Tensor | None:
     """A parameter or buffer of a lowered module by the name that it has in the state dict of its source."""
-    owner, _, last = module.meta.get("originals", {}).get(name, name).rpartition(".")
-    try:
-        home = module.get_submodule(owner)
-    except AttributeError:
-        return None
-    return home._parameters.get(last, home._buffers.get(last))
+    return tensor_at(module, module.meta.get("originals", {}).get(name, name))
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import networkx
 from torch import fx, nn
@@ -13,15 +14,14 @@ from ...core.errors import SpecError
 from ...core.ir import functions
 from ...core.ir.regions import added
 from ...core.ir.subgraphs import RegionCut, aliases
-from ...core.ir.traced_module import TracedModule, class_names
+from ...core.ir.traced_module import check_traced, class_names
 
 SMALL = 1e-3  # a region of less than this share of the model's activations is not worth a second run
 
 
-def check_outlinable(gm: object, regions: object, caller: str) -> None:
+def check_outlinable(gm: Any, regions: object, caller: str) -> None:
     """Raises SpecError for what is no traced module, for one with regions of its own, and for patterns that are one text."""
-    if not isinstance(gm, TracedModule):
-        raise SpecError(f"{caller} takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+    check_traced(gm, caller)
     if "nested" in gm.meta or "regions" in gm.meta:
         raise SpecError("this module is outlined already: outline the module it was made from")
     if isinstance(regions, str):

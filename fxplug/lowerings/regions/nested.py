@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from ...core.errors import MatchError, SpecError
 from ...core.ir import ops
-from ...core.ir.containers import Container, plain_attributes
+from ...core.ir.containers import Container, plain_attributes, tensor_at
 from ...core.ir.functions import REGION
 from ...core.ir.graph import Graph, change, copy_graph, copy_nodes, erase_unused, insert, replace
 from ...core.ir.subgraphs import RegionCut, aliases, changed_input, extract, members, plan, unique_names
@@ -43,7 +42,7 @@ class Nested(nn.Module):
         self.body = fx.GraphModule(nn.Module(), graph, name)
         self.code = type(self.body).forward
         self.compiled_once = torch.compiler.nested_compile_region(self.code, max_reuse_entries=1 << 30)
-        self.constant_floats = _constant_floats()
+        self.constant_floats = constant_floats()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Nested:
         """The same code, and with it what it was compiled to, for a copy of the model."""
@@ -68,15 +67,6 @@ def _in_order(x: Any) -> Any:
     An order of its own would be a program of its own. Images have theirs for a reason, and keep it.
     """
     return x.contiguous() if isinstance(x, Tensor) and x.dim() == 3 else x
-
-
-@cache
-def _constant_floats() -> Any:
-    """What makes the numbers of layers (`eps`, `p`) constants of a compiled program, also with `dynamic=True`.
-
-    They would be inputs of the program then, and torch 2.15 cannot hand those on to a nested region.
-    """
-    return constant_floats()
 
 
 def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule:
@@ -147,21 +137,13 @@ def _plain(graph: fx.Graph) -> Graph:
 
 def _name(gm: TracedModule, key: str, taken: Iterable[str]) -> str:
     """A name for a kind of region: the class of the module that it was, with a number where there are more of that name."""
-    path = _path(key)
-    kind = class_names(gm.get_submodule(path))[0] if _has(gm, path) else "Region"
+    module = dict(gm.named_modules()).get(_path(key))
+    kind = "Region" if module is None else class_names(module)[0]
     names, name, number = set(taken), kind, 1
     while name in names:
         number += 1
         name = f"{kind}_{number}"
     return name
-
-
-def _has(module: nn.Module, path: str) -> bool:
-    try:
-        module.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
 
 
 def _path(key: str) -> str:
@@ -234,10 +216,8 @@ def _shares_memory(cut: RegionCut, root: nn.Module) -> bool:
             layer = root.get_submodule(str(node.target))
             read.update({id(p): p for p in layer.parameters()})
         elif node.op == "get_attr":
-            owner, _, last = str(node.target).rpartition(".")
-            value = getattr(root.get_submodule(owner), last)
-            if isinstance(value, Tensor):
-                read[id(value)] = value
+            value = tensor_at(root, str(node.target))
+            read.update({} if value is None else {id(value): value})
     storages = [memory_id(t.untyped_storage()) for t in read.values() if t.numel()]
     return len(set(storages)) < len(storages)
 
@@ -249,7 +229,7 @@ def _kind(cut: RegionCut, root: nn.Module) -> Any:
     """What a region computes, from layers of which sizes, whatever their names: equal means that one code does for both."""
     where: dict[fx.Node, int] = {node: i for i, node in enumerate(cut.inputs)}
     roots: dict[str, int] = {}
-    rows: list[Any] = [tuple(_described_value(node) for node in cut.inputs)]
+    rows: list[Any] = [tuple((node.meta.get("shape"), node.meta.get("dtype")) for node in cut.inputs)]
 
     def layer(target: str) -> Any:
         owner, rest = _split(target, cut.key)
@@ -274,11 +254,6 @@ def _kind(cut: RegionCut, root: nn.Module) -> Any:
             where[node] = len(where)
     rows.append(tuple(where[node] for node in cut.outputs))
     return tuple(rows)
-
-
-def _described_value(node: fx.Node) -> Any:
-    shape = node.meta.get("shape")
-    return None if shape is None else (tuple(map(int, shape)), node.meta.get("dtype"))
 
 
 def _described(root: nn.Module, target: str) -> Any:

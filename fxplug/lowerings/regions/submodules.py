@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from ...core.errors import FxplugError, MatchError, SpecError
-from ...core.ir.containers import Container, named_tensors
+from ...core.ir.containers import Container, named_tensors, tensor_at
 from ...core.ir.functions import REGION
 from ...core.ir.graph import copy_graph, erase_unused
 from ...core.ir.regions import regions_of
@@ -45,7 +45,8 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
 
     def cut_at(key: str, nodes: list[fx.Node]) -> RegionCut | str:
         cut = plan(key, nodes, gm)
-        return unrepeatable(cut, gm) or cut if checkpoint and isinstance(cut, RegionCut) else cut
+        node = changed_input(cut.nodes, cut.inputs, gm) if checkpoint and isinstance(cut, RegionCut) else None
+        return cut if node is None else f"cannot be checkpointed, because '{node.name}' changes its input in place"
 
     train = True in graphs
     keys = choose(graphs[train], inside[train], gm, cut_at) if regions is None else named(gm, regions)
@@ -75,12 +76,7 @@ def originals(outlined: TracedModule) -> dict[str, Tensor]:
     SpecError for a module that is not outlined.
     """
     check_outlined(outlined, "originals")
-    found = {}
-    for name, now in outlined.meta["originals"].items():
-        owner, _, last = now.rpartition(".")
-        module = outlined.get_submodule(owner)
-        found[name] = (module._parameters if last in module._parameters else module._buffers)[last]
-    return found  # type: ignore[return-value]
+    return {name: tensor_at(outlined, now) for name, now in outlined.meta["originals"].items()}  # type: ignore[misc]
 
 
 def check_outlined(module: Any, caller: str) -> None:
@@ -141,12 +137,6 @@ def _as_before(buffers: list[Tensor], read: list[Tensor]) -> AbstractContextMana
 def _put(buffers: list[Tensor], values: list[Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
         buffer.copy_(value)
-
-
-def unrepeatable(cut: RegionCut, root: nn.Module) -> str | None:
-    """Why a region cannot run a second time on the same inputs."""
-    node = changed_input(cut.nodes, cut.inputs, root)
-    return None if node is None else f"cannot be checkpointed, because '{node.name}' changes its input in place"
 
 
 def named(gm: TracedModule, patterns: Sequence[str]) -> list[str]:
