@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from ..core import quantised
 from ..core.ir.containers import leaves
-from ..core.ir.traced_module import TracedModule
 from ..core.verifier import Subject, Unsupported
 
 PLAIN = (torch.Tensor, torch.SymInt, int, float, bool, str, type(None))  # what an exported program may give
@@ -17,30 +14,22 @@ GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
 
 
 def check_export(subject: Subject) -> str:
-    """The check of `verify`: whether anything is known that torch.export would refuse."""
-    blocker = export_blocker(subject.new, subject.call, subject.results)
-    if blocker is not None:
-        raise Unsupported(blocker)
-    return "no known obstacle to torch.export"
-
-
-def export_blocker(module: TracedModule, inputs: Any, result: Any = None) -> str | None:
-    """Why `export` cannot take a module; None where nothing shows it.
+    """The check of `verify`: whether anything is known that torch.export would refuse, which is Unsupported.
 
     Nothing is exported for it: torch's own objections to a single operation are found by exporting only.
     """
-    for graph in module.graphs.values():
-        for node in graph.nodes:
-            if node.op.startswith("call") and node.target in GRADIENTS:
-                return f"'{node.name}' computes gradients inside the model, which torch.export does not support"
-    if found := packed_layer(module):
-        return found
-    if any(isinstance(value, torch.Generator) for value in leaves(inputs)):
-        return "one of the inputs is a random generator, which torch.export does not support"
-    odd = next((value for value in leaves(result) if not isinstance(value, (*PLAIN, torch.Size))), None)
+    for node in (node for graph in subject.new.graphs.values() for node in graph.nodes):
+        if node.op.startswith("call") and node.target in GRADIENTS:
+            raise Unsupported(f"'{node.name}' computes gradients inside the model, which torch.export does not support")
+    if found := packed_layer(subject.new):
+        raise Unsupported(found)
+    if any(isinstance(value, torch.Generator) for value in leaves(subject.call)):
+        raise Unsupported("one of the inputs is a random generator, which torch.export does not support")
+    odd = next((value for value in leaves(subject.results) if not isinstance(value, (*PLAIN, torch.Size))), None)
     if odd is not None:
-        return f"the result contains a {type(odd).__module__}.{type(odd).__qualname__}, which torch.export does not support"
-    return None
+        it = f"{type(odd).__module__}.{type(odd).__qualname__}"
+        raise Unsupported(f"the result contains a {it}, which torch.export does not support")
+    return "no known obstacle to torch.export"
 
 
 def packed_layer(module: nn.Module) -> str:

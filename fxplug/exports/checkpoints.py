@@ -221,7 +221,7 @@ def _first(module: TracedModule, state: Mapping[str, Tensor]) -> dict[str, Tenso
             if not all(key in state for key in keys):
                 continue
             pairs = zip(keys, paths, strict=True)
-            parts = [_swapped(state[key]) if path.endswith(SWAPPED) else state[key] for key, path in pairs]
+            parts = [state[key].roll(len(state[key]) // 2, 0) if path.endswith(SWAPPED) else state[key] for key, path in pairs]
             end = "scale" if name.endswith(("query_norm", "key_norm")) else end  # as the code of Flux has it
             made[f"{start}{name}.{end}"] = torch.cat(parts) if len(parts) > 1 else parts[0]
             used.update(keys)
@@ -236,8 +236,3 @@ def _first(module: TracedModule, state: Mapping[str, Tensor]) -> dict[str, Tenso
     if {key: value.shape for key, value in back.items()} != {key: value.shape for key, value in state.items()}:
         raise FxplugError(f"diffusers could not read {kind} in the names of its original format: it has no converter for them")
     return made
-
-
-def _swapped(value: Tensor) -> Tensor:
-    return torch.cat(list(reversed(value.chunk(2))))
-

@@ -20,18 +20,17 @@ from torch.export import Dim, ExportedProgram
 
 from ..adapters.slots import Adapters
 from ..core.artifacts.value_json import portable
-from ..core.errors import FxplugError, brief_fields, did_you_mean, shown
+from ..core.errors import FxplugError, brief_fields, did_you_mean, first_line, shown
 from ..core.ir.containers import Container, children, leaves, map_leaves
 from ..core.ir.graph import copy_graph, insert, replace
 from ..core.ir.traced_module import TracedModule, shell
 from ..core.ir.variants import module_for
 from ..core.locks import with_read_lock
-from ..core.reading import reported
+from ..core.reading import about, reported
 from ..core.writing import new_file, open_new
 from . import onnx_trial, onnx_writer
 from .aoti_writer import CompileRefused, Unfit, check_compiler, quiet, refusing, write
 from .blockers import packed_layer
-from .package_file import first_line
 
 FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2", "onnx": ".onnx"}
 FREE: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -125,11 +124,11 @@ def export(
     if to == "onnx":
         results = onnx_writer.TensorResults(plain)
 
-    with new_file(target, _unwritten(target), onnx_writer.put if to == "onnx" else None) as file:
+    with new_file(target, about(target, Unwritten), onnx_writer.put if to == "onnx" else None) as file:
         name = str(file)
 
         def finish(program: ExportedProgram) -> list[str]:
-            with reported(_unwritten(target), "cannot be written"):
+            with reported(about(target, Unwritten), "cannot be written"):
                 if to == "aoti":
                     return write(program, parameters, name, _live(module), facts, options)
                 if to == "onnx":
@@ -149,7 +148,7 @@ def export(
 
 
 def _target(path: Path, to: str) -> Path:
-    with reported(_unwritten(path), "cannot be written"):
+    with reported(about(path, Unwritten), "cannot be written"):
         if path.is_dir():
             return path / f"model{FORMATS[to]}"
         ending = f".{FORMATS[to].rpartition('.')[2]}"
@@ -253,7 +252,8 @@ def _export(
     failures: list[str] = []
     error: Exception | None = None
     for kept, (some_args, some_kwargs) in tries:
-        shapes = {name: _shapes(value, FREE[kept]) for name, value in _by_name(module, some_args, some_kwargs).items()}
+        bound = inspect.signature(module.forward).bind(*some_args, **some_kwargs).arguments
+        shapes = {name: _shapes(value, FREE[kept]) for name, value in bound.items()}
         try:
             with quiet(), refusing():
                 program = torch.export.export(module, some_args, some_kwargs, dynamic_shapes=shapes, strict=False)
@@ -295,10 +295,6 @@ def _call(before: fx.Node, function: Callable[..., Any], *args: Any) -> fx.Node:
     return insert(before.graph, "call_function", function, args, before=before, meta={"val": value})
 
 
-def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-
-
 def _shapes(value: Any, dims: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return dims(value)
@@ -321,10 +317,3 @@ def dynamic_dims(program: ExportedProgram) -> dict[str, list[int]]:
 
 def _fixed(size: int | torch.SymInt) -> bool:
     return isinstance(size, int) or size.node.maybe_as_int() is not None
-
-
-# --- the file
-
-
-def _unwritten(path: Path) -> Callable[[str], Unwritten]:
-    return lambda finding: Unwritten(f"{path} {finding}")

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.errors import DEFAULT, ArtifactError, FxplugError, Limits, did_you_mean, shown
+from ..core.errors import DEFAULT, ArtifactError, FxplugError, Limits, did_you_mean, first_line, shown
 from ..core.ir.containers import leaves, map_leaves
 from ..core.locks import call_with_read_lock
 from ..core.reading import opened
 from .call_signature import Json, Signature
 from .onnx_file import INSTALL, OnnxFile
 from .package import ExportedModel, _named
-from .package_file import first_line
 
 NOTHING = 4  # of onnxruntime's log: it warns of each weight that can be given anew, and what it says of errors is in them
 CPU = ("CPUExecutionProvider",)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from .. import __version__
 from ..blocks.base import NAME
 from ..core.errors import FxplugError, shown
-from ..core.ir.containers import children, rebuilt
+from ..core.ir.containers import map_leaves
 from ..core.ir.graph import change
 from ..core.torch_internals.exporting import DEFAULT, OPSETS, translated, untranslated
 from ..core.torch_internals.tensors import OpOverload, assert_later
@@ -96,12 +96,13 @@ class TensorResults:
 
 def _marked(value: Any, flat: list[torch.Tensor]) -> Any:
     """A nested value with marks in the place of its tensors and its sizes, which go into a list."""
-    dtype = NUMBERS.get(type(value))
-    if dtype is not None or isinstance(value, torch.Tensor):
-        flat.append(value if dtype is None else torch.scalar_tensor(value, dtype=dtype))
+
+    def mark(leaf: Any, _: Any) -> Placeholder:
+        dtype = NUMBERS.get(type(leaf))
+        flat.append(leaf if dtype is None else torch.scalar_tensor(leaf, dtype=dtype))
         return Placeholder("tensor" if dtype is None else "number", len(flat) - 1)
-    members = children(value)
-    return value if members is None else rebuilt(value, {key: _marked(member, flat) for key, member in members})
+
+    return map_leaves(value, mark, kind=(torch.Tensor, *NUMBERS))
 
 
 def write(
@@ -167,13 +168,10 @@ def _settle_squeezes(program: ExportedProgram) -> None:
     for node in program.graph.nodes:
         if node.target in SQUEEZES:
             shape, dims = node.args[0].meta["val"].shape, node.args[1]
-            ones = [dim for dim in (dims if isinstance(dims, (tuple, list)) else [dims]) if _is_one(shape[dim])]
+            dims = dims if isinstance(dims, (tuple, list)) else [dims]
+            ones = [dim for dim in dims if isinstance(shape[dim], int) and shape[dim] == 1]
             target = torch.ops.aten.squeeze.dims if ones else torch.ops.aten.clone.default
             change(node, target=target, args=(node.args[0], ones) if ones else node.args[:1])
-
-
-def _is_one(size: int | torch.SymInt) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 # --- the translation

@@ -17,14 +17,14 @@ from ..adapters.slots import Adapters
 from ..adapters.writing import About
 from ..core import weight_files
 from ..core.artifacts.value_json import decode
-from ..core.errors import DEFAULT, LONGEST, ArtifactError, FxplugError, Limits, SpecError, cut, did_you_mean, shown
+from ..core.errors import DEFAULT, LONGEST, ArtifactError, FxplugError, Limits, SpecError, cut, did_you_mean, first_line, shown
 from ..core.locks import StateLock, call_with_read_lock, write_lock
 from ..core.reading import about, opened, reported
 from ..core.torch_internals.exporting import LOADER
 from ..core.writing import Folder, ended_by_exceptions
 from .call_signature import Json, Signature
 from .machines import check_machine, check_operators, pick_device
-from .package_file import CODE, Packed, check_slots, first_line
+from .package_file import CODE, Packed, check_slots
 from .package_file import banks as _banks
 
 TEMPORARY = "fxplug-package-"

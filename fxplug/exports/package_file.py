@@ -159,11 +159,6 @@ def check_places(manifest: Json, tensors: Mapping[str, Any], raises: Raises) -> 
             raise raises(f"cannot be read: {shown(name)} is at {shown(there)}, which is not among its tensors")
 
 
-def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
 # --- slots
 
 
