@@ -93,7 +93,11 @@ def save_checkpoint(
     kind = next(iter(about_of(module).classes), "")
     config = _diffusers_config(module, kind) if to == "diffusers" else None
     if to == "timm":
-        _check_timm(kind)
+        import timm
+
+        if not hasattr(timm.models, kind):
+            finding = f"the base of this rewrite is a {kind}, which is not a model class of timm: write it to safetensors"
+            raise FxplugError(finding)
     state, passes = merged_state(module, merge)
     if config is not None:
         _check_keys(state, config[1], kind)
@@ -176,13 +180,6 @@ def _diffusers_config(module: TracedModule, kind: str) -> tuple[str, dict[str, T
             f"diffusers cannot build a {kind} from this configuration: {type(error).__name__}: {error}"
         ) from error
     return model.to_json_string(), model.state_dict()
-
-
-def _check_timm(kind: str) -> None:
-    import timm
-
-    if not hasattr(timm.models, kind):
-        raise FxplugError(f"the base of this rewrite is a {kind}, which is not a model class of timm: write it to safetensors")
 
 
 def _check_keys(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], kind: str) -> None:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from traceback import walk_tb
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,19 +44,6 @@ from ..torch_internals.tensors import (
 from .module_state import State, own_attributes
 from .user_code import asker, is_text_for_people, is_user_code
 
-
-class Recorder(Protocol):
-    """What a number asks of the tracer."""
-
-    active: bool
-
-    def number(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
-        """Record `target(*args)`, which is `value` now."""
-
-    def decide(self, number: Number) -> Any:
-        """Python needs the plain value: record a guard and give it."""
-
-
 TRUNC = math.trunc  # kept here: while a model is traced, `math` has functions that record
 
 
@@ -64,18 +51,18 @@ class Number:
     """A concrete `value`, int or float, and the node that computes it.
 
     Arithmetic is recorded and gives another Number; a use that needs the plain value (a comparison, `range`, `int()`, a dict
-    key, text) goes through `Recorder.decide`, which records a guard. For `isinstance` it is the plain type; C code
+    key, text) goes through `decide` of its recorder, which records a guard. For `isinstance` it is the plain type; C code
     sees the real one and has to ask. When the recording is over it is only its value.
     """
 
-    def __init__(self, recorder: Recorder, node: fx.Node, value: Any) -> None:
+    def __init__(self, recorder: Any, node: fx.Node, value: Any) -> None:
         self.recorder = recorder
         self.fx_node = node
         self.value = value
         self.node = Node(self)
 
     def plain(self) -> Any:
-        """The plain value; while the recording goes on it is asked of `Recorder.decide`."""
+        """The plain value; while the recording goes on it is asked of `decide` of its recorder."""
         return self.recorder.decide(self) if self.recorder.active else self.value
 
     def __bool__(self) -> bool:

@@ -28,7 +28,7 @@ from ..torch_internals.tensors import (
     memory_id,
     unset_fake_temporarily,
 )
-from .fake_tensors import KINDS, Number, Recorder, Results, Tries, fake
+from .fake_tensors import KINDS, Number, Results, Tries, fake
 from .module_state import Journal, storage_of
 from .user_code import source_line, user_frame
 
@@ -48,7 +48,7 @@ class Frame:
         self.parent = parent
 
 
-class Nodes(TorchFunctionMode, Recorder):
+class Nodes(TorchFunctionMode):
     """A graph that grows: tensors and numbers are tied to its nodes."""
 
     def __init__(
@@ -154,6 +154,10 @@ class Nodes(TorchFunctionMode, Recorder):
 
     def size_of(self, node: fx.Node, method: str, value: int, dim: int | None = None) -> Any:
         """A size of a tensor as a number, read from the node."""
+        raise NotImplementedError
+
+    def decide(self, number: Any) -> Any:
+        """Python needs the plain value of a number."""
         raise NotImplementedError
 
     # --- nodes and values

@@ -269,10 +269,6 @@ class _TensorState(NamedTuple):
             return False
         return bool(_geometry(self.tensor) != _geometry(alias))
 
-    def is_buffer(self) -> bool:
-        """Whether a module lists it among its buffers."""
-        return self.link[0] is not None and self.link[0][1] == "_buffers"
-
 
 class State:
     """What modules hold when it is made, and what became of it since."""

@@ -310,23 +310,21 @@ class _Pair:
                 return f"the buffer '{name}' differs after the call, {difference(value, b.buffers[name])}"
         if problem := self.memory(a, b):
             return problem
-        if not equal_random_state(a.draws, b.draws) and (threading.active_count() == 1 or self.may_draw()):
+        alone = threading.active_count() == 1  # or another thread may have drawn from the same generators
+        if not equal_random_state(a.draws, b.draws) and (alone or any(is_random(n, self.gm) for n in self.gm.graph.nodes)):
             return DRAWS
         for name, mine in a.settings.items():
             if mine != (other := b.settings[name]) and name != "gradients":  # which a graph gives back, as a model may not
                 return f"after the call, {name} is {other} instead of {mine}"
         return None
 
-    def may_draw(self) -> bool:
-        """Whether the graph draws random numbers; otherwise another thread has drawn from the same generators."""
-        return any(is_random(node, self.gm) for node in self.gm.graph.nodes)
-
     def memory(self, a: _Outcome, b: _Outcome) -> str | None:
         """Which tensor that the model holds was written otherwise."""
         if len(self.journal.kept) == 0:
             return None
         for held in self.state.tensors.values():
-            storage = None if held.is_buffer() else storage_of(held.alias)
+            home = held.link[0]  # None of a module's own attribute, else what holds it
+            storage = None if home is not None and home[1] == "_buffers" else storage_of(held.alias)
             if storage is None or memory_id(storage) not in self.journal.kept:
                 continue
             before = self.journal.kept[memory_id(storage)][1]

@@ -307,17 +307,12 @@ def _named(name: str) -> type[Container]:
 
 def child_of(module: nn.Module, key: int | str) -> Any:
     """A child, parameter or buffer by name; or a child by position, as in a ModuleList."""
-    name = str(key)
-    found: Any = module._modules.get(name)
-    if found is None:
-        found = module._parameters.get(name)
-    if found is None:
-        found = module._buffers.get(name)
-    if found is None and isinstance(key, int):
-        found = list(module._modules.values())[key]
-    if found is None:
-        raise KeyError(key)
-    return found
+    for table in (module._modules, module._parameters, module._buffers):
+        if (found := table.get(str(key))) is not None:
+            return found
+    if isinstance(key, int):
+        return list(module._modules.values())[key]
+    raise KeyError(key)
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:

@@ -235,7 +235,8 @@ def source(regions: Regions, port: Port) -> fx.Node:
     """The node whose value is at a port. Raises MatchError that names what ports there are."""
     region = region_of(regions, port)
     if port.side == "in":
-        return input_value(find_input(regions, region, port), region)
+        _, index, node = find_input(regions, region, port)
+        return node if region.leaf is None else [*node.args, *node.kwargs.values()][index]  # type: ignore[return-value]
     return find_output(regions, region, port)
 
 
@@ -277,16 +278,6 @@ def _is(wanted: tuple[int | str, ...], keys: tuple[int | str, ...], index: int |
     if len(wanted) != len(keys):
         return False
     return all(w in (EACH, k) or (i == 0 and index is not None and w == index) for i, (w, k) in enumerate(zip(wanted, keys)))  # noqa: B905
-
-
-def input_value(found: tuple[Port, int, fx.Node], region: Region) -> fx.Node:
-    """The value at one of a region's inputs: what a leaf is given, else the edge itself."""
-    port, index, node = found
-    if region.leaf is None:
-        return node
-    value = [*node.args, *node.kwargs.values()][index]
-    assert isinstance(value, fx.Node)
-    return value
 
 
 def each(regions: Regions, port: Port) -> list[Port]:

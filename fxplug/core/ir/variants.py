@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from ..errors import FxplugError, GuardError, brief, shown
 from ..locks import locks_of
-from ..torch_internals.modules import is_listening, leave_frame, without_compiler
+from ..torch_internals.modules import TABLES, is_listening, leave_frame, without_compiler
 from . import ops
 from .containers import Container, tensor_at
 from .graph import Graph, change, refusal, repeatable
@@ -66,7 +66,6 @@ Retrace = Callable[["Variants", Args, Kwargs], TracedModule]
 V = TypeVar("V", bound="Variants")
 
 LIMIT = 8  # graphs that a module gets beside its first
-TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 class VariantCache:

@@ -35,11 +35,6 @@ def factors(size: int | str) -> list[int | str]:
     return [int(part) if part.isdigit() else part for part in re.split(r"\s*\*\s*", size.strip())]
 
 
-def size_of(factor: int | str, sizes: Mapping[str, int]) -> int:
-    """What a factor stands for. Raises KeyError for a name that has no size."""
-    return sizes[factor] if isinstance(factor, str) else factor
-
-
 def named_sizes(gm: TracedModule, p: Pass) -> tuple[dict[str, int], dict[str, list[int]]]:
     """What the names in the shapes of a pass's inputs stand for; and what those that nothing binds may stand for."""
     own = own_inputs(gm, p)
@@ -61,6 +56,7 @@ def named_sizes(gm: TracedModule, p: Pass) -> tuple[dict[str, int], dict[str, li
     return bound, free
 
 
+CHECKS = (ops.check_inputs, ops.check_numbers, ops.check_constants, ops.check_added)  # of inputs, at a graph's head
 TRIES = [8, 4, 2, 16, 1, 32]  # what a size that nothing binds may be: how much larger a condition is than a latent
 
 
@@ -223,7 +219,7 @@ def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int
         made_by = {"name": p.name}
         meta = {"pass": made_by, "nn_module_stack": placeholders[0].meta["nn_module_stack"]}
         node = insert(graph, "placeholder", called, (spec["default"],), after=last, before=rest, name=called, meta=meta)
-        shape = None if spec["shape"] is None else [math.prod(size_of(f, sizes) for f in factors(s)) for s in spec["shape"]]
+        shape = spec["shape"] and [math.prod(f if isinstance(f, int) else sizes[f] for f in factors(s)) for s in spec["shape"]]
         dtype = floating if spec["dtype"] is None else getattr(torch, str(spec["dtype"]).removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
             raise SpecError(f"input '{name}': no dtype '{spec['dtype']}'; float32 or int64, for example")
@@ -231,23 +227,13 @@ def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int
         expected, text = _expected(graph, p, spec, own, sizes)
         like = next((n for n in placeholders if "shape" in n.meta), None)
         args = (node, called, expected, text, spec["default"] is None, None if shape is None else dtype, like)
-        after = _last_check(graph)
+        after = max([head(graph), *(n for n in graph.nodes if n.target in CHECKS)])
         check = insert(graph, "call_function", ops.check_added, args, after=after, meta={**meta, "effect": True})
         meta |= {"port": Port("", "in", (called,)), "index": len(placeholders), "pass": {**made_by, "region": True}}
         edge = insert(graph, "call_function", ops.edge, (check,), after=check, name=f"in_{called}", meta=meta)
         if shape is not None:
             for n in (node, check, edge):
                 n.meta.update(shape=tuple(shape), dtype=dtype)
-
-
-def _last_check(graph: fx.Graph) -> fx.Node:
-    """The last of the nodes at a graph's head: placeholders and what looks at them."""
-    last = head(graph)
-    for node in graph.nodes:
-        checks = (ops.check_inputs, ops.check_numbers, ops.check_constants, ops.check_added)
-        if node.op == "call_function" and node.target in checks:
-            last = max(last, node)
-    return last
 
 
 def _expected(

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ..errors import SpecError, brief_fields, did_you_mean
 from .addresses import compile_expression, parse_relative
-from .yaml_source import NOWHERE, Section, braces, checked, integer_validator, number, shown, validate
+from .yaml_source import NOWHERE, Section, braces, checked, number, shown, validate
 from .yaml_source import Where as Where
 
 PLACES = ("before", "after", "replace", "param")
@@ -379,17 +379,17 @@ class Network(Section):
 class PlanOptions(Section):
     """The keywords of a plan, as far as they can be checked without a model."""
 
-    ulysses: Annotated[int, integer_validator(1)] = 1
-    ring: Annotated[int, integer_validator(1)] = 1
-    batch: Annotated[int, integer_validator(1)] = 1
-    rows: Annotated[int, integer_validator(1)] = 1
-    tensor: Annotated[int, integer_validator(1)] = 1
+    ulysses: int = Field(default=1, ge=1)
+    ring: int = Field(default=1, ge=1)
+    batch: int = Field(default=1, ge=1)
+    rows: int = Field(default=1, ge=1)
+    tensor: int = Field(default=1, ge=1)
     split: dict[str, int] | None = None
     at: str | None = Field(default=None, description="the path of a region")
-    stages: Annotated[int | None, integer_validator(1, None)] = None
-    patches: Annotated[int | None, integer_validator(1, None)] = None
+    stages: int | None = Field(default=None, ge=1)
+    patches: int | None = Field(default=None, ge=1)
     stale: bool = False
-    warmup: Annotated[int | None, integer_validator(1, None)] = None
-    correct: Annotated[int | None, integer_validator(0, None)] = None
-    steps: Annotated[int | None, integer_validator(1, None)] = None
+    warmup: int | None = Field(default=None, ge=1)
+    correct: int | None = Field(default=None, ge=0)
+    steps: int | None = Field(default=None, ge=1)
     clock: str | None = Field(default=None, description="the name of an input")

@@ -311,17 +311,6 @@ def checked(read: Callable[[Any], Any], written: Any = Any) -> PlainValidator:
     return PlainValidator(read_value, json_schema_input_type=written)
 
 
-def integer_validator(least: int, *others: Any) -> PlainValidator:
-    """The validator of a whole number of at least so many, or of one of some other values."""
-
-    def read(value: Any) -> Any:
-        if value not in others and (type(value) is not int or value < least):
-            raise SpecError(f"must be a whole number, {least} or more, not {shown(value)}")
-        return value
-
-    return checked(read)
-
-
 def number(value: Any) -> Any:
     """A number or None. Raises SpecError for anything else."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import statistics
 import time
@@ -135,17 +136,18 @@ def rows_of(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """How many rows each linear layer has in a call, by its path."""
     found: dict[str, int] = {}
 
-    def noted(path: str) -> Callable[..., None]:
-        return lambda layer, given, result: found.update({path: result.numel() // max(result.shape[-1], 1)})
+    class FlopCounter(fx.Interpreter):
+        def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+            result = super().call_module(target, args, kwargs)
+            if isinstance(self.fetch_attr(target), nn.Linear):
+                found[str(target)] = result.numel() // max(result.shape[-1], 1)
+            return result
 
-    linears = [(path, m) for path, m in gm.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)]
-    hooks = [layer.register_forward_hook(noted(path)) for path, layer in linears]
-    try:
-        with torch.no_grad():
-            gm(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    bound = inspect.signature(gm.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    graph: Any = next(iter(gm.graphs.values())) if len(gm.graphs) == 1 else gm.graphs[gm.training]
+    with torch.no_grad():
+        FlopCounter(gm, graph=graph).run(*bound.arguments.values())
     return found
 
 
