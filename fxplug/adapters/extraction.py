@@ -89,34 +89,35 @@ def extract(
         first, second = (_weights_of(given, stack, limits) for given in (base, tuned))
         model = second.model if second.model.layers else first.model
         for one in (first, second):
-            if scale := weight_files.scale_of_weights(one.shapes):
+            if scale := weight_files.scale_of_weights(one.found):
                 raise ArtifactError(
                     f"{one.where} has quantised weights, scaled by '{scale}': use the weights from before quantisation"
                 )
-        shared = [key for key in second.shapes if key in first.shapes]
+        shared = [key for key in second.found if key in first.found]
         if not shared:
-            some = next(iter(second.shapes), "")
-            raise ArtifactError(f"{first.where} and {second.where} have no names in common{did_you_mean(some, first.shapes)}")
-        paths = {key.removesuffix(".weight"): key for key in shared if key.endswith(".weight") and len(second.shapes[key]) > 1}
+            some = next(iter(second.found), "")
+            raise ArtifactError(f"{first.where} and {second.where} have no names in common{did_you_mean(some, first.found)}")
+        paths = {key.removesuffix(".weight"): key for key in shared if key.endswith(".weight") and second.found[key].dim() > 1}
         chosen = select(at, paths)
         if not chosen:
             raise SpecError(f"'{at}' is not a layer of both models{did_you_mean(at, paths)}")
-        left = _list_unshared(first, second)
+        pairs = (second, first), (first, second)
+        left = {key: f"is only in {one.where}" for one, other in pairs for key in one.found if key not in other.found}
         entries: list[Entry] = []
         errors: dict[str, float] = {}
         layers: dict[str, ModelLayer] = {}
         same = 0
         for key in shared:
-            a, b = first.shapes[key], second.shapes[key]
+            a, b = first.found[key], second.found[key]
             path = key.removesuffix(".weight")
-            if a != b:
-                raise ArtifactError(f"'{key}' is {list(a)} in {first.where} and {list(b)} in {second.where}")
+            if a.shape != b.shape:
+                raise ArtifactError(f"'{key}' is {list(a.shape)} in {first.where} and {list(b.shape)} in {second.where}")
             if path in chosen:
-                layers[path] = model.layers.get(path) or _layer(b)
-            if path in chosen and first.floating(key) != second.floating(key):
-                both = f"{first.dtypes[key]} in {first.where} and {second.dtypes[key]} in {second.where}"
+                layers[path] = model.layers.get(path) or _layer(tuple(b.shape))
+            if path in chosen and a.is_floating_point() != b.is_floating_point():
+                both = f"{a.dtype} in {first.where} and {b.dtype} in {second.where}"
                 raise ArtifactError(f"'{key}' is {both}: give the weights as floating point")
-            if not second.floating(key) or (path in paths and path not in chosen):
+            if not b.is_floating_point() or (path in paths and path not in chosen):
                 continue
             progress(key)
             value = second.tensor(key)
@@ -151,12 +152,6 @@ def _low_rank(path: str, delta: Tensor, dtype: torch.dtype, rank: int | float) -
     return Entry(path, path, "", "lora", tensors, 1.0, number), lacks.item()
 
 
-def _list_unshared(first: _Weights, second: _Weights) -> dict[str, str]:
-    """What only one of them has."""
-    made = {key: f"is only in {second.where}" for key in second.shapes if key not in first.shapes}
-    return made | {key: f"is only in {first.where}" for key in first.shapes if key not in second.shapes}
-
-
 def _layer(shape: tuple[int, ...]) -> ModelLayer:
     """A layer as far as its weight tells: one input a channel is a convolution in as many groups."""
     kind = "Linear" if len(shape) == 2 else f"Conv{len(shape) - 2}d"
@@ -168,16 +163,12 @@ def _layer(shape: tuple[int, ...]) -> ModelLayer:
 
 @dataclass(frozen=True)
 class _Weights:
-    """A checkpoint: the shapes and dtypes of its tensors by name, and each tensor when it is asked for."""
+    """A checkpoint: its tensors by name, those of files without their values, and each when it is asked for."""
 
     where: str
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, torch.dtype]
+    found: Mapping[str, Tensor]
     tensor: Callable[[str], Tensor]
     model: About
-
-    def floating(self, key: str) -> bool:
-        return self.dtypes[key].is_floating_point
 
 
 def _weights_of(given: Given, stack: contextlib.ExitStack, limits: Limits) -> _Weights:
@@ -195,9 +186,7 @@ def _in_memory(where: str, state: Mapping[str, Tensor], model: About) -> _Weight
             raise ArtifactError(f"{where}: '{key}' is a {type(value).__name__}, not a tensor")
         if value.is_meta:
             raise ArtifactError(f"{where}: '{key}' is on the meta device and has no values")
-    shapes = {key: tuple(value.shape) for key, value in state.items()}
-    dtypes = {key: value.dtype for key, value in state.items()}
-    return _Weights(where, shapes, dtypes, lambda key: state[key].detach().cpu(), model)
+    return _Weights(where, state, lambda key: state[key].detach().cpu(), model)
 
 
 def _in_files(path: Path, stack: contextlib.ExitStack, limits: Limits) -> _Weights:
@@ -218,23 +207,23 @@ def _in_files(path: Path, stack: contextlib.ExitStack, limits: Limits) -> _Weigh
             raise ArtifactError(f"{path} contains a {type(found).__name__}, not a dict of tensors")
         return _in_memory(str(path), {str(key): value for key, value in found.items()}, model)
     records: dict[str, tuple[Any, weight_files.TensorEntry]] = {}
+    metas: dict[str, Tensor] = {}
     for file in files:
         handle = stack.enter_context(reading.opened(file))
-        for key, record in weight_files.header(handle, reading.about(file), limits).records.items():
-            if key in records:
+        head = weight_files.header(handle, reading.about(file), limits)
+        for key, value in weight_files.tensors(handle, head, reading.about(file), most=-1):
+            if key in metas:
                 raise ArtifactError(f"'{key}' is in two files of '{path}': give one of them")
-            records[key] = handle, record
-    whole = any(key.startswith(WHOLE) for key in records)  # of a pipeline in one file, the denoiser
-    names = {key.removeprefix(WHOLE): key for key in records if key.startswith(WHOLE) or not whole}
+            metas[key], records[key] = value, (handle, head.records[key])
+    start = WHOLE if any(key.startswith(WHOLE) for key in records) else ""  # of a pipeline in one file, the denoiser
+    found = {key.removeprefix(start): value for key, value in metas.items() if key.startswith(start)}
 
     def tensor(name: str) -> Tensor:
-        handle, record = records[names[name]]
+        handle, record = records[start + name]
         handle.seek(record.offset)
         head = weight_files.Header({name: record}, {}, b"")
         return dict(weight_files.tensors(handle, head, reading.about(path)))[name]
 
-    if whole and not model.classes:
-        model = About({}, ("UNet2DConditionModel" if any("input_blocks." in name for name in names) else "",))
-    shapes = {name: records[key][1].shape for name, key in names.items()}
-    dtypes = {name: records[key][1].dtype for name, key in names.items()}
-    return _Weights(str(path), shapes, dtypes, tensor, model)
+    if start and not model.classes:
+        model = About({}, ("UNet2DConditionModel" if any("input_blocks." in name for name in found) else "",))
+    return _Weights(str(path), found, tensor, model)
