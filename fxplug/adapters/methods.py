@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import low_rank
-from ..blocks.rotations import butterfly, cayley, neumann, skew, turned
+from ..blocks.rotations import butterfly, cayley, rotated, rotated_in_levels
 
 Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]
@@ -60,11 +60,6 @@ def _flat(out: Callable[[Tensors], int] | None, inner: Callable[[Tensors], int] 
 def _matrix(function: Callable[[Tensor, Tensors, Options], Tensor]) -> Callable[[Tensor, Tensors, Options], Tensor]:
     """A function of a matrix (out, in * kernel) as one of a parameter."""
     return lambda w, t, o: function(w.flatten(1), t, o).reshape(w.shape)
-
-
-def _blocks(t: Tensors, o: Options, shape: Sequence[int]) -> int:
-    """How many blocks turn the inputs of a parameter."""
-    return _inner(shape) // int(o["size"]) if o["share"] else len(t["rotation"])
 
 
 # --- LyCORIS
@@ -120,18 +115,10 @@ def _gate_fits(t: Tensors, o: Options, shape: Sequence[int]) -> bool:
 # --- PEFT
 
 
-def _oft(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    q = skew(t["rotation"], o["size"])
-    return turned(w, neumann(q, o["terms"]) if o["terms"] else cayley(q))
-
-
 def _boft(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    q = (t["rotation"] - t["rotation"].mT).flatten(0, 1) * 0.5
-    turns = cayley(q).reshape(t["rotation"].shape)
-    for n, level in enumerate(turns):
-        order = butterfly(w.shape[1], level.shape[-1], n)
-        w = turned(w[:, torch.argsort(order)], level)[:, order]
-    return w * t["magnitude"].reshape(-1, 1)
+    levels, _, size, _ = t["rotation"].shape
+    orders = [butterfly(w.shape[1], size, n) for n in range(levels)]
+    return rotated_in_levels(w, t["rotation"], orders) * t["magnitude"].reshape(-1, 1)
 
 
 def _hra(w: Tensor, t: Tensors, o: Options) -> Tensor:
@@ -260,7 +247,10 @@ METHODS = {
     "diag-oft": Method(_diag_oft, _flat(lambda t: math.prod(t["oft_blocks"].shape[:2]), None)),
     "butterfly oft": Method(_butterflies, _flat(lambda t: math.prod(t["oft_blocks"].shape[1:3]), None)),
     "gate": Method(_gated, _gate_fits, ("gate",)),
-    "oft": Method(_matrix(_oft), lambda t, o, s: _inner(s) == o["size"] * _blocks(t, o, s), ()),
+    "oft": Method(
+        _matrix(lambda w, t, o: rotated(w, t["rotation"], o["size"], o["terms"])),
+        lambda t, o, s: _inner(s) % o["size"] == 0 and (o["share"] or _inner(s) == o["size"] * len(t["rotation"])), (),
+    ),
     "boft": Method(
         _matrix(_boft), _flat(lambda t: len(t["magnitude"]), lambda t: math.prod(t["rotation"].shape[1:3])), ("magnitude",)
     ),

@@ -32,7 +32,8 @@ class Block(nn.Module):
     neutral: ClassVar[bool] = False
     hands_on: ClassVar[bool] = False
 
-    at: Any  # classmethod (site, **options) -> Block: the options that a rule may give are its named arguments
+    # classmethod (site, **options) -> Block: the options that a rule may give are its named arguments
+    at: Any = classmethod(lambda cls, site, **options: cls(**options))
 
 
 def scaled_factor(names: Iterable[str]) -> str:
@@ -133,6 +134,15 @@ def width(site: Site, value: Value, dim: int | None) -> tuple[int, int]:
     if not isinstance(dim, int) or isinstance(dim, bool) or not value.shape or not -len(value.shape) <= dim < len(value.shape):
         raise SpecError(f"{value} has no dimension {dim!r}")
     return value.shape[dim], dim
+
+
+def widths(site: Site, value: Value, source: Value, dim: int | None, what: str, way: str) -> tuple[int, int, int]:
+    """The widths of `source` and `value`, which may differ in nothing else, and their dimension. Raises SpecError."""
+    features, dim = width(site, value, dim)
+    rest = [[n for i, n in enumerate(v.shape) if i != dim % max(len(v.shape), 1)] for v in (value, source)]
+    if rest[0] != rest[1]:
+        raise SpecError(f"{what}: only the widths (dimension {dim}) may differ; {way}")
+    return source.shape[dim], features, dim
 
 
 def align_to_dim(weight: Tensor, y: Tensor, dim: int) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.errors import SpecError
-from .base import Block, check_count, check_share, torch_class, width
+from .base import Block, check_count, check_share, torch_class, widths
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -25,6 +24,7 @@ class Adapter(Block):
     """
 
     neutral = True
+    hands_on = True
 
     def __init__(
         self,
@@ -52,24 +52,11 @@ class Adapter(Block):
             nn.init.zeros_(parameter)
 
     @classmethod
-    def at(
-        cls,
-        site: Site,
-        bottleneck: int = 16,
-        act: str = "GELU",
-        scale: float = 1.0,
-        dropout: float = 0.0,
-        dim: int | None = None,
-    ) -> Adapter:
+    def at(cls, site: Site, dim: int | None = None, **options: Any) -> Adapter:
         """An adapter between the two values that the rule's `args` name."""
         x, y = site.args
-        features, dim = width(site, y, dim)
-        rest = [[n for i, n in enumerate(v.shape) if i != dim % max(len(v.shape), 1)] for v in (x, y)]
-        if rest[0] != rest[1]:
-            raise SpecError(
-                f"an adapter from {x} to {y}: only the widths (dimension {dim}) may differ; use a serial adapter here"
-            )
-        return cls(x.shape[dim], features, bottleneck, act, scale, dropout, dim)
+        inner, features, dim = widths(site, y, x, dim, f"an adapter from {x} to {y}", "use a serial adapter here")
+        return cls(inner, features, dim=dim, **options)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         inner: Tensor = self.activation(self.down(x if self.dim == -1 else x.movedim(self.dim, -1)))

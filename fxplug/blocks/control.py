@@ -65,6 +65,7 @@ class Gate(Block):
 
     inline: ClassVar[bool] = True
     neutral = True
+    hands_on = True
 
     def __init__(self, timesteps: float = 1000) -> None:
         """`timesteps` is the number that stands for nothing but noise. Raises SpecError unless it is above zero."""
@@ -72,11 +73,6 @@ class Gate(Block):
         if isinstance(timesteps, bool) or not isinstance(timesteps, (int, float)) or timesteps <= 0:
             raise SpecError(f"timesteps must be a number above zero, not {shown(timesteps)}")
         self.timesteps = timesteps
-
-    @classmethod
-    def at(cls, site: Site, timesteps: float = 1000) -> Gate:
-        """A gate for any site. Raises SpecError unless `timesteps` is a number above zero."""
-        return cls(timesteps)
 
     def forward(self, timestep: Tensor, strength: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
         done = 1 - timestep.to(torch.float32) / self.timesteps

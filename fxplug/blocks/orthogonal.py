@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError, shown
 from .base import Block
-from .rotations import butterfly, cayley, neumann, skew, turned
+from .rotations import butterfly, rotated, rotated_in_levels
 from .weight_update import divisors, in_place_of, weight_at
 
 if TYPE_CHECKING:
@@ -62,9 +62,8 @@ class Oft(Block):
         return cls(rotatable_shape(site), block_size, blocks, share, terms)
 
     def forward(self, value: Tensor) -> Tensor:
-        matrices = skew(self.rotation, self.size)
-        rotations = neumann(matrices, self.terms) if self.terms else cayley(matrices)
-        return in_place_of(turned(value.flatten(1), rotations.to(value.dtype)).reshape(self.shape), value)
+        made = rotated(value.flatten(1), self.rotation, self.size, self.terms)
+        return in_place_of(made.reshape(self.shape), value)
 
     def extra_repr(self) -> str:
         return f"{self.shape}, {self.rotation.shape[0]} of size {self.size}{', shared' if self.share else ''}"
@@ -103,11 +102,7 @@ class Boft(Block):
         return cls(rotatable_shape(site), block_size, blocks, levels)
 
     def forward(self, value: Tensor) -> Tensor:
-        halves = (self.rotation - self.rotation.mT).flatten(0, 1) * 0.5
-        rotations = cayley(halves).reshape(self.rotation.shape)
-        matrix = value.flatten(1)
-        for order, level in zip(self.order, rotations.to(value.dtype), strict=True):
-            matrix = turned(matrix[:, torch.argsort(order)], level)[:, order]
+        matrix = rotated_in_levels(value.flatten(1), self.rotation, self.order)
         return in_place_of((matrix * self.magnitude).reshape(self.shape), value)
 
     def extra_repr(self) -> str:

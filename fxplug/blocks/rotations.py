@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,20 @@ def turned(value: Tensor, rotations: Tensor) -> Tensor:
     """A weight (out, in) times the transpose of the matrix that has `rotations` (n, size, size) along its diagonal."""
     parts = value.reshape(value.shape[0], -1, rotations.shape[-1])
     return torch.einsum("ork,rjk->orj", parts, rotations.expand(parts.shape[1], -1, -1)).flatten(1)
+
+
+def rotated(value: Tensor, upper: Tensor, size: int, terms: int) -> Tensor:
+    """A weight (out, in) turned by OFT's rotations: `upper` is what `skew` takes, `terms` those of the series, 0 for none."""
+    matrices = skew(upper, size)
+    return turned(value, (neumann(matrices, terms) if terms else cayley(matrices)).to(value.dtype))
+
+
+def rotated_in_levels(value: Tensor, matrices: Tensor, orders: Iterable[Tensor]) -> Tensor:
+    """A weight (out, in) turned by BOFT's (levels, blocks, size, size), each level on inputs in its order, see `butterfly`."""
+    rotations = cayley((matrices - matrices.mT).flatten(0, 1) * 0.5).reshape(matrices.shape).to(value.dtype)
+    for order, level in zip(orders, rotations, strict=True):
+        value = turned(value[:, torch.argsort(order)], level)[:, order]
+    return value
 
 
 def butterfly(width: int, size: int, level: int) -> Tensor:

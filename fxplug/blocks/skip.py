@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.errors import GuardError, SpecError
-from .base import Block, align_to_dim, width
+from ..core.errors import GuardError
+from .base import Block, align_to_dim, widths
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -34,14 +34,8 @@ class Skip(Block):
     def at(cls, site: Site, dim: int | None = None) -> Skip:
         """A skip along `dim`, by default the value's channels. Raises SpecError where other dimensions differ."""
         value, source = site.args
-        features, dim = width(site, value, dim)
-        rest = [[n for i, n in enumerate(v.shape) if i != dim % max(len(v.shape), 1)] for v in (value, source)]
-        if rest[0] != rest[1]:
-            raise SpecError(
-                f"a skip from {source} to {value}: only the widths (dimension {dim}) may differ; "
-                "use a block of your own that reshapes"
-            )
-        return cls(source.shape[dim], features, dim)
+        what, way = f"a skip from {source} to {value}", "use a block of your own that reshapes"
+        return cls(*widths(site, value, source, dim, what, way))
 
     def forward(self, value: Tensor, source: Tensor) -> Tensor:
         if source.shape[self.dim] != self.source_width or value.shape[self.dim] != self.width:

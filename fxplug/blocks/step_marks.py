@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ class Mark(Block):
     """A block that only says something about a place; lowerings leave it where it is."""
 
     neutral = True
+    hands_on = True
     is_mark: ClassVar[bool] = True
 
 
@@ -28,59 +29,47 @@ class Join(Mark):
     """
 
     def __init__(self, branch: int = 0) -> None:
+        """Raises SpecError for a branch that is no whole number, 0 or more."""
         super().__init__()
         self.branch = check_count("branch", branch, 0)
-
-    @classmethod
-    def at(cls, site: Site, branch: int = 0) -> Join:
-        """A mark for any site. Raises SpecError for a branch that is no whole number, 0 or more."""
-        return cls(branch)
 
     def forward(self, y: Tensor) -> Tensor:
         return y
 
 
-class Keep(Mark):
+class _OfTwo(Mark):
+    """A mark of a value, or of what it differs by from another of its shape: forward(value, other=None) gives the value."""
+
+    what: ClassVar[str]
+
+    @classmethod
+    def at(cls, site: Site) -> Self:
+        """Raises SpecError where the two differ in shape."""
+        if any(value.shape != site.args[0].shape for value in site.args):
+            found = " and ".join(map(str, site.args))
+            raise SpecError(f"{cls.what} of one shape, and these are {found}: name a port, such as 'blocks.0:out[1]'")
+        return cls()
+
+    def forward(self, value: Tensor, other: Tensor | None = None) -> Tensor:
+        # where only one of them is split over processes it is found out here that the other has to be
+        if other is not None and value.shape != other.shape:
+            raise GuardError(f"a mark needs two values of one shape, not {tuple(value.shape)} and {tuple(other.shape)}")
+        return value
+
+
+class Keep(_OfTwo):
     """Marks a value that may be taken from an earlier step: as it is, or as what it differs by from another.
 
-    forward(value, base=None) gives value. With a base, a tensor of the same shape, the difference is kept and is added to the
-    base of the step that takes it.
+    With another, the base, the difference is kept and is added to the base of the step that takes it.
     """
 
-    @classmethod
-    def at(cls, site: Site) -> Keep:
-        """Raises SpecError where value and base differ in shape."""
-        _check_alike(site, "the cached value is the difference of two values")
-        return cls()
-
-    def forward(self, value: Tensor, base: Tensor | None = None) -> Tensor:
-        return value if base is None else _check_and_take(value, base)
+    what = "the cached value is the difference of two values"
 
 
-class Gauge(Mark):
-    """Marks what tells how much a step differs from an earlier one: the change from x to y that an early block makes.
+class Gauge(_OfTwo):
+    """Marks what tells how much a step differs from an earlier one: the change that an early block makes.
 
-    forward(y, x=None) gives y; both have one shape. Without x it is y itself.
+    That is the change from the second value, what the block gets, to the first; without a second it is the first itself.
     """
 
-    @classmethod
-    def at(cls, site: Site) -> Gauge:
-        """Raises SpecError where x and y differ in shape."""
-        _check_alike(site, "the gauge of a step is the difference of two values")
-        return cls()
-
-    def forward(self, y: Tensor, x: Tensor | None = None) -> Tensor:
-        return y if x is None else _check_and_take(y, x)
-
-
-def _check_and_take(value: Tensor, other: Tensor) -> Tensor:
-    """The first; where only one of them is split over processes it is found out here that the other has to be."""
-    if value.shape != other.shape:
-        raise GuardError(f"a mark needs two values of one shape, not {tuple(value.shape)} and {tuple(other.shape)}")
-    return value
-
-
-def _check_alike(site: Site, what: str) -> None:
-    if any(value.shape != site.args[0].shape for value in site.args):
-        found = " and ".join(map(str, site.args))
-        raise SpecError(f"{what} of one shape, and these are {found}: name a port, such as 'blocks.0:out[1]'")
+    what = "the gauge of a step is the difference of two values"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -79,10 +79,12 @@ class Merge(Block):
             raise SpecError("stride and max_downsample must be 1 or more, prefix 0 or more")
         self.ratio, self.stride, self.max_downsample, self.prefix = ratio, stride, max_downsample, prefix
 
+    hands_on = True
+
     @classmethod
-    def at(cls, site: Site, ratio: float = 0.5, stride: int = 2, max_downsample: int = 1, prefix: int = 0) -> Merge:
+    def at(cls, site: Site, **options: Any) -> Merge:
         """Raises SpecError where the layer's tokens are no grid of patches of the picture."""
-        block = cls(ratio, stride, max_downsample, prefix)
+        block = cls(**options)
         x, metric, grid = (argument.shape for argument in site.args[:3])
         if len(x) != 3 or len(grid) != 4 or x[:2] != metric[:2]:
             named = ", ".join(map(str, site.args[:3]))
@@ -117,10 +119,7 @@ class Merge(Block):
 class Unmerge(Block):
     """Gives every token what was computed at its place: the other half of `Merge`. y is (batch, places, features)."""
 
-    @classmethod
-    def at(cls, site: Site) -> Unmerge:
-        """One for any site: it has no options."""
-        return cls()
+    hands_on = True
 
     def forward(self, y: Tensor, place: Tensor) -> Tensor:
         return unmerge(y, place) if place.shape[1] else y

@@ -5,8 +5,6 @@ DiTFastAttn (Yuan et al. 2024, arXiv 2406.08552).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,9 +12,6 @@ from torch import Tensor, nn
 from ..core.errors import GuardError
 from .base import Block, check_count
 from .step_marks import Mark
-
-if TYPE_CHECKING:
-    from ..core.rewriter.sites import Site
 
 
 class Window(Block):
@@ -57,14 +52,10 @@ class Attend(Mark):
     """Marks what leaves an attention: forward(y) gives y. `window` is how many tokens on either side a token may see."""
 
     def __init__(self, window: int = 64) -> None:
+        """Raises SpecError for a window that is no whole number, 0 or more."""
         super().__init__()
         self.window = check_count("window", window, 0)
         self.near, self.halves = Window(window), nn.ModuleList([Half(0), Half(1)])
-
-    @classmethod
-    def at(cls, site: Site, window: int = 64) -> Attend:
-        """A mark for any site. Raises SpecError for a window that is no whole number, 0 or more."""
-        return cls(window)
 
     def forward(self, y: Tensor) -> Tensor:
         return y
