@@ -24,6 +24,7 @@ Tensors = Mapping[str, Tensor]
 # changes of a parameter, and what is read in its place
 WHOLE = {"diff": "weight", "w_norm": "weight", "diff_b": "bias", "b_norm": "bias", "beft_bias": "bias"}
 SET = {"set_weight": "weight", "whole_weight": "weight", "whole_bias": "bias"}
+NUMBER = (int, float)
 TERMS = 64  # the most of a series: later ones are nothing where it has a sum at all
 INTEGERS = (
     "shira_indices", "on_input", "reshape_weight", "scaled_oft", "vblora_logits_A_topk_indices", "vblora_logits_B_topk_indices",
@@ -57,6 +58,12 @@ class LayerFacts:
     def error(self, finding: str) -> ArtifactError:
         """What is said of the layer."""
         return ArtifactError(f"{self.where}: '{self.layer}' {finding}")
+
+    def unfit(self, a: str, b: str, tensors: Tensors) -> ArtifactError:
+        """What is said of two tensors of sizes that do not go together."""
+        shapes = f"{list(tensors[a].shape)} and {list(tensors[b].shape)}"
+        both = f"'{self.keys[a]}' and '{self.keys[b]}'"
+        return ArtifactError(f"{self.where}: {both} do not fit each other: their shapes are {shapes}")
 
     def entry(self, kind: str, method: str, tensors: Tensors, options: Mapping[str, Any] | None = None, **more: Any) -> Entry:
         """What one parameter of the layer gets; `more` are further fields of an entry."""
@@ -95,9 +102,7 @@ class UpdateKind:
         known: dict[str, tuple[Any, str]] = {}  # sizes by name, each with the role of the tensor that has it
         for role, form in {**self.needed, **self.more}.items():
             if role in tensors and (other := _conflict(role, form.split(), tensors[role], known, facts)):
-                shapes = f"{list(tensors[other].shape)} and {list(tensors[role].shape)}"
-                both = f"'{facts.keys[other]}' and '{facts.keys[role]}'"
-                raise ArtifactError(f"{facts.where}: {both} do not fit each other: their shapes are {shapes}")
+                raise facts.unfit(other, role, tensors)
 
 
 def _conflict(role: str, names: list[str], tensor: Tensor, known: dict[str, tuple[Any, str]], facts: LayerFacts) -> str:
@@ -174,7 +179,7 @@ def _adalora(t: Tensors, facts: LayerFacts) -> list[Entry]:
     rank = len(t["down"])
     # all in one factor, so that the scale says the rest
     own = {"down": t["down"] * t["lora_E"].to(t["down"].dtype), "up": t["up"]}
-    return [facts.entry("lora", "", own, scale=facts.get("ADALORA", "lora_alpha", (int, float)) / (rank + 1e-5), rank=rank)]
+    return [facts.entry("lora", "", own, scale=facts.get("ADALORA", "lora_alpha", NUMBER) / (rank + 1e-5), rank=rank)]
 
 
 def _vera(t: Tensors, facts: LayerFacts) -> list[Entry]:
@@ -227,12 +232,16 @@ def _miss(t: Tensors, facts: LayerFacts) -> list[Entry]:
 # --- PEFT: the others
 
 
-def _plain(method: str, prefix: str, rank: Callable[[Tensors], int] = lambda t: 0) -> Make:
-    """The tensors of a method as they are, without a prefix of their names."""
+def _plain(method: str, ranked: str = "", dim: int = 0, **options: tuple[str, Any]) -> Make:
+    """The tensors of a method as they are, without its name before theirs, of which `ranked` has the rank in dimension `dim`.
+
+    `options` are its own by the keys that PEFT's configuration has for them, with their types.
+    """
 
     def make(t: Tensors, facts: LayerFacts) -> list[Entry]:
-        own = {role.removeprefix(prefix): tensor for role, tensor in t.items()}
-        return [facts.entry("delta", method, own, rank=rank(own))]
+        own = {role.removeprefix(f"{method}_"): tensor for role, tensor in t.items()}
+        given = {name: facts.get(method.upper(), *value) for name, value in options.items()}
+        return [facts.entry("delta", method, own, given, rank=own[ranked].shape[dim] if ranked else 0)]
 
     return make
 
@@ -263,7 +272,7 @@ def _oft(t: Tensors, facts: LayerFacts) -> list[Entry]:
     if terms and not 3 <= terms <= TERMS:
         raise facts.error(f"has a configuration with num_cayley_neumann_terms: {terms}; 3 to {TERMS} are supported")
     if facts.get("OFT", "coft", bool):  # as PEFT bounds them when it reads them
-        most = facts.get("OFT", "eps", (int, float)) / math.sqrt(len(rotation))
+        most = facts.get("OFT", "eps", NUMBER) / math.sqrt(len(rotation))
         norms = rotation.float().norm(dim=1, keepdim=True) * math.sqrt(2)
         rotation = torch.where(norms <= most, rotation, (rotation * (most / norms)).to(rotation.dtype))
     options = {"size": size, "terms": max(terms, 4) if terms else 0, "share": share}
@@ -299,16 +308,6 @@ def _feeds(name: str, targets: Sequence[str] | str) -> bool:
     return any(isinstance(one, str) and (name == one or name.endswith(f".{one}")) for one in targets)
 
 
-def _hra(t: Tensors, facts: LayerFacts) -> list[Entry]:
-    gs = facts.get("HRA", "apply_GS", bool)
-    return [facts.entry("delta", "hra", {"u": t["hra_u"]}, {"gs": gs}, rank=t["hra_u"].shape[1])]
-
-
-def _fourier(t: Tensors, facts: LayerFacts) -> list[Entry]:
-    options = {"seed": facts.get("FOURIERFT", "random_loc_seed", int), "scale": facts.get("FOURIERFT", "scaling", (int, float))}
-    return [facts.entry("delta", "fourierft", {"spectrum": t["fourierft_spectrum"]}, options)]
-
-
 def _shira(t: Tensors, facts: LayerFacts) -> list[Entry]:
     at, values = t["shira_indices"], t["shira_weight"].flatten()
     if at.shape[1] != len(values) or (not at.is_meta and int(at.min()) < 0):
@@ -325,7 +324,7 @@ def _randlora(t: Tensors, facts: LayerFacts) -> list[Entry]:
     good = a.dim() == b.dim() == 3 and a.shape[1] == 1 and len(a) == len(lam) == b.shape[2]
     if not good or len(gamma) > b.shape[1]:
         raise facts.error("has randlora_lambda and randlora_gamma that do not fit the file's projections")
-    options = {"scale": facts.get("RANDLORA", "randlora_alpha", (int, float)) / len(lam)}
+    options = {"scale": facts.get("RANDLORA", "randlora_alpha", NUMBER) / len(lam)}
     return [facts.entry("delta", "randlora", {"lambda": lam, "gamma": gamma, "A": a, "B": b}, options, rank=len(lam))]
 
 
@@ -346,7 +345,7 @@ def _gralora(t: Tensors, facts: LayerFacts) -> list[Entry]:
     k, _, rank = own["A"].shape
     if rank % k or len(own.keys() & {"A_general", "B_general"}) == 1:
         raise facts.error("has gralora_A and gralora_B whose shapes do not fit each other")
-    options = {"scale": facts.get("GRALORA", "alpha", (int, float)) / (rank + len(own.get("A_general", ())))}
+    options = {"scale": facts.get("GRALORA", "alpha", NUMBER) / (rank + len(own.get("A_general", ())))}
     return [facts.entry("delta", "gralora", own, options, rank=rank)]
 
 
@@ -397,16 +396,16 @@ KINDS = (
     UpdateKind({"oft_R": "n v"}, {"scaled_oft": "..."}, _oft),
     UpdateKind({"boft_R": "l n s s", "boft_s": "..."}, {}, _boft),
     UpdateKind({"ia3_l": "a b ..."}, {}, _ia3),
-    UpdateKind({"hra_u": "i r"}, {}, _hra),
-    UpdateKind({"c3a_kernel": "a b s"}, {}, _plain("c3a", "c3a_")),
-    UpdateKind({"fourierft_spectrum": "n"}, {}, _fourier),
+    UpdateKind({"hra_u": "i r"}, {}, _plain("hra", "u", 1, gs=("apply_GS", bool))),
+    UpdateKind({"c3a_kernel": "a b s"}, {}, _plain("c3a")),
+    UpdateKind({"fourierft_spectrum": "n"}, {}, _plain("fourierft", seed=("random_loc_seed", int), scale=("scaling", NUMBER))),
     UpdateKind({"shira_weight": "...", "shira_indices": "2 n"}, {}, _shira),
     UpdateKind({"randlora_lambda": "r n", "randlora_gamma": "n m"}, {"randlora_A": "...", "randlora_B": "..."}, _randlora),
     UpdateKind({"hira_A": "r i ...", "hira_B": "o r ..."}, {}, _hira),
     UpdateKind({"hira_embedding_A": "r n", "hira_embedding_B": "d r"}, {}, _hira),
     UpdateKind({"road_theta": "n", "road_alpha": "n"}, {}, _road),
     UpdateKind({"delora_A": "r i", "delora_B": "o r", "delora_lambda": "1", "delora_w_norm": "i"}, {},
-         _plain("delora", "delora_", lambda t: len(t["A"]))),
+         _plain("delora", "A")),
     UpdateKind(
         {"gralora_A": "k i r", "gralora_B": "k r o"}, {"gralora_A_general": "h k*i", "gralora_B_general": "k*o h"}, _gralora
     ),

@@ -187,7 +187,7 @@ class _AdapterFileReader:
         embedding = self.embedding(layer, tensors)
         if layer.own and embedding:
             tensors["down"] = tensors["down"].T
-        self.check(layer, kind, tensors, facts, embedding)
+        self.check(kind, tensors, facts, embedding)
         if facts.config and facts.config.get("peft_type") == "LOKR" and has_lokr_of_3_dims(tensors):
             raise facts.error(
                 "is a LoKr of a Conv1d, whose factors PEFT combines in another order: merge it with PEFT (merge_and_unload) "
@@ -255,9 +255,7 @@ class _AdapterFileReader:
             raise ArtifactError(f"{self.where}: '{key}' has numbers that are not finite (NaN or infinity)")
         return value
 
-    def check(
-        self, layer: LayerKeys, kind: UpdateKind, tensors: Mapping[str, Tensor], facts: LayerFacts, embedding: bool | None
-    ) -> None:
+    def check(self, kind: UpdateKind, tensors: Mapping[str, Tensor], facts: LayerFacts, embedding: bool | None) -> None:
         """Raise ArtifactError unless the parts of a product go together."""
         kind.check_sizes(tensors, facts)
         if "down" not in tensors:
@@ -266,17 +264,12 @@ class _AdapterFileReader:
         rank, groups = up.shape[1], len(down) // up.shape[1]  # a convolution may have groups, each with a down of its own
         flat = embedding is False or down.dim() == up.dim() == 2
         if rank != up.flatten(1).shape[1] or len(down) != rank * groups or not (groups == 1 or down.dim() > 2) or not flat:
-            raise self.odd(layer, "down", "up", tensors)
+            raise facts.unfit("down", "up", tensors)
         if "mid" in tensors:
             mid = tensors["mid"]
             most = max(PRODUCT, down.numel() + up.numel() + mid.numel())
             if mid[:, 0].numel() * down[0].numel() > most:
-                raise self.odd(layer, "mid", "down", tensors)
-
-    def odd(self, layer: LayerKeys, a: str, b: str, tensors: Mapping[str, Tensor]) -> ArtifactError:
-        shapes = f"{list(tensors[a].shape)} and {list(tensors[b].shape)}"
-        both = f"'{layer.keys[a]}' and '{layer.keys[b]}'"
-        return ArtifactError(f"{self.where}: {both} do not fit each other: their shapes are {shapes}")
+                raise facts.unfit("mid", "down", tensors)
 
     def number(self, key: str) -> float:
         value = self.state[key]

@@ -82,28 +82,22 @@ class Fit:
             like = f"; names like these are used by {like}" if like and not self.placed else ""
             text = f"{len(self.missing)} of {of} layers are not in the graph: {_listed(some, len(self.missing))}{like}"
             if self.guessed:
-                some = [f"'{name}' for '{path}'" for name, path in list(self.guessed.items())[:3]]
-                text += f" (guess=True matches them by shape and order: {_listed(some, len(self.guessed))})"
+                some = [f"'{name}' for '{path}'" for name, path in self.guessed.items()]
+                text += f" (guess=True matches them by shape and order: {_listed(some)})"
             found.append(text)
         if self.outside:
-            kinds = list(dict.fromkeys(_star_numbers(path) for path in self.outside))
-            at = f"at: {_listed([repr(kind) for kind in kinds[:3]], len(kinds))}"
-            some = [f"'{path}'" for path in list(self.outside)[:3]]
-            named = _listed(some, len(self.outside))
-            found.append(f"{len(self.outside)} layers have no slots here: {named} (apply the pass with {at} too)")
+            text = f"{len(self.outside)} layers have no slots here: {_quoted(self.outside)}"
+            found.append(f"{text} (apply the pass with at: {_quoted(map(_star_numbers, self.outside))} too)")
         if self.homeless:
-            layers = list(dict.fromkeys(_star_numbers(key.rpartition(".")[0]) for key in self.homeless))
-            params = sorted({key.rpartition(".")[2] for key in self.homeless})
-            named = _listed([f"'{key}'" for key in list(self.homeless)[:3]], len(self.homeless))
-            at = _listed([repr(kind) for kind in layers[:3]], len(layers))
-            way = f"the pass delta with at: {at} and param: {' or '.join(params)}"
-            found.append(f"{len(self.homeless)} changes of parameters fit no pass here: {named} (apply {way})")
+            owners, _, params = zip(*(key.rpartition(".") for key in self.homeless), strict=True)
+            way = f"at: {_quoted(map(_star_numbers, owners))} and param: {' or '.join(sorted(set(params)))}"
+            text = f"{len(self.homeless)} changes of parameters fit no pass here: {_quoted(self.homeless)}"
+            found.append(f"{text} (apply the pass delta with {way})")
         if self.mismatched:
-            some = [f"'{path}' {text}" for path, text in list(self.mismatched.items())[:3]]
-            found.append(f"{len(self.mismatched)} layers have other shapes: {_listed(some, len(self.mismatched))}")
+            some = [f"'{path}' {text}" for path, text in self.mismatched.items()]
+            found.append(f"{len(self.mismatched)} layers have other shapes: {_listed(some)}")
         if self.rest:
-            some = [f"'{key}'" for key in self.rest[:3]]
-            found.append(f"{len(self.rest)} tensors are not part of a low-rank update: {_listed(some, len(self.rest))}")
+            found.append(f"{len(self.rest)} tensors are not part of a low-rank update: {_quoted(self.rest)}")
         return found
 
     def _alike(self, entry: Entry) -> Iterable[str]:
@@ -115,8 +109,13 @@ def _star_numbers(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def _listed(some: Sequence[str], number: int) -> str:
-    return ", ".join(some) + (", ..." if number > len(some) else "")
+def _listed(some: Sequence[str], number: int | None = None) -> str:
+    """The first three, with dots where there are more, of `number` in all."""
+    return ", ".join(some[:3]) + (", ..." if (len(some) if number is None else number) > 3 else "")
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return _listed([f"'{name}'" for name in dict.fromkeys(names)])
 
 
 def fit(
