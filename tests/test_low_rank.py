@@ -20,19 +20,19 @@ def test_a_kronecker_product_is_that_of_torch_and_takes_a_batch():
 @pytest.mark.parametrize("core", [False, True])
 def test_the_halves_of_a_factor_are_the_factor(core):
     own = {"w_a": R(3, 8), "w_b": R(3, 4), "t": R(3, 3, 2, 2)} if core else {"w_a": R(8, 3), "w_b": R(3, 16)}
-    up, down = low_rank.halves(own, "w", "t")
-    whole = low_rank.factor(own, "w", "t")
+    up, down = low_rank.halves(own, "w")
+    whole = low_rank.factor(own, "w")
     torch.testing.assert_close(up @ down, whole.flatten(1))
-    assert up.shape[1] == low_rank.inner_rank(own, "w", "t") == 3
-    assert low_rank.sides(own, "w", "t") == (8, (4, 2, 2) if core else (16,))
+    assert up.shape[1] == low_rank.inner_rank(own, "w") == 3
+    assert low_rank.sides(own, "w") == (8, (4, 2, 2) if core else (16,))
 
 
 @pytest.mark.parametrize("shape, rank", [((3, 2, 2), 3), ((9, 2, 2), 4)])
 def test_a_factor_that_is_whole_counts_with_its_shorter_side(shape, rank):
     own = {"w": R(shape)}
-    up, down = low_rank.halves(own, "w", "t")
+    up, down = low_rank.halves(own, "w")
     assert torch.equal(up @ down, own["w"].flatten(1))
-    assert up.shape[1] == down.shape[0] == low_rank.inner_rank(own, "w", "t") == rank
+    assert up.shape[1] == down.shape[0] == low_rank.inner_rank(own, "w") == rank
 
 
 def test_a_product_of_two_low_rank_matrices_is_one():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,10 +99,6 @@ class Bank:
         """The word for what it holds."""
         return "lora" if self.plain else {"Scale": "ia3"}.get(self.kind, self.kind.lower())
 
-    def by_input(self, entry: Entry) -> bool:
-        """Whether its magnitudes are those of the inputs of an entry's layer."""
-        return self.dim != int(bool(entry.embedding))
-
     @property
     def maps(self) -> bool:
         """Whether it maps the weight itself, so that its parameters have the slots as their first dimension."""
@@ -139,19 +135,6 @@ class Bank:
         if not made.is_meta and not torch.isfinite(made).all():
             raise SpecError(f"'{entry.name}': its {key} has numbers out of range for {tensor.dtype}, the dtype of the slots")
         return made
-
-    def rows(
-        self, entry: Entry, values: Mapping[str, Tensor], there: Callable[[str], Tensor | None]
-    ) -> Iterator[tuple[Bank, str, str, Tensor]]:
-        """What to write for an entry with these values: this, what it is, the tensor's name, and the value.
-
-        `there` gives the tensors of the module. Raises SpecError for values that do not fit.
-        """
-        entry = replace(entry, scale=1.0) if self.kind == "Delta" else entry
-        for key, value in values.items():
-            tensor = there(self.names[key])
-            assert tensor is not None, key
-            yield self, key, self.names[key], self.fitted(key, tensor, value, entry)
 
 
 def check_name(name: Any, room: int) -> None:
@@ -253,7 +236,8 @@ def candidate_banks(entry: Entry, banks: Sequence[Bank]) -> list[int]:
     elif not more:
         word, _, side = base.partition(" ")
         own = {"ia3": "scale"}.get(word, word)
-        ways = [lambda bank: bank.kind.lower() == own and (word != "dora" or bool(side) == bank.by_input(entry))]
+        dim = int(bool(side)) ^ int(bool(entry.embedding))  # of the channels that have magnitudes
+        ways = [lambda bank: bank.kind.lower() == own and (word != "dora" or bank.dim == dim)]
     if not beside:
         ways.append(lambda bank: bank.kind == "Delta")
     return list(dict.fromkeys(n for way in ways for n, bank in enumerate(banks) if way(bank)))
@@ -364,7 +348,13 @@ def _first_fitting(
         try:
             rank, values = values_for(bank, entry, there(f"{bank.path}.{bank.param}"))
             if rank <= bank.rank:
-                return list(bank.rows(entry, values, there))
+                scaled = replace(entry, scale=1.0) if bank.kind == "Delta" else entry
+                made = []
+                for key, value in values.items():
+                    tensor = there(bank.names[key])
+                    assert tensor is not None, key
+                    made.append((bank, key, bank.names[key], bank.fitted(key, tensor, value, scaled)))
+                return made
             high = high or rank
         except SpecError as error:
             failed = failed or error

@@ -95,26 +95,18 @@ def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str, table: bool) -> 
 
 def _entry(bank: Bank, values: dict[str, Tensor], scale: float, p: str, table: bool) -> Entry:
     if bank.kind == "Delta":
-        return changed(bank.path, p, values["delta"], bank.param)
+        own = {"delta": values["delta"].contiguous()}
+        return Entry(bank.path, bank.path, p, "delta", own, 1.0, 0, param=bank.param, method="diff")
     kind = bank.kind.lower() if bank.kind in ("Loha", "Lokr", "Dora") else "lora"
     if kind == "dora":
-        kind, values["magnitude"] = _by(kind, bank.dim, table), values["magnitude"].flatten()
+        values["magnitude"] = values["magnitude"].flatten()
+        kind = "dora by input" if bank.dim != int(table) else kind  # a table's outputs are its second dimension
     embedding = bank.kind == "Embedding"
     if kind == "lora" and not bank.maps:
         values["down"] = values["down"].T if embedding else values["down"].flatten(0, 1)
     kind = f"{kind}+bias" if "bias" in values else kind
     tensors = {key: value.contiguous() for key, value in values.items()}
     return Entry(bank.path, bank.path, p, kind, tensors, scale, rank_of(values), embedding)
-
-
-def changed(path: str, p: str, delta: Tensor, param: str) -> Entry:
-    """A parameter's change as an entry."""
-    return Entry(path, path, p, "delta", {"delta": delta.contiguous()}, 1.0, 0, param=param, method="diff")
-
-
-def _by(kind: str, dim: int, table: bool) -> str:
-    """A kind with magnitudes by what these are of; a table's outputs are its second dimension."""
-    return f"{kind} by input" if dim != int(table) else kind
 
 
 def _reach(value: Tensor, dim: int) -> int:
@@ -156,23 +148,8 @@ def trained(module: Any, passes: Sequence[str] | None = None) -> AdapterContents
                 left[path] = f"{name} has a block there that does not run beside every call of the layer, on its input"
             elif site["place"] != ("after" if type(made).__name__ in ("Lora", "Vera") else "param"):
                 left[path] = f"{name} has a {type(made).__name__} there with place '{site['place']}', not beside the layer"
-            elif type(made).__name__ == "Delta":
-                entry = changed(path, name, made.delta.detach().cpu().clone(), site.get("param", "weight"))
-                if entry.tensors["delta"].is_meta:
-                    raise ArtifactError(f"the change of '{path}' is on the meta device and has no values")
-                if entry.tensors["delta"].any() and entry.key(path) in entries:
-                    left[entry.key(path)] = f"{name} has a second update there: choose with passes="
-                elif entry.tensors["delta"].any():
-                    entries[entry.key(path)] = entry
-            elif path in entries:
-                left[path] = f"{name} has a second update there: choose with passes="
-            elif type(made).__name__ == "Vera":
-                first, second = (module.get_buffer(f"{name}.shared.{half}").detach().cpu() for half in ("first", "second"))
-                down = made.d.detach().cpu()[:, None] * first[:, : made.in_features]
-                up = made.b.detach().cpu()[:, None] * second[: made.out_features]
-                entries[path] = Entry(path, path, name, "lora", {"down": down, "up": up}, 1.0, made.rank)
-            else:
-                entries[path] = _of_block(module, site, path, name)
+            elif (entry := _of_block(module, site, path, name)) and entries.setdefault(entry.key(path), entry) is not entry:
+                left[entry.key(path)] = f"{name} has a second update there: choose with passes="
     if not entries and not wanted:
         slots = getattr(module, "meta", {}).get("passes")
         other = "; to save an adapter from slots, name it: module.adapters.save(name, ...)" if slots else ""
@@ -184,9 +161,14 @@ def trained(module: Any, passes: Sequence[str] | None = None) -> AdapterContents
     return AdapterContents(tuple(entries.values()), left, merged_heads(module, list(wanted)))
 
 
-def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) -> Entry:
-    """The update of one block."""
-    block = module.get_submodule(site["block"])
+def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) -> Entry | None:
+    """The update of one block; None for a change that is zero."""
+    block: Any = module.get_submodule(site["block"])
+    if type(block).__name__ == "Vera":
+        first, second = (module.get_buffer(f"{name}.shared.{half}").detach().cpu() for half in ("first", "second"))
+        down = block.d.detach().cpu()[:, None] * first[:, : block.in_features]
+        up = block.b.detach().cpu()[:, None] * second[: block.out_features]
+        return Entry(path, path, name, "lora", {"down": down, "up": up}, 1.0, block.rank)
     bank = bank_of(module, site)
     assert bank is not None
     state = dict(block.state_dict(prefix=f"{bank.block}.", keep_vars=True))
@@ -196,8 +178,9 @@ def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) 
         raise ArtifactError(f"the update of '{path}' is on the meta device and has no values")
     if dtypes := [state[key].dtype for key in bank.names.values() if not state[key].is_floating_point()]:
         raise ArtifactError(f"the update of '{path}' is {dtypes[0]}; an adapter's weights must be floating point")
+    own = {key: bank.views(key, state[tensor], 0).detach().cpu().clone() for key, tensor in bank.names.items()}
+    if bank.kind == "Delta":
+        return _entry(bank, own, 1.0, name, False) if own["delta"].any() else None
     if f"{bank.block}.scale" not in state:
         raise ArtifactError(f"the update of '{path}' is a bank of slots, and the record of {name} says that it has none")
-    own = {key: bank.views(key, state[tensor], 0).detach().cpu().clone() for key, tensor in bank.names.items()}
-    scale = float(state[f"{bank.block}.scale"])
-    return _entry(bank, own, scale, name, False)
+    return _entry(bank, own, float(state[f"{bank.block}.scale"]), name, False)

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean
 from .contents import AdapterContents, ModelLayer
 from .files import AdapterFile, Entry, fit
-from .format_names import format_of, part_of
-from .key_layouts import CONFIGURED, alpha_of, tensors_of
-from .saved_heads import split_saved_modules
+from .formats import CONFIGURED, alpha_of, format_of, part_of, tensors_of
 from .tables import FORMATS, PARTS, table
 from .writing import About, Content, Saved, _in_dtype, about_of, content, file_tensors, write
 
@@ -159,23 +157,18 @@ def write_parts(
     for each, some in parts.items():
         if part in (None, each):
             # of layers that nobody knows there may be others whose paths end alike, which PEFT is not to take
-            kept, heads, left = split_saved_modules(some, as_)
-            known = {start + entry.path: _layer(entry) for entry in kept for start in ("", "*.")}
+            known = {start + e.path: _layer(e) for e in some if e.method in ("", "diff") for start in ("", "*.")}
             model = about if each in (own, SECOND) and about is not None else About(known)
             where = each if each in PARTS else None
             if about and about.classes[0].startswith("Flux") and as_ in ("kohya", "comfy") and each == "text_encoder_2":
                 where = "text_encoder_3"
-            held = AdapterContents(tuple(kept), left, heads=heads)
-            done = content(held, as_, model, name=name, part=where, partial=partial, dtype=dtype)
-            if as_ == "kohya" and each == "text_encoder" and own and about and not _early(about):
+            done = content(AdapterContents(tuple(some), {}), as_, model, name=name, part=where, partial=partial, dtype=dtype)
+            early = about is not None and own == "unet" and "add_embedding.linear_1" not in about.layers
+            if as_ == "kohya" and each == "text_encoder" and about is not None and not early:
                 done = replace(done, tensors={k.replace("lora_te_", "lora_te1_", 1): t for k, t in done.tensors.items()})
             made = done if made is None else _joined(made, done)
     assert made is not None
     return _edited(write(made, path, as_), entries, errors or {})
-
-
-def _early(about: About) -> bool:
-    return "UNet" in about.classes[0] and "add_embedding.linear_1" not in about.layers
 
 
 def _joined(first: Content, second: Content) -> Content:

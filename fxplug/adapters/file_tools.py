@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, shown
 from .combination import Combination
 from .file_layouts import EditedFile, family_of, layout_of, model_of, on_paths, write_own, write_parts
 from .files import AdapterFile, Entry, Source, read
-from .key_layouts import CONFIGURED
+from .formats import CONFIGURED
 
 
 @torch.no_grad()
@@ -263,10 +264,7 @@ def _missing(s: Tensor, number: int) -> float:
 
 
 def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    dtype = tensors[0].dtype
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def _check_shapes(entry: Entry, *lists: Sequence[Tensor]) -> None:

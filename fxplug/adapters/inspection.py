@@ -11,9 +11,9 @@ from typing import Any
 
 from ..core.errors import DEFAULT, ArtifactError, Limits, printable, shown
 from .contents import layers_of
+from .file_passes import FormPlan, plan_for
 from .files import AdapterFile, Source, read
-from .format_names import format_of
-from .forms import FormPlan, plan_for
+from .formats import format_of
 from .layer_matching import Fit, fit
 from .layer_names import looks_like
 from .slots import Adapters

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import low_rank
-from ..blocks.rotations import butterfly, cayley, rotated, rotated_in_levels
+from ..blocks.orthogonal import butterfly, cayley, rotated, rotated_in_levels
 
 Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ..core import weight_files
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean
 from .file_keys import WRAPPED
+from .find_tensors import find
 from .updates import AdapterFile, Entry
 
 BIAS = ".base_layer.bias"  # of a layer with an update, where the configuration says `bias`
-FILE = "adapter_model.safetensors"  # in a folder of PEFT
 BEFORE = "base_model.model."  # of every key in it
 
 
@@ -25,8 +25,7 @@ def saved_head(path: str | os.PathLike[str], layer: str, name: str, limits: Limi
 
     Raises ArtifactError for a file that cannot be read, and SpecError for one that has no such parameter.
     """
-    file = Path(path)
-    file = file / FILE if file.is_dir() else file
+    file = find(Path(path))
     found, _ = weight_files.read(file, limits=limits)
     values = found if isinstance(found, Mapping) else {}
     known = {WRAPPED.sub("", str(key).removeprefix(BEFORE)): value for key, value in values.items()}
@@ -74,58 +73,35 @@ def without_heads(file: AdapterFile, module: Any) -> tuple[AdapterFile, list[tup
 def changed_layers(
     changes: Sequence[Entry], adapted: Sequence[Entry], there: Callable[[str], Tensor | None]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Layers with whole changes as PEFT's `modules_to_save` has them, by key, and what cannot be so, by place, with the reason.
+    """Parameters with whole changes, and those that a file has whole, as PEFT's `modules_to_save` has them, by key.
 
-    `adapted` are the updates; those of LoRA and DoRA may have the bias of their layer beside them. `there` gives a
-    parameter of the model by its name.
+    Second what cannot be so, by place, with the reason. `adapted` are the updates; those of LoRA and DoRA may have the bias of
+    their layer beside them. `there` gives a parameter of the model by its name.
     """
     made: dict[str, Tensor] = {}
     left: dict[str, str] = {}
     owners, biased = _with_owners(entry.path for entry in adapted), _biased(adapted)
     for entry in changes:
-        key = f"{entry.path}.{entry.param}"
+        key, value = f"{entry.path}.{entry.param}", entry.tensors.get("whole")
         base = there(key)
-        if base is not None and not base.is_meta and entry.param == "bias" and entry.path in biased:
-            made[entry.path + BIAS] = base.detach().cpu() + entry.tensors["delta"].detach().cpu().reshape(base.shape)
+        if value is None and base is not None and not base.is_meta and base.is_floating_point():
+            value = base.detach().cpu() + entry.tensors["delta"].detach().cpu().reshape(base.shape)
+        if value is not None and entry.param == "bias" and entry.path in biased:
+            made[entry.path + BIAS] = value.detach().cpu()
         elif any(owner.endswith(entry.path) for owner in owners):
-            left[entry.key(entry.path)] = "has a whole change, which PEFT would also apply to a layer with another update"
-        elif base is None or base.is_meta or not base.is_floating_point():
-            left[entry.key(entry.path)] = (
-                "has a whole change, for which PEFT needs the parameter, and its values are not available"
-            )
+            why = "is a whole parameter beside an update of its layer: load the file, and save the adapter"
+            other = "has a whole change, which PEFT would also apply to a layer with another update"
+            left[entry.key(entry.path)] = other if entry.method == "diff" else why
+        elif value is None:
+            why = "has a whole change, for which PEFT needs the parameter, and its values are not available"
+            left[entry.key(entry.path)] = why
         else:
-            delta = entry.tensors["delta"].detach().cpu()
             for name in ("weight", "bias"):
-                value = there(f"{entry.path}.{name}")
-                if value is not None and not value.is_meta:
-                    made.setdefault(f"{entry.path}.{name}", value.detach().cpu().clone())
-            made[key] = made[key] + delta.reshape(made[key].shape)
+                beside = there(f"{entry.path}.{name}")
+                if beside is not None and not beside.is_meta:
+                    made.setdefault(f"{entry.path}.{name}", beside.detach().cpu().clone())
+            made[key] = value.detach().cpu()
     return made, left
-
-
-def split_saved_modules(entries: Sequence[Entry], as_: str) -> tuple[list[Entry], dict[str, Tensor], dict[str, str]]:
-    """Split the updates of a file: those that any file may have, the parameters that it has whole by key, and the others.
-
-    The others are by place, with the reason: functions of the weights that they change (OFT), which no format has, and biases
-    beside updates, which PEFT's has.
-    """
-    kept = [entry for entry in entries if entry.method in ("", "diff")]
-    owners, biased = _with_owners(entry.path for entry in kept), _biased(kept) if as_ == "peft" else ()
-    heads: dict[str, Tensor] = {}
-    left: dict[str, str] = {}
-    for entry in entries:
-        if entry.method == "whole" and not any(owner.endswith(entry.path) for owner in owners):
-            heads[f"{entry.path}.{entry.param}"] = entry.tensors["whole"].detach().cpu()
-        elif entry.method == "whole" and entry.param == "bias" and entry.path in biased:
-            heads[entry.path + BIAS] = entry.tensors["whole"].detach().cpu()
-        elif entry.method == "whole":
-            left[entry.key(entry.path)] = (
-                "is a whole parameter beside an update of its layer: load the file, and save the adapter"
-            )
-        elif entry.method not in ("", "diff"):
-            why = "which cannot be converted without its model: load it, and save the adapter"
-            left[entry.key(entry.path)] = f"is {entry.method}, {why}"
-    return kept, heads, left
 
 
 def _biased(entries: Iterable[Entry]) -> set[str]:

@@ -16,7 +16,7 @@ from ..core.errors import ArtifactError, brief_fields
 from .methods import METHODS, trimmed
 
 BY_OUTPUT = ("up", "bias", "magnitude")
-FACTORS = {"loha": "hada_", "lokr": "lokr_"}
+FACTORS = {"loha": ("hada_w1", "hada_w2"), "lokr": ("lokr_w1", "lokr_w2")}
 PRODUCT = 1 << 24  # elements that a product may have although the file and the layer have fewer
 
 
@@ -120,13 +120,14 @@ class Entry:
 
     def update(self, shape: Sequence[int]) -> Tensor:
         """The update of a weight of that shape, whole, in float32; without magnitude and bias."""
-        entry = self.as_lora(shape)
-        down, up = entry.tensors["down"].flatten(1).float(), entry.tensors["up"].flatten(1).float()
-        if entry.embedding or (entry.embedding is None and up.shape[0] != shape[0]):
-            made = (up @ (down if entry.embedding else down.T)).T
+        t = {name: tensor.float() for name, tensor in self.tensors.items()}
+        if "down" not in t:
+            return self.scale * low_rank.combined(t).reshape(*shape)
+        down, up = t["down"].flatten(1), t["up"].flatten(1)
+        if self.embedding or (self.embedding is None and up.shape[0] != shape[0]):
+            made = (up @ (down if self.embedding else down.T)).T
         else:
-            groups = down.shape[0] // up.shape[1]
-            made = low_rank.grouped_product(up, down, groups)
+            made = low_rank.grouped_product(up, down, down.shape[0] // up.shape[1])
         return self.scale * made.reshape(*shape)
 
     def changed(self, value: Tensor) -> Tensor:
@@ -139,15 +140,7 @@ class Entry:
             t = {name: tensor.to(value.device) for name, tensor in self.tensors.items()}
             t = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in t.items()}
             return METHODS[self.method].changed(value, t, self.options)
-        bare = {name: tensor for name, tensor in self.tensors.items() if name not in ("magnitude", "bias")}
-        kind = base_of(bare)
-        if kind == "lora":
-            update = replace(self, kind=kind, tensors=bare).update(value.shape).to(value.device)
-        else:
-            t = {name: tensor.float().to(value.device) for name, tensor in bare.items()}
-            first, second = (low_rank.factor(t, f"{FACTORS[kind]}w{n}", f"{FACTORS[kind]}t{n}") for n in (1, 2))
-            made = first * second if kind == "loha" else low_rank.kronecker(first, second.flatten(1))
-            update = self.scale * made.reshape(value.shape)
+        update = self.update(value.shape).to(value.device)
         if "magnitude" not in self.tensors:
             return value + update
         dim = int(self.kind.endswith("by input")) ^ int(bool(self.embedding))
@@ -167,16 +160,15 @@ class Entry:
             rank = self.product_rank()
             raise ArtifactError(f"'{self.name}' is {self.kind}, which is too large as one low-rank product of rank {rank}")
         t = {name: tensor.float() for name, tensor in self.tensors.items()}
-        if self.kind == "loha":
-            (up1, down1), (up2, down2) = (low_rank.halves(t, f"hada_w{n}", f"hada_t{n}") for n in (1, 2))
-            up, down = low_rank.hadamard_halves(up1, down1, up2, down2)
-        elif self.kind == "lokr":
-            (up1, down1), (up2, down2) = (low_rank.halves(t, f"lokr_w{n}", f"lokr_t{n}") for n in (1, 2))
-            up, down = low_rank.kronecker(up1, up2), low_rank.kronecker(down1, down2)
-        else:
+        if self.kind not in FACTORS:
             raise ArtifactError(
                 f"'{self.name}' is {self.kind}, which is more than a low-rank product: apply it with its own pass"
             )
+        (up1, down1), (up2, down2) = (low_rank.halves(t, name) for name in FACTORS[self.kind])
+        if self.kind == "loha":
+            up, down = low_rank.hadamard_halves(up1, down1, up2, down2)
+        else:
+            up, down = low_rank.kronecker(up1, up2), low_rank.kronecker(down1, down2)
         tensors = {"down": down.reshape(-1, *shape[1:]), "up": up.reshape(shape[0], -1, *[1] * (len(shape) - 2))}
         return replace(self, kind="lora", tensors=tensors, rank=up.shape[1])
 
@@ -200,8 +192,7 @@ class Entry:
         """The rank of the update as one low-rank product (`as_lora`), without making it."""
         if "up" in self.tensors or self.method:
             return self.rank
-        prefix = FACTORS[self.kind.partition("+")[0]]
-        return math.prod(low_rank.inner_rank(self.tensors, f"{prefix}w{n}", f"{prefix}t{n}") for n in (1, 2))
+        return math.prod(low_rank.inner_rank(self.tensors, name) for name in FACTORS[self.kind.partition("+")[0]])
 
     def outputs(self, start: int, number: int) -> Entry:
         """The same for some of the layer's outputs: that of a product that is not a plain LoRA becomes one.
@@ -242,9 +233,9 @@ class Entry:
         t = self.tensors
         if "down" in t:
             return t["up"].shape[0], trimmed(t["down"].shape[1:])
-        prefix = FACTORS[self.kind.partition("+")[0]]
-        parts = [(out, trimmed(rest)) for out, rest in (low_rank.sides(t, f"{prefix}w{n}", f"{prefix}t{n}") for n in (1, 2))]
-        if prefix == "hada_":
+        names = FACTORS[self.kind.partition("+")[0]]
+        parts = [(out, trimmed(rest)) for out, rest in (low_rank.sides(t, name) for name in names)]
+        if "hada_w1_b" in t:
             return parts[0]
         (a, (c, *_)), (b, (d, *kernel)) = parts
         return a * b, trimmed((c * d, *kernel))

@@ -18,9 +18,9 @@ from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean, 
 from ..core.reading import reported
 from ..core.weight_files import save_file
 from ..core.writing import new_file, new_folder
+from . import formats
 from .contents import AdapterContents, ModelLayer, layers_of, trained
-from .format_names import named, part_of
-from .key_layouts import CONFIGURED, alpha_of, biases_alone, config, joined_biases, refused, split_biases, tensors_of, unlike
+from .formats import CONFIGURED, alpha_of, part_of, refused, tensors_of
 from .loading import tensor_of
 from .saved_heads import BEFORE, BIAS, changed_layers
 from .tables import FORMATS, PARTS, table
@@ -150,25 +150,26 @@ def content(
     if held.heads and as_ != "peft":
         left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, which {as_} cannot represent")
     entries, changes = [], []
-    given = {"fxplug": held.entries}.get(as_) or (joined_biases if as_ in CONFIGURED else split_biases)(held.entries)
-    single = biases_alone(given, as_)
+    with_biases = formats.joined_biases if as_ in CONFIGURED else formats.split_biases
+    given = held.entries if as_ == "fxplug" else with_biases(held.entries)
+    single = formats.biases_alone(given, as_)
     for entry in given:
         layer = model.layers.get(entry.path)
-        if as_ == "peft" and entry.method == "diff" and entry.param in ("weight", "bias"):
+        if as_ == "peft" and entry.method in ("diff", "whole") and entry.param in ("weight", "bias"):
             changes.append(entry)
         elif why := single.get(entry.key(entry.path), "") or refused(entry, as_, layer):
             left[entry.key(entry.path)] = why
         else:
             entries.append(_in_dtype(entry if as_ == "fxplug" else entry.as_one_group(), dtype))
     if as_ in CONFIGURED:
-        left |= unlike([(entry.path, entry) for entry in entries], model.layers)
+        left |= formats.unlike([(entry.path, entry) for entry in entries], model.layers)
         entries = [entry for entry in entries if entry.path not in left]
     heads, more = changed_layers(changes, entries, there)
     heads, left = {**held.heads, **heads}, left | more
     if as_ == "fxplug":
         rows = [(entry.path, entry) for entry in entries]
     else:
-        rows, more = named(sorted(entries, key=lambda e: e.method), as_, {**model.named, **model.layers}, part)
+        rows, more = formats.named(sorted(entries, key=lambda e: e.method), as_, {**model.named, **model.layers}, part)
         left |= more
     if not rows:
         why = list_skipped(left or dict.fromkeys(heads, "is a whole layer, and PEFT needs another layer with an update beside "
@@ -189,7 +190,7 @@ def content(
     tensors = file_tensors(tensors)
     made: dict[str, Any] = {}
     if as_ in CONFIGURED:
-        made = config([(entry.path, entry) for _, entry in rows], model.layers)
+        made = formats.config([(entry.path, entry) for _, entry in rows], model.layers)
     if heads and as_ == "peft":
         saved = {key.rpartition(".")[0] for key in heads if not key.endswith(BIAS)}
         made |= {"modules_to_save": sorted(saved) or None, "bias": "lora_only" if len(saved) < len(heads) else "none"}

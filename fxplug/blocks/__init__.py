@@ -1,33 +1,29 @@
-"""The modules that passes put in, a file a method. A pass names them `fxplug.blocks:Lora`, whichever file they are in."""
+"""The modules that passes put in, a file for each kind. A pass names them `fxplug.blocks:Lora`, whichever file they are in."""
 
 from importlib import import_module
 from typing import Any
 
 _FILES = {
     "base": ["Block", "Gates", "Table"],
-    "bitfit": ["Delta"],
     "bottleneck": ["Adapter"],
     "control": ["Add", "Gate"],
-    "dora": ["Dora"],
     "freeu": ["FreeU"],
-    "half_lora": ["HalfLora"],
     "head": ["Head"],
     "image_attention": ["ImageAttention", "as_tokens"],
     "loha": ["Loha"],
     "lokr": ["Lokr"],
-    "lora": ["Lora"],
-    "lora_weight": ["LoraWeight"],
+    "lora": ["HalfLora", "Lora"],
+    "lora_weight": ["Dora", "LoraWeight"],
     "orthogonal": ["Boft", "Oft"],
     "prompts": ["Drop", "Prompt"],
     "replace": ["Replace"],
-    "scale": ["Scale"],
+    "scale": ["Scale", "Ssf"],
     "skip": ["Skip"],
-    "ssf": ["Ssf"],
     "step_marks": ["Gauge", "Join", "Keep", "Mark"],
     "token_merging": ["Merge", "Unmerge"],
     "vera": ["Projections", "Vera"],
     "weight_norms": ["SpectralNorm", "WeightNorm"],
-    "weight_update": ["Update"],
+    "weight_update": ["Delta", "Update"],
     "windowed_attention": ["Attend", "Half", "Window"],
 }
 _FILE = {name: file for file, names in _FILES.items() for name in names}

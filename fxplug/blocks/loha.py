@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .low_rank import factor
+from .low_rank import combined
 from .weight_update import Update
 
 
@@ -58,7 +58,7 @@ class Loha(Update):
         self.banked()
 
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
-        return (factor(own, "hada_w1", "hada_t1") * factor(own, "hada_w2", "hada_t2")).reshape(self.shape)
+        return combined(own).reshape(self.shape)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}{', tucker' if self.cores else ''}"

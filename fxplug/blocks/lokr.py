@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import SpecError, shown
-from .low_rank import factor, kronecker, lokr_shapes
+from .low_rank import combined, lokr_shapes
 from .weight_update import Update, divisors
 
 
@@ -73,8 +73,7 @@ class Lokr(Update):
         self.banked()
 
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
-        w1, w2 = factor(own, "lokr_w1", "lokr_t1"), factor(own, "lokr_w2", "lokr_t2")
-        return kronecker(w1, w2.flatten(1)).reshape(self.shape)
+        return combined(own).reshape(self.shape)
 
     def extra_repr(self) -> str:
         parts = [name.removeprefix("lokr_") for name, _ in self.named_parameters()]

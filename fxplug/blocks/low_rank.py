@@ -149,37 +149,50 @@ def kronecker(a: Tensor, b: Tensor) -> Tensor:
     return (a[..., :, None, :, None] * b[..., None, :, None, :]).flatten(-2).flatten(-3, -2)
 
 
-def factor(own: Mapping[str, Tensor], name: str, core: str) -> Tensor:
+def combined(own: Mapping[str, Tensor]) -> Tensor:
+    """The elementwise product of LoHa's two factors or the Kronecker product of LoKr's: (out, in * kernel), or a weight."""
+    if "hada_w1_b" in own:
+        return factor(own, "hada_w1") * factor(own, "hada_w2")
+    return kronecker(factor(own, "lokr_w1"), factor(own, "lokr_w2").flatten(1))
+
+
+def parts(own: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a factor that is not whole is made of: `w1_a`, `w1_b`, and the core `t1` between them, if there is one."""
+    return own[f"{name}_a"], own[f"{name}_b"], own.get(name.replace("w", "t"))
+
+
+def factor(own: Mapping[str, Tensor], name: str) -> Tensor:
     """One factor of a product, whole: (out, in * kernel), or (out, in, *kernel) where it is given so."""
     if name in own:
         return own[name]
-    a, b = own[f"{name}_a"], own[f"{name}_b"]
-    return tucker(own[core], a, b) if core in own else a @ b
+    a, b, core = parts(own, name)
+    return a @ b if core is None else tucker(core, a, b)
 
 
-def halves(own: Mapping[str, Tensor], name: str, core: str) -> tuple[Tensor, Tensor]:
+def halves(own: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
     """One factor of a product as (out, rank) @ (rank, in * kernel)."""
     if name in own:
         whole = own[name].flatten(1)
         one = torch.eye(min(whole.shape), dtype=whole.dtype, device=whole.device)
         return (one, whole) if whole.shape[0] <= whole.shape[1] else (whole, one)
-    a, b = own[f"{name}_a"], own[f"{name}_b"]
-    return (a.T, cored(own[core], b).flatten(1)) if core in own else (a, b.flatten(1))
+    a, b, core = parts(own, name)
+    return (a, b.flatten(1)) if core is None else (a.T, cored(core, b).flatten(1))
 
 
-def inner_rank(own: Mapping[str, Tensor], name: str, core: str) -> int:
+def inner_rank(own: Mapping[str, Tensor], name: str) -> int:
     """The rank that one factor of a product has as `halves`."""
     if name in own:
         return min(own[name].flatten(1).shape)
-    return own[f"{name}_a"].shape[0 if core in own else 1]
+    a, _, core = parts(own, name)
+    return a.shape[1 if core is None else 0]
 
 
-def sides(own: Mapping[str, Tensor], name: str, core: str) -> tuple[int, tuple[int, ...]]:
+def sides(own: Mapping[str, Tensor], name: str) -> tuple[int, tuple[int, ...]]:
     """The sizes of one factor of a product: its output width, and (in, *kernel) or their product."""
     if name in own:
         return own[name].shape[0], tuple(own[name].shape[1:])
-    a, b = own[f"{name}_a"], own[f"{name}_b"]
-    return (a.shape[1], (b.shape[1], *own[core].shape[2:])) if core in own else (a.shape[0], tuple(b.shape[1:]))
+    a, b, core = parts(own, name)
+    return (a.shape[0], tuple(b.shape[1:])) if core is None else (a.shape[1], (b.shape[1], *core.shape[2:]))
 
 
 def factorization(size: int, factor: int = -1) -> tuple[int, int]:

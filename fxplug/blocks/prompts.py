@@ -37,8 +37,7 @@ class Prompt(Block):
     def at(cls, site: Site, tokens: int = 10, prefix: int | None = None, dropout: float = 0.0) -> Prompt:
         """Tokens for any sequence; the prefix is the `num_prefix_tokens` of the model around it, if that is not given."""
         value = site.args[0]
-        prefix = prefix_tokens(site, value) if prefix is None else prefix
-        return cls(value.shape[2], tokens, prefix, dropout)
+        return cls(value.shape[2], tokens, prefix_tokens(site, value) if prefix is None else prefix, dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         prompt = F.dropout(self.prompt, self.dropout, self.training).expand(x.shape[0], -1, -1)

@@ -1,4 +1,4 @@
-"""Learned factors of channels."""
+"""Learned factors of channels: gates, and SSF's scales with shifts (Lian et al. 2022, arXiv 2210.08823)."""
 
 from __future__ import annotations
 
@@ -33,3 +33,26 @@ class Scale(Block):
 
     def forward(self, y: Tensor) -> Tensor:
         return y * align_to_dim(self.weight, y, self.dim)
+
+
+class Ssf(Block):
+    """y * scale + shift per channel, one and zero when new (SSF, Lian et al. 2022, arXiv 2210.08823).
+
+    y is (..., features), or (batch, channels, *space) when `dim` is 1. The authors' code draws both around these values with a
+    deviation of 0.02; here a new one changes nothing.
+    """
+
+    neutral = True
+
+    def __init__(self, width: int, dim: int = -1) -> None:
+        super().__init__()
+        self.width, self.dim = width, dim
+        self.scale, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    @classmethod
+    def at(cls, site: Site, dim: int | None = None) -> Ssf:
+        """A scale and a shift for any tensor; `dim` is where its channels are, if that is not to be guessed."""
+        return cls(*width(site, site.args[0], dim))
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y * align_to_dim(self.scale, y, self.dim) + align_to_dim(self.shift, y, self.dim)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..adapters.format_names import part_of
+from ..adapters.formats import part_of
 from ..adapters.layer_names import SWAPPED, first_names
 from ..adapters.slots import Adapters
 from ..adapters.writing import about_of

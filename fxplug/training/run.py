@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from ..adapters.format_names import part_of
+from ..adapters.formats import part_of
 from ..adapters.writing import save_adapter
 from ..core.errors import FxplugError, SpecError, TrainError, brief_fields
 from ..core.flow import Step, remember, rewrite

@@ -16,7 +16,7 @@ from torch import nn
 
 import fxplug
 from fxplug.adapters.contents import layers_of
-from fxplug.adapters.format_names import named
+from fxplug.adapters.formats import named
 from fxplug.adapters.updates import Entry
 
 CHECKOUT = checkout_of("library/train_util.py")

@@ -17,14 +17,13 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.blocks.bitfit import Delta
-from fxplug.blocks.dora import Dora
 from fxplug.blocks.loha import Loha
 from fxplug.blocks.lokr import Lokr
-from fxplug.blocks.lora_weight import LoraWeight
+from fxplug.blocks.lora_weight import Dora, LoraWeight
 from fxplug.blocks.low_rank import factorization, norm_except
 from fxplug.blocks.orthogonal import Boft, Oft
 from fxplug.blocks.weight_norms import SpectralNorm, WeightNorm
+from fxplug.blocks.weight_update import Delta
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 MAPS = {  # blocks that map a weight and leave it as it is when new

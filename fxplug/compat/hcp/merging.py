@@ -17,8 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ...blocks.half_lora import HalfLora
-from ...blocks.lora import Lora
+from ...blocks.lora import HalfLora, Lora
 from ...core.errors import ArtifactError, SpecError, did_you_mean, shown
 from ...core.models.factory import build
 from ...core.spec.rules import COMMON, Match, Pass, Rule

@@ -10,8 +10,7 @@ from torch import fx, nn
 
 from ...blocks.base import CONVOLUTIONS
 from ...blocks.lora import Lora
-from ...blocks.scale import Scale
-from ...blocks.ssf import Ssf
+from ...blocks.scale import Scale, Ssf
 from ...core import quantised
 from ...core.ir import ops
 from ...core.ir.containers import tensor_at

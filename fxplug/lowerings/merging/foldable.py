@@ -9,11 +9,10 @@ import torch
 from torch import fx, nn
 
 from ...blocks.base import CONVOLUTIONS, LowRank
-from ...blocks.bitfit import Delta
-from ...blocks.dora import Dora
 from ...blocks.lora import Lora
-from ...blocks.scale import Scale
-from ...blocks.ssf import Ssf
+from ...blocks.lora_weight import Dora
+from ...blocks.scale import Scale, Ssf
+from ...blocks.weight_update import Delta
 from ...core.ir import ops
 from ...core.ir.containers import tensor_at
 from ...core.ir.regions import added

@@ -11,8 +11,7 @@ from torch.func import functional_call
 
 from ...blocks.lora import Lora
 from ...blocks.low_rank import in_groups, spread
-from ...blocks.scale import Scale
-from ...blocks.ssf import Ssf
+from ...blocks.scale import Scale, Ssf
 from ...blocks.weight_update import Update
 from ...core.ir.traced_module import shell
 
