@@ -136,16 +136,14 @@ def nearest_kind(tensors: Tensors) -> UpdateKind:
 
 def changes_of(facts: LayerFacts, tensors: dict[str, Tensor]) -> list[Entry]:
     """The whole changes among a layer's tensors, which are taken out. Raises ArtifactError for one of nothing."""
-    for role in tensors.keys() & (WHOLE.keys() | SET.keys()):
-        if not tensors[role].numel() or not 1 <= tensors[role].dim() <= 5:
-            raise facts.error(f"has a {role} of shape {list(tensors[role].shape)}, which is not that of a parameter")
     made = []
-    for role in [role for role in tensors if role in WHOLE]:
+    for role in [role for role in (*WHOLE, *SET) if role in tensors]:
         value = tensors.pop(role)
-        value = value.flatten() if role == "beft_bias" else value
-        made.append(facts.entry("delta", "diff", {"delta": value}, param=WHOLE[role]))
-    for role in [role for role in tensors if role in SET]:
-        made.append(facts.entry("delta", "whole", {"whole": tensors.pop(role)}, param=SET[role]))
+        if not value.numel() or not 1 <= value.dim() <= 5:
+            raise facts.error(f"has a {role} of shape {list(value.shape)}, which is not that of a parameter")
+        method, name = ("diff", "delta") if role in WHOLE else ("whole", "whole")
+        own = {name: value.flatten() if role == "beft_bias" else value}
+        made.append(facts.entry("delta", method, own, param={**WHOLE, **SET}[role]))
     return made
 
 
