@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +18,8 @@ from ...core.torch_internals.tensors import version
 from ..runtime.layouts import Layout
 from .streams import ArgumentSplit, Leaf, OperationRefused, Placement, Scaled, StreamNumber, Streams
 
-POOL = 1_299_709  # random values, a prime number of them: rows that take them again begin elsewhere
-HELD = 1 << 27  # bytes of weights, in the stead of those that have no values, that are kept
 EMPTY = ("empty", "empty_like", "new_empty")
+POOL = 1_299_709  # random values, a prime number of them: rows that take them again begin elsewhere
 RANGE = 2  # random whole numbers are below
 LARGE = 2.0**40
 HALVES = (torch.float16, torch.bfloat16)
@@ -38,9 +36,7 @@ class ShardTrials:
         self.used = 0
         self.writes: Mapping[fx.Node, Sequence[fx.Node]] = {}  # the inputs that a node writes into
         self.known: dict[Any, Any] = {} if memory is None else memory.setdefault(seed, {})
-        self.modules: dict[Any, tuple[nn.Module, int]] = {}  # and how many bytes each holds
-        self.ready: dict[str, nn.Module] = {}  # those with values, by path
-        self.count = 0
+        self.latest: tuple[str, nn.Module] | None = None  # the module that was called last, by its path
 
     # --- values
 
@@ -53,20 +49,16 @@ class ShardTrials:
         if dtype.is_complex:
             return torch.complex(*(self.random(shape, torch.float32) for _ in range(2))).to(dtype)
         found = torch.empty(tuple(shape), dtype=dtype if dtype.is_floating_point else torch.float32)
-        self.fill(found)
-        if dtype.is_floating_point:
-            return found
-        return found < 0.6 if dtype == torch.bool else ((found - 0.1) * RANGE).to(dtype)
-
-    def fill(self, tensor: Tensor) -> None:
-        """Write the next values of the pool, over and over, without a copy of them."""
-        flat, done = tensor.data.view(-1), 0  # .data: what is not written yet has no version
+        flat, done = found.data.view(-1), 0  # .data: what is not written yet has no version
         while done < len(flat):
             first = (self.used + done) % POOL
             length = min(POOL - first, len(flat) - done)
             flat[done : done + length].copy_(self.pool[first : first + length])
             done += length
         self.used += done
+        if dtype.is_floating_point:
+            return found
+        return found < 0.6 if dtype == torch.bool else ((found - 0.1) * RANGE).to(dtype)
 
     def small_tensor(self, tensor: Tensor, place: Placement | None) -> Tensor:
         """A small tensor in the stead of a true one: whole numbers that are known are kept."""
@@ -102,7 +94,6 @@ class ShardTrials:
 
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """What an operation gives. Raises Refused where it takes no such values."""
-        self.count += 1
         module = self.module(str(node.target)) if node.op == "call_module" else None
         with sdpa_kernel(SDPBackend.MATH):  # fused ones do not ask whether values are as many as keys, and read beyond them
             try:
@@ -115,49 +106,29 @@ class ShardTrials:
                 raise OperationRefused(f"'{node.name}': {type(error).__name__}: {error}") from error
 
     def module(self, path: str) -> nn.Module:
-        """A module of the model; one without values, in half precision or on a GPU with random ones, as others like it.
+        """A module of the model as `with_values` gives it, the same for calls that follow each other."""
+        if self.latest is None or self.latest[0] != path:
+            self.latest = path, self.with_values(self.gm.get_submodule(path))
+        return self.latest[1]
 
-        So it is where a parameter is all zeros, which hides what is done with it until it is trained or loaded.
+    def with_values(self, module: nn.Module) -> nn.Module:
+        """A module, or another one with random values for tensors that have none on the CPU, or are in half precision.
+
+        So it is where a parameter is all zeros, which hides what is done with it until it is trained or loaded. Parameters of
+        tensor subclasses, such as quantised ones, are taken as they are.
         """
-        if path in self.ready:
-            return self.ready[path]
-        found = self.gm.get_submodule(path)
-        tensors = list(itertools.chain(found.parameters(), found.buffers()))
-        if not any(t.device.type != "cpu" or is_half(t) for t in tensors):
-            return self.ready.setdefault(path, self.without_zeros(found))
-        key = (type(found), repr(found), *((tuple(t.shape), t.dtype) for t in tensors))
-        if key not in self.modules:
-            size = sum(t.numel() * t.element_size() for t in tensors)
-            while self.modules and size + sum(held for _, held in self.modules.values()) > HELD:
-                del self.modules[next(iter(self.modules))]
-            self.modules[key] = self.filled(found), size
-        return self.modules[key][0]
-
-    def without_zeros(self, module: nn.Module) -> nn.Module:
-        """A module, or another one on the same tensors but random values for the parameters that are all zeros.
-
-        Parameters of tensor subclasses, such as quantised ones, are taken as they are.
-        """
-        zeros = {id(p): p for p in module.parameters() if type(p) is nn.Parameter and p.is_floating_point() and not p.any()}
-        if not zeros:
+        others: dict[int, Tensor] = {}
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            zeros = type(tensor) is nn.Parameter and tensor.is_floating_point() and not tensor.is_meta and not tensor.any()
+            if zeros or tensor.device.type != "cpu" or is_half(tensor):
+                value = self.random(tensor.shape, tensor.dtype)
+                others[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        if not others:
             return module
-        others = {key: nn.Parameter(self.random(p.shape, p.dtype), p.requires_grad) for key, p in zeros.items()}
         new = shell(module)  # no deep copy: a module may hold anything, and others may be calling this one
         for one in new.modules():
-            one._parameters = {name: others.get(id(p), p) for name, p in one._parameters.items()}
-        return new
-
-    def filled(self, module: nn.Module) -> nn.Module:
-        """A copy of a module on the CPU with random values."""
-        new = copy.deepcopy(module).to_empty(device="cpu")
-        if any(map(is_half, itertools.chain(new.parameters(), new.buffers()))):
-            new.float()
-        with torch.no_grad():
-            for tensor in itertools.chain(new.parameters(), new.buffers()):
-                if tensor.is_floating_point() and tensor.is_contiguous():
-                    self.fill(tensor)
-                else:
-                    tensor.copy_(self.random(tensor.shape, tensor.dtype))
+            for table in (one._parameters, one._buffers):
+                table.update({name: others.get(id(tensor), tensor) for name, tensor in table.items()})  # type: ignore[misc]
         return new
 
     def run_parts(
