@@ -278,10 +278,10 @@ class LocalLinks(Links):
     """What stages send each other, between threads of this process."""
 
     def __init__(self, local):
-        size = local.meeting.barrier.parties
+        size = local.barrier.parties
         super().__init__(local.rank, range(size), ())
         queues = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
-        self.local, self.queues = local, vars(local.meeting).setdefault("queues", queues)
+        self.local, self.queues = local, vars(local.barrier).setdefault("queues", queues)
 
     def send(self, to, values, key):
         self.queues[self.rank, to].put(copied(values))
@@ -291,7 +291,7 @@ class LocalLinks(Links):
             try:
                 return self.queues[source, self.rank].get(timeout=0.1)
             except queue.Empty:
-                if self.local.meeting.barrier.broken:  # another thread has failed
+                if self.local.barrier.broken:  # another thread has failed
                     raise threading.BrokenBarrierError from None
 
     def share(self, source, values, key):

@@ -25,6 +25,8 @@ class World:
 
     def __init__(self, sizes: Mapping[str, int], ranks: Mapping[str, int], groups: Mapping[str, Any]) -> None:
         self.sizes, self.ranks, self.groups = dict(sizes), dict(ranks), dict(groups)
+        self.sizes[SEQUENCE] = sizes["ring"] * sizes["ulysses"]
+        self.ranks[SEQUENCE] = ranks["ring"] * sizes["ulysses"] + ranks["ulysses"]
 
     def __deepcopy__(self, memo: Any) -> World:
         return self
@@ -87,8 +89,6 @@ def _placed(ways: Mapping[str, int], mesh: DeviceMesh) -> World:
         if axis in names:
             ranks[axis], groups[axis] = mesh.get_local_rank(axis), mesh.get_group(axis).group_name
     both = [axis for axis in ("ring", "ulysses") if axis in names]
-    sizes[SEQUENCE] = sizes["ring"] * sizes["ulysses"]
-    ranks[SEQUENCE] = ranks["ring"] * sizes["ulysses"] + ranks["ulysses"]
     if len(both) == 2:
         groups[SEQUENCE] = joined_group(mesh[tuple(both)], SEQUENCE)
     elif both:

@@ -17,26 +17,18 @@ from .mesh import SEQUENCE, World
 WAIT = 600  # seconds for all to come to one collective
 
 
-class Meeting:
-    """Where the threads of one group hand each other values."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=WAIT)
-        self.slots: list[Any] = [None] * size
-
-
 class ThreadGroup:
-    """One thread's way into a group."""
+    """One thread's way into a group, whose threads hand each other values."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank = meeting, rank
+    def __init__(self, barrier: threading.Barrier, slots: list[Any], rank: int) -> None:
+        self.barrier, self.slots, self.rank = barrier, slots, rank
 
     def swap(self, value: Any) -> list[Any]:
         """What each thread of the group gave."""
-        self.meeting.slots[self.rank] = value
-        self.meeting.barrier.wait()
-        found = list(self.meeting.slots)
-        self.meeting.barrier.wait()
+        self.slots[self.rank] = value
+        self.barrier.wait()
+        found = list(self.slots)
+        self.barrier.wait()
         return found
 
     def all_to_all(self, x: Tensor, give: list[int]) -> Tensor:
@@ -58,26 +50,24 @@ PRETENDED: contextvars.ContextVar[World | None] = contextvars.ContextVar("preten
 
 def placed(ways: Mapping[str, int], rank: int) -> World:
     """Where the process of a rank stands, without groups."""
-    sizes, ranks = dict(ways), dict(ways)
+    ranks = dict(ways)
     for axis in reversed(list(ways)):
         ranks[axis] = rank % ways[axis]
         rank //= ways[axis]
-    sizes[SEQUENCE] = sizes["ring"] * sizes["ulysses"]
-    ranks[SEQUENCE] = ranks["ring"] * sizes["ulysses"] + ranks["ulysses"]
-    return World(sizes, ranks, {})
+    return World(ways, ranks, {})
 
 
 def pretended(ways: Mapping[str, int], call: Callable[[int], Any]) -> list[Any]:
     """What `call(rank)` gives in as many threads as a mesh has processes. Raises the first error of any."""
     count = math.prod(ways.values())
     worlds = [placed(ways, rank) for rank in range(count)]
-    meetings: dict[Any, Meeting] = {}
+    meetings: dict[Any, tuple[threading.Barrier, list[Any]]] = {}  # of each group
     for world in worlds:
         for axis, size in world.sizes.items():
             own = ("ring", "ulysses") if axis == SEQUENCE else (axis,)
             key = (axis, *(n for a, n in world.ranks.items() if a not in (*own, SEQUENCE)))
-            meeting = meetings.setdefault(key, Meeting(size))
-            world.groups[axis] = ThreadGroup(meeting, world.ranks[axis])
+            meeting = meetings.setdefault(key, (threading.Barrier(size, timeout=WAIT), [None] * size))
+            world.groups[axis] = ThreadGroup(*meeting, world.ranks[axis])
     results: list[Any] = [None] * count
     errors: list[BaseException] = []
 
@@ -90,8 +80,8 @@ def pretended(ways: Mapping[str, int], call: Callable[[int], Any]) -> list[Any]:
                 results[rank] = call(rank)
         except BaseException as error:  # of one rank's thread, raised again where all were started
             errors.append(error)
-            for meeting in meetings.values():
-                meeting.barrier.abort()
+            for barrier, _ in meetings.values():
+                barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank, ops.modes())) for rank in range(count)]
     for thread in threads:
