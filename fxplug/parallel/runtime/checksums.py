@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...core.errors import GuardError
 from ...core.ir.containers import leaves
@@ -20,19 +21,8 @@ from .faults import guarded
 from .mesh import AXES, World
 from .pretended import ThreadGroup
 
-
-class _CachedSum(NamedTuple):
-    """The sum of a tensor's bits, and the tensor and its version that had it."""
-
-    tensor: ref[Tensor]
-    version: int
-    sum: int
-
-    def is_of(self, t: Tensor) -> bool:
-        return self.tensor() is t and self.version == version(t)
-
-
-KNOWN: WeakKeyDictionary[nn.Module, dict[str, _CachedSum]] = WeakKeyDictionary()
+# of weights: the version that was summed last, and the sum of its bits
+KNOWN: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 PLANS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 CHUNK = 1 << 20  # elements that are summed at a time
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -84,16 +74,14 @@ def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
             elif isinstance(leaf, (bool, int, float, str, type(None))):
                 table[name] = (type(leaf).__name__, repr(leaf))
     plain = {name: t for name, t in tensors.items() if type(t) in (Tensor, nn.Parameter) and not t.is_meta}
-    known = KNOWN.setdefault(root, {})
-    sums = {name: known[name].sum for name, t in plain.items() if name in known and known[name].is_of(t)}
+    sums = {name: known[1] for name, t in plain.items() if (known := KNOWN.get(t)) is not None and known[0] == version(t)}
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, t in plain.items():
         if name not in sums:
             by_device.setdefault(t.device, []).append((name, _sum(t)))
     for rows in by_device.values():
         sums.update(zip([name for name, _ in rows], torch.stack([s for _, s in rows]).tolist(), strict=True))
-    weights = (name for name, t in plain.items() if not name.startswith("input ") and not t.is_inference())
-    known.update({name: _CachedSum(ref(plain[name]), version(plain[name]), sums[name]) for name in weights})
+    KNOWN.update({t: (version(t), sums[n]) for n, t in plain.items() if not n.startswith("input ") and not t.is_inference()})
     table.update({name: (tuple(t.shape), str(t.dtype), sums[name]) for name, t in plain.items()})
     return table
 
