@@ -290,15 +290,21 @@ def list_costs(rows: Sequence[tuple[str, int, int]]) -> list[str]:
 
 def costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[str, int, int]]:
     """Node, calls and bytes sent of each collective in a call, as the process that this one is or pretends to be."""
+    with torch.no_grad(), in_one_mode(mode, gm):
+        rows = sent_by_nodes(gm, gm.graphs[mode], copied(bound(gm, args, kwargs)))
+    return [(node.name, len(numbers), sum(numbers)) for node, numbers in rows]
+
+
+def sent_by_nodes(tree: nn.Module, graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[fx.Node, list[int]]]:
+    """The nodes of a graph that send, with the bytes of each collective of theirs."""
     found = []
 
     def each(node: fx.Node, run: Callable[[], Any]) -> Any:
         with traffic() as numbers:
             value = run()
         if numbers:
-            found.append((node.name, len(numbers), sum(numbers)))
+            found.append((node, list(numbers)))
         return value
 
-    with torch.no_grad(), in_one_mode(mode, gm):
-        Runner(gm, gm.graphs[mode], each).run(*copied(bound(gm, args, kwargs)))
+    Runner(tree, graph, each).run(*inputs)
     return found

@@ -98,18 +98,12 @@ def _predicted(
 ) -> None:
     from ..core.flow import rewrite
     from .costs.plot import save_picture
-    from .costs.prediction import format_figures, link_of, predict, table
+    from .costs.prediction import figures_of, format_figures, predict, table
 
     if Path(subject).is_dir():
         raise SpecError(f"'{subject}' is a saved rewrite: give --predict its configuration, {subject}/config.yaml")
-    if link == "measured":
-        from .processes import measured
-
-        found, speed = measured()
-    else:
-        found = link_of(link)
-    config = read_config(subject, set)
-    config = config.model_copy(update={"passes": [p for p in config.passes if not p.parallel]})
+    found, speed = figures_of(link, speed)
+    config = _unsplit(subject, set)
     rows = []
     for side in pixels:
         grown = config.model_copy(update={"inputs": _grown(config.inputs, side, at or _side(config.inputs))})
@@ -136,14 +130,18 @@ def _fastest(subject: str, devices: str, link: str, speed: float, set: Any, allo
         module = load_saved(subject, set, allow)
         call = saved_inputs(subject, module)
     else:
-        config = read_config(subject, set)
-        config = config.model_copy(update={"passes": [p for p in config.passes if not p.parallel]})
-        result = rewrite(config, dry_run=True, verify=False, progress=progress)
+        result = rewrite(_unsplit(subject, set), dry_run=True, verify=False, progress=progress)
         module, call = result.module, result.inputs
     with progress("choose"):
         plan = fastest_plan(module, *call, devices=counts[0], link=link, speed=speed, check=False)
     print("\n".join(plan.alternatives))
     return {axis: number for axis, number in plan.ways.items() if number > 1}
+
+
+def _unsplit(subject: str, set: Any) -> Config:
+    """A configuration without its parallel passes."""
+    config = read_config(subject, set)
+    return config.model_copy(update={"passes": [p for p in config.passes if not p.parallel]})
 
 
 def _side(inputs: Mapping[str, Any]) -> int:

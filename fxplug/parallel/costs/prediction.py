@@ -22,11 +22,10 @@ from ...core.ir.traced_module import TracedModule, shell
 from ...core.rewriter.probe import empty, swapped
 from ...core.torch_internals import tensors as kernels
 from ..comparison import Runner, pretending
-from ..plan import Plan, parallel_plan
+from ..plan import Plan, parallel_plan, sent_by_nodes
 from ..planning.trials import name_of
 from ..planning.walk import bound
 from ..runtime.attention import Attention
-from ..runtime.collectives import traffic
 from ..runtime.mesh import all_degrees, format_degrees
 from ..runtime.pretended import placed
 
@@ -121,12 +120,7 @@ def fastest_plan(
     """
     if type(devices) is not int or devices < 2:
         raise SpecError(f"devices is a number of processes, 2 or more, not {shown(devices)}")
-    if link == "measured":
-        from ..processes import measured
-
-        figures, speed = measured()
-    else:
-        figures = link_of(link)
+    figures, speed = figures_of(link, speed)
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     rows = predict(gm, args, kwargs or {}, [devices], figures, speed)
     why = []
@@ -139,6 +133,15 @@ def fastest_plan(
         plan.alternatives = [f"chosen among, at {format_figures(figures, speed)}:", *table(rows).splitlines(), *why]
         return plan
     raise SpecError(f"no way to split this model over {devices} processes: {'; '.join(why) or 'it has fewer tokens'}")
+
+
+def figures_of(link: str, speed: float) -> tuple[tuple[float, float], float]:
+    """Bytes a second and seconds a call of a link, and a device's teraFLOP a second: given, or `measured`. Raises SpecError."""
+    if link == "measured":
+        from ..processes import measured
+
+        return measured()
+    return link_of(link), speed
 
 
 def format_figures(link: tuple[float, float], speed: float) -> str:
@@ -192,21 +195,14 @@ class _StepCost:
             call = map_leaves(call, lambda t, _: t[: samples // batch] if t.dim() and t.shape[0] == samples else t)
         sent: list[tuple[bool, list[int]]] = []
         written = self.plan.written
-
-        def each(node: fx.Node, run: Any) -> Any:
-            with traffic() as numbers:
-                value = run()
-            if numbers:
-                called = written.get_submodule(str(node.target)) if node.op == "call_module" else None
-                sent.append((isinstance(called, Attention), list(numbers)))
-            return value
-
         if ways["ulysses"] * ways["ring"] > 1:
             try:
                 with _without_values(written, call) as (tree, inputs), pretending(placed(all_degrees({**ways, "batch": 1}), 0)):
-                    Runner(tree, written.graphs[self.plan.mode], each).run(*bound(written, *inputs))
+                    rows = sent_by_nodes(tree, written.graphs[self.plan.mode], bound(written, *inputs))
             except FxplugError:
                 return None
+            attentions = {name for name, module in written.named_modules() if isinstance(module, Attention)}
+            sent += [(node.target in attentions, numbers) for node, numbers in rows]
         if batch > 1:
             sent.append((False, [self.result // batch * (batch - 1)]))
         share = self.plan.share
