@@ -25,6 +25,7 @@ from torch.utils._pytree import (
     tree_flatten,
     tree_leaves,
     tree_map,
+    tree_map_only,
     tree_structure,
     tree_unflatten,
     treespec_dumps,
@@ -38,8 +39,8 @@ __all__ = [
     "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "as_listened", "autocast_settings", "break_graph", "call_uncompiled",
     "call_with_hooks", "constant_floats", "conv_forward", "enter_autocast", "exit_autocast", "forward_hooks", "is_compiling",
     "is_erased", "is_hooked", "is_listening", "leave_frame", "leave_module", "list_weights", "qualified_name",
-    "set_grad_enabled", "tree_flatten", "tree_leaves", "tree_map", "tree_structure", "tree_unflatten", "treespec_dumps",
-    "treespec_loads", "unwatched", "without_compiler",
+    "set_grad_enabled", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_structure", "tree_unflatten",
+    "treespec_dumps", "treespec_loads", "unwatched", "without_compiler",
 ]
 
 # where a module keeps its state; what else `nn.Module()` has are hooks and `training`

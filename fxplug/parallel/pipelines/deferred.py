@@ -79,33 +79,25 @@ class Later(Tensor):
         name = func.name().partition("::")[2].partition(".")[0]
         one = next(v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Later))
         if any(name.endswith(end) for end in SHAPES):
-            given = pytree.tree_map(lambda v: torch.empty_like(_meta(v), device=v.device) if _is(v) else v, (args, kwargs))
+            given = pytree.tree_map_only(Later, lambda v: torch.empty_like(_meta(v), device=v.device), (args, kwargs))
             return func(*given[0], **given[1])
         elsewhere = kwargs.get("device") not in (None, one.device)
         pointwise = torch.Tag.pointwise in func.tags or func.is_view or name in MOVES
         other = any(not isinstance(r.type, (torch.TensorType, torch.ListType)) for r in schema(func).returns)
         if elsewhere or other or not pointwise or schema(func).is_mutable:
             why = f"'{name}'{_place()}"
-            given = pytree.tree_map(lambda v: v.settled(why) if _is(v) else v, (args, kwargs))
+            given = pytree.tree_map_only(Later, lambda v: v.settled(why), (args, kwargs))
             return func(*given[0], **given[1])
-        shapes = pytree.tree_map(_meta, (args, {k: v for k, v in kwargs.items() if k != "device"}))
+        shapes = pytree.tree_map_only(Tensor, _meta, (args, {k: v for k, v in kwargs.items() if k != "device"}))
         result = func(*shapes[0], **shapes[1])
-        kept = pytree.tree_map(lambda v: v.recipe if _is(v) else v.clone() if isinstance(v, Tensor) else v, (args, kwargs))
+        kept = pytree.tree_map_only(Tensor, lambda v: v.recipe if isinstance(v, Later) else v.clone(), (args, kwargs))
         leaves, tree = pytree.tree_flatten(result)
         made = [Later(leaf, one.device, Recipe(func, kept, i), one.settle) for i, leaf in enumerate(leaves)]
         return pytree.tree_unflatten(made, tree)
 
 
-def _is(value: Any) -> bool:
-    return isinstance(value, Later)
-
-
-def _meta(value: Any) -> Any:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta") if _tensor(value) else value
-
-
-def _tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
+def _meta(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _place() -> str:

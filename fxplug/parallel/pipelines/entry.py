@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from .patches import Patcher
 from .pipeline import PipeFusion, Steps
 from .stages import staged
 from .stale import StaleSequence
+
+T = TypeVar("T", bound=PipeFusion)
 
 
 def pipefusion(
@@ -62,10 +64,8 @@ def pipefusion(
     """
     check_integer("stages", stages, 1)
     check_integer("patches", patches, 1)
-    kind, run = Overlapping if overlap else PipeFusion, (warmup, correct, steps, clock)
-    found, module = _made(kind, gm, args, kwargs, stages, patches, batch, run, split, check)
-    placed: PipeFusion = _placed(found, module, stages, batch, mesh)
-    return placed
+    run = patches, warmup, correct, steps, clock
+    return _made(Overlapping if overlap else PipeFusion, gm, (args, kwargs), run, stages, batch, split, mesh, check)
 
 
 def stale_sequence(
@@ -90,13 +90,7 @@ def stale_sequence(
     axes of a `mesh` are "batch" and "stages". Raises what `pipefusion` raises.
     """
     check_integer("ways", ways, 1)
-    found, module = _made(StaleSequence, gm, args, kwargs, 1, ways, batch, (warmup, correct, steps, clock), split, check)
-    if found.plan.others:
-        raise SpecError(
-            f"'{found.plan.others[0]}' is computed from patches of different steps and affects the result: use pipefusion"
-        )
-    placed: StaleSequence = _placed(found, module, ways, batch, mesh)
-    return placed
+    return _made(StaleSequence, gm, (args, kwargs), (ways, warmup, correct, steps, clock), 1, batch, split, mesh, check)
 
 
 def in_steps(
@@ -144,33 +138,28 @@ def with_steps(gm: TracedModule, name: str, said: Mapping[str, Any]) -> TracedMo
     return new
 
 
-def _placed(found: Any, module: TracedModule, count: int, batch: int, mesh: DeviceMesh | None) -> Any:
-    """As this process runs it, where there are several."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        links, world = links_of(count, all_degrees({"batch": batch}), mesh)
-        place(module, world)
-        found = found.with_options(links=links)
-    return found
-
-
 def _made(
-    kind: type[Any], gm: TracedModule, args: Any, kwargs: Any, stages: int, patches: int, batch: int,
-    run: tuple[int, int, Steps, str | None], split: Any, check: bool,
-) -> tuple[Any, TracedModule]:  # fmt: skip
-    """What runs in one process, and the module whose collectives it calls."""
-    warmup, correct, steps, _ = run
+    kind: type[T], gm: TracedModule, call: Any, run: tuple[int, int, int, Steps, str | None], stages: int, batch: int,
+    split: Any, mesh: DeviceMesh | None, check: bool,
+) -> T:  # fmt: skip
+    """A denoiser that goes by patches, as this process runs it where there are several."""
+    patches, warmup, correct, steps, clock = run
     check_integer("warmup", warmup, 1)
     if check_integer("correct", correct) and steps is None:
         raise SpecError(
             f"correct={correct} needs the number of steps of an image: give steps=..., or a function that returns it"
         )
-    plan = parallel_plan(gm, args, kwargs, ulysses=max(2, patches), batch=batch, split=split, check=False)
+    plan = parallel_plan(gm, *call, ulysses=max(2, patches), batch=batch, split=split, check=False)
     patcher = Patcher(plan.stages[-1].found)
     patcher.run()
-    found = kind(gm, staged(patcher, plan.written, stages), patches, *run)
+    found = kind(gm, staged(patcher, plan.written, stages), patches, warmup, correct, steps, clock)
     if check and has_values(list(gm.state_dict().values()), plan.example):
         found.check(*plan.example)
-    return found, plan.written
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        links, world = links_of(stages if kind.by_stages else patches, all_degrees({"batch": batch}), mesh)
+        place(plan.written, world)
+        found = found.with_options(links=links)
+    return found
 
 
 def distances(

@@ -162,11 +162,15 @@ class _StageNodes:
             if node in found or node in self.patched or node.op in ("placeholder", "output"):
                 continue
             found.add(node)
-            todo += node.all_input_nodes
-            one = self.patcher.origin.get(node)
-            if one is not None and self.writers:
-                todo += [self.patcher.twin[w.name] for root in self.walk.roots(one) for w in self.writers.get(root, ())]
+            todo += [*node.all_input_nodes, *self.written_by(node)]
         return found
+
+    def written_by(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that write into the memory of a value."""
+        one = self.patcher.origin.get(node)
+        if one is None or not self.writers:
+            return []
+        return [self.patcher.twin[w.name] for root in self.walk.roots(one) for w in self.writers.get(root, ())]
 
     def scopes(self, stage: int) -> list[fx.Node]:
         """Checks, and switches of gradients and autocast, that belong to a stage: to all where they ask inputs alone."""
@@ -222,11 +226,7 @@ class _StageNodes:
             last = max((position.get(user, len(self.order)) for user in node.users), default=i)
             if node in self.late and last > i:
                 bytes_ = self.bytes(node)
-                last_write = -1
-                one = self.patcher.origin.get(node)
-                if one is not None and self.writers:
-                    twins = (self.patcher.twin[w.name] for root in self.walk.roots(one) for w in self.writers.get(root, ()))
-                    last_write = max((position.get(twin, -1) for twin in twins), default=-1)
+                last_write = max((position.get(twin, -1) for twin in self.written_by(node)), default=-1)
                 for at in range(i + 1, last + 1):
                     size[at] += math.inf if at <= last_write else bytes_
         found, at = [], 1

@@ -6,7 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ...core.errors import SpecError
+from ...core.ir.traced_module import TracedModule
 from .pipeline import ImageRun, PipeFusion
+from .stages import Stages
 
 
 class StaleSequence(PipeFusion):
@@ -17,6 +20,13 @@ class StaleSequence(PipeFusion):
     """
 
     by_stages = False
+
+    def __init__(self, gm: TracedModule, stages: Stages, *options: Any) -> None:
+        if stages.others:
+            raise SpecError(
+                f"'{stages.others[0]}' is computed from patches of different steps and affects the result: use pipefusion"
+            )
+        super().__init__(gm, stages, *options)
 
     def forget(self) -> None:
         """Wait for what is on its way, and drop what is kept of an image's calls."""
