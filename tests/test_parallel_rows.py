@@ -242,7 +242,7 @@ def test_a_vae_in_uneven_rows_with_its_gradients(part, shape):
     gm, plan = compared(model, torch.randn(shape), 3, close=2e-6)
     assert plan.share > 0.999
     assert set(plan.stages[0].found.why.values()) <= {"one of its inputs must be complete"}  # keys and values
-    for size in ((1, shape[1], 12, 8), (2, shape[1], 2 * shape[2], 10)):  # another size than planned, and batch
+    for size in ((1, shape[1], 12, shape[3]), (2, shape[1], 2 * shape[2], shape[3])):  # another height than planned, and batch
         if part == "decoder" or size[2] % 2 == shape[2] % 2:
             x = torch.randn(size)
             for out in pretended(plan.ways, lambda rank, x=x: plan.written(x)):
@@ -259,6 +259,8 @@ def test_rows_that_cannot_be_split_are_told():
         pretended(plan.ways, lambda rank: plan.written(torch.ones(1, 3, 9, 8)))
     with pytest.raises(fxplug.GuardError, match="3 tokens .* cannot be split over 4 processes"):
         pretended(plan.ways, lambda rank: plan.written(torch.ones(1, 3, 6, 8)))
+    with pytest.raises(fxplug.GuardError, match=r"the dimensions of \(1, 3, 8, 6\) behind dimension 2 must be \[8\], as"):
+        pretended(plan.ways, lambda rank: plan.written(torch.ones(1, 3, 8, 6)))
     with pytest.raises(fxplug.SpecError, match="no node 'sampel' .did you mean 'sample'"):
         fxplug.parallel_plan(gm, (torch.randn(1, 3, 8, 8),), rows=2, split={"sampel": 2})
     with pytest.raises(fxplug.SpecError, match="'sample' has no dimension 7"):

@@ -9,15 +9,15 @@ from typing import Any
 from torch import fx, nn
 
 from ..core.ir.containers import Container
+from ..core.ir.functions import attention_arguments
 from ..core.ir.graph import Graph, change, erase_unused, insert, meta_of, redirect, replace, rewire
 from ..core.rewriter.editor import ROOT
 from ..core.rewriter.graft import head
 from ..core.rewriter.sites import nodes_in
 from ..core.spec.addresses import identifier
-from .planning.operations import arguments, normed
 from .planning.sharding_plan import ShardingPlan
 from .planning.streams import ArgumentSplit, Leaf, Placement, StreamNumber
-from .planning.trials import name_of, numbered
+from .planning.trials import name_of, normed, numbered
 from .runtime.attention import Attention
 from .runtime.collectives import AllReduce, Broadcast, Collective, Gather, GlobalSize, Numel, Split
 from .runtime.halos import Cut, Extent, Fetch, RowScale
@@ -79,18 +79,13 @@ class PlanWriter:
         value: Any,
         streams: tuple[int, ...],
         like: Any = None,
-        numbers: Mapping[str, fx.Node | None] | None = None,
         **where: Any,
     ) -> fx.Node:
-        """A call of a collective on a value and the sizes of its streams, put in `after` a node or `before` one.
-
-        `numbers` are further ones that it is given by name, where the graph has to compute them.
-        """
+        """A call of a collective on a value and the sizes of its streams, put in `after` a node or `before` one."""
         path = self.block(kind, *settings)
         args = (value, *(self.size(stream) for stream in streams))
-        more = {key: number for key, number in (numbers or {}).items() if number is not None}
         known = meta_of(value) if isinstance(value, fx.Node) else None
-        node = insert(self.graph, "call_module", path, args, more, **{"name": identifier(path), "meta": known, **where})
+        node = insert(self.graph, "call_module", path, args, **{"name": identifier(path), "meta": known, **where})
         return self.marked(node, like or value, kind.__name__)
 
     def plain(self, op: str, target: Any, args: Any, like: fx.Node, **place: Any) -> fx.Node:
@@ -134,25 +129,6 @@ class PlanWriter:
             self.sizes[stream] = size
         return self.sizes[stream]
 
-    def inner(self, one: fx.Node, place: Placement) -> tuple[int, fx.Node | None]:
-        """How many elements a token of a value has: what a block is made with, or a number of the graph."""
-        inner = self.found.inner.get(one)
-        if inner is None or not inner.dims:
-            return place.layout.inner, None
-        key = ("inner", inner)
-        if key not in self.made:
-            number: Any = inner.each
-            for source, dim in inner.dims:
-                of = self.node(source)
-                size = self.plain("call_method", "size", (of, dim), of, after=of)
-                if number == 1:
-                    number = size
-                    continue
-                after = max(size, number) if isinstance(number, fx.Node) else size
-                number = self.plain("call_function", operator.mul, (number, size), size, after=after)
-            self.made[key] = number
-        return 1, self.made[key]
-
     # --- steps
 
     def begin_split(self, node: fx.Node) -> None:
@@ -164,7 +140,9 @@ class PlanWriter:
             cut = self.call(Part, self.part(place), twin, place.layout.streams, after=twin)
         else:
             (stream,) = place.layout.streams
-            settings = self.axis, place.dim, place.layout.inner, True
+            settings: tuple[Any, ...] = self.axis, place.dim, place.layout.inner, True
+            if self.axis == "rows":  # tokens of other values may be whole rows
+                settings += (tuple(self.found.walk.values[node].shape[place.dim + 1 :]),)
             after = max(self.size(stream), head(self.graph) if twin.op == "placeholder" else twin)
             cut = self.call(Split, settings, twin, (stream,), after=after)
         sizes = nodes_in(list(self.sizes.values()))
@@ -183,7 +161,7 @@ class PlanWriter:
         for index in step.gathers:
             table[self.node(inputs[index])] = self.gathered(inputs[index], twin)
         for index, place in step.splits:
-            table[self.node(inputs[index])] = self.split(inputs[index], place, twin, node)
+            table[self.node(inputs[index])] = self.split(inputs[index], place, twin)
         for index in step.once:
             table[self.node(inputs[index])] = self.call(Once, (self.axis,), self.node(inputs[index]), (), before=twin)
         if step.whole_numbers:
@@ -222,9 +200,8 @@ class PlanWriter:
             total = self.call(kind, (self.axis,), twin, step.mean, after=after)
             self.instead(twin, total)
         if step.cut is not None:
-            inner, more = self.inner(node, step.cut)
-            settings, now = (self.axis, step.cut.dim, inner), self.node(node)
-            cut = self.call(Split, settings, now, step.cut.layout.streams, numbers={"inner": more}, after=now)
+            settings, now = (self.axis, step.cut.dim, step.cut.layout.inner), self.node(node)
+            cut = self.call(Split, settings, now, step.cut.layout.streams, after=now)
             redirect(now, cut)
             self.now[twin] = cut
 
@@ -233,38 +210,32 @@ class PlanWriter:
         redirect(twin, new)
         self.now[twin] = new
 
-    def streams(self, node: fx.Node) -> tuple[int, ...]:
-        """The streams of the first input that is split."""
-        places = [self.found.place(one) for one in node.all_input_nodes]
-        return next((place.layout.streams for place in places if place is not None), ())
-
     def near(self, node: fx.Node, twin: fx.Node, near: Any) -> None:
         """Fetch rows of the neighbours for a node, and cut off what is too much."""
         inputs = node.all_input_nodes
         value = self.node(inputs[near.which])
         (given,), (gives,) = near.place.layout.streams, near.out.layout.streams
-        (inner, wide), (out, high) = self.inner(inputs[near.which], near.place), self.inner(node, near.out)
+        inner, out = near.place.layout.inner, near.out.layout.inner
         if gives in self.found.derived and gives not in self.sizes:
-            settings = self.axis, inner, near.reach.numbers()
-            self.sizes[gives] = self.call(Extent, settings, value, (given,), numbers={"inner": wide}, before=twin)
+            self.sizes[gives] = self.call(Extent, (self.axis, inner, near.reach.numbers()), value, (given,), before=twin)
         both = inner, out, near.reach.numbers()
-        more: dict[str, Any] = {"inner": wide, "out": high}
-        rows = self.call(Fetch, (self.axis, near.place.dim, *both), value, (given, gives), numbers=more, before=twin)
+        rows = self.call(Fetch, (self.axis, near.place.dim, *both), value, (given, gives), before=twin)
         table: dict[fx.Node, Any] = {value: rows}
         for one in inputs:
             if self.found.hangs_on_sizes(one):
                 path = self.block(RowScale, self.axis, near.place.dim, inner)
-                args = (self.whole_number(one), rows, self.size(given), *(() if wide is None else (wide,)))
+                args = (self.whole_number(one), rows, self.size(given))
                 scaled = insert(self.graph, "call_module", path, args, before=twin)
                 table[self.node(one)] = self.marked(scaled, twin, "RowScale")
         rewire(twin, table)
         cut, name = (self.axis, near.out.dim, *both), f"{twin.name}_parallel"
-        self.instead(twin, self.call(Cut, cut, twin, (given, gives), numbers=more, after=twin, name=name))
+        self.instead(twin, self.call(Cut, cut, twin, (given, gives), after=twin, name=name))
 
     def norm(self, node: fx.Node, twin: fx.Node, norm: Any) -> None:
         """Normalisation by the statistics of all processes."""
-        streams = self.streams(node)
-        sizes = tuple(self.size(stream) for stream in streams)
+        place = self.found.place(node)
+        assert place is not None
+        sizes = tuple(self.size(stream) for stream in place.layout.streams)
         given = []
         for value in (norm.weight, norm.bias):
             if isinstance(value, str):
@@ -273,17 +244,14 @@ class PlanWriter:
         args = (self.node(node.all_input_nodes[0]), *given, *sizes)
         self.in_place(twin, Norm, (self.axis, norm.groups, norm.eps), args)
 
-    def split(self, one: fx.Node, place: Placement, before: fx.Node, reader: fx.Node) -> fx.Node:
+    def split(self, one: fx.Node, place: Placement, before: fx.Node) -> fx.Node:
         """The part of a whole value, made once."""
-        like = next((n for n in reader.all_input_nodes if (p := self.found.place(n)) and p.layout == place.layout), reader)
-        key = ("split", one, place, self.found.inner.get(like))
+        key = ("split", one, place)
         if key not in self.made:
-            inner, more = self.inner(like, place)
-            kind, settings = Split, (self.axis, place.dim, inner)
+            kind, settings = Split, (self.axis, place.dim, place.layout.inner)
             if one.op == "get_attr" and all(isinstance(self.size(stream), int) for stream in place.layout.streams):
                 kind, settings = Part, self.part(place)  # type: ignore[assignment]
-            given, numbers = (self.node(one), place.layout.streams), {"inner": more}
-            self.made[key] = self.call(kind, settings, *given, numbers=numbers, before=before)
+            self.made[key] = self.call(kind, settings, self.node(one), place.layout.streams, before=before)
         found: fx.Node = self.made[key]
         return found
 
@@ -291,24 +259,23 @@ class PlanWriter:
         """The whole of a value: a node, or nested ones."""
         key = ("gather", one)
         if key not in self.made:
-            self.made[key] = self.gather(self.found.values[one], self.node(one), before, one)
+            self.made[key] = self.gather(self.found.values[one], self.node(one), before)
         return self.made[key]
 
-    def gather(self, value: Any, node: Any, before: fx.Node, one: fx.Node) -> Any:
+    def gather(self, value: Any, node: Any, before: fx.Node) -> Any:
         """The whole of a value: gathered where it is split, nested as it is."""
         if isinstance(value, Leaf):
             if value.place is None:
                 return node
             dim, layout = value.place
-            inner, more = self.inner(one, value.place)
-            return self.call(Gather, (self.axis, dim, inner), node, layout.streams, numbers={"inner": more}, before=before)
+            return self.call(Gather, (self.axis, dim, layout.inner), node, layout.streams, before=before)
         if isinstance(value, StreamNumber):
             return self.whole_number(node)
         if isinstance(value, (tuple, list, dict)):
             members = {}
             for key, member in value.items() if isinstance(value, dict) else enumerate(value):
                 item = self.plain("call_function", operator.getitem, (node, key), node, before=before)
-                members[key] = self.gather(member, item, before, one)
+                members[key] = self.gather(member, item, before)
             return members if isinstance(value, dict) else type(value)(members.values())
         return node
 
@@ -343,7 +310,7 @@ class PlanWriter:
 
     def attention(self, node: fx.Node, twin: fx.Node, table: Mapping[fx.Node, Any]) -> None:
         """Put attention over all processes' tokens in the place of a node."""
-        given = arguments(node)
+        given = attention_arguments(node)
         query, key = (self.found.place(given[name]) for name in ("query", "key"))
         assert query is not None and key is not None
         values = [self.node(given[name]) for name in ("query", "key", "value")]

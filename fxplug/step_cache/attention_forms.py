@@ -16,6 +16,7 @@ from torch import fx, nn
 from ..blocks.windowed_attention import Attend
 from ..core.errors import SpecError
 from ..core.ir import ops
+from ..core.ir.functions import attention_arguments
 from ..core.ir.graph import Graph, copy_graph, erase, insert, meta_of, redirect, replace, set_argument
 from ..core.ir.subgraphs import members
 from ..core.spec.addresses import identifier
@@ -79,13 +80,6 @@ def _plain(node: fx.Node) -> bool:
     shapes = [n.meta.get("shape", ()) for n in (given["query"], given["key"]) if isinstance(n, fx.Node)]
     alike = len(shapes) == 2 and min(map(len, shapes)) > 1 and shapes[0][-2] == shapes[1][-2]
     return alike and given["attn_mask"] is None and given["dropout_p"] == 0 and given["is_causal"] is False
-
-
-def attention_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of scaled_dot_product_attention by name."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
-    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def written(graph: fx.Graph, root: nn.Module, what: Mapping[str, Do], half: int) -> Graph:

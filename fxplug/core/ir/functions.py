@@ -33,6 +33,13 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return kernels.weight_norm(v, g, dim)  # type: ignore[no-any-return]
 
 
+def attention_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of scaled_dot_product_attention by name."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
 def pad_packed_sequence(data: Tensor, batch_sizes: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """The sequences of a packed one, padded, and their lengths. Raises GuardError."""
     _check_sizes(batch_sizes, data)

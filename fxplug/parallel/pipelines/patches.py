@@ -7,7 +7,7 @@ at hand and from an input, `kept`, with what the other patches gave when they ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor, fx, nn
 
 from ...core.errors import GuardError, SpecError
 from ...core.ir import ops
+from ...core.ir.functions import attention_arguments
 from ...core.ir.graph import copy_graph, insert, replace
 from ...core.rewriter.graft import head
-from ..planning.operations import arguments
 from ..planning.sharding_plan import ShardingPlan
 from ..runtime import layouts
-from ..runtime.collectives import AllReduce, Broadcast, Collective, Gather, GlobalSize, Numel, Split
+from ..runtime.collectives import AllReduce, Broadcast, Collective, Gather, GlobalSize, Numel, Split, own_part, times
 from ..runtime.mesh import SEQUENCE
 from ..writing import PlanWriter
 
@@ -35,8 +35,7 @@ def part(x: Tensor, patch: int, patches: int, dim: int, inner: int, born: bool, 
     for size in sizes:
         if born and size < patches:
             raise GuardError(f"{size} tokens (dimension {dim} of {tuple(x.shape)}) cannot be split into {patches} patches")
-    y = layouts.narrowed(_split_streams(x, dim, inner, sizes), dim + 1, layouts.spans(sizes, patch, patches, inner))
-    return y.flatten(dim, dim + 1).contiguous()
+    return own_part(x, dim, inner, sizes, patch, patches)
 
 
 def put(x: Tensor, kept: Tensor | None, patch: int, patches: int, dim: int, inner: int, *sizes: int) -> Tensor:
@@ -57,7 +56,7 @@ def added(x: Tensor, kept: Tensor | None, patch: int, patches: int) -> Tensor:
 
 def global_size(x: Tensor, patch: int, patches: int, dim: int, *sizes: int) -> int:
     """The size that a split dimension has in one patch."""
-    return x.shape[dim] // layouts.counts(sizes, patches)[patch] * sum(sizes)
+    return layouts.whole_size(x, dim, sizes, patch, patches)
 
 
 def numel(x: Tensor, patch: int, patches: int, dim: int, *sizes: int) -> int:
@@ -92,7 +91,8 @@ def keep(kept: Tensor | None, value: Tensor, patch: int, patches: int, dim: int,
         return kept
     if patches == 1 or kept is None:
         return value.detach().clone(memory_format=torch.contiguous_format)
-    y, spans = _split_streams(kept, dim, inner, sizes), layouts.spans(sizes, patch, patches, inner)
+    total, spans = sum(sizes) * inner, layouts.spans(sizes, patch, patches, inner)
+    y = torch.unflatten(kept, dim, (times(kept, dim, total), total))
     mine = torch.split(torch.unflatten(value, dim, (y.shape[dim], -1)), [length for _, length in spans], dim + 1)
     for (first, length), own in zip(spans, mine, strict=True):
         y.narrow(dim + 1, first, length).copy_(own)
@@ -104,12 +104,6 @@ def summands(total: Tensor, patches: int) -> Tensor:
     found = total.new_full((patches + 1, *total.shape), torch.nan)
     found[0] = total
     return found
-
-
-def _split_streams(x: Tensor, dim: int, inner: int, sizes: Sequence[int]) -> Tensor:
-    """A whole tensor with a dimension as two: how often the streams are there, and the streams."""
-    total = sum(sizes) * inner
-    return torch.unflatten(x, dim, (x.shape[dim] // total if total else 1, total))
 
 
 # --- writing
@@ -164,7 +158,6 @@ class Patcher(PlanWriter):
         value: Any,
         streams: tuple[int, ...],
         like: Any = None,
-        numbers: Mapping[str, fx.Node | None] | None = None,
         **where: Any,
     ) -> fx.Node:
         """A call of what a collective is over time."""
@@ -185,7 +178,7 @@ class Patcher(PlanWriter):
 
     def attention(self, node: fx.Node, twin: fx.Node, table: Any) -> None:
         """Put attention of a patch, over what is kept of all keys and values, in the place of a node."""
-        given = arguments(node)
+        given = attention_arguments(node)
         query = self.found.place(given["query"])
         assert query is not None
         values = [self.node(given["query"]), *(self.gathered(given[name], twin) for name in ("key", "value"))]

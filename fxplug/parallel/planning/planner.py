@@ -10,13 +10,24 @@ import torch
 from torch import Tensor, fx
 
 from ...core.ir import ops
+from ...core.ir.functions import attention_arguments
 from ...core.ir.graph import ENTRY
 from ...core.torch_internals import modules as pytree
 from ..runtime.layouts import Layout
-from .operations import arguments, is_placed, is_plain_result, leaf_like, normed, signature
 from .sharding_plan import ShardingPlan, Unsplittable, node_label
 from .streams import ArgumentSplit, Leaf, Placement, StreamNumber
-from .trials import ShardTrials, is_value, leaves_of, name_of, numbered
+from .trials import (
+    ShardTrials,
+    is_placed,
+    is_plain_result,
+    is_value,
+    leaf_like,
+    leaves_of,
+    name_of,
+    normed,
+    numbered,
+    signature,
+)  # fmt: skip
 from .walk import Walk
 
 CHECKS = (*ENTRY, ops.guard, ops.check_added, ops.check_state)
@@ -178,11 +189,12 @@ class Planner:
         return self.gathered(node, step, "it draws random numbers, which all processes take from the first", again=True)
 
     def gathered(self, node: fx.Node, step: ArgumentSplit, why: str, again: bool = False) -> Any:
-        """The value of a node that runs on whole inputs: note this step, and why; split `again` if it is shaped as an input."""
+        """The value of a node that runs on whole inputs: note this step, and why; split `again` if as long as an input."""
         if again:
-            inputs, true = [node.all_input_nodes[index] for index in step.gathers], self.walk.values[node]
-            like = (self.found.place(one) for one in inputs if getattr(self.walk.values[one], "shape", ()) == true.shape)
-            step = step._replace(cut=next(like, None))
+            inputs, shape = [node.all_input_nodes[index] for index in step.gathers], self.walk.values[node].shape
+            lengths = ((self.found.place(one), getattr(self.walk.values[one], "shape", ())) for one in inputs)
+            fits = (p for p, own in lengths if p is not None and len(own) == len(shape) and own[p.dim] == shape[p.dim])
+            step = step._replace(cut=next(fits, None))
         self.found.steps[node] = step
         if step.gathers or step.same:
             self.found.why[node] = why or "it is written in place"
@@ -443,7 +455,7 @@ class Planner:
         """Attention whose queries, keys and values are split along their tokens."""
         if name_of(node) != "scaled_dot_product_attention":
             return None
-        given = arguments(node)
+        given = attention_arguments(node)
         if given["dropout_p"] or not isinstance(given["is_causal"], bool):
             return None
         nodes = [given[name] for name in ("query", "key", "value")]

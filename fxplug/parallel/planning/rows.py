@@ -15,9 +15,9 @@ from ..runtime.halos import Reach
 from ..runtime.layouts import Layout
 from .planner import Planner, planned
 from .reach import ReachProbe, extents, reach_of
-from .sharding_plan import Inner, ShardingPlan, Unsplittable
+from .sharding_plan import ShardingPlan, Unsplittable
 from .streams import ArgumentSplit, Leaf, Placement
-from .trials import ShardTrials, leaves_of
+from .trials import ShardTrials
 from .walk import Walk
 
 NORMS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -50,36 +50,6 @@ class Spatial(Planner):
 
     means = True
 
-    def value(self, node: fx.Node) -> Any:
-        """How the value of a node lies, and how many elements its tokens have."""
-        value = super().value(node)
-        if (place := _place(value)) is not None and self.walk.values[node] is not None:
-            self.found.inner[node] = self.inner(node, place, value)
-        return value
-
-    def inner(self, node: fx.Node, place: Placement, value: Any) -> Inner:
-        """How many elements the tokens of a value have: those of an input, and what was merged with them."""
-        for one in node.all_input_nodes:
-            given, known = _place(self.values[one]), self.found.inner.get(one)
-            if given is None or known is None or given.layout.streams != place.layout.streams:
-                continue
-            before, after = given.layout.inner, place.layout.inner
-            if before == after:
-                return known
-            x, y = (next(leaf.tensor for leaf in leaves_of(v) if isinstance(leaf, Leaf)) for v in (self.values[one], value))
-            if after % before == 0:
-                merged = _trailing_dims(x, given.dim, after // before) if y.dim() < x.dim() else 0
-                if merged:
-                    return Inner(known.each, (*known.dims, *((one, given.dim + i + 1) for i in range(merged))))
-                return Inner(known.each * (after // before), known.dims)
-            if before % after == 0:
-                count = before // after
-                if y.dim() > x.dim() and known.dims and known.each * count == before:
-                    return Inner(known.each)
-                if known.each % count == 0:
-                    return Inner(known.each // count, known.dims)
-        return Inner(place.layout.inner)
-
     def attention(self, node: fx.Node) -> Any:
         """A norm of groups of channels whose statistics are those of all processes, in the place of attention."""
         norm = self.norm(node)
@@ -90,10 +60,6 @@ class Spatial(Planner):
             return None
         self.found.steps[node] = ArgumentSplit(special="norm", near=norm)
         return Leaf(self.walk.values[node], place)
-
-    def begin_split(self, node: fx.Node, dim: int | Placement) -> None:
-        super().begin_split(node, dim)
-        self.found.inner[node] = Inner(self.found.grains.get(node, 1))
 
     def stream(self, node: fx.Node, dim: int, size: int) -> int:
         """As the planner's; a new stream is tried in parts that can be halved as often as its true size."""
@@ -130,17 +96,13 @@ class Spatial(Planner):
             yield ArgumentSplit(gathers=tuple(i for i in split if i != kept), whole_numbers=bool(sized))
 
     def mixed(self, node: fx.Node, everything: ArgumentSplit) -> Any:
-        """The value of an operation that no repair makes run: on rows of neighbours, or computed as a whole and split again."""
-        if node not in self.walk.writes and isinstance(self.walk.values[node], Tensor) and everything.gathers:
-            if (near := self.near(node, everything.gathers)) is not None:
-                self.found.steps[node] = ArgumentSplit(special="near", near=near)
-                return Leaf(self.walk.values[node], near.out)
-            value = self.gathered(node, everything, "it mixes tokens")
-            if (place := self.resplit(node, everything.gathers[0])) is not None:
-                self.found.steps[node] = everything._replace(cut=place)
-                return Leaf(self.walk.values[node], place)
-            return value
-        return self.gathered(node, everything, "it mixes tokens")
+        """The value of an operation that no repair makes run: on rows of neighbours, or as the planner has it."""
+        alone = node not in self.walk.writes and isinstance(self.walk.values[node], Tensor)
+        near = self.near(node, everything.gathers) if alone and everything.gathers else None
+        if near is None:
+            return super().mixed(node, everything)
+        self.found.steps[node] = ArgumentSplit(special="near", near=near)
+        return Leaf(self.walk.values[node], near.out)
 
     # --- rows of neighbours
 
@@ -181,27 +143,6 @@ class Spatial(Planner):
         stream = streams.new(true, small)
         self.found.derived.add(stream)
         return Layout((stream,))
-
-    def resplit(self, node: fx.Node, index: int) -> Placement | None:
-        """How a result that had to be computed from the whole is split again: as the input was."""
-        one = node.all_input_nodes[index]
-        place, true = self.found.place(one), self.walk.values[node]
-        if place is None or place.layout.outer != 1 or true.dim() != self.values[one].tensor.dim():
-            return None
-        small = ReachProbe(self.tries, node, self.values, index).whole
-        sizes = self.tries.streams.small, self.tries.streams.true
-        if small is None or any(place.layout.total(n) != t.shape[place.dim] for n, t in zip(sizes, (small, true), strict=True)):
-            return None
-        return place
-
-
-def _place(value: Any) -> Placement | None:
-    return next((leaf.place for leaf in leaves_of(value) if isinstance(leaf, Leaf) and leaf.place), None)
-
-
-def _trailing_dims(x: Tensor, dim: int, size: int) -> int:
-    """How many of the dimensions behind one have so many elements together; 0 for none."""
-    return next((n for n in range(1, x.dim() - dim) if math.prod(x.shape[dim + 1 : dim + 1 + n]) == size), 0)
 
 
 # --- where rows begin

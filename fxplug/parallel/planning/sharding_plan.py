@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
@@ -13,13 +13,6 @@ from .trials import ShardTrials, leaves_of
 from .walk import Unsplittable as Unsplittable
 from .walk import Walk
 from .walk import node_label as node_label
-
-
-class Inner(NamedTuple):
-    """How many elements a token has: so many, times the sizes of these dimensions, which are not split."""
-
-    each: int
-    dims: tuple[tuple[fx.Node, int], ...] = ()
 
 
 @dataclass
@@ -35,7 +28,6 @@ class ShardingPlan:
     why: dict[fx.Node, str] = field(default_factory=dict)  # what had to be gathered, and for what
     sizes: list[int] = field(default_factory=list)  # of each stream
     grains: dict[fx.Node, int] = field(default_factory=dict)  # elements of a token, of starts that have not one
-    inner: dict[fx.Node, Inner] = field(default_factory=dict)  # of values whose tokens have more elements in larger images
     derived: set[int] = field(default_factory=set)  # streams whose size follows from that of another
     settings: tuple[Any, ...] = ()  # with which it was planned, beside starts
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from torch import Tensor, fx
 
 from ...core.ir import ops
+from ...core.ir.functions import attention_arguments
 from ..runtime.layouts import Layout
 from .backward import Backward
-from .operations import arguments
 from .planner import planned
 from .sharding_plan import ShardingPlan, Unsplittable
 from .streams import Placement
@@ -30,7 +30,7 @@ def sites(walk: Walk) -> list[tuple[fx.Node, fx.Node, int]]:
     for node in walk.graph.nodes:
         name = name_of(node)
         if name == "scaled_dot_product_attention":
-            given = arguments(node)
+            given = attention_arguments(node)
             query, key = given["query"], given["key"]
             if isinstance(query, fx.Node) and isinstance(key, fx.Node):
                 n = walk.values[query].shape[-2]
@@ -87,7 +87,7 @@ class OriginSearch(Backward):
         """As `Backward` has it; behind attention the queries."""
         if name_of(node) != "scaled_dot_product_attention":
             return super().before(node, wanted)
-        query = arguments(node)["query"]
+        query = attention_arguments(node)["query"]
         return [(query, wanted)] if isinstance(query, fx.Node) and wanted.dim == self.walk.values[node].dim() - 2 else None
 
     def guesses(self, node: fx.Node, wanted: Placement) -> Iterator[tuple[int, Placement]]:

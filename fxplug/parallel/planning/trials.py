@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...core.ir.containers import difference, tolerance
+from ...core.ir.containers import difference
 from ...core.ir.traced_module import shell
 from ...core.torch_internals import modules as pytree
 from ...core.torch_internals.tensors import version
@@ -23,6 +23,7 @@ POOL = 1_299_709  # random values, a prime number of them: rows that take them a
 RANGE = 2  # random whole numbers are below
 LARGE = 2.0**40
 HALVES = (torch.float16, torch.bfloat16)
+PLAIN = (Tensor, int, float, bool, complex, str, type(None), tuple, list, dict)
 
 
 class ShardTrials:
@@ -308,16 +309,11 @@ class ShardTrials:
         if len(dims) != 1:
             return None
         dim = dims.pop()
-        lines = [_line(t, dim) for t in (whole, *got)]
-        # no two values of what is alike are further apart
-        told = whole.is_floating_point() and whole.numel() > 0
-        most = 1.1 * tolerance(whole, within=True) * float(whole.abs().max()) if told else 0.0
         for layout in candidates(layouts, self.streams.small, whole.shape[dim]):
             place = Placement(dim, layout)
             rows = [layout.rows(self.streams.bounds(rank)) for rank in (0, 1)]
-            if told and any(_is_further(lines[0], r, g, most) for r, g in zip(rows, lines[1:], strict=True)):
-                continue
-            if all(allclose(whole.index_select(dim, r), g) for r, g in zip(rows, got, strict=True)):
+            fits = all(len(r) == g.shape[dim] for r, g in zip(rows, got, strict=True))
+            if fits and all(allclose(whole.index_select(dim, r), g) for r, g in zip(rows, got, strict=True)):
                 return place
         return None
 
@@ -344,6 +340,48 @@ def leaves_of(value: Any) -> list[Any]:
     return leaves
 
 
+def normed(node: fx.Node) -> dict[str, Any] | None:
+    """The arguments of layer_norm and rms_norm by name, None for another node."""
+    names = {"layer_norm": ("weight", "bias", "eps"), "rms_norm": ("weight", "eps")}.get(name_of(node))
+    if names is None or node.op != "call_function":
+        return None
+    given = dict(zip(("input", "normalized_shape", *names), node.args, strict=False))
+    return {"weight": None, "bias": None, "eps": 1e-5 if "bias" in names else None, **given, **node.kwargs}
+
+
+def is_plain_result(value: Any) -> bool:
+    """Whether parts of a result can be gathered into one like it: not where it is of a class of its own."""
+    own = type(value) is not dict if isinstance(value, dict) else hasattr(value, "_fields")
+    return isinstance(value, PLAIN) and not own
+
+
+def is_placed(leaf: Any) -> bool:
+    """Whether a leaf is a tensor that is split."""
+    return isinstance(leaf, Leaf) and leaf.place is not None
+
+
+def leaf_like(true: Any, kind: Any) -> Any:
+    """A leaf of a result like one that was tried before."""
+    if isinstance(true, Tensor):
+        return Leaf(true, kind)
+    return kind if isinstance(kind, StreamNumber) else true
+
+
+def signature(value: Any) -> Any:
+    """What matters of a value to what an operation makes of its parts."""
+    found: list[Any] = [str(pytree.tree_structure(value, is_leaf=is_value))]
+    for leaf in leaves_of(value):
+        if isinstance(leaf, Leaf):
+            known = not leaf.tensor.is_meta
+            content = leaf.tensor.cpu().numpy().tobytes() if known else b""
+            found.append((tuple(leaf.tensor.shape), leaf.tensor.dtype, leaf.place, content))
+        elif isinstance(leaf, (int, float, bool, str, type(None), StreamNumber)):
+            found.append((type(leaf), leaf))
+        else:
+            found.append(repr(leaf))
+    return tuple(found)
+
+
 def _on_cpu(values: Any) -> Any:
     """Arguments for a try, which is made where there are values."""
     return pytree.tree_map(lambda v: torch.device("cpu") if isinstance(v, torch.device) else v, values)
@@ -362,16 +400,6 @@ def name_of(node: fx.Node) -> str:
 def large(dtype: torch.dtype) -> float:
     """How large values are that show what is mixed where they are large."""
     return min(LARGE, math.sqrt(torch.finfo(dtype).max))
-
-
-def _line(tensor: Tensor, dim: int) -> Tensor:
-    """The first values of a tensor along a dimension."""
-    return tensor[tuple(slice(None) if d == dim else slice(0, 1) for d in range(tensor.dim()))].flatten()
-
-
-def _is_further(whole: Tensor, rows: Tensor, part: Tensor, most: float) -> bool:
-    """Whether a part is certainly not these rows of the whole."""
-    return len(rows) != len(part) or bool(((whole[rows] - part).abs() > most).any())
 
 
 def allclose(a: Tensor, b: Tensor) -> bool:

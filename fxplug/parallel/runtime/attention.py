@@ -35,21 +35,14 @@ class Attention(Collective):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, *sizes: int
     ) -> Tensor:
-        given = sizes[: self.queries], sizes[self.queries :]
-        if query.dim() == 4:
-            return self.attend(query, key, value, mask, scale, *given)
+        given, lead = (sizes[: self.queries], sizes[self.queries :]), query.shape[:-2]
         if query.dim() > 4:
-            lead = query.shape[:-3]
-            query, key, value = (t.flatten(0, -4) for t in (query, key, value))
             if mask is not None and mask.dim() > 3:
-                mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
-            return self.attend(query, key, value, mask, scale, *given).reshape(*lead, *query.shape[1:-1], value.shape[-1])
-        query, key, value = (t.unsqueeze(-3) for t in (query, key, value))
-        mask = mask.unsqueeze(-3) if mask is not None and mask.dim() == 3 else mask
-        if query.dim() == 3:  # (tokens, features)
-            query, key, value = (t.unsqueeze(0) for t in (query, key, value))
-            return self.attend(query, key, value, mask, scale, *given)[0, 0]
-        return self.attend(query, key, value, mask, scale, *given).squeeze(1)
+                mask = mask.expand(*lead[:-1], *mask.shape[-3:]).flatten(0, -4)
+            query, key, value = (t.flatten(0, -4) for t in (query, key, value))
+        query, key, value = (t[(None,) * (4 - t.dim())] for t in (query, key, value))  # what is no head counts as one
+        found = self.attend(query, key, value, mask, scale, *given)
+        return found if len(lead) == 2 else found.reshape(*lead, *found.shape[2:])
 
     def attend(
         self,

@@ -93,12 +93,16 @@ class Split(Lengthwise):
     """This process's part of a tensor: forward(x, *sizes), with the whole sizes of the streams in dimension `dim`.
 
     A token has `inner` elements, or as many as the call says; the streams stand there once, or several times in front of each
-    other. `born` says that tokens begin here: fewer than there are processes raise GuardError.
+    other. `born` says that tokens begin here: fewer than there are processes raise GuardError, and so do other sizes than
+    `behind` in the dimensions behind.
     """
 
-    def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int = 1, born: bool = False) -> None:
+    def __init__(
+        self, ways: dict[str, int], axis: str, dim: int, inner: int = 1, born: bool = False,
+        behind: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(ways, axis, dim, inner)
-        self.born = bool(born)
+        self.born, self.behind = bool(born), None if behind is None else [check_integer("behind", size) for size in behind]
 
     def forward(self, x: Tensor, *sizes: int, inner: int | None = None) -> Tensor:
         rank, world, _ = self.group_of()
@@ -113,10 +117,12 @@ class Split(Lengthwise):
                 f"dimension {self.dim} of {tuple(x.shape)} must be {sum(sizes)} times {inner}, as in the plan: use inputs of "
                 "that size, or make a plan with inputs of this one"
             )
-        y = torch.unflatten(x, self.dim, (times(x, self.dim, total), total))
-        y = layouts.narrowed(y, self.dim + 1, layouts.spans(sizes, rank, world, inner))
-        # what is contiguous in one process is so in each: a view may follow
-        return y.flatten(self.dim, self.dim + 1).contiguous()
+        if self.behind is not None and list(x.shape[self.dim + 1 :]) != self.behind:
+            raise GuardError(
+                f"the dimensions of {tuple(x.shape)} behind dimension {self.dim} must be {self.behind}, as in the plan: use "
+                "inputs of that size, or make a plan with inputs of this one"
+            )
+        return own_part(x, self.dim, inner, sizes, rank, world)
 
 
 class Gather(Lengthwise):
@@ -170,7 +176,7 @@ class GlobalSize(Collective):
 
     def forward(self, x: Tensor, *sizes: int) -> int:
         rank, world, _ = self.group_of()
-        return x.shape[self.dim] // layouts.counts(sizes, world)[rank] * sum(sizes)
+        return layouts.whole_size(x, self.dim, sizes, rank, world)
 
 
 class Numel(GlobalSize):
@@ -185,6 +191,14 @@ def check_integer(name: str, value: Any, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecError(f"{name} must be a whole number, {least} or more, not {shown(value)}")
     return value
+
+
+def own_part(x: Tensor, dim: int, inner: int, sizes: Sequence[int], rank: int, world: int) -> Tensor:
+    """A rank's part of a tensor in whose dimension these streams are once, or several times in front of each other."""
+    total = sum(sizes) * inner
+    y = torch.unflatten(x, dim, (times(x, dim, total), total))
+    y = layouts.narrowed(y, dim + 1, layouts.spans(sizes, rank, world, inner))
+    return y.flatten(dim, dim + 1).contiguous()  # what is contiguous in one process is so in each: a view may follow
 
 
 def times(x: Tensor, dim: int, size: int) -> int:

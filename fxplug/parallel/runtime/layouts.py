@@ -25,6 +25,11 @@ def counts(sizes: Sequence[int], world: int) -> list[int]:
     return [sum(count(size, rank, world) for size in sizes) for rank in range(world)]
 
 
+def whole_size(x: Tensor, dim: int, sizes: Sequence[int], rank: int, world: int) -> int:
+    """The size that a dimension of a rank's part has in the whole."""
+    return x.shape[dim] // counts(sizes, world)[rank] * sum(sizes)
+
+
 def spans(sizes: Sequence[int], rank: int, world: int, inner: int = 1) -> list[tuple[int, int]]:
     """Where the part of a rank begins in each of the streams, which stand behind each other, and how long it is."""
     found, before = [], 0
