@@ -35,14 +35,14 @@ class Attention(Collective):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, *sizes: int
     ) -> Tensor:
-        given, lead = (sizes[: self.queries], sizes[self.queries :]), query.shape[:-2]
-        if query.dim() > 4:
+        given, lead, dims = (sizes[: self.queries], sizes[self.queries :]), query.shape[:-3], query.dim()
+        if dims > 4:
             if mask is not None and mask.dim() > 3:
-                mask = mask.expand(*lead[:-1], *mask.shape[-3:]).flatten(0, -4)
+                mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
             query, key, value = (t.flatten(0, -4) for t in (query, key, value))
         query, key, value = (t[(None,) * (4 - t.dim())] for t in (query, key, value))  # what is no head counts as one
         found = self.attend(query, key, value, mask, scale, *given)
-        return found if len(lead) == 2 else found.reshape(*lead, *found.shape[2:])
+        return found.reshape(*lead, *found.shape[1:]) if dims > 4 else found[(0,) * (4 - dims)]
 
     def attend(
         self,
