@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +22,7 @@ class CallArguments:
     names: tuple[str, ...] = ()
 
     def visible_arguments(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a hook sees of the arguments."""
+        """What a hook sees of the arguments: those by position."""
         return x[: self.count or len(self.names)]
 
     def joined(self, args: tuple[Any, ...], x: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -29,6 +30,7 @@ class CallArguments:
         return (*args, *x[len(self.visible_arguments(x)) :])
 
 
+POSITIONAL = CallArguments(sys.maxsize)
 _known: WeakKeyDictionary[fx.Graph, dict[str, CallArguments]] = WeakKeyDictionary()
 
 

@@ -8,7 +8,7 @@ is saved. The passes in passes/hcp use these.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from ...core.ir.regions import Regions
 from ...core.spec.addresses import is_pattern, parse_port, select
 from ..structures import checked, described
 from .base_classes import BasePluginBlock, MultiPluginBlock, PluginBlock, Ref
-from .calls import CallArguments, call_of
+from .calls import POSITIONAL, CallArguments, call_of
 from .layer_patterns import places, read_layers
 from .patch_drivers import Fed
 from .patch_drivers import PatchAfter as PatchAfter
@@ -38,17 +38,10 @@ class Driver(nn.Module):
     neutral: ClassVar[bool] = False
     at: Any
 
-    def __init__(self, plugin: BasePluginBlock, host: nn.Module, call: CallArguments | None = None, feeds: Fed = ()) -> None:
-        """`call` says how the model calls the host; None that all arguments are by position."""
+    def __init__(self, plugin: BasePluginBlock, host: nn.Module, call: CallArguments = POSITIONAL, feeds: Fed = ()) -> None:
+        """`call` says how the model calls the host."""
         super().__init__()
-        self.plugin = plugin
-        self.host = Ref(host)
-        self.call = call
-        self.feeds = tuple(feeds)
-
-    def running(self, fed: Sequence[Any]) -> AbstractContextManager[None]:
-        """One call of the plugin, see `plugin_factory.running`."""
-        return running(self.plugin, self.plugin.name, [self.plugin], self.feeds, fed)
+        self.plugin, self.host, self.call, self.feeds = plugin, Ref(host), call, tuple(feeds)
 
 
 class SinglePlugin(Driver):
@@ -69,8 +62,8 @@ class SinglePlugin(Driver):
         return cls(made, site.module, call_of(site.root, site.path), feeds)
 
     def forward(self, x: tuple[Any, ...], y: Any, *fed: Any) -> Any:
-        with self.running(fed):
-            out = self.plugin.layer_hook(self.host(), _visible_arguments(x, self.call), y)  # type: ignore[operator]
+        with running(self.plugin, self.feeds, fed):
+            out = self.plugin.layer_hook(self.host(), self.call.visible_arguments(x), y)  # type: ignore[operator]
             return y if out is None else checked(out, y, f"{self.plugin.name}: the plugin", "its layer's result")
 
 
@@ -92,7 +85,7 @@ class ParamPlugin(Driver):
         return cls(made, site.module, feeds=feeds)
 
     def forward(self, value: Any, *fed: Any) -> Any:
-        with self.running(fed):
+        with running(self.plugin, self.feeds, fed):
             return checked(self.plugin(value), value, f"{self.plugin.name}: the plugin", "the parameter")
 
 
@@ -105,7 +98,7 @@ class PairPlugin(Driver):
 
     def __init__(
         self, plugin: PluginBlock, host: nn.Module, source: nn.Module, from_pre: bool = False, to_pre: bool = False,
-        call: CallArguments | None = None, from_call: CallArguments | None = None, feeds: Fed = (),
+        call: CallArguments = POSITIONAL, from_call: CallArguments = POSITIONAL, feeds: Fed = (),
     ) -> None:  # fmt: skip
         super().__init__(plugin, host, call, feeds)
         self.source = Ref(source)
@@ -135,10 +128,10 @@ class PairPlugin(Driver):
         rest = list(values)
         from_in, from_out = rest.pop(0), None if self.from_pre else rest.pop(0)
         x, y = rest.pop(0), None if self.to_pre else rest.pop(0)
-        with self.running(rest):
-            unchanged(plugin.from_layer_hook(self.source(), _visible_arguments(from_in, self.from_call), from_out), plugin.name)
+        with running(plugin, self.feeds, rest):
+            unchanged(plugin.from_layer_hook(self.source(), self.from_call.visible_arguments(from_in), from_out), plugin.name)
             with without_result(self.to_pre, plugin.name):
-                out = plugin.to_layer_hook(self.host(), _visible_arguments(x, self.call), y)
+                out = plugin.to_layer_hook(self.host(), self.call.visible_arguments(x), y)
             return hooked(out, x, y, self.to_pre, plugin.name, self.call)
 
 
@@ -171,25 +164,25 @@ class MultiPlugin(nn.Module):
 
     def __init__(
         self, plugin: MultiPluginBlock, layers: Sequence[tuple[str, bool]], hosts: Sequence[nn.Module], sources: int,
-        order: Sequence[int], calls: Sequence[CallArguments | None] | None = None, feeds: Fed = (),
+        order: Sequence[int], calls: Sequence[CallArguments] = (), feeds: Fed = (),
     ) -> None:  # fmt: skip
         """`layers` are paths and whether the input is meant, the first `sources` of them from-layers; `order` their order."""
         super().__init__()
         self.plugin = plugin
         self.layers, self.sources, self.order = tuple(layers), sources, tuple(order)
         self.hosts = [Ref(host) for host in hosts]
-        self.calls = tuple(calls or [None] * len(self.layers))
+        self.calls = tuple(calls or [POSITIONAL] * len(self.layers))
         self.feeds = tuple(feeds)
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         plugin, rest = self.plugin, list(values)
         given = [(rest.pop(0), None if pre_hook else rest.pop(0)) for _, pre_hook in self.layers]
         results: list[Any] = [None] * len(given)
-        with running(plugin, plugin.name, [plugin], self.feeds, rest):
+        with running(plugin, self.feeds, rest):
             for number in self.order:
                 (path, pre_hook), (x, y), host = self.layers[number], given[number], self.hosts[number]()
                 call = self.calls[number]
-                seen = _visible_arguments(x, call)
+                seen = call.visible_arguments(x)
                 if number < self.sources:
                     unchanged(plugin.from_layer_hook(host, seen, y, number), plugin.name)
                 else:
@@ -255,19 +248,13 @@ def _run_order(gm: Any, layers: Sequence[tuple[str, bool]]) -> list[int]:
     return sorted(range(len(layers)), key=moment)
 
 
-def _visible_arguments(x: tuple[Any, ...], call: CallArguments | None) -> tuple[Any, ...]:
-    """What a hook sees of a call's arguments: those by position."""
-    return x if call is None else call.visible_arguments(x)
-
-
-def hooked(out: Any, x: tuple[Any, ...], y: Any, pre_hook: bool, who: str, call: CallArguments | None = None) -> Any:
+def hooked(out: Any, x: tuple[Any, ...], y: Any, pre_hook: bool, who: str, call: CallArguments) -> Any:
     """What a hook's result means in torch: None changes nothing, and a single value before a layer is its one input."""
     if out is None:
         return x if pre_hook else y
     if pre_hook:
         given = out if isinstance(out, tuple) else (out,)
-        args = checked(given, _visible_arguments(x, call), f"{who}: to_layer_hook", "its layer's input")
-        return args if call is None else call.joined(args, x)
+        return call.joined(checked(given, call.visible_arguments(x), f"{who}: to_layer_hook", "its layer's input"), x)
     return checked(out, y, f"{who}: to_layer_hook", "its layer's result")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from torch import nn
@@ -13,11 +12,11 @@ from ...core.spec.addresses import is_pattern
 from ...core.spec.rules import COMMON, Match, Pass, Rule
 from ...core.spec.yaml_source import Section, validate
 from ...core.spec.yaml_source import checked as read_by
-from ..kept_state import MethodCall, ReadNames
+from ..kept_state import ReadNames
 from ..structures import checked
 from .base_classes import PatchPluginBlock, PatchPluginContainer
-from .calls import CallArguments, call_of
-from .plugin_factory import feed, patches, running
+from .calls import POSITIONAL, CallArguments, call_of
+from .plugin_factory import patches, running
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Site
@@ -37,11 +36,11 @@ class PatchPlugin(nn.Module):
     def __init__(
         self,
         container: PatchPluginContainer,
-        call: CallArguments | None = None,
+        call: CallArguments = POSITIONAL,
         feeds: Fed = (),
         keywords: Sequence[str] = (),
     ) -> None:
-        """`call` says how the model calls the module; None that all arguments are by position."""
+        """`call` says how the model calls the module."""
         super().__init__()
         self.container = container
         self.call, self.feeds, self.keywords = call, tuple(feeds), tuple(keywords)
@@ -50,26 +49,30 @@ class PatchPlugin(nn.Module):
     def at(
         cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
         exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), feeds: Fed = (), keywords: Sequence[str] = (),
-    ) -> PatchPlugin:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """`also` has a mapping of `name`, `plugin` and `options` for each further plugin.
 
         The values behind x and y are `x[**]` and what is fed; in files of earlier versions those that `keywords` names, and
         what is fed.
         """
         container = patches(site, plugin, options, wrap, exclude_key, also)
+        cls.check(container, site)
         check_alone(site)
-        own_code = getattr(site.module, "attributes", None) is None
-        if _keeps_host(type(container)) and not own_code:
+        return cls(container, call_of(site.root, site.path), feeds, keywords)
+
+    @classmethod
+    def check(cls, container: Any, site: Site) -> None:
+        """Raises SpecError for a container that cannot run so at a site."""
+        if _keeps_host(container) and getattr(site.module, "attributes", None) is not None:
             raise SpecError(
                 f"{type(container).__name__} runs the module that it patches, and the code of this {site.classes[0]} is in the "
                 f"graph: keep it whole (leaf: [{site.path}]), or use the pass hcp/patch_after (post_forward) or "
                 "hcp/patch_before (pre_forward), or hcp/patch_around for one with both"
             )
-        return cls(container, call_of(site.root, site.path), feeds, keywords)
 
     def forward(self, x: tuple[Any, ...], y: Any, *values: Any) -> Any:
         args, kwargs, fed = self.arguments(x, values)
-        with self.running(fed):
+        with running(self.container, self.feeds, fed):
             out = self.container(*args, **kwargs)
             return checked(out, y, f"{type(self.container).__name__}.forward", "the module's result")
 
@@ -77,21 +80,16 @@ class PatchPlugin(nn.Module):
         self, x: tuple[Any, ...], values: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
         """What the module is called with by position and by name, and what is fed."""
-        by_name = self.call is not None and not self.call.count and self.call.names
+        by_name = not self.call.count and self.call.names
         if values and isinstance(values[0], Mapping):
             named, fed = dict(values[0]), values[1:]
         else:
             named, fed = dict(zip(self.keywords, values, strict=False)), values[len(self.keywords) :]
         return () if by_name else x, named, fed
 
-    def running(self, fed: Sequence[Any]) -> AbstractContextManager[None]:
-        """One call of the plugins, see `plugin_factory.running`."""
-        plugins = [plugin for _, plugin in self.container]
-        return running(self.container, type(self.container).__name__, plugins, self.feeds, fed)
-
     def before(self, x: tuple[Any, ...], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """What the plugins make of the module's arguments, one after the other."""
-        inputs = () if args or self.call is None else self.call.names  # of those by name, what x[:] has
+        inputs = () if args else self.call.names  # of those by name, what x[:] has
         kwargs = given
         for name, plugin in self.container:
             args, kwargs = plugin.pre_forward(*args, **kwargs)
@@ -113,85 +111,67 @@ class PatchPlugin(nn.Module):
 
 
 class HalfPatch(PatchPlugin):
-    """One of the two methods of PatchPluginBlocks, beside a module that stays."""
+    """One of the two methods of PatchPluginBlocks, beside a module that stays; they must not have the `other`."""
 
-    method: ClassVar[str]
+    other: ClassVar[str]
 
     @classmethod
-    def at(
-        cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
-        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), feeds: Fed = (), keywords: Sequence[str] = (),
-    ) -> HalfPatch:  # fmt: skip
-        """As for PatchPlugin."""
-        container = _half(patches(site, plugin, options, wrap, exclude_key, also), cls.method)
-        check_alone(site)
-        return cls(container, call_of(site.root, site.path), feeds, keywords)
+    def check(cls, container: Any, site: Site) -> None:
+        if not _keeps_host(container):
+            raise SpecError(f"{type(container).__name__} has its own forward: use the pass hcp/patch")
+        for name, plugin in container:
+            if cls.other and getattr(type(plugin), cls.other) is not getattr(PatchPluginBlock, cls.other):
+                raise SpecError(
+                    f"{name} ({type(plugin).__name__}) has a {cls.other} too, and this pass does not run it: use the pass "
+                    "hcp/patch_around"
+                )
 
 
 class PatchAfter(HalfPatch):
     """`post_forward(output, *args)` of PatchPluginBlocks behind a module, which stays."""
 
-    method = "post_forward"
+    other = "pre_forward"
 
     def forward(self, x: tuple[Any, ...], y: Any, *values: Any) -> Any:
         args, kwargs, fed = self.arguments(x, values)
-        with self.running(fed):
+        with running(self.container, self.feeds, fed):
             return self.after(y, args, kwargs)
 
 
 class PatchBefore(HalfPatch):
     """`pre_forward(*args)` of PatchPluginBlocks before a module, which stays."""
 
-    method = "pre_forward"
+    other = "post_forward"
 
     def forward(self, x: tuple[Any, ...], *values: Any) -> Any:
         args, given, fed = self.arguments(x, values)
-        with self.running(fed):
+        with running(self.container, self.feeds, fed):
             return self.before(x, args, given)
 
 
-class PatchAround(PatchPlugin):
+class PatchAround(HalfPatch):
     """One side of PatchPluginBlocks around a module. The last value given, and the second one returned, is what they keep."""
 
-    def __init__(
-        self, container: PatchPluginContainer, call: CallArguments | None = None, feeds: Fed = (), side: str = "before"
-    ) -> None:
-        """`side` is before or after; both sides share the container."""
-        super().__init__(container, call, feeds)
-        self.side = side
-        self.read = ReadNames()
+    other = ""
+    side: str
+    read: ReadNames
 
     @classmethod
-    def at(  # type: ignore[override]
-        cls, site: Site, plugin: str | type, side: str, options: Mapping[str, Any] | None = None, wrap: bool = False,
-        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), feeds: Fed = (),
-        beside: PatchAround | None = None,
-    ) -> PatchAround:  # fmt: skip
-        """As for PatchPlugin; `beside` is the other side. Raises SpecError for a container with a forward of its own."""
-        call = call_of(site.root, site.path)
-        if beside is not None:
-            block = cls(beside.container, call, feeds, side)
-            block.read = beside.read
-            return block
-        container = patches(site, plugin, options, wrap, exclude_key, also)
-        if not _keeps_host(type(container)):
-            raise SpecError(f"{type(container).__name__} has its own forward: use the pass hcp/patch")
-        check_alone(site)
-        return cls(container, call, feeds, side)
+    def at(cls, site: Site, side: str, beside: PatchAround | None = None, **given: Any) -> Any:  # type: ignore[override]
+        """As for PatchPlugin; `side` is before or after, `beside` the block of the other side, which shares the container."""
+        if beside is None:
+            block = super().at(site, **given)
+        else:
+            block = cls(beside.container, call_of(site.root, site.path), given.get("feeds", ()))
+        block.side, block.read = side, ReadNames() if beside is None else beside.read
+        return block
 
     def forward(self, x: tuple[Any, ...], *values: Any) -> Any:
         *given, left = values
         y = None if self.side == "before" else given.pop(0)
         args, named, fed = self.arguments(x, tuple(given))
-        plugins = [plugin for _, plugin in self.container]
-        with MethodCall(self.container, left) as kept:
-            feed(plugins, self.feeds, fed)
+        with running(self.container, self.feeds, fed, left or {}) as kept:
             out = self.before(x, args, named) if self.side == "before" else self.after(y, args, named)
-        if kept.anew:
-            raise TraceError(
-                f"{type(self.container).__name__}: '{kept.anew[0]}' is assigned during the call: create it in __init__, and "
-                "change it in place"
-            )
         self.read.names.update(kept.read)
         return out, kept.next_call_state()
 
@@ -204,8 +184,8 @@ class PatchAround(PatchPlugin):
             )
 
 
-def _keeps_host(kind: type[PatchPluginContainer]) -> bool:
-    return kind.forward is PatchPluginContainer.forward
+def _keeps_host(container: PatchPluginContainer) -> bool:
+    return type(container).forward is PatchPluginContainer.forward
 
 
 def check_alone(site: Site) -> None:
@@ -217,20 +197,6 @@ def check_alone(site: Site) -> None:
                     f"'{site.path}' has a patch of '{record['name']}' already, and HCP-Diffusion puts both into one container: "
                     "write one pass with both (also: [...]), as fxplug convert hcp --model does for the same layers and lr"
                 )
-
-
-def _half(container: Any, method: str) -> Any:
-    """The container, if running one method of its plugins beside the module is all that it does."""
-    other = "pre_forward" if method == "post_forward" else "post_forward"
-    if not _keeps_host(type(container)):
-        raise SpecError(f"{type(container).__name__} has its own forward: use the pass hcp/patch")
-    for name, plugin in container:
-        if getattr(type(plugin), other) is not getattr(PatchPluginBlock, other):
-            raise SpecError(
-                f"{name} ({type(plugin).__name__}) has a {other} too, and this pass runs only {method}: use the pass "
-                "hcp/patch_around"
-            )
-    return container
 
 
 # --- the pass of both sides

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -74,8 +75,8 @@ def make(
         host_given["lora_id"] = given["name"]
     function: Callable[..., Any] = kind
     if wrap:
-        name, host = host_given.pop("lora_id", host_given.pop("name", given["name"])), host_given.pop("host", given["host"])
-        function, host_given = _with(kind.wrap_layer, name, host), host_given  # type: ignore[attr-defined]
+        host_given = {k: v for k, v in host_given.items() if k not in ("name", "lora_id", "host")}
+        function = functools.partial(kind.wrap_layer, given["name"], given["host"])  # type: ignore[attr-defined]
     else:
         check_options(kind, options, kind.__name__, leave=host_given, says="takes no")
     making = Making(ask)
@@ -121,10 +122,6 @@ def _freeze_untrained(plugin: Any) -> None:
                 part.register_buffer(name, parameter.detach())
 
 
-def _with(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    return lambda **rest: function(*first, **rest)
-
-
 def plugin_class(plugin: str | type) -> type[BasePluginBlock]:
     """The class that `"module:Class"` names. Raises SpecError, also for one that still has hcpdiff's own bases."""
     try:
@@ -151,24 +148,20 @@ def kind_of(kind: type) -> str:
     return next((base.__name__ for base in bases if issubclass(kind, base)), "BasePluginBlock")
 
 
-def wants_inputs(plugin: BasePluginBlock) -> bool:
-    """Whether a plugin has a `feed_input_data` of its own, or has asked for it to be called."""
-    own = type(plugin).feed_input_data is not BasePluginBlock.feed_input_data
-    return own or bool(getattr(plugin, "takes_inputs", False))
-
-
 @contextmanager
 def running(
-    module: nn.Module, name: str, plugins: Sequence[BasePluginBlock], feeds: Sequence[str], fed: Sequence[Any]
-) -> Iterator[None]:
-    """One call of the plugins in a module: their inputs first, and their attributes afterwards as they were before.
+    module: Any, feeds: Sequence[str], fed: Sequence[Any], left: Mapping[str, Any] | None = None
+) -> Iterator[MethodCall]:
+    """One call of a plugin, or of those of a container: their inputs first, and their attributes afterwards as before.
 
     Raises TraceError, naming the attribute, when the call reads what an earlier one left there and leaves something else: a
-    counter, a cache, a list that grows, a buffer that is assigned.
+    counter, a cache, a list that grows, a buffer that is assigned. What is `left` by an earlier call may be read.
     """
-    with MethodCall(module) as call:
-        feed(plugins, feeds, fed)
-        yield
+    single = isinstance(module, BasePluginBlock)
+    name = module.name if single else type(module).__name__
+    with MethodCall(module, left) as call:
+        feed([module] if single else [plugin for _, plugin in module], feeds, fed)
+        yield call
     found = [
         (key, "is created or assigned during the call: create it in __init__, and change a buffer in place (copy_)")
         for key in call.anew
@@ -176,7 +169,7 @@ def running(
     found += [
         (key, "is read before this call has written it, so it has the value from the last call")
         for attribute, key in call.read.items()
-        if attribute in call.set
+        if attribute in call.set and left is None
     ]
     for key, finding in found:
         path, _, own = key.rpartition(".")
@@ -188,8 +181,12 @@ def running(
 
 
 def feed(plugins: Sequence[BasePluginBlock], names: Sequence[str], values: Sequence[Any]) -> None:
-    """Give plugins the inputs of their pass, as HCP-Diffusion does before each call of the model."""
-    taking = [plugin for plugin in plugins if wants_inputs(plugin)]
+    """Give plugins the inputs of their pass, as HCP-Diffusion does before each call of the model.
+
+    Those take them that have a `feed_input_data` of their own, or have asked for it to be called.
+    """
+    unchanged = BasePluginBlock.feed_input_data
+    taking = [p for p in plugins if type(p).feed_input_data is not unchanged or getattr(p, "takes_inputs", False)]
     if names and not taking:
         who = ", ".join(plugin.name for plugin in plugins)
         raise TraceError(f"{who}: takes no inputs (but gets {', '.join(names)}): it does not call register_input_feeder_to")
