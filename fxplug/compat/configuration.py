@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import nn
 
+from ..core.models.factory import build
 from ..core.spec.run_config import load_config
 from ..core.spec.yaml_source import read_yaml
 
@@ -41,6 +43,11 @@ def model_sections(model: str | None, folder: Path) -> dict[str, Any]:
         elif isinstance(value, dict):
             head[key] = {k: rebase_path(v, path.parent, folder) if isinstance(v, str) else v for k, v in value.items()}
     return head
+
+
+def build_on_meta(head: Mapping[str, Any], folder: Path) -> nn.Module:
+    """The model of these sections, whose paths are below `folder`, on the meta device."""
+    return build(load_config(dict(head), base=folder), device="meta")
 
 
 def rebase_path(text: str, base: Path, folder: Path) -> str:

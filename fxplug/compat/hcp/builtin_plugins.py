@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.errors import SpecError, did_you_mean
+from ...core.errors import SpecError, below, did_you_mean
 from ...core.spec.yaml_source import shown
-from .hosts import OPTIONS, Host, at_key, common_of, number, patterns, take_key
+from .hosts import OPTIONS, Host, common_of, number, patterns, take_key
 from .layer_patterns import read_layers
 
 LORA = re.compile(
@@ -108,7 +108,7 @@ def _low_rank(
     for key in given:
         known = ["layers", "alpha", "alpha_auto_scale", "dropout", "bias", "rank", "branch", "type", "lr", "train"]
         raise SpecError(f"unknown key '{key}'{did_you_mean(key, known)}", key=key)
-    with at_key("layers"):
+    with below("layers"):
         host.places(layers)
     return {kind: {**common, "at": patterns(layers), **options, **({"half": half} if half else {})}}
 
@@ -123,7 +123,7 @@ def half_of(mask: Any) -> str | None:
 
 def _half(sort: str, given: dict[str, Any]) -> str | None:
     """Which half of the batch an entry acts on, from its `branch`, `mask` or type; None for all of it."""
-    with at_key("mask"):
+    with below("mask"):
         masked = half_of(given.pop("mask", None))
     branch = given.pop("branch", None) or (sort if sort in HALVES else "p" if sort == "dapp" else None)
     if branch is not None and branch not in HALVES:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...core.errors import SpecError, did_you_mean, nearest
-from ...core.models.factory import build
 from ...core.spec.addresses import is_pattern
-from ...core.spec.run_config import load_config
 from ...core.spec.yaml_source import Source, shown
-from ..configuration import PLACEHOLDER, Converted, dump_configuration, model_sections, rebase_path
+from ..configuration import PLACEHOLDER, Converted, build_on_meta, dump_configuration, model_sections, rebase_path
 from .builtin_plugins import lora_passes
 from .checkpoint_files import keyed, read_sections, trained_alpha
 from .config_files import References, read_files
@@ -21,9 +19,6 @@ from .hosts import PARTS, Host
 from .merge_section import MergeSection, merges, read_merge
 from .plugin_factory import plugin_class
 from .train_section import own_layers, training
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # what HCP-Diffusion's trainer, or what draws with it, reads from the same file, and a graph has nothing of
 TRAINER = {
@@ -57,8 +52,9 @@ def convert(
     notes: list[str] = []
     source = read_files(Path(file), notes)
     sections = _sections(source, part, notes)
-    head = model_sections(model, Path(out).parent if out else Path.cwd())
-    host = Host(_built(head, Path(out).parent if out else Path.cwd()) if model else None, dict(inputs or {}), part)
+    folder = Path(out).parent if out else Path.cwd()
+    head = model_sections(model, folder)
+    host = Host(build_on_meta(head, folder) if model else None, dict(inputs or {}), part)
     plugins, loras = PARTS[part]
     passes = plugins_of(source, (plugins,), sections[plugins], host, notes)
     for index, entry in enumerate(sections[loras] or []):
@@ -76,7 +72,7 @@ def convert(
     task = more.get("train", {}).get("task", {}).get("denoise", {})
     if any("hcp/half_lora" in entry for entry in passes) and "train_guidance" not in task:
         notes.append("a branch is for half of a batch: {denoise: {train_guidance: SCALE}} trains each sample in both halves")
-    data, folder = more.get("data", {}), Path(out).parent if out else Path.cwd()
+    data = more.get("data", {})
     for key in {"images", "conditions"} & data.keys():
         folders = data[key] if isinstance(data[key], list) else [data[key]]
         found = [rebase_path(one, Path.cwd(), folder) for one in folders]
@@ -168,10 +164,6 @@ def _names_layers(value: Any) -> bool:
     """Whether a value looks like a section of plugins."""
     entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return any(isinstance(entry, Mapping) and any(key in entry for key in PLACE_KEYS) for entry in entries)
-
-
-def _built(head: Mapping[str, Any], folder: Path) -> nn.Module:
-    return build(load_config(dict(head), base=folder), device="meta")
 
 
 def _merged(passes: list[dict[str, Any]]) -> list[dict[str, Any]]:

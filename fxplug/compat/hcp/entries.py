@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.errors import SpecError, did_you_mean
+from ...core.errors import SpecError, below, did_you_mean
 from ...core.spec.pass_file import accepted_arguments as options_of
 from ...core.spec.pass_file import check_known
 from ...core.spec.yaml_source import Source, shown
@@ -22,7 +22,7 @@ from .base_classes import (
     SinglePluginBlock,
 )
 from .builtin_plugins import built_in
-from .hosts import OPTIONS, Host, at_key, common_of, patterns, take_key
+from .hosts import OPTIONS, Host, common_of, patterns, take_key
 from .layer_patterns import LayerPattern, MatchedLayer, listed, paired, read_layers
 from .plugin_factory import make, plugin_class
 from .plugin_inputs import list_read_inputs
@@ -67,10 +67,8 @@ def plugin_passes(name: str, entry: Any, host: Host, notes: list[str]) -> list[d
     module, _, attribute = path.rpartition(".")
     if not module:
         raise SpecError(f"must look like 'module.Class', not {shown(target)}", path=("_target_",))
-    try:
+    with below("_target_"):
         kind = plugin_class(f"{module}:{attribute}")
-    except SpecError as error:
-        raise SpecError(error.finding, path=("_target_",)) from None
     common["plugin"] = f"{module}:{attribute}"
     if issubclass(kind, (PluginBlock, MultiPluginBlock)):
         if wrap:
@@ -115,7 +113,7 @@ def _layers(
     kinds = {layer.kind for layer in layers}
     if len(kinds) > 1:
         raise SpecError("some layers have another cls(...) or none: make two plugins", path=("layers",))
-    with at_key("layers"):
+    with below("layers"):
         found = host.places(layers)
     given: dict[str, Any] = {**common, "layers": patterns(layers)}
     within, single = kinds.pop(), issubclass(kind, SinglePluginBlock)
@@ -237,9 +235,9 @@ def _pairs(
 ) -> list[dict[str, Any]]:
     if any(layer.kind for layer in (*sources, *targets)) and host.model is None:
         raise SpecError("cls(...) in pairs: give the model (--model), so that the layers can be listed", path=("from_layer",))
-    with at_key("from_layer"):
+    with below("from_layer"):
         froms = host.places(sources)
-    with at_key("to_layer"):
+    with below("to_layer"):
         tos = host.places(targets)
     pairs: list[tuple[str, bool, str, bool]]
     if froms is not None and tos is not None:
@@ -282,7 +280,7 @@ def _multi(
 ) -> dict[str, Any]:
     found = {}
     for key, layers in (("from_layers", sources), ("to_layers", targets)):
-        with at_key(key):
+        with below(key):
             found[key] = host.places(layers)
         if found[key] is None:
             raise SpecError("has regular expressions: give the model (--model), so that the layers can be listed "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from torch import nn
@@ -87,15 +86,6 @@ def patterns(layers: Sequence[LayerPattern]) -> list[str]:
             found[""] = None
         found[layer.pattern] = None
     return list(found)
-
-
-@contextmanager
-def at_key(key: str) -> Iterator[None]:
-    """Errors raised inside without a place have this key as their path."""
-    try:
-        yield
-    except SpecError as error:
-        raise SpecError(error.finding, path=error.path or (key,)) from None
 
 
 def pass_name(name: str, notes: list[str]) -> str:

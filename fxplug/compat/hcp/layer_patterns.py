@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...core.errors import SpecError, did_you_mean, shown
+from ...core.errors import SpecError, below, did_you_mean, shown
 from ...core.spec.addresses import compile_expression, select
 
 PREFIXES = ("re", "pre_hook", "prehook", "cls(Name)")
@@ -74,10 +74,8 @@ def read_layers(entries: object, key: str) -> list[LayerPattern]:
         raise SpecError(f"must be a list of layers, not {shown(entries)}", path=(key,))
     found = []
     for index, item in enumerate(items):
-        try:
+        with below(key, index):
             found.append(read_layer(item))
-        except SpecError as error:
-            raise SpecError(error.finding, path=(key, index)) from None
     return found
 
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ...blocks.lora import HalfLora, Lora
-from ...core.errors import ArtifactError, SpecError, did_you_mean, shown
+from ...core.errors import ArtifactError, SpecError, below, did_you_mean, shown
 from ...core.models.factory import build
 from ...core.spec.rules import COMMON, Match, Pass, Rule
 from ...core.spec.run_config import load_config
@@ -97,11 +97,9 @@ def checkpoint_pass(given: Any) -> Pass:
     params = {key: value for key, value in given.items() if key not in COMMON}
     own = validate(UpdateSection, params)
     sections = _sections(own.file, own.ema)
-    try:
+    with below("file"):
         weights = keyed("lora", sections.get("lora", {}), own.file)
-        chosen = selected(list(weights), own.layers, own.file)
-    except SpecError as error:
-        raise SpecError(error.finding, path=error.path or ("file",)) from None
+    chosen = selected(list(weights), own.layers, own.file)
     if not weights:
         raise SpecError(f"{own.file} has no low-rank updates; it has {', '.join(sections)}", path=("file",))
     for path in chosen:

@@ -90,24 +90,24 @@ class PReLU(PatchPluginBlock):
         return result
 
 
-class Times(PatchPluginBlock):
-    """A module's result times a learned number."""
+class Factor(PatchPluginBlock):
+    """A patch with a learned number."""
 
     def __init__(self, *args: Any, factor: float = 1.1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.factor = nn.Parameter(torch.tensor(factor))
+
+
+class Times(Factor):
+    """A module's result times a learned number."""
 
     def post_forward(self, output: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The result times the number."""
         return output * self.factor
 
 
-class TimesInput(PatchPluginBlock):
+class TimesInput(Factor):
     """A module's input times a learned number."""
-
-    def __init__(self, *args: Any, factor: float = 1.1, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.factor = nn.Parameter(torch.tensor(factor))
 
     def pre_forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The first argument times the number, and the others as they are."""
@@ -120,12 +120,12 @@ def checkpoint() -> dict[str, dict[str, Tensor]]:
     return {"lora": {f"{path}layer.W_down": torch.full((2, 192), 0.01), f"{path}layer.W_up": torch.full((192, 2), 0.01)}}
 
 
-class Residual(PatchPluginBlock):
+class Residual(Factor):
     """Adds what a module gets to what it gives, times a learned number, and scales what it gets by another."""
 
-    def __init__(self, *args: Any, factor: float = 1.1, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.factor, self.share = nn.Parameter(torch.tensor(factor)), nn.Parameter(torch.tensor(0.1))
+        self.share = nn.Parameter(torch.tensor(0.1))
 
     def pre_forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The first argument times the number; it is kept for `post_forward`."""

@@ -31,7 +31,7 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
 
     What has no counterpart here, and what is meant otherwise, goes into `notes`. Raises SpecError for values that are none.
     """
-    reader = _ConfigReader(source)
+    reader = _TrainerReferences(source)
     said, model, sets = (reader.section(key) for key in ("train", "model", "data"))
     unread = [key for key, read in (("train", _has_known_keys(said)), ("data", _folders(sets))) if reader.top(key) and not read]
     if unread:
@@ -111,37 +111,26 @@ def _folders(sets: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     return [(n, one) for n, one in found if any(isinstance(e, Mapping) and e.get("img_root") for e in one["source"].values())]
 
 
-class _ConfigReader:
-    """Values of a configuration with what they refer to; those that call resolvers are left as they are written."""
+class _TrainerReferences(References):
+    """Products that its resolvers make are numbers; what calls other resolvers is None, as nothing here reads those keys."""
 
-    def __init__(self, source: Source) -> None:
-        self.source, self.references = source, References(source)
+    def text(self, text: str, path: tuple[str | int, ...], asked: tuple[tuple[str | int, ...], ...]) -> Any:
+        try:
+            if (call := EVAL.fullmatch(text.strip())) is None:
+                return super().text(text, path, asked)
+            found = PRODUCT.fullmatch(str(super().text(call[1], path, asked)))
+            return math.prod(map(int, re.findall(r"\d+", found[0]))) if found else None
+        except SpecError:
+            return None
 
     def top(self, key: str) -> Any:
-        return self.resolved(key) if key in self.source.data else None
+        return self.value(key) if key in self.source.data else None
 
     def section(self, key: str) -> dict[str, Any]:
         found = self.top(key)
         if found is not None and not isinstance(found, Mapping):
             raise self.source.error(f"must be a mapping, not {shown(found)}", key)
         return dict(found or {})
-
-    def resolved(self, *path: str | int) -> Any:
-        here: Any = self.source.data
-        for step in path:
-            here = here[step]
-        if isinstance(here, Mapping):
-            return {key: self.resolved(*path, key) for key in here}
-        if isinstance(here, list):
-            return [self.resolved(*path, index) for index in range(len(here))]
-        try:
-            if isinstance(here, str) and (call := EVAL.fullmatch(here.strip())):
-                if (found := PRODUCT.fullmatch(str(self.references.text(call[1], path, (path,))))) is None:
-                    return None
-                return math.prod(map(int, re.findall(r"\d+", found[0])))
-            return self.references.value(*path)
-        except SpecError:
-            return None  # a resolver of its own: nothing here reads those keys
 
 
 def _length(said: Mapping[str, Any]) -> dict[str, Any]:

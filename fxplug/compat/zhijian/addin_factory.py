@@ -13,16 +13,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...core.errors import SpecError, did_you_mean
+from ...core.errors import SpecError
 from ...core.spec.pass_file import check_options
 from ..kept_state import tables
-from .blitz import methods
+from .blitz import check_method
 from .imports import imported
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Value
-
-SHOWN = 12  # so many methods are listed in a message
 
 
 def make_addin(addin: Any) -> nn.Module:
@@ -82,13 +80,8 @@ def _rebound(function: types.FunctionType, memo: Mapping[int, Any]) -> types.Fun
 
 def takes_outputs(addin: nn.Module, method: str, point: str) -> bool:
     """Whether the method takes (module, inputs, outputs) rather than (module, inputs). Raises SpecError."""
-    call = getattr(addin, method, None)
-    name = type(addin).__name__
-    if not callable(call):
-        known = methods(addin)
-        listed = ", ".join(known[:SHOWN]) + ", ..." * (len(known) > SHOWN)
-        raise SpecError(f"{name} has no method '{method}'{did_you_mean(method, known)}; it has {listed or 'none'}")
-    signature = inspect.signature(call)
+    check_method(addin, method)
+    name, signature = type(addin).__name__, inspect.signature(getattr(addin, method))
     fits = []
     for count in (2, 3):
         try:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...core.errors import SpecError, did_you_mean
+from ...core.errors import SpecError, below, did_you_mean
 from ...core.spec.rules import COMMON, Match, Pass, Rule, check_common, check_target
-from ...core.spec.yaml_source import NOWHERE, Where, shown
+from ...core.spec.yaml_source import NOWHERE, Source, Where, shown
 from .line import Insertion, Line, ModuleSide, parse
 from .lists import AddinEntry, entry_rules, read_entry
 
@@ -72,12 +72,7 @@ def blitz_entry(given: Any) -> Pass:
     """
     if not isinstance(given, Mapping):
         raise SpecError(f"must be a mapping with 'line' and 'addin', not {shown(given)}")
-    for key in given:
-        if key not in (*KEYS, *COMMON):
-            raise SpecError(f"unknown key '{key}'{did_you_mean(key, (*KEYS, *COMMON))}", key=key)
-    for key in KEYS:
-        if key not in given:
-            raise SpecError(f"missing key '{key}'")
+    Source(given).keys((*KEYS, *COMMON), KEYS)
     line, common = given["line"], {key: given[key] for key in COMMON if key in given}
     texts = [line] if isinstance(line, str) else line
     if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, (str, Mapping)) for text in texts):
@@ -117,9 +112,8 @@ def _class_name(addin: Any, path: tuple[str, ...]) -> str:
     if isinstance(addin, str):
         addin = {"use": addin}
     if isinstance(addin, Mapping):
-        for key in addin:
-            if key not in ("use", "options"):
-                raise SpecError(f"unknown key '{key}'{did_you_mean(key, ('use', 'options'))}", path=path, key=key)
+        with below(*path):
+            Source(addin).keys(("use", "options"), ())
         check_target(addin.get("use"), *path, "use")
         if not isinstance(addin.get("options", {}), Mapping):
             raise SpecError(f"must be a mapping, not {shown(addin['options'])}", path=(*path, "options"))
@@ -139,17 +133,17 @@ def _chosen(addins: Mapping[str, Any], line: Line | AddinEntry) -> Any:
     addin = addins[line.addin]
     if hasattr(addin, "named_parameters") and not isinstance(addin, type):  # a class may make its methods when it is called
         for method in [line.method] if isinstance(line, Line) else [hook.method for hook in line.hooks]:
-            check_method(addin, method, line.text)
+            check_method(addin, method, f"\n  {line.text}")
     return addin
 
 
-def check_method(addin: Any, method: str, text: str) -> None:
+def check_method(addin: Any, method: str, text: str = "") -> None:
     """Raise SpecError unless an add-in has the method that a line names."""
     if callable(getattr(addin, method, None)):
         return
     known = methods(addin)
     hint, listed = did_you_mean(method, known), ", ".join(known) or "none"
-    raise SpecError(f"{type(addin).__name__} has no method '{method}'{hint}; it has {listed}\n  {text}")
+    raise SpecError(f"{type(addin).__name__} has no method '{method}'{hint}; it has {listed}{text}")
 
 
 def methods(addin: Any) -> list[str]:

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import SpecError
-from ...core.models.factory import build
-from ...core.spec.run_config import load_config
 from ...core.spec.yaml_source import Source, read_yaml, shown
-from ..configuration import PLACEHOLDER, Converted, dump_configuration, model_sections
+from ..configuration import PLACEHOLDER, Converted, build_on_meta, dump_configuration, model_sections
 from .imports import imported
 from .line import parse
 from .lists import AddinEntry, read_entry
@@ -40,7 +38,7 @@ def convert(file: str | Path, *, model: str | None = None, out: str | Path | Non
     notes: list[str] = []
     folder = Path(out).parent if out else Path.cwd()
     head = {key: value for key, value in model_sections(model, folder).items() if key != "train"}
-    built = build(load_config(dict(head), base=folder), device="meta") if model else None
+    built = build_on_meta(head, folder) if model else None
     named, lines = _lines(source)
     used: set[str] = set(READ)
     addins = {}

@@ -13,6 +13,7 @@ of `zhijian/models/addin/base.py` (LAMDA-ZhiJian, 2023), which has no errors but
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -210,10 +211,7 @@ class _LineReader:
                 break
             self.fail(BESIDE if token.text.startswith("{") else f"expected '->' or the end of the line, found {token}")
         last = self.tokens[self.number - 1]
-        try:
-            insertions, notes = _paired(points)
-        except _Misplaced as error:
-            self.fail(str(error), error.at if error.at is not None else start)
+        insertions, notes = self.paired(points, start)
         return Line(self.text[start : last.at + len(last.text)], addin, method, insertions, tuple(named), notes)
 
     def step(self, step: int, points: list[_Point], named: list[ModuleSide]) -> None:
@@ -267,72 +265,57 @@ class _LineReader:
         self.number += 1
         return text if text.isdigit() else index
 
+    def paired(self, points: list[_Point], start: int) -> tuple[tuple[Insertion, ...], tuple[str, ...]]:
+        """The insertions of a line, those at one place first, as ZhiJian orders them."""
+        if not points:
+            self.fail("this line has no place for the add-in: mark one with '{inout1}' before or after a module", start)
+        notes: tuple[str, ...] = ()
+        seen: dict[str, _Point] = {}
+        for point in points:
+            if seen.setdefault(str(point), point) is not point:
+                self.fail(f"'{point}' is there twice: each point of a line needs its own number", point.place.at)
+        ins = [p for p in points if p.kind == "in"]
+        outs = [p for p in points if p.kind == "out"]
+        if len(ins) == 2 and not outs:
+            # ZhiJian's manual writes {in2} for {out1}; its notebook and its code have {out1} at these places
+            ins, second = ins[:1], ins[1]
+            outs = [_Point("out", ins[0].number, second.place)]
+            notes = (
+                f"'{{in{second.number}}}' is read as '{outs[0]}': the line has no out point, and what the add-in makes of the "
+                f"value at '{ins[0]}' must go somewhere; write '{outs[0]}'",
+            )
+        insertions = [Insertion(p.place) for p in points if p.kind == "inout"]
+        for point in ins:
+            partner = next((p for p in outs if p.number == point.number), None)
+            if partner is None:
+                self.fail(_alone(point, "out"), point.place.at)
+            self.check_ends(point, partner)
+            insertions.append(Insertion(partner.place, point.place))
+        for point in outs:
+            if all(p.number != point.number for p in ins):
+                self.fail(_alone(point, "in"), point.place.at)
+        ends: dict[ModuleSide, ModuleSide] = {}
+        for insertion in insertions:
+            end = insertion.end
+            if ends.setdefault(end, end) is not end:
+                self.fail(f"two points change {end}: make two passes, and the second gets the result of the first", end.at)
+        return tuple(insertions), notes
 
-class _Misplaced(Exception):
-    def __init__(self, finding: str, at: int | None = None) -> None:
-        super().__init__(finding)
-        self.at = at
-
-
-def _paired(points: list[_Point]) -> tuple[tuple[Insertion, ...], tuple[str, ...]]:
-    """The insertions of a line, those at one place first, as ZhiJian orders them."""
-    if not points:
-        raise _Misplaced("this line has no place for the add-in: mark one with '{inout1}' before or after a module")
-    notes: tuple[str, ...] = ()
-    seen: dict[str, _Point] = {}
-    for point in points:
-        if seen.setdefault(str(point), point) is not point:
-            raise _Misplaced(f"'{point}' is there twice: each point of a line needs its own number", point.place.at)
-    ins = [p for p in points if p.kind == "in"]
-    outs = [p for p in points if p.kind == "out"]
-    if len(ins) == 2 and not outs:
-        # ZhiJian's manual writes {in2} for {out1}; its notebook and its code have {out1} at these places
-        ins, second = ins[:1], ins[1]
-        outs = [_Point("out", ins[0].number, second.place)]
-        notes = (
-            f"'{{in{second.number}}}' is read as '{outs[0]}': the line has no out point, and what the add-in makes of the "
-            f"value at '{ins[0]}' must go somewhere; write '{outs[0]}'",
-        )
-    insertions = [Insertion(p.place) for p in points if p.kind == "inout"]
-    for point in ins:
-        partner = next((p for p in outs if p.number == point.number), None)
-        if partner is None:
-            raise _Misplaced(_alone(point, "out"), point.place.at)
-        _check_ends(point, partner)
-        insertions.append(Insertion(partner.place, point.place))
-    for point in outs:
-        if all(p.number != point.number for p in ins):
-            raise _Misplaced(_alone(point, "in"), point.place.at)
-    ends: dict[ModuleSide, ModuleSide] = {}
-    for insertion in insertions:
-        end = insertion.end
-        if ends.setdefault(end, end) is not end:
-            raise _Misplaced(f"two points change {end}: make two passes, and the second gets the result of the first", end.at)
-    return tuple(insertions), notes
+    def check_ends(self, start: _Point, end: _Point) -> None:
+        a, b = start.place, end.place
+        if (b.step, b.side == "out") < (a.step, a.side == "out"):
+            self.fail(f"'{end}' runs before '{start}', and a value can only flow to what runs later", b.at)
+        if a.indices and not b.indices and any(i.count != 1 for i in a.indices):
+            self.fail(f"'{start}' matches several modules and '{end}' one; the ends of a range are paired in order, so the "
+                      "numbers must be equal", b.at)
+        counts = [[i.count for i in place.indices] for place in (a, b)]
+        if a.indices and b.indices and all(None not in c for c in counts):
+            sizes = [math.prod(n or 1 for n in c) for c in counts]
+            if sizes[0] != sizes[1] and not {i.text for i in a.indices} <= {i.text for i in b.indices}:
+                self.fail(f"'{start}' matches {sizes[0]} modules and '{end}' {sizes[1]}; they are paired in order, so the "
+                          "numbers must be equal", b.at)
 
 
 def _alone(point: _Point, other: str) -> str:
     partner = f"{{{other}{point.number}}}"
     return f"'{point}' has no '{partner}', and they belong together; write '{{inout{point.number}}}' where both are one place"
-
-
-def _check_ends(start: _Point, end: _Point) -> None:
-    a, b = start.place, end.place
-    if (b.step, b.side == "out") < (a.step, a.side == "out"):
-        raise _Misplaced(f"'{end}' runs before '{start}', and a value can only flow to what runs later", b.at)
-    if a.indices and not b.indices and any(i.count != 1 for i in a.indices):
-        raise _Misplaced(f"'{start}' matches several modules and '{end}' one; the ends of a range are paired in order, so the "
-                         "numbers must be equal", b.at)
-    counts = [[i.count for i in place.indices] for place in (a, b)]
-    if a.indices and b.indices and all(None not in c for c in counts):
-        sizes = [_product(c) for c in counts]
-        if sizes[0] != sizes[1] and not {i.text for i in a.indices} <= {i.text for i in b.indices}:
-            raise _Misplaced(f"'{start}' matches {sizes[0]} modules and '{end}' {sizes[1]}; they are paired in order, so the "
-                             "numbers must be equal", b.at)
-
-
-def _product(counts: list[int | None]) -> int:
-    size = 1
-    for count in counts:
-        size *= count or 1
-    return size

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.errors import SpecError, did_you_mean
+from ...core.errors import SpecError, below
 from ...core.spec.rules import Match, Rule
-from ...core.spec.yaml_source import Where, shown
+from ...core.spec.yaml_source import Source, Where, shown
 
 KEYS = ("name", "location", "hook", "kwargs")
 SIDES = {"pre": "in", "post": "out"}
@@ -46,12 +46,8 @@ class AddinEntry:
 
 def read_entry(given: Mapping[str, Any], at: tuple[str | int, ...]) -> AddinEntry:
     """One entry of a list, which stands at `at` in what the user wrote. Raises SpecError."""
-    for key in given:
-        if key not in KEYS:
-            raise SpecError(f"unknown key '{key}'{did_you_mean(str(key), KEYS)}", path=at, key=str(key))
-    for key in KEYS[:3]:
-        if key not in given:
-            raise SpecError(f"missing key '{key}': an entry has name, location and hook", path=at)
+    with below(*at):
+        Source(given).keys(KEYS, KEYS[:3])
     name, places, hooks, kwargs = given["name"], given["location"], given["hook"], given.get("kwargs")
     if not isinstance(name, str) or not name.isidentifier():
         raise SpecError(f"must be the class of an add-in, not {shown(name)}", path=(*at, "name"))
