@@ -74,7 +74,8 @@ def save_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[
     if out.suffix not in (".ckpt", ".safetensors"):
         raise SpecError(f"{file}: the name of a checkpoint of HCP-Diffusion must end in .ckpt or .safetensors")
     if not names:
-        raise SpecError(f"no pass here has weights that a checkpoint of HCP-Diffusion can store: {_listed(passes, module)}")
+        listed = ", ".join(passes or [entry["name"] for entry in module.meta.get("passes", [])]) or "there is none"
+        raise SpecError(f"no pass here has weights that a checkpoint of HCP-Diffusion can store: {listed}")
     with reported(about(file), "cannot be written"), new_file(out) as beside:
         if out.suffix == ".ckpt":
             with open_new(beside) as opened:
@@ -83,10 +84,6 @@ def save_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[
             flat = {f"{section}:{key}": value for section, here in sections.items() for key, value in here.items()}
             save_file(flat, beside)
     return names
-
-
-def _listed(passes: Sequence[str], module: TracedModule) -> str:
-    return ", ".join(passes or [entry["name"] for entry in module.meta.get("passes", [])]) or "there is none"
 
 
 def _read(file: Path, ema: bool) -> dict[tuple[str, str], State]:

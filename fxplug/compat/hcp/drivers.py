@@ -54,12 +54,17 @@ class SinglePlugin(Driver):
     ) -> SinglePlugin:  # fmt: skip
         """`plugin` is "module:Class", `options` its arguments. `wrap` makes it with `wrap_layer`, as `wrap_model` does."""
         made = single(site, plugin, options, wrap, exclude_key)
+        cls.check(made, site)
+        return cls(made, site.module, call_of(site.root, site.path), feeds)
+
+    @classmethod
+    def check(cls, made: Any, site: Site) -> None:
+        """Raises SpecError for a plugin that changes something else there."""
         if made.target is not None:
             raise SpecError(
                 f"{type(made).__name__} changes the parameter '{made.target}' of its layer (hook_param), not its result: "
                 f"use the pass hcp/param with param: {made.target}"
             )
-        return cls(made, site.module, call_of(site.root, site.path), feeds)
 
     def forward(self, x: tuple[Any, ...], y: Any, *fed: Any) -> Any:
         with running(self.plugin, self.feeds, fed):
@@ -67,22 +72,16 @@ class SinglePlugin(Driver):
             return y if out is None else checked(out, y, f"{self.plugin.name}: the plugin", "its layer's result")
 
 
-class ParamPlugin(Driver):
+class ParamPlugin(SinglePlugin):
     """A SinglePluginBlock with `hook_param`: gets a parameter of its layer, gives what the layer uses instead."""
 
     @classmethod
-    def at(
-        cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
-        exclude_key: str | None = None, feeds: Fed = (),
-    ) -> ParamPlugin:  # fmt: skip
-        """As for SinglePlugin."""
-        made = single(site, plugin, options, wrap, exclude_key)
+    def check(cls, made: Any, site: Site) -> None:
         name = str(site.port.keys[0]) if site.port.keys else "weight"
         if made.target != name:
             found = "its layer's result" if made.target is None else f"the parameter '{made.target}'"
             use = "the pass hcp/single" if made.target is None else f"param: {made.target}"
             raise SpecError(f"{type(made).__name__} changes {found}, not the parameter '{name}': use {use}")
-        return cls(made, site.module, feeds=feeds)
 
     def forward(self, value: Any, *fed: Any) -> Any:
         with running(self.plugin, self.feeds, fed):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MODULES = "zhijian.models.addin.module"
 # ZhiJian's settings of a run: what a configuration calls them, and what they are on its command line
 TRAINING = {"max_epoch": ("epochs", 30), "batch_size": ("batch", 128), "lr": ("lr", 0.01), "wd": ("weight_decay", 1e-5)}
+FIXED = {"task": "classify", "optimizer": "adam", "scheduler": "cosine", "mode": "eval"}
 READ = ("addins", "config_blitz", "reuse_keys", "reuse_keys_blitz")
 
 
@@ -47,7 +48,9 @@ def convert(file: str | Path, *, model: str | None = None, out: str | Path | Non
             addins[name] = _addin(name, source.data, built, used)
     trainable, trains = _trainable(source, built, notes)
     entry = {"line": lines, "addin": addins, **({} if trains else {"train": False})}
-    config = {**head, "passes": [{"blitz": entry}] if lines else [], "train": _training(source.data, trainable)}
+    run = {name: source.data.get(key, default) for key, (name, default) in TRAINING.items()}
+    train = {**FIXED, **run, "trainable": trainable}
+    config = {**head, "passes": [{"blitz": entry}] if lines else [], "train": train}
     used.update(TRAINING)
     left = [str(key) for key in source.data if key not in used]
     if left:
@@ -100,15 +103,4 @@ def _trainable(source: Source, model: nn.Module | None, notes: list[str]) -> tup
         notes.append("reuse_keys is empty, which freezes everything in ZhiJian")
     elif model is None:
         notes.append("remove names of modules without parameters from trainable (fc_norm where it is Identity)")
-    return found, _names_addins(keys) or ADDIN in words
-
-
-def _training(settings: Mapping[str, Any], trainable: list[str]) -> dict[str, Any]:
-    """The section `train`: what the file says, else the defaults of ZhiJian's command line."""
-    own = {name: settings.get(key, default) for key, (name, default) in TRAINING.items()}
-    fixed = {"task": "classify", "optimizer": "adam", "scheduler": "cosine", "mode": "eval"}
-    return {**fixed, **own, "trainable": trainable}
-
-
-def _names_addins(keys: Sequence[Any]) -> bool:
-    return any(key == ADDIN or (isinstance(key, (list, tuple)) and list(key) == [ADDIN]) for key in keys)
+    return found, ADDIN in keys or [ADDIN] in keys or ADDIN in words
