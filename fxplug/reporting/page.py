@@ -154,7 +154,8 @@ def region_at(page: Page, path: str) -> RegionKind:
     """The region at a path; "" is the model. Raises SpecError for a path that is none."""
     kind, at = page.kinds[page.root], ""
     while at != path:
-        inner = {f"{at.partition('@')[0]}.{box.name}".strip("."): box for box in _regions(kind)}
+        below = [each for box in kind.boxes for each in box.unfolded if each.inner is not None]
+        inner = {f"{at.partition('@')[0]}.{box.name}".strip("."): box for box in below}
         fits = [name for name in inner if name == path or path.startswith((f"{name}.", f"{name}@"))]
         if not fits:
             raise SpecError(f"there is no region '{path}'{did_you_mean(path, inner)}; in '{at or 'the model'}' there are "
@@ -162,7 +163,3 @@ def region_at(page: Page, path: str) -> RegionKind:
         at = max(fits, key=len)
         kind = page.kinds[inner[at].inner or 0]
     return kind
-
-
-def _regions(kind: RegionKind) -> list[Box]:
-    return [each for box in kind.boxes for each in box.unfolded if each.inner is not None]

@@ -92,18 +92,14 @@ def _arrow_classes(arrow: Arrow, boxes: Sequence[Box], colours: Mapping[str, int
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
     moved = [(round(x + MARGIN, 1), round(y + MARGIN, 1)) for x, y in points]
-    parts = [f"M{_number(moved[0][0])} {_number(moved[0][1])}"]
+    parts = [f"M{moved[0][0]:g} {moved[0][1]:g}"]
     for (ax, ay), (bx, by) in pairwise(moved):
         if ax == bx:
-            parts.append(f"V{_number(by)}")
+            parts.append(f"V{by:g}")
             continue
         half = round((ay + by) / 2, 1)
-        parts.append(f"C{_number(ax)} {_number(half)} {_number(bx)} {_number(half)} {_number(bx)} {_number(by)}")
+        parts.append(f"C{ax:g} {half:g} {bx:g} {half:g} {bx:g} {by:g}")
     return "".join(parts)
-
-
-def _number(value: float) -> str:
-    return f"{value:g}"
 
 
 def shape(sizes: Sequence[int] | None) -> str:

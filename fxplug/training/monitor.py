@@ -67,7 +67,8 @@ class RunMonitor:
         if not self.out or not self._lines:
             return []
         self._try("log.jsonl", self._lines.rewind, step)
-        later = [file for file in (self.out / "samples").glob("step-*.png") if _step_of(file) > step or not step]
+        pictures = (self.out / "samples").glob("step-*.png")
+        later = [file for file in pictures if int(file.stem.removeprefix("step-")) > step or not step]
         anew = [self.out / "samples" / "data.png", self.out / "samples" / "captions.txt"]
         anew += (self.out / "tensorboard").glob("events.out.tfevents.*")
         for file in [*later, *([] if step else anew)]:
@@ -206,7 +207,3 @@ class RunMonitor:
                 self._failed.add(what)
                 self._print(f"{what} cannot be written: {error}; the run goes on", always=True)
             return None
-
-
-def _step_of(file: Path) -> int:
-    return int(file.stem.removeprefix("step-"))
