@@ -99,6 +99,7 @@ def write(
             "would have no effect there: export the module that this one was lowered from, module.meta['source']"
         )
     # names of adapters and the like are part of the state, and no part of the program
+    march = (options or {}).get("cpp.march") or processor()  # for which processors, None or "native" for the one here
     live = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     manifest = {
         "format": FORMAT,
@@ -107,7 +108,7 @@ def write(
         "platform": sys.platform,
         "machine": metadata.get("AOTI_MACHINE", ""),
         "device": metadata["AOTI_DEVICE_KEY"],
-        "features": needed(metadata.get("AOTI_CPU_ISA", "").split(), capabilities(), _march(options) in (None, "native")),
+        "features": needed(metadata.get("AOTI_CPU_ISA", "").split(), capabilities(), march in (None, "native")),
         "capability": list(torch.cuda.get_device_capability()) if metadata["AOTI_DEVICE_KEY"] == "cuda" else None,
         "constants": {name: _facts(tensor) for name, tensor in state.items() if name in constants},
         "operators": _operators(program),
@@ -135,12 +136,6 @@ def _compiled(file: str) -> tuple[set[str], dict[str, str]]:
         unpack(archive, work, unfit)
         loader = _loader(work, 1, -1)
         return set(loader.get_constant_fqns()), dict(loader.get_metadata())
-
-
-def _march(options: Mapping[str, Any] | None) -> str | None:
-    """For which processors the compiler works, as its option `-march` has them: None or "native" for the one here."""
-    set_here = (options or {}).get("cpp.march")
-    return set_here if set_here is not None else processor()
 
 
 @contextlib.contextmanager

@@ -127,11 +127,6 @@ def _identical(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
-def _base(value: Any) -> Any:
-    """The class whose methods work on a dict, as its own may forbid changing it."""
-    return OrderedDict if isinstance(value, OrderedDict) else dict
-
-
 def items(value: Any) -> dict[Any, Any]:
     """What a dict holds, whatever its class makes of `items()`."""
     return dict(OrderedDict.items(value)) if isinstance(value, OrderedDict) else dict.copy(value)
@@ -144,7 +139,7 @@ def identical_items(a: Any, b: Any) -> bool:
 
 def put_items(value: Any, members: Any) -> None:
     """Make a dict hold these members and no others, whatever its class allows."""
-    base = _base(value)
+    base: Any = OrderedDict if isinstance(value, OrderedDict) else dict  # its own class may forbid changing it
     base.clear(value)
     for key, member in members.items():
         base.__setitem__(value, key, member)

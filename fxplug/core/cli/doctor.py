@@ -28,7 +28,9 @@ def doctor(debug: Debug = False) -> None:
     print()
     _print_table([("device", "found"), *_devices()])
     print()
-    _print_table([("compiler", "found", "used for"), *_compilers()])
+    names = {"c++": os.environ.get("CXX") or "g++", "nvcc": "nvcc"}
+    found = [(name, shutil.which(names[name]) or "missing", used_for) for name, used_for in COMPILERS.items()]
+    _print_table([("compiler", "found", "used for"), *found])
     required = [row[0] for row in rows if LIBRARIES[row[0]].extra is None and row[1] == "missing" and row[0] != "triton"]
     if required:
         print(f"\n{', '.join(required)} missing, which fxplug requires: pip install fxplug", file=sys.stderr)
@@ -71,11 +73,6 @@ def _devices() -> list[tuple[str, str]]:
     else:
         rows.append(("cuda", f"none (torch is built for CUDA {torch.version.cuda})" if torch.version.cuda else "none"))
     return rows
-
-
-def _compilers() -> list[tuple[str, str, str]]:
-    names = {"c++": os.environ.get("CXX") or "g++", "nvcc": "nvcc"}
-    return [(name, shutil.which(names[name]) or "missing", used_for) for name, used_for in COMPILERS.items()]
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:

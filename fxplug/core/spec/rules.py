@@ -346,12 +346,6 @@ def _tries(value: Any) -> dict[str, list[int]]:
     return {name: list(sizes) for name, sizes in value.items()}
 
 
-def _used(value: Any) -> Any:
-    if value is None:
-        raise SpecError("a network is a module, a folder, or 'package.module:function'")
-    return value
-
-
 def _arguments(value: Any) -> Any:
     if not isinstance(value, (Mapping, list, tuple)):
         raise SpecError(f"must be a mapping or a list, not {shown(value)}")
@@ -370,7 +364,7 @@ class Input(Section):
 class Network(Section):
     """A network that is traced into the graph."""
 
-    use: Annotated[Any, checked(_used)] = Field(description="a module, a folder, or 'package.module:function'")
+    use: Any = Field(description="a module, a folder, or 'package.module:function'")
     args: Annotated[Any, checked(_arguments)] = {}
     options: Any = None
     neutral: Any = None
