@@ -36,8 +36,20 @@ BEGINNINGS = {
     b"version https://git-lfs": "a pointer of git-lfs: fetch the file itself with 'git lfs pull'",
     b"<!doctype": "an HTML page: the download failed, or needs a login",
     b"<html": "an HTML page: the download failed, or needs a login",
+    b"<?xml": "an XML document",
+    b"\x1f\x8b": "compressed (gzip)",
+    b"7z\xbc\xaf": "compressed (7-Zip)",
+    b"rar!": "compressed (RAR)",
+    b"\x7felf": "a program",
+    b"mz": "a program",
+    b"#!": "a script",
+    b"\x89hdf": "an HDF5 file",
     b"gguf": "a GGUF file, whose weights are quantised: use the .safetensors file that it was made from, or trace the model "
              "that diffusers loads from it (from_single_file with a GGUFQuantizationConfig)",
+    b"\x93numpy": "a NumPy array",
+    b"\x89png": "a picture (PNG)",
+    b"\xff\xd8\xff": "a picture (JPEG)",
+    b"%pdf": "a PDF",
     b"{": "JSON text, such as a configuration or a server's error",
 }
 
