@@ -49,10 +49,12 @@ def same(a, b):
     return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True))
 
 
-def leaves_lock(frame):
-    """Whether a line event is that of the end of `with _lock:`, before `__exit__`: a trace can raise there, no signal can."""
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    return line.startswith("with ") and locks._lock._is_owned()
+def is_closed_to_signals(frame):
+    """Whether a line event is one at which a trace can raise and no signal can: the end of `with _lock:` before `__exit__`, and
+    the first line of a `finally`, where no call has ended since the `try` did.
+    """
+    before, line = (linecache.getline(frame.f_code.co_filename, frame.f_lineno - back).strip() for back in (1, 0))
+    return before == "finally:" or (line.startswith("with ") and locks._lock._is_owned())
 
 
 class At:
@@ -66,7 +68,7 @@ class At:
             return None
         if event == "line":
             self.lines += 1
-            if self.number and self.lines >= self.number and not leaves_lock(frame):
+            if self.number and self.lines >= self.number and not is_closed_to_signals(frame):
                 self.number = None
                 raise self.error
         return self.trace
