@@ -40,7 +40,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxplug.lowerings.linear import operators
 from fxplug.lowerings.linear.forms import Case
-from fxplug.lowerings.linear.layers import layers
+from fxplug.lowerings.linear.layers import linear_layers
 from fxplug.lowerings.linear.measurement import case_of
 
 PAGE = Path(__file__).parent.parent / "docs/measured.md"
@@ -110,7 +110,7 @@ def cases_of(kind: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Coun
     """The shapes of a model's layers that adapters are for, without a rank, and how many layers have each."""
     of = models.subject(kind, batch, dtype, "meta")
     gm, wanted = models.traced(of), set(of.layers)
-    found = [(gm, layer.node, layer) for layer in layers(gm.graph, gm, (nn.Linear,)) if str(layer.node.target) in wanted]
+    found = [(gm, node, layer) for node, layer in linear_layers(gm.graph, gm) if str(node.target) in wanted]
     return Counter(known[1] for each in found if (known := case_of(*each)) is not None)
 
 

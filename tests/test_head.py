@@ -307,7 +307,7 @@ def test_a_new_head_is_filled_or_refused(tuned):
     torch.testing.assert_close(new(*base.args), wanted, rtol=0, atol=1e-5)
     other = fxplug.apply(base.gm, head(classes=8), lora)
     before = {key: value.clone() for key, value in other.state_dict().items()}
-    with pytest.raises(fxplug.ArtifactError, match=r"'head' has the bias \[9\], and the new layer here is \[8\]"):
+    with pytest.raises(fxplug.ArtifactError, match=r"'head' has the weight \[9, 96\], and the new layer here is \[8, 96\]"):
         fxplug.load_adapter(other, folder)
     assert all(torch.equal(before[key], value) for key, value in other.state_dict().items())
     slotted = fxplug.apply(base.gm, head(classes=9), fxplug.load_pass("lora", at="qkv", rank=2, slots=1))
