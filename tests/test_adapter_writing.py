@@ -818,11 +818,15 @@ def test_a_part_of_a_model_in_one_of_several_processes_is_not_written(tmp_path):
 
 
 def test_layers_of_zeros_are_left_out(tmp_path):
-    """They change nothing; with magnitudes they do."""
+    """They are as layers that the adapter has nothing for; with magnitudes, or one factor that is not zero, they are not."""
     new = copy.deepcopy(banked())
     state = pairs(SHAPES, 3, torch.float32, form="lycoris_{}")
     state["lycoris_conv.lora_up.weight"].zero_()
     new.adapters.load("ink", state)
+    done = new.adapters.save("ink", tmp_path / "untrained", as_="lycoris")
+    assert {key.partition(".")[0] for key in state} == load_keys(done.path)
+    state["lycoris_conv.lora_down.weight"].zero_()
+    new.adapters.load("ink", state, replace=True)
     done = new.adapters.save("ink", tmp_path / "a", as_="lycoris")
     assert {key.partition(".")[0] for key in state} - load_keys(done.path) == {"lycoris_conv"}
     dora = copy.deepcopy(banked("dora"))

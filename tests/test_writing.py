@@ -40,7 +40,7 @@ def here(tmp_path, monkeypatch):
         "model: test_writing:Net\ninputs: {x: [2, 64]}\nverify: false\npasses:\n  - lora: {rank: 2, slots: 2}\n"
     )
     Path("h.yaml").write_text("lora_unet:\n  - {rank: 2, layers: [one]}\n")
-    save_file({"one.lora_A.weight": torch.zeros(2, 64), "one.lora_B.weight": torch.zeros(64, 2)}, "a.safetensors")
+    save_file({"one.lora_A.weight": torch.ones(2, 64), "one.lora_B.weight": torch.zeros(64, 2)}, "a.safetensors")
     Path("t.yaml").write_text(yaml.safe_dump(config(train__steps=1)))
 
 
@@ -106,6 +106,7 @@ WAYS = {
 
 @sweep("way", WAYS, "full")
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.filterwarnings("default:the measurements could not be saved")  # where no test before has measured these shapes
 def test_a_command_that_cannot_write(name, way, monkeypatch):
     how, words = WAYS[way]
     saved()

@@ -86,8 +86,8 @@ def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str, table: bool) -> 
     """What one bank has in a slot; None where it has nothing."""
     own = {key: bank.views(key, adapters.tensor(name), slot).detach().cpu().clone() for key, name in bank.names.items()}
     telling = [own["magnitude"]] if "magnitude" in own else own.values()
-    if not all(value.any() for value in telling):
-        return None  # a layer that the adapter has nothing for, or whose product is zero
+    if not any(value.any() for value in telling):
+        return None  # a layer that the adapter has nothing for
     loose = {key: rank_dims(key, own) if bank.maps else (1,) for key in own}
     rank = max([1, *(_reach(own[key], dim) for key in own for dim in loose[key])])
     return _entry(bank, {key: _cut(value, loose[key], rank) for key, value in own.items()}, 1.0, p, table)
