@@ -288,12 +288,12 @@ class _LineReader:
         for point in ins:
             partner = next((p for p in outs if p.number == point.number), None)
             if partner is None:
-                self.fail(_alone(point, "out"), point.place.at)
+                self.fail(_missing_partner(point, "out"), point.place.at)
             self.check_ends(point, partner)
             insertions.append(Insertion(partner.place, point.place))
         for point in outs:
             if all(p.number != point.number for p in ins):
-                self.fail(_alone(point, "in"), point.place.at)
+                self.fail(_missing_partner(point, "in"), point.place.at)
         ends: dict[ModuleSide, ModuleSide] = {}
         for insertion in insertions:
             end = insertion.end
@@ -316,6 +316,6 @@ class _LineReader:
                           "numbers must be equal", b.at)
 
 
-def _alone(point: _Point, other: str) -> str:
+def _missing_partner(point: _Point, other: str) -> str:
     partner = f"{{{other}{point.number}}}"
     return f"'{point}' has no '{partner}', and they belong together; write '{{inout{point.number}}}' where both are one place"

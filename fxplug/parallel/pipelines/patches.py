@@ -56,7 +56,7 @@ def added(x: Tensor, kept: Tensor | None, patch: int, patches: int) -> Tensor:
 
 def global_size(x: Tensor, patch: int, patches: int, dim: int, *sizes: int) -> int:
     """The size that a split dimension has in one patch."""
-    return layouts.whole_size(x, dim, sizes, patch, patches)
+    return layouts.global_size(x, dim, sizes, patch, patches)
 
 
 def numel(x: Tensor, patch: int, patches: int, dim: int, *sizes: int) -> int:

@@ -176,7 +176,7 @@ class GlobalSize(Collective):
 
     def forward(self, x: Tensor, *sizes: int) -> int:
         rank, world, _ = self.group_of()
-        return layouts.whole_size(x, self.dim, sizes, rank, world)
+        return layouts.global_size(x, self.dim, sizes, rank, world)
 
 
 class Numel(GlobalSize):

@@ -25,7 +25,7 @@ def counts(sizes: Sequence[int], world: int) -> list[int]:
     return [sum(count(size, rank, world) for size in sizes) for rank in range(world)]
 
 
-def whole_size(x: Tensor, dim: int, sizes: Sequence[int], rank: int, world: int) -> int:
+def global_size(x: Tensor, dim: int, sizes: Sequence[int], rank: int, world: int) -> int:
     """The size that a dimension of a rank's part has in the whole."""
     return x.shape[dim] // counts(sizes, world)[rank] * sum(sizes)
 
