@@ -82,6 +82,7 @@ def test_what_is_saved_again_has_the_import_paths_of_today(tmp_path):
 
 def test_a_pass_may_name_a_block_by_an_old_path():
     assert import_target("fxplug.weights:Loha") is import_target("fxplug.blocks:Loha")
+    assert import_target("fxplug.blocks.dora:Dora") is import_target("fxplug.blocks:Dora")  # its file is another one now
 
 
 @pytest.mark.parametrize("old", functions.OLD_OPS)

@@ -23,6 +23,7 @@ from .yaml_source import NOWHERE, Source, Where, braces, read_yaml, shown
 _OLD_BLOCKS = ["adapters", "attending", "conditions", "frequencies", "gates", "merging", "norms", "rotations", "slicing"]
 MOVED = {
     **{f"fxplug.{name}": "fxplug.blocks" for name in (*_OLD_BLOCKS, "weights")},
+    **{f"fxplug.blocks.{name}": "fxplug.blocks" for name in ("bitfit", "dora", "half_lora", "ssf")},
     **{f"fxplug.parallel.{name}": "fxplug.parallel.runtime" for name in ("attention", "collectives", "shares")},
     **{f"fxplug.parallel.{name}": "fxplug.parallel.runtime" for name in ("moments", "neighbours")},
     "fxplug.rewriter.adapter_passes": "fxplug.adapters.file_passes",
