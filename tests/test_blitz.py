@@ -277,6 +277,18 @@ def ran(driver, *values):
 X, Y, Z = torch.randn(3, 2, 4).unbind()
 
 
+def test_a_tensor_before_a_module_takes_the_place_of_the_first_argument():
+    block = Addin(Own(2.0), "adapt_first", "in")
+    assert torch.equal(ran(block, (X,))[0], X * 2)
+    first, second = ran(block, (X, Y))
+    assert torch.equal(first, X * 2) and torch.equal(second, Y)
+
+
+def test_a_tuple_before_a_module_takes_the_place_of_all():
+    first, second = ran(Addin(Own(2.0), "adapt_all", "in"), (X, Y))
+    assert torch.equal(first, X * 2) and torch.equal(second, Y * 2)
+
+
 def test_behind_a_module_a_method_gets_the_result_as_outputs_or_as_inputs():
     assert torch.equal(ran(Addin(Own(2.0), "adapt", "out"), (X,), Y), Y + 2.0 * Y.mean())
     assert torch.equal(ran(Addin(Own(2.0), "adapt_first", "out"), (X,), Y), Y * 2)

@@ -180,6 +180,23 @@ def test_both_ends_of_a_range_pair_up(blocks, line, pairs):
     same_step(new, hooked(model, hooks), theirs, "blitz", image)
 
 
+@pytest.mark.parametrize("line", LINES)
+def test_the_manuals_lines_work_on_the_blocks_of_a_vit(blocks, line):
+    model, gm, image = blocks
+    layers = {"fc1": "blocks.{}.norm2", "fc2": "blocks.{}.mlp", "fc3": "blocks.{}.ls2"}
+    addin = mlp_addin(48)
+    theirs, hooks = {}, []
+    for number in range(4):
+        own = copy.deepcopy(addin)
+        path, found = FORMS[line](own)
+        theirs[layers[path].format(number)] = own
+        hooks += [(layers[p].format(number), kind, call) for p, kind, call in found]
+    for name, path in layers.items():
+        line = line.replace(f"({name})", f"({path.replace('.{}', '[i]')})")
+    new = fxplug.apply(gm, quiet(line, addin))
+    same_step(new, hooked(model, hooks), theirs, "blitz", image)
+
+
 def test_dropout_in_an_add_in_draws_what_the_hooks_draw(blocks):
     class Dropped(LoRA):
         def __init__(self):

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import logging
 import pkgutil
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ import unets
 from torch import nn
 
 import fxplug
+from fxplug.core.capture.fake_tensors import quiet
 from fxplug.core.errors import LONGEST, FxplugError, brief, outline
 from fxplug.core.torch_internals import FAKE_TENSOR_LOG
 
@@ -174,3 +176,17 @@ def test_torch_logs_no_traceback_of_an_error_that_is_raised(caplog, capfd):
         fxplug.trace(Broken(), (torch.zeros(3, 4),))
     assert not [record for record in caplog.records if record.name == FAKE_TENSOR_LOG and record.levelno >= logging.WARNING]
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_only_the_thread_that_traces_is_quiet(caplog):
+    log = logging.getLogger(FAKE_TENSOR_LOG)
+    before = (log.level, list(log.filters))
+    with caplog.at_level(logging.DEBUG, logger=FAKE_TENSOR_LOG):
+        with quiet(), quiet():
+            log.error("mine")
+            other = threading.Thread(target=log.error, args=("another's",))
+            other.start()
+            other.join()
+        log.error("after")
+    assert [r.getMessage() for r in caplog.records if r.name == FAKE_TENSOR_LOG] == ["another's", "after"]
+    assert (log.level, list(log.filters)) == before

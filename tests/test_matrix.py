@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import matrix
 import matrix_features
 from matrix_features import FEATURES
+from matrix_page import grid
 
 import fxplug
 
@@ -111,6 +112,26 @@ def test_an_error_of_ours_is_a_refusal(broken):
 
     broken("deepcopy", do=refuses)
     assert found("vit: deepcopy")["outcome"] == matrix.REFUSED
+
+
+def test_what_a_feature_needs_is_put_before_it():
+    assert matrix.expanded(["merge_fold", "train"]) == ("lora", "merge_fold", "train")
+    assert matrix.expanded(["dora", "merge_fold"]) == ("dora", "merge_fold")
+    assert matrix.expanded(["fuse_fused", "lora"]) == ("lora_mixed", "fuse_fused", "lora")
+
+
+def test_results_are_kept_and_the_last_one_counts(tmp_path):
+    file = tmp_path / "kept.jsonl"
+    kept = matrix.Kept(file)
+    for outcome in (matrix.FAULT, matrix.EQUAL):
+        kept.add({"cell": "vit: lora + dora", "outcome": outcome, "text": "", "off": 0.0, "seconds": 0.1})
+    assert matrix.Kept(file).lines["vit: lora + dora"]["outcome"] == matrix.EQUAL
+
+
+def test_a_pair_that_was_not_measured_is_seen():
+    names = ["lora", "dora", "head"]
+    cells = {("lora", "dora"): "equal", ("dora", "lora"): "", ("lora", "head"): "fault"}
+    assert grid(cells, names).splitlines()[2:] == [" 1 lora  =F", " 2 dora .", " 3 head"]
 
 
 def test_the_newest_classes_are_described_nowhere():

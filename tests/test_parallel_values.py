@@ -78,6 +78,18 @@ def test_a_bias_in_half_precision_is_added_by_one_process(device):
 # --- how results are compared
 
 
+def test_one_table_says_what_rounding_may_change():
+    from fxplug.core.ir.containers import TOLERANCES, difference, distance
+
+    one = torch.linspace(0.5, 2, 64)
+    for dtype, (close, _) in TOLERANCES.items():
+        a = one.to(dtype)
+        assert difference(a, a) == (0, 0)
+        assert difference(a, (a.double() * (1 + close / 4)).to(dtype)).times < 1 < difference(a, a * (1 + 3 * close)).times
+    assert distance(one, one.double()) == distance(one, one[1:]) == distance(1, 2) == math.inf
+    assert difference((one, 3), (one, 3)).times == 0 and difference((one,), (one, one)).times == math.inf
+
+
 @pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
 def test_a_value_that_is_not_finite_hides_no_other(odd):
     from fxplug.core.ir.containers import distance

@@ -39,6 +39,13 @@ def test_flops_and_bytes_are_those_of_the_products():
     assert one[0].flops == plain[0].flops + fused[1].flops + fused[3].flops
 
 
+def test_time_is_that_of_the_work_or_of_launching_it():
+    work = [roofline.Operation("mm", 989 * 10**9, 0), roofline.Operation("add", 0, 3350 * 10**6)]
+    assert roofline.seconds(work, H100) == pytest.approx((2e-3 + 2 * roofline.KERNEL,) * 2)
+    short = [roofline.Operation("add", 0, 0)] * 3
+    assert roofline.seconds(short, H100) == pytest.approx((3 * roofline.DISPATCH, 3 * roofline.KERNEL))
+
+
 @pytest.mark.slow
 def test_layers_are_read_off_a_trace():
     cases = roofline.cases_of("small", 2)
@@ -46,10 +53,27 @@ def test_layers_are_read_off_a_trace():
     assert cases[Case("bfloat16", 2 * 77, 768, 64, 0, 0)] > 0  # what reads the words
 
 
+def test_a_table_goes_between_its_markers(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- gpu -->\nold\n<!-- end of gpu -->\nb\n")
+    monkeypatch.setattr(roofline, "PAGE", page)
+    roofline.put("gpu", roofline.table([["x", "y"], ["1", "2"]]))
+    assert page.read_text() == "a\n<!-- gpu -->\n| x | y |\n|---|---|\n| 1 | 2 |\n<!-- end of gpu -->\nb\n"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_without_cuda_it_says_so(capsys):
     assert gpu.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().out
+
+
+def test_only_a_gpu_that_is_known_is_compared(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    assert gpu.known_device("cuda", None)[1:] == H100[1:]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
+    assert gpu.known_device("cuda", [756, 2000])[1:] == (756e12, 2000e9)
+    with pytest.raises(SystemExit, match="'NVIDIA H100 PCIe' are not known .*--peak TFLOPS GBS"):
+        gpu.known_device("cuda", None)
 
 
 @pytest.mark.slow
@@ -68,6 +92,13 @@ def test_the_command_on_a_cpu(tmp_path, monkeypatch, capsys, broken):
     text = capsys.readouterr().out
     assert ("fused is" in text) is broken and ("all values agree" in text) is not broken
     assert text.count("| small (1), 32 |") == 2
+
+
+@pytest.mark.slow
+def test_shapes_that_time_did_not_suffice_for_are_counted(capsys, monkeypatch):
+    monkeypatch.setattr(roofline, "RANKS", (16,))
+    assert gpu.main(["--device", "cpu", "--turns", "2", "--minutes", "0"]) == 0
+    assert "shapes were not measured in the time allowed" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

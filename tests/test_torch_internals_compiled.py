@@ -40,6 +40,12 @@ def test_attention_gives_its_denominators(device):
         torch.testing.assert_close(mine, other, **near)
 
 
+def test_attention_on_a_gpu_is_there():
+    found = {a.name for a in tensors.schema(tensors.flash_cuda_backward.default).arguments}
+    assert {"logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "scale"} <= found
+    assert [r.name for r in tensors.schema(tensors.flash_cuda.default).returns][:2] == ["output", "logsumexp"]
+
+
 # --- compiling
 
 

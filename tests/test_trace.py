@@ -488,6 +488,16 @@ def test_what_a_checkpoint_does_again_in_the_backward_is_refused(kind: str, left
             gm.train()
 
 
+def test_gradients_are_equal() -> None:
+    model = Model(lambda self, x: (self.net(x) * x).sum(), net=Net())
+    gm = fxplug.trace(model, X())
+    model(X()).backward()
+    want = model.net.fc.weight.grad.clone()
+    model.zero_grad()
+    gm(X()).backward()
+    assert torch.equal(want, model.net.fc.weight.grad)
+
+
 # --- regions
 
 
@@ -676,6 +686,22 @@ def test_a_reshape_in_place_of_an_argument_is_seen_by_the_caller() -> None:
         return y * y.shape[0], y.dim()
 
     traced_same(Model(function, a=Model(lambda self, y: y.unsqueeze_(0))), X())
+
+
+def test_buffers_that_forward_updates() -> None:
+    def function(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.mean.mul_(0.9).add_(x.mean(), alpha=0.1)
+        return x * self.count + self.mean
+
+    model = Model(function)
+    model.register_buffer("count", torch.tensor(0))
+    model.register_buffer("mean", torch.tensor(0.0))
+    gm = copy.deepcopy(fxplug.trace(model, X()))
+    assert model.count == 0
+    for _ in range(3):
+        assert torch.equal(model(X()), gm(X()))
+    assert model.count == gm.count == 3
 
 
 def test_randomness_is_bit_equal_with_a_seed() -> None:

@@ -1,8 +1,9 @@
-"""A fixed sample of random models; `python tests/fuzz.py models` judges any number of them."""
+"""A fixed sample of random models and passes; `python tests/fuzz.py models` and `passes` judge any number of them."""
 
 from __future__ import annotations
 
 import fuzz_models
+import fuzz_passes
 import pytest
 import random_models
 import torch
@@ -49,6 +50,12 @@ def test_each_snippet(name):
 @sweep("seed", range(12), 0, 1, 2)
 def test_random_models(seed):
     hold(fuzz_models.case(seed), None if seed % 2 == 0 else WAYS)
+
+
+@sweep("seed", range(4), 1)
+def test_random_passes(seed):
+    kind, what, _ = fuzz_passes.judge(seed)
+    assert kind == "equal", what
 
 
 def test_the_same_seed_is_the_same_model():

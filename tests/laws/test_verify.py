@@ -13,6 +13,7 @@ import fxplug
 from fxplug import Match, Pass, Rule
 from fxplug.blocks.base import Block
 from fxplug.blocks.skip import Skip
+from fxplug.core.ir.containers import unlike
 from fxplug.core.ir.graph import copy_graph
 from fxplug.core.verifier import keep_distinct_calls
 
@@ -240,6 +241,28 @@ def test_every_output_is_compared_beside_an_opened_attention(dtype):
     for passes in ([opened, loud], [loud]):
         with pytest.raises(fxplug.VerifyError, match=r"liar says it is neutral.*at \[1\]\n.*other \(Lying\)"):
             checked(gm, fxplug.apply(gm, *passes), x)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "text"),
+    [
+        (torch.zeros(2), torch.zeros(3), "in shape: [3] instead of [2]"),
+        (torch.zeros(2), torch.zeros(2).double(), "in dtype"),
+        ((torch.zeros(2), 1), (torch.zeros(2), 2), "in value at [1]: 2 instead of 1"),
+        ((torch.zeros(2),), [torch.zeros(2)], "in type: a list instead of a tuple"),
+        ({"a": 1}, {"b": 1}, "in structure"),
+        ([torch.zeros(2)] * 2, [torch.zeros(2)], "in structure"),
+        (torch.zeros(2), None, "in type: a NoneType instead of a Tensor"),
+        (torch.tensor([torch.inf]), torch.tensor([torch.finfo().max]), "by inf"),
+        (torch.tensor([1j]), torch.tensor([2j]), "by 1.0e+00"),
+        (torch.tensor([1]), torch.tensor([2]), "in value"),
+        (torch.tensor([torch.nan, torch.inf]), torch.tensor([torch.nan, torch.inf]), None),
+        ((torch.tensor([0.0]), torch.nan), (torch.tensor([-0.0]), torch.nan), None),
+    ],
+)
+def test_values_differ_in_words(a, b, text):
+    found = unlike(a, b)
+    assert found is None if text is None else found.startswith(text)
 
 
 # --- the order of a graph
