@@ -17,7 +17,7 @@ from ..ir.ops import other_kind
 from ..torch_internals.tensors import memory_id
 from .fake_tensors import Number
 from .isolation import restore_after
-from .module_state import State
+from .module_state import MISSING, Journal, State
 
 DEPTH = 40  # nested deeper than this, values count as equal
 
@@ -175,17 +175,25 @@ Derived = list[tuple[nn.Module, str]]  # modules, and names of their attributes
 
 
 def find_derived(model: nn.Module) -> Derived:
-    """What modules drop when their mode changes, or when they are cast, and what Python keeps for them of a
-    `functools.cached_property`.
+    """What modules drop when their mode changes, and what Python keeps for them of a `functools.cached_property`.
 
     timm's LeViT, TinyViT and EfficientFormer keep the biases of their attention so. A graph that had taken those for constants
-    would go on with them when the weights have changed. Each module's own `train` and `_apply` are asked on a stand-in without
-    children and without values; what is None or empty in that afterwards is what they drop.
+    would go on with them when the weights have changed. The model's mode is changed and changed back, and what is None or empty
+    then is what they drop; all is given back.
     """
-    found = [(module, name) for module in model.modules() for name in vars(module) if _is_cached_property(module, name)]
-    if own := [module for module in model.modules() if _says_what_to_drop(module)]:
-        with restore_after(State(model)):
-            found += [(module, name) for module in own for name in _dropped(module)]
+    modules = list(model.modules())
+    found = [(module, name) for module in modules for name in vars(module) if _is_cached_property(module, name)]
+    if all(type(module).train is nn.Module.train for module in modules):
+        return found
+    kept = [(m, name) for m in modules for name, value in vars(m).items() if name not in ANY_MODULES and not _empty(value)]
+    journal = Journal()  # layers that merge an update into their weight write it here
+    try:
+        with restore_after(State(model)), contextlib.suppress(Exception), journal:  # the model's own code
+            for _ in range(2):
+                model.train(not model.training)
+            found += [(module, name) for module, name in kept if _empty(vars(module).get(name, MISSING))]
+    finally:
+        journal.put_back()
     return found
 
 
@@ -201,30 +209,6 @@ def drop(derived: Derived) -> None:
 
 def _is_cached_property(module: nn.Module, name: str) -> bool:
     return isinstance(getattr(type(module), name, None), functools.cached_property)
-
-
-def _says_what_to_drop(module: nn.Module) -> bool:
-    """Whether a class that is not torch's own says what happens to a module that changes its mode, or is cast."""
-    homes = (next(cls for cls in type(module).__mro__ if name in vars(cls)) for name in ("train", "_apply"))
-    return any(home.__module__.partition(".")[0] != "torch" for home in homes)
-
-
-def _dropped(module: nn.Module) -> list[str]:
-    stand_in = object.__new__(type(module))
-    held = {name: value.copy() if type(value) in PLAIN else value for name, value in vars(module).items()}
-    with contextlib.suppress(Exception):  # the model's own code
-        parameters = {
-            name: None if p is None else nn.Parameter(p.detach().to("meta"), p.requires_grad)
-            for name, p in module._parameters.items()
-        }
-        buffers = {name: None if b is None else b.detach().to("meta") for name, b in module._buffers.items()}
-        stand_in.__dict__.update(held, _parameters=parameters, _buffers=buffers, _modules={})
-        stand_in.train(not module.training)
-        stand_in.train(module.training)
-        stand_in.to("meta")
-        now, own = vars(stand_in), [name for name in vars(module) if name not in ANY_MODULES]
-        return [name for name in own if name in now and _empty(now[name]) and not _empty(vars(module)[name])]
-    return []
 
 
 def _empty(value: Any) -> bool:
