@@ -27,109 +27,80 @@ from .module_state import MISSING
 from .recorder import Recording
 from .user_code import asker, is_foreign
 
-GradPatch = tuple[type, str, Callable[..., Any]]
+Patch = tuple[Any, str, Any]
 
 
-def grad_patches(recording: Recording) -> Iterator[GradPatch]:
+def grad_patches(recording: Recording) -> Iterator[Patch]:
     """What stands for the methods of torch's context managers during one run: class, name and function."""
-    yield torch.autocast, "__enter__", _enter_autocast(recording, torch.autocast.__enter__)
-    yield torch.autocast, "__exit__", _exit(recording, torch.autocast.__exit__, ops.exit_autocast)
-    grad = torch.autograd.grad_mode
-    # the last one switches when it is made, and stays so if nobody enters it
-    for kind, method in ((grad.no_grad, "__enter__"), (grad.enable_grad, "__enter__"), (grad.set_grad_enabled, "__init__")):
-        yield kind, method, _enter_grad(recording, getattr(kind, method))
-    for kind in (grad.no_grad, grad.enable_grad, grad.set_grad_enabled):
-        yield kind, "__exit__", _exit(recording, kind.__exit__, ops.exit_grad)
-    # the graph's results must be usable outside it, so inference mode in it means no gradients
-    yield grad.inference_mode, "__enter__", _enter_inference(recording, grad.inference_mode.__enter__)
-    yield grad.inference_mode, "__exit__", _exit_inference(recording, grad.inference_mode.__exit__)
+    grad, modes = torch.autograd.grad_mode, (ops.enter_grad, ops.exit_grad)
+    yield from _switches(recording, torch.autocast, "__enter__", (ops.enter_autocast, ops.exit_autocast))
+    yield from _switches(recording, grad.no_grad, "__enter__", modes)
+    yield from _switches(recording, grad.enable_grad, "__enter__", modes)
+    # it switches when it is made, and stays so if nobody enters it
+    yield from _switches(recording, grad.set_grad_enabled, "__init__", modes)
+    yield from _switches(recording, grad.inference_mode, "__enter__", modes)
 
 
-def _enter_autocast(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
-    def enter(context: Any) -> Any:
-        out = original(context)
-        if recording.recording_here():
-            device = recording.dynamic_device(torch.device(context.device))
-            kind = device if isinstance(device, fx.Node) else context.device
-            args = (kind, context.fast_dtype, *autocast_settings(context))
-            _open(recording, context, ops.enter_autocast, args)
-        return out
+def _switches(recording: Recording, kind: type, first: str, nodes: tuple[Callable[..., Any], ...]) -> Iterator[Patch]:
+    """What stands for the method of a context manager that enters it, and for the one that leaves it."""
+    begin, end = getattr(kind, first), kind.__exit__  # type: ignore[attr-defined]
+    infers = kind is torch.inference_mode
 
-    return enter
-
-
-def _enter_grad(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     def enter(context: Any, *args: Any, **kwargs: Any) -> Any:
         if not recording.recording_here():
-            return original(context, *args, **kwargs)
+            return begin(context, *args, **kwargs)
+        if infers:
+            recording.inference.append(bool(context.mode))
+            if not context.mode:
+                return None
         # one manager switches by making another, which is no switch of its own
-        recording.paused = True
-        try:
-            out = original(context, *args, **kwargs)
-        finally:
-            recording.paused = False
-        _open(recording, context, ops.enter_grad, (torch.is_grad_enabled(),))
+        out = _unrecorded(recording, _enter_without_gradients if infers else begin, context, *args, **kwargs)
+        given: tuple[Any, ...] = (torch.is_grad_enabled(),)
+        if kind is torch.autocast:
+            device = recording.dynamic_device(torch.device(context.device))
+            name = device if isinstance(device, fx.Node) else context.device
+            given = (name, context.fast_dtype, *autocast_settings(context))
+        context.__dict__.setdefault("_fxplug", []).append(_switch(recording, nodes[0], given))
         return out
 
-    return enter
-
-
-def _exit(recording: Recording, original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     def leave(context: Any, *error: Any) -> Any:
         if not recording.recording_here():
-            return original(context, *error)
-        _close(recording, context, function)
-        recording.paused = True
-        try:
-            return original(context, *error)
-        finally:
-            recording.paused = False
+            return end(context, *error)
+        if opened := context.__dict__.get("_fxplug"):
+            _switch(recording, nodes[1], (opened.pop(),))
+        if infers:
+            recording.inference.pop()
+            if not context.mode:
+                return None
+        return _unrecorded(recording, _leave_without_gradients if infers else end, context, *error)
 
-    return leave
-
-
-def _enter_inference(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
-    def enter(context: Any) -> Any:
-        if not recording.recording_here():
-            return original(context)
-        recording.inference.append(bool(context.mode))
-        if context.mode:
-            context._fxplug_before = torch.is_grad_enabled()
-            set_grad_enabled(False)
-            _open(recording, context, ops.enter_grad, (False,))
-        return None
-
-    return enter
+    yield kind, first, enter
+    yield kind, "__exit__", leave
 
 
-def _exit_inference(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
-    def leave(context: Any, *error: Any) -> Any:
-        if not recording.recording_here():
-            return original(context, *error)
-        recording.inference.pop()
-        if context.mode:
-            _close(recording, context, ops.exit_grad)
-            set_grad_enabled(context._fxplug_before)
-        return None
-
-    return leave
+def _unrecorded(recording: Recording, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    recording.paused = True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        recording.paused = False
 
 
-def _open(recording: Recording, context: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    node = recording.node("call_function", function, args, {}, recording.named(function.__name__), effect=True)
-    context.__dict__.setdefault("_fxplug", []).append(node)
+def _switch(recording: Recording, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
     recording.switched += 1
+    return recording.node("call_function", function, args, {}, recording.named(function.__name__), effect=True)
 
 
-def _close(recording: Recording, context: Any, function: Callable[..., Any]) -> None:
-    opened = context.__dict__.get("_fxplug")
-    if opened:
-        name = recording.named(function.__name__)
-        recording.node("call_function", function, (opened.pop(),), {}, name, effect=True)
-        recording.switched += 1
+# the graph's results must be usable outside it, so inference mode in it means no gradients
+def _enter_without_gradients(context: Any) -> None:
+    context._fxplug_before = torch.is_grad_enabled()
+    set_grad_enabled(False)
 
 
-Patch = tuple[Any, str, Any]
+def _leave_without_gradients(context: Any, *error: Any) -> None:
+    set_grad_enabled(context._fxplug_before)
+
+
 SEED, STATE = "sets a random seed", "reads or sets the state of a random generator"
 FUNCTIONS = "transforms a function"
 # what changes the random numbers that other calls get, or runs code where no recording sees it, by where it is defined
