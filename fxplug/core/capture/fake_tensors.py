@@ -262,15 +262,9 @@ def fake(like: torch.Tensor, mode: FakeTensorMode, device: torch.device, constan
         return fake_of((like.shape, like.stride(), like.dtype, device), mode, constant)
 
 
-def put_fake_weights(
-    state: State, mode: FakeTensorMode, device: torch.device, names: dict[int, str], autograd: bool
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Put a fake tensor in the place of each parameter and buffer, and note its name; `state.restore` takes them out again.
-
-    Returns each tensor with its fake one.
-    """
+def put_fake_weights(state: State, mode: FakeTensorMode, device: torch.device, names: dict[int, str], autograd: bool) -> None:
+    """Put a fake tensor in the place of each parameter and buffer, and note its name; `state.restore` takes them out again."""
     fakes: dict[int, torch.Tensor] = {}
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def stand_in(tensor: torch.Tensor, name: str) -> torch.Tensor:
         if id(tensor) not in fakes:
@@ -280,8 +274,7 @@ def put_fake_weights(
             if autograd:
                 made.requires_grad_(tensor.requires_grad)
             if not is_packed(tensor):  # its attributes are what it is made of
-                carry_over(tensor, made)
-                pairs.append((tensor, made))
+                vars(made).update(own_attributes(tensor))
             fakes[id(tensor)] = made
             names[id(made)] = name
         return fakes[id(tensor)]
@@ -293,16 +286,6 @@ def put_fake_weights(
             for key, tensor in table.items():
                 if tensor is not None:
                     table[key] = stand_in(tensor, f"{path}.{key}" if path else key)
-    return pairs
-
-
-def carry_over(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Give another tensor the attributes that code has put on this one, and no others."""
-    has, wanted = own_attributes(other), own_attributes(tensor)
-    if has or wanted:
-        for name in has.keys() - wanted.keys():
-            del vars(other)[name]
-        vars(other).update(wanted)
 
 
 class Results:

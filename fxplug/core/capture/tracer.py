@@ -29,7 +29,7 @@ from ..torch_internals.tensors import DataDependentOutputException, DynamicOutpu
 from . import edges as model_edge
 from . import self_check
 from .edges import RegionEdges
-from .fake_tensors import NeedsValues, Results, Tries, carry_over, lacks_values, no_collection, put_fake_weights, quiet
+from .fake_tensors import NeedsValues, Results, Tries, lacks_values, no_collection, put_fake_weights, quiet
 from .frozen_values import Derived, drop, find_derived
 from .isolation import Recorded, assemble, exclusive_trace, in_mode, refuse_python_random, restore_after
 from .modes import patched
@@ -304,7 +304,6 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
     device = next((t.device for t in [*inputs, *(t for _, t in tensors)] if not t.is_meta), torch.device("cpu"))
     results = job.results if not tries.autograd else Results(remember=False)
     recording = Recording(model, mode, device, bool(job.real), results, tries)
-    weights: list[tuple[torch.Tensor, torch.Tensor]] = []
     grad = torch.is_grad_enabled()
     regions = RegionEdges(recording, leaves)
     with contextlib.ExitStack() as stack:
@@ -314,7 +313,7 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
         stack.enter_context(torch.no_grad())
         stack.enter_context(refuse_python_random(model))
         if mode is not None:
-            weights = put_fake_weights(state, mode, device, recording.parameters, tries.autograd)
+            put_fake_weights(state, mode, device, recording.parameters, tries.autograd)
             stack.callback(recording.overwritten.put_back)
             stack.enter_context(quiet())
             stack.enter_context(mode)
@@ -344,8 +343,6 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
             if recording.fake:
                 raise NeedsValues(text)
             raise TraceError(f"{text}, and a graph records one branch only: keep the module whole, leaf: [its path]")
-        for tensor, made in weights:
-            carry_over(made, tensor)  # what the model put on it, for the state to see and to take off
         written = state.changes()
         _refuse_anew(state, dict(tensors), recording.parameters, written, leaves)
         if mode is not None and job.check and not job.has_values:
