@@ -238,9 +238,9 @@ class _InputBinding:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.open: dict[str, Any] = {}  # arguments whose numbers are inputs, and no part of the graph
-        self.tensors: list[tuple[fx.Node, torch.Tensor, str]] = []
-        self.constants: list[tuple[fx.Node, Any, str]] = []
-        self.numbers: list[tuple[fx.Node, str, str]] = []
+        # by the function that checks them: its arguments for each input, the node first
+        self.checks: dict[Any, list[Any]] = {ops.check_constants: [], ops.check_numbers: [], ops.check_inputs: []}
+        self.tensors: list[torch.Tensor] = []
         self.containers: list[tuple[fx.Node, Any, Any, str]] = []  # outermost last; each with what it held
 
     def bind(self, signature: inspect.Signature, given: dict[str, Any]) -> dict[str, Any]:
@@ -271,19 +271,21 @@ class _InputBinding:
                 self.recording.first_tensor = node
             if kind := ops.other_kind(value):
                 raise TraceError(f"argument '{name}' is a {kind} tensor, which a graph cannot take: {ops.TO_DENSE}")
-            self.tensors.append((node, value, name))
+            dtype = value.dtype if value.dtype.is_floating_point else None
+            self.checks[ops.check_inputs].append((node, value.dim(), dtype, name))
+            self.tensors.append(value)
             return self.recording.mark(self.example(value), node)
         if isinstance(value, OPAQUE):
             return self.opaque(value, node, name)
         open_here = name.partition("[")[0] in self.open
         if open_here and type(value) in KINDS:
-            self.numbers.append((node, type(value).__name__, name))
+            self.checks[ops.check_numbers].append((node, type(value).__name__, name))
             return self.recording.wrap_number(node, value)
         kinds = {type(x) for x in leaves(value)}
         if not has_tensor(value) and kinds.isdisjoint(OPAQUE) and not (open_here and kinds & KINDS.keys()):
             if not _printable(value):
                 raise TraceError(f"argument '{name}' is a {type(value).__name__}: {CAN_BE_INPUTS}")
-            self.constants.append((node, value, name))
+            self.checks[ops.check_constants].append((node, value, name))
             return self.contained(node, copy.deepcopy(value), name)
         if not isinstance(value, (tuple, list, dict)):
             raise TraceError(f"argument '{name}' is a {type(value).__name__}: {CAN_BE_INPUTS}")
@@ -338,20 +340,12 @@ class _InputBinding:
 
     def check(self) -> None:
         """Record the checks: plain arguments are part of the graph, tensors keep their rank and dtype."""
-        if self.constants:
-            nodes, values, names = zip(*self.constants, strict=True)
-            args = (nodes, values, names)
-            self.recording.node("call_function", ops.check_constants, args, {}, "check_constants", effect=True)
-        if self.numbers:
-            columns = tuple(zip(*self.numbers, strict=True))
-            self.recording.node("call_function", ops.check_numbers, columns, {}, "check_numbers", effect=True)
-        if self.tensors:
-            nodes, examples, names = zip(*self.tensors, strict=True)
-            ranks = tuple(v.dim() for v in examples)
-            dtypes = tuple(v.dtype if v.dtype.is_floating_point else None for v in examples)
-            firsts = (ops.first_of_each(examples),) if self.recording.one_or_two else ()
-            args = (nodes, ranks, dtypes, names, *firsts)
-            self.recording.node("call_function", ops.check_inputs, args, {}, "check_inputs", effect=True)
+        for check, rows in self.checks.items():
+            if rows:
+                columns = tuple(zip(*rows, strict=True))
+                if check is ops.check_inputs and self.recording.one_or_two:
+                    columns += (ops.first_of_each(tuple(self.tensors)),)
+                self.recording.node("call_function", check, columns, {}, check.__name__, effect=True)
 
 
 def _writable_default(value: Any, name: str) -> Any:

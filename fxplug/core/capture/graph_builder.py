@@ -18,7 +18,7 @@ from ..errors import TraceError
 from ..ir import functions as checked_functions
 from ..ir import ops
 from ..ir.containers import children
-from ..ir.graph import Graph, erase_unused, insert, meta_of, redirect
+from ..ir.graph import Graph, erase_unused, insert
 from ..spec.addresses import identifier
 from ..torch_internals.tensors import (
     DisableTorchFunction,
@@ -127,38 +127,6 @@ class Nodes(TorchFunctionMode):
         """Hold a value to what it is now, from where it is computed on."""
         args = (node, expected, decision)
         self.node("call_function", ops.guard, args, {}, f"{node.name}_guard", effect=True, after=node)
-
-    def assigned(self, leaves: set[str]) -> None:
-        """Record the buffers that forward assigned anew: their values go into the memory that they have."""
-        for name, module, before in self.buffers:
-            path, _, key = name.rpartition(".")
-            now = module._buffers.get(key)
-            if now is before or now is None or any(f"{path}.".startswith(f"{leaf}.") for leaf in leaves):
-                continue
-            with DisableTorchFunction():
-                sizes = tuple(now.shape)
-                alike = sizes == tuple(before.shape) and now.dtype == before.dtype
-            if not alike or self.recorded(now) is None:
-                continue
-            old, new = self.lookup(before), self.lookup(now)
-            if old.users:  # what read the old value keeps it
-                copy = self.node("call_method", "clone", (old,), {}, f"{old.name}_before", after=old)
-                copy.meta.update(meta_of(old))
-                redirect(old, copy)
-            kinds = self.node("call_function", ops.same_dtype, (old, new), {}, f"{new.name}_same_dtype")
-            self.guard_after(kinds, True, (*source_line(), f"whether the value written to the buffer '{name}' has the buffer's "
-                                                           "dtype"))
-            for dim, size in enumerate(sizes):
-                self.decide(self.size_of(new, "size", size, dim))
-            self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
-
-    def size_of(self, node: fx.Node, method: str, value: int, dim: int | None = None) -> Any:
-        """A size of a tensor as a number, read from the node."""
-        raise NotImplementedError
-
-    def decide(self, number: Any) -> Any:
-        """Python needs the plain value of a number."""
-        raise NotImplementedError
 
     # --- nodes and values
 

@@ -15,6 +15,8 @@ from torch import fx
 
 from ..errors import TraceError
 from ..ir import functions, ops
+from ..ir.graph import meta_of, redirect
+from ..spec.addresses import identifier
 from ..torch_internals.tensors import DisableTorchFunction
 from .fake_tensors import KINDS, NeedsValues, Number, lacks_values
 from .graph_builder import NUMBERS, Nodes
@@ -226,6 +228,30 @@ class RecordedNumbers(Nodes):
                 self.refuse_measured(node, does)
         decision = (*source_line(), describe(node))
         self.node("call_function", ops.guard, (node, expected, decision), {}, self.named("guard"), effect=True)
+
+    def assigned(self, leaves: set[str]) -> None:
+        """Record the buffers that forward assigned anew: their values go into the memory that they have."""
+        for name, module, before in self.buffers:
+            path, _, key = name.rpartition(".")
+            now = module._buffers.get(key)
+            if now is before or now is None or any(f"{path}.".startswith(f"{leaf}.") for leaf in leaves):
+                continue
+            with DisableTorchFunction():
+                sizes = tuple(now.shape)
+                alike = sizes == tuple(before.shape) and now.dtype == before.dtype
+            if not alike or self.recorded(now) is None:
+                continue
+            old, new = self.lookup(before), self.lookup(now)
+            if old.users:  # what read the old value keeps it
+                copy = self.node("call_method", "clone", (old,), {}, f"{old.name}_before", after=old)
+                copy.meta.update(meta_of(old))
+                redirect(old, copy)
+            kinds = self.node("call_function", ops.same_dtype, (old, new), {}, f"{new.name}_same_dtype")
+            self.guard_after(kinds, True, (*source_line(), f"whether the value written to the buffer '{name}' has the buffer's "
+                                                           "dtype"))
+            for dim, size in enumerate(sizes):
+                self.decide(self.size_of(new, "size", size, dim))
+            self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
 
     def guard_parts(self, short: str, args: Any, kwargs: Any) -> None:
         """Hold the sizes that decide how many results, or how many dimensions, a function gives."""
