@@ -285,8 +285,9 @@ def test_lora_unet_is_fxplugs_lora():
     assert parse_yaml(done.text).data["passes"][0]["hcp/lora"]["alpha_auto_scale"] is False and "dropout" in done.notes[0]
     for wrong, message in {
         "rank: 1.5": "nor a share of each layer's width", "rank: 0": "neither a whole number",
-        "svd_init: true": "'svd_init' is not supported", "branch: q": "no branch 'q'", "mask: [0, 0.3]": "one half of it",
-        "type: loha_group": "no pass for the type 'loha_group'", "ranks: 3": "unknown key 'ranks' (did you mean 'rank'?)",
+        "svd_init: true": "svd_init: must be one of false", "branch: q": "must be one of p, n, not 'q'",
+        "type: loha_group": "must be one of lora, loha, dapp, p, n, not 'loha_group'", "mask: [0, 0.3]": "one half of it",
+        "ranks: 3": "unknown key 'ranks' (did you mean 'rank'?)",
     }.items():  # fmt: skip
         assert message in refused(f"  - {{layers: [a], {wrong}}}\n", "lora_unet:\n")
 
@@ -462,7 +463,7 @@ def test_layers_of_the_model_itself_are_trained(layers, wanted):
         (("- {lr: 1e-6", "- {lr: 2, layers: [a]}\n- {lr: 1e-6"), "cannot be translated:.*several lr, 1e-06, 2.0, and train.lr"),
         (("lr: 1e-6", "lr: much"), r"unet\[0\].lr: must be a number, not 'much'"),
         (("layers:", "layer:"), r"unet\[0\]: missing key 'layers' .did you mean 'layer'"),
-        (("['']", "['pre_hook:a']"), r"unet\[0\].layers: only the prefix re: is allowed here"),
+        (("['']", "['pre_hook:a']"), r"unet\[0\].layers: 'pre_hook:a': only the prefix re: is allowed here"),
         (("- {", "- a # {"), r"unet\[0\]: must be a mapping with 'layers', not 'a'"),
     ],
     ids=lambda value: value[1][:12] if isinstance(value, tuple) else "",

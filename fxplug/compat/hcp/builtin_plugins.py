@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from ...core.errors import SpecError, below, did_you_mean
-from ...core.spec.yaml_source import shown
-from .hosts import OPTIONS, Host, common_of, number, patterns, take_key
-from .layer_patterns import read_layers
+from ...core.spec.yaml_source import Section, checked, shown, validate
+from .hosts import OPTIONS, Host, Number, common_of, number, patterns, take_key
+from .layer_patterns import read_layers, read_paths
 
 LORA = re.compile(
     r"hcpdiff\.models(\.lora_base|\.lora_layers|\.lora_base_patch|\.lora_layers_patch)?\.(LoraBlock|LoraLayer|LohaLayer|DAPPLayer)"
@@ -18,7 +20,6 @@ LORA = re.compile(
 CONTROLNET = ("hcpdiff.models.controlnet.ControlNetPlugin", "hcpdiff.models.ControlNetPlugin")
 HALVES = {"p": "second", "n": "first"}  # DreamArtist++ (arXiv 2211.11337): the negative prompt's samples come first in a batch
 MASKS = {(0, 0.5): "n", (0.5, 1): "p", (0, 1): None}
-SORTS = ("lora", "loha", "dapp", *HALVES)
 
 
 def built_in(target: str, common: dict[str, Any], given: dict[str, Any], host: Host, notes: list[str]) -> dict[str, Any]:
@@ -26,9 +27,8 @@ def built_in(target: str, common: dict[str, Any], given: dict[str, Any], host: H
     path = target.removesuffix(".wrap_model")
     kind = path.rpartition(".")[2]
     if LORA.fullmatch(path):
-        dropout = 0.0 if path != target else 0.1
-        sort = {"LohaLayer": "loha", "DAPPLayer": "dapp"}.get(kind, "lora")
-        return _low_rank(sort, common, given, host, notes, dropout)
+        defaults = {"type": {"LohaLayer": "loha", "DAPPLayer": "dapp"}.get(kind, "lora"), "dropout": 0.1 * (path == target)}
+        return _low_rank(common, {**defaults, **given}, host, notes)
     if target in CONTROLNET:
         return _controlnet(common, given, host, notes)
     if kind == "EmbeddingPTHook":
@@ -71,48 +71,6 @@ def _controlnet(common: dict[str, Any], given: dict[str, Any], host: Host, notes
 # --- lora_unet and lora_text_encoder
 
 
-def lora_passes(name: str, entry: Any, host: Host, notes: list[str]) -> dict[str, Any]:
-    """The pass of one entry of `lora_unet`. Raises SpecError."""
-    if not isinstance(entry, Mapping):
-        raise SpecError(f"must be a mapping with 'layers', not {shown(entry)}")
-    given = {key: value for key, value in entry.items() if key not in OPTIONS}
-    sort = given.pop("type", "lora")
-    if sort not in SORTS:
-        raise SpecError(f"no pass for the type {shown(sort)}{did_you_mean(sort, SORTS)}", path=("type",))
-    return _low_rank(sort, common_of(name, entry, notes), given, host, notes, 0.0)
-
-
-def _low_rank(
-    sort: str, common: dict[str, Any], given: dict[str, Any], host: Host, notes: list[str], dropout: float
-) -> dict[str, Any]:
-    if "branch" in given and sort != "dapp":
-        notes.append(
-            f"{common['name']}: branch is read as in HCP-Diffusion 0.7 and earlier; from 0.9 on only type: dapp has it"
-        )
-    half = _half(sort, given)
-    layers = read_layers(take_key(given, "layers"), "layers")
-    if any(layer.pre_hook or layer.kind for layer in layers):
-        raise SpecError("only the prefix re: is allowed here", path=("layers",))
-    given.pop("inplace", None)  # where a sum is stored, which a graph decides itself
-    if given.pop("svd_init", False):
-        raise SpecError("'svd_init' is not supported by fxplug's low-rank update", path=("svd_init",))
-    options = {"rank": _rank(given.pop("rank", 1)), "alpha": number(given.pop("alpha", 1.0), ("alpha",))}
-    if not given.pop("alpha_auto_scale", True):
-        options["alpha_auto_scale"] = False
-    if sort == "loha":
-        if half:
-            raise SpecError("an update of half of the batch cannot be a LoHa, which changes a weight that all samples share")
-        options, kind = _loha(common, given, options, notes), "hcp/loha"
-    else:
-        options, kind = _lora(common, given, options, notes, dropout), "hcp/half_lora" if half else "hcp/lora"
-    for key in given:
-        known = ["layers", "alpha", "alpha_auto_scale", "dropout", "bias", "rank", "branch", "type", "lr", "train"]
-        raise SpecError(f"unknown key '{key}'{did_you_mean(key, known)}", key=key)
-    with below("layers"):
-        host.places(layers)
-    return {kind: {**common, "at": patterns(layers), **options, **({"half": half} if half else {})}}
-
-
 def half_of(mask: Any) -> str | None:
     """Which half of the batch a `mask` of HCP-Diffusion chooses, first or second; None for all of it. Raises SpecError."""
     if mask is not None and (not isinstance(mask, (list, tuple)) or tuple(mask) not in list(MASKS)):
@@ -121,48 +79,71 @@ def half_of(mask: Any) -> str | None:
     return None if branch is None else HALVES[branch]
 
 
-def _half(sort: str, given: dict[str, Any]) -> str | None:
-    """Which half of the batch an entry acts on, from its `branch`, `mask` or type; None for all of it."""
-    with below("mask"):
-        masked = half_of(given.pop("mask", None))
-    branch = given.pop("branch", None) or (sort if sort in HALVES else "p" if sort == "dapp" else None)
-    if branch is not None and branch not in HALVES:
-        raise SpecError(f"no branch {shown(branch)}: there are {', '.join(HALVES)}", path=("branch",))
-    return masked if branch is None else HALVES[branch]
-
-
 def _rank(rank: Any) -> Any:
     whole = isinstance(rank, int) and not isinstance(rank, bool)
     if not (rank >= 1 if whole else isinstance(rank, float) and 0 < rank <= 1):
         share = "a share of each layer's width, above 0 and at most 1.0"
-        raise SpecError(f"{shown(rank)} is neither a whole number, 1 or more, nor {share}", path=("rank",))
+        raise SpecError(f"{shown(rank)} is neither a whole number, 1 or more, nor {share}")
     return rank
 
 
-def _lora(
-    common: Mapping[str, Any], given: dict[str, Any], options: dict[str, Any], notes: list[str], dropout: float
-) -> dict[str, Any]:
-    options["dropout"] = number(given.pop("dropout", dropout), ("dropout",), least=0.0, below=1.0)
-    if options["dropout"]:
-        notes.append(
-            f"{common['name']}: dropout is applied to the input of the update; in HCP-Diffusion it is applied to its result"
-        )
-    if given.pop("bias", False):
-        options["bias"] = True
-        notes.append(f"{common['name']}: the bias of the update is initialised to zero; in HCP-Diffusion it is random")
-    return options
+class LowRankSection(Section):
+    """An entry of `lora_unet`, or what a plugin of these classes is given, beside the keys that all plugins have."""
+
+    layers: Annotated[Any, checked(read_paths)] = Field(description="a list of layers")
+    type: Literal["lora", "loha", "dapp", "p", "n"] = "lora"
+    branch: Literal["p", "n"] | None = None
+    mask: Annotated[Any, checked(half_of)] = None
+    rank: Annotated[Any, checked(_rank)] = 1
+    rank_groups: Literal[2] = Field(2, description="2: a LoHa has two factors")
+    alpha: Number = 1.0
+    alpha_auto_scale: bool = True
+    dropout: Annotated[float, checked(lambda value: number(value, (), least=0.0, below=1.0))] = 0.0
+    bias: bool = False
+    svd_init: Literal[False] = Field(False, description="false: fxplug's low-rank update has no such start")
+    inplace: Any = None  # where a sum is stored, which a graph decides itself
+
+    @property
+    def half(self) -> str | None:
+        """Which half of the batch it acts on, from its `branch`, `mask` or type; None for all of it."""
+        branch = self.branch or (self.type if self.type in HALVES else "p" if self.type == "dapp" else None)
+        return self.mask if branch is None else HALVES[branch]
 
 
-def _loha(common: Mapping[str, Any], given: dict[str, Any], options: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """HCP-Diffusion's rank is shared by its groups, of which LoHa (arXiv 2108.06098) has two."""
-    rank, groups = options["rank"], given.pop("rank_groups", 2)
-    if groups != 2 or isinstance(rank, float) or rank % 2:
-        raise SpecError(f"a LoHa has two factors of one rank, so rank {rank} in {groups} groups is not "
-                        "possible", path=("rank_groups",))
-    if given.pop("bias", False):
-        raise SpecError("a LoHa has no 'bias'", path=("bias",))
-    if dropout := given.pop("dropout", 0.0):
-        notes.append(f"{common['name']}: a dropout of {dropout} is ignored, because HCP-Diffusion's LohaLayer never applies it")
-    # there the scale is alpha / (2 * rank of a factor), here alpha / rank of a factor
-    alpha = options["alpha"] if "alpha_auto_scale" in options else options["alpha"] / 2
-    return {**options, "rank": rank // 2, "alpha": alpha}
+def lora_passes(name: str, entry: Any, host: Host, notes: list[str]) -> dict[str, Any]:
+    """The pass of one entry of `lora_unet`. Raises SpecError."""
+    if not isinstance(entry, Mapping):
+        raise SpecError(f"must be a mapping with 'layers', not {shown(entry)}")
+    given = {key: value for key, value in entry.items() if key not in OPTIONS}
+    return _low_rank(common_of(name, entry, notes), given, host, notes)
+
+
+def _low_rank(common: dict[str, Any], given: Mapping[str, Any], host: Host, notes: list[str]) -> dict[str, Any]:
+    own, name, found = validate(LowRankSection, given), common["name"], list[str]()
+    if own.branch and own.type != "dapp":
+        found.append("branch is read as in HCP-Diffusion 0.7 and earlier; from 0.9 on only type: dapp has it")
+    made: dict[str, Any] = {"rank": own.rank, "alpha": own.alpha}
+    if not own.alpha_auto_scale:
+        made["alpha_auto_scale"] = False
+    if own.type == "loha":
+        if own.half or own.bias:
+            what = "'bias'" if own.bias else "update of half of the batch, as it changes a weight that all samples share"
+            raise SpecError(f"a LoHa has no {what}")
+        if isinstance(own.rank, float) or own.rank % 2:
+            raise SpecError(f"a LoHa has two factors of one rank, so rank {own.rank} is not possible", path=("rank",))
+        if own.dropout:
+            found.append(f"a dropout of {own.dropout} is ignored, because HCP-Diffusion's LohaLayer never applies it")
+        # its rank is shared by the factors (arXiv 2108.06098): the scale is alpha / (2 * rank of one) there, here alpha / that
+        made |= {"rank": own.rank // 2, "alpha": own.alpha / 2 if own.alpha_auto_scale else own.alpha}
+    else:
+        made["dropout"] = own.dropout
+        if own.dropout:
+            found.append("dropout is applied to the input of the update; in HCP-Diffusion it is applied to its result")
+        if own.bias:
+            made["bias"] = True
+            found.append("the bias of the update is initialised to zero; in HCP-Diffusion it is random")
+    notes += [f"{name}: {note}" for note in found]
+    with below("layers"):
+        host.places(own.layers)
+    kind = "hcp/loha" if own.type == "loha" else "hcp/half_lora" if own.half else "hcp/lora"
+    return {kind: {**common, "at": patterns(own.layers), **made, **({"half": own.half} if own.half else {})}}

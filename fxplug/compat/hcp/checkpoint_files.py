@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...core import weight_files
 from ...core.errors import ArtifactError, SpecError, did_you_mean
-from .layer_patterns import read_layers
+from .layer_patterns import read_paths
 
 State = dict[str, Tensor]
 SECTIONS = ("base", "lora", "plugin")
@@ -123,9 +123,7 @@ def selected(names: Sequence[str], layers: Any, file: str | Path) -> list[str]:
     if layers is None or layers == "all":
         return list(names)
     chosen: set[str] = set()
-    for layer in read_layers(layers, "layers"):
-        if layer.pre_hook or layer.kind:
-            raise SpecError(f"'{layer.text}': only the prefix re: is allowed here", path=("layers",))
+    for layer in read_paths(layers, "layers"):
         here = [name for name in names if any(_is(layer.path, part, layer.regex) for part in _parts(name))]
         if not here:
             hint = did_you_mean(layer.path, {part for name in names for part in _parts(name)})

@@ -67,16 +67,25 @@ def read_layer(text: object) -> LayerPattern:
     return LayerPattern(text, rest, regex, pre_hook, kind)
 
 
-def read_layers(entries: object, key: str) -> list[LayerPattern]:
-    """Read a list of entries (or one). Raises SpecError, with `key` as its path."""
+def read_layers(entries: object, *path: str) -> list[LayerPattern]:
+    """Read a list of entries (or one), which is at a path. Raises SpecError."""
     items = [entries] if isinstance(entries, str) else entries
     if not isinstance(items, (list, tuple)) or not items:
-        raise SpecError(f"must be a list of layers, not {shown(entries)}", path=(key,))
+        raise SpecError(f"must be a list of layers, not {shown(entries)}", path=path)
     found = []
     for index, item in enumerate(items):
-        with below(key, index):
+        with below(*path, index):
             found.append(read_layer(item))
     return found
+
+
+def read_paths(entries: object, *path: str) -> list[LayerPattern]:
+    """Read a list of paths and expressions, or one, as low-rank updates and weights have it. Raises SpecError."""
+    layers = read_layers(entries, *path)
+    for layer in layers:
+        if layer.pre_hook or layer.kind:
+            raise SpecError(f"'{layer.text}': only the prefix re: is allowed here", path=path)
+    return layers
 
 
 def places(layers: Iterable[LayerPattern], classes: Mapping[str, str]) -> list[MatchedLayer]:

@@ -15,7 +15,7 @@ from .builtin_plugins import half_of
 from .config_files import References, near, read_files
 from .entries import plugins_of
 from .hosts import PARTS, Host, Number, pass_name
-from .layer_patterns import read_layers
+from .layer_patterns import read_paths
 
 GROUP = ("type", "base_model_alpha", "lora", "part", "plugin")
 BUILDER = "fxplug.compat.hcp.merging:merged"
@@ -72,7 +72,7 @@ def read_merge(source: Source, part: str, host: Host, notes: list[str]) -> Merge
 
 def _layers(layers: Any) -> list[str] | None:
     """The layers of a file as they are written, None for all. Raises SpecError."""
-    return None if layers == "all" else [layer.text for layer in read_layers(layers, "layers")]
+    return None if layers == "all" else [layer.text for layer in read_paths(layers)]
 
 
 Layers = Annotated[Any, checked(_layers)]

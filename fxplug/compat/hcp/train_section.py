@@ -11,7 +11,7 @@ from ...core.errors import SpecError, shown
 from ...core.spec.yaml_source import Source
 from .config_files import References
 from .hosts import RATE, number, patterns, take_key
-from .layer_patterns import read_layers
+from .layer_patterns import read_paths
 
 EVAL = re.compile(r'\$\{(?:hcp\.eval|times):\s*["\']?\s*(.*?)\s*["\']?\s*\}')  # its resolvers, as far as files use them
 PRODUCT = re.compile(r"\d+(?:\s*[*,]\s*\d+)*")
@@ -82,9 +82,7 @@ def own_layers(source: Source, more: dict[str, Any], notes: list[str]) -> None:
         with source.inside("unet", index):
             if not isinstance(entry, Mapping):
                 raise SpecError(f"must be a mapping with 'layers', not {shown(entry)}")
-            layers = read_layers(take_key(dict(entry), "layers"), "layers")
-            if any(layer.pre_hook or layer.kind for layer in layers):
-                raise SpecError("only the prefix re: is allowed here", path=("layers",))
+            layers = read_paths(take_key(dict(entry), "layers"), "layers")
             rates.add(number(entry.get("lr", RATE), ("lr",), least=0.0))
             found += [pattern or "**" for pattern in patterns(layers)]
     if "train" in more and len(rates) == 1:
