@@ -101,6 +101,14 @@ def lite() -> Traced:
     return traced(case.build(), *args, **kwargs)
 
 
+def net(forward, **parts: Any) -> nn.Module:
+    """A module of a class of its own: `net(lambda self, x: self.b(self.a(x)), a=nn.Linear(2, 3), b=nn.Linear(3, 4))`."""
+    made = type("Net", (nn.Module,), {"forward": forward, "__module__": forward.__module__})()
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
+
+
 class Call(nn.Module):
     """A function of a tensor and of layers as a module."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import timm
 import torch
+from small import net
 from test_blitz import Own, Wrong, mlp_addin, narrow_mlp, quiet
 from torch import nn
 from zhijian.manual import LINES
@@ -53,7 +55,7 @@ def same_step(new, reference, addins, name, *inputs):
 
 
 @pytest.fixture(scope="module")
-def net():
+def mlp():
     return narrow_mlp()
 
 
@@ -81,8 +83,8 @@ FORMS = {
 
 
 @pytest.mark.parametrize("line", FORMS)
-def test_each_form_is_what_its_hooks_compute(net, line):
-    model, gm, image = net
+def test_each_form_is_what_its_hooks_compute(mlp, line):
+    model, gm, image = mlp
     addin = mlp_addin(out=256)
     theirs = copy.deepcopy(addin)
     path, hooks = FORMS[line](theirs)
@@ -92,8 +94,8 @@ def test_each_form_is_what_its_hooks_compute(net, line):
     assert all(p.grad is None for p in addin.parameters())
 
 
-def test_several_points_and_lines_are_several_add_ins(net):
-    model, gm, image = net
+def test_several_points_and_lines_are_several_add_ins(mlp):
+    model, gm, image = mlp
     a, b, c = (mlp_addin() for _ in range(3))
     lines = [
         "(MLPAddin.adapt_across_input): ...->(fc1){in1}->{in2}(fc2)->{out1}(fc3){out2}->..., (Own.adapt): (fc2){inout1}",
@@ -244,15 +246,15 @@ def test_a_place_that_is_not_there_is_named_with_the_nearest(blocks, line, found
     assert found in str(error.value) and text in str(error.value)
 
 
-def test_a_method_that_keeps_state_is_refused_when_it_is_applied(net):
+def test_a_method_that_keeps_state_is_refused_when_it_is_applied(mlp):
     with pytest.raises(FxplugError) as error:
-        fxplug.apply(net[1], fxplug.blitz("(Wrong.adapt_kept): (fc2){inout1}", Wrong()))
+        fxplug.apply(mlp[1], fxplug.blitz("(Wrong.adapt_kept): (fc2){inout1}", Wrong()))
     said = "(Wrong.adapt_kept): (fc2){inout1}: blitz: Addin at 'fc2': Wrong.adapt_kept sets 'kept' of the add-in"
     assert said in str(error.value)
 
 
-def test_a_weight_that_a_method_reads_is_the_base_models_own(net):
-    model, gm, image = net
+def test_a_weight_that_a_method_reads_is_the_base_models_own(mlp):
+    model, gm, image = mlp
     new = fxplug.apply(gm, fxplug.blitz("(Wrong.adapt_weight): (fc2){inout1}", Wrong()))
     added = new.state_dict().keys() - gm.state_dict().keys()
     assert added == {f"blitz.fc2.Addin.addin.{key}" for key in ("mean", "count")}
@@ -267,18 +269,6 @@ def test_a_weight_that_a_method_reads_is_the_base_models_own(net):
 
 
 def test_a_constant_among_the_arguments_is_seen_and_cannot_be_changed():
-    class Times(nn.Module):
-        def forward(self, a, n):
-            return a * n
-
-    class Host(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mix = Times()
-
-        def forward(self, x):
-            return self.mix(x, 3)
-
     class Counts(AddinBase):
         def adapt_by(self, module, inputs):
             return inputs[0] * inputs[1], inputs[1]
@@ -286,32 +276,21 @@ def test_a_constant_among_the_arguments_is_seen_and_cannot_be_changed():
         def adapt_to(self, module, inputs):
             return inputs[0], 4
 
-    gm, x = fxplug.trace(Host(), (torch.randn(3),)), torch.randn(3)
+    host, x = net(lambda self, x: self.mix(x, 3), mix=net(lambda self, a, n: a * n)), torch.randn(3)
+    gm = fxplug.trace(host, (torch.randn(3),))
     assert torch.equal(fxplug.apply(gm, fxplug.blitz("(Counts.adapt_by): {inout1}(mix)", Counts()))(x), x * 3 * 3)
     with pytest.raises(FxplugError, match=r"returns \(tensor, 4\) before a module that is called with \(tensor, 3\)"):
         fxplug.apply(gm, fxplug.blitz("(Counts.adapt_to): {inout1}(mix)", Counts()))
 
 
-def test_a_buffer_changed_in_place_lasts(net):
-    _, gm, image = net
+def test_a_buffer_changed_in_place_lasts(mlp):
+    _, gm, image = mlp
     new = fxplug.apply(gm, fxplug.blitz("(Wrong.adapt_in_place): (fc3){inout1}", Wrong()))
     plain = gm(image)
     assert [torch.equal(new(image), plain * n) for n in (1, 2, 3)] == [True] * 3
 
 
-def test_a_module_with_several_arguments(net):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mix = Mix()
-
-        def forward(self, x):
-            return self.mix(x, x + 1)[0]
-
-    class Mix(nn.Module):
-        def forward(self, a, b):
-            return a * 2 + b, {"b": b}
-
+def test_a_module_with_several_arguments():
     class Pair(AddinBase):
         def adapt_both(self, module, inputs):
             return inputs[1], inputs[0] * 3
@@ -322,7 +301,8 @@ def test_a_module_with_several_arguments(net):
         def adapt_short(self, module, inputs, outputs):
             return outputs[0]
 
-    model, x = Two(), torch.randn(3)
+    mix = net(lambda self, a, b: (a * 2 + b, {"b": b}))
+    model, x = net(lambda self, x: self.mix(x, x + 1)[0], mix=mix), torch.randn(3)
     gm = fxplug.trace(model, (x,))
     for method, place, kind in (("adapt_both", "{inout1}(mix)", "pre"), ("adapt_result", "(mix){inout1}", "post")):
         new = fxplug.apply(gm, fxplug.blitz(f"(Pair.{method}): {place}", Pair()))
@@ -333,25 +313,17 @@ def test_a_module_with_several_arguments(net):
 
 
 def test_the_cache_of_a_module_with_several_results_is_all_of_them():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.split, self.head = Split(), nn.Linear(3, 3)
-
-        def forward(self, x):
-            a, rest = self.split(x)
-            return self.head(a) + rest["b"]
-
-    class Split(nn.Module):
-        def forward(self, x):
-            return x * 2, {"b": x + 1}
+    def forward(self, x):
+        a, rest = self.split(x)
+        return self.head(a) + rest["b"]
 
     class Both(AddinBase):
         def adapt_across_output(self, module, inputs, outputs):
             a, rest = self.inputs_cache
             return outputs * rest["b"] - a
 
-    model, x, own = Two(), torch.randn(2, 3), Both()
+    model = net(forward, split=net(lambda self, x: (x * 2, {"b": x + 1})), head=nn.Linear(3, 3))
+    x, own = torch.randn(2, 3), Both()
     new = fxplug.apply(
         fxplug.trace(model, (x,)), fxplug.blitz("(Both.adapt_across_output): (split){in1}->(head){out1}", Both())
     )
@@ -360,15 +332,9 @@ def test_the_cache_of_a_module_with_several_results_is_all_of_them():
 
 
 def test_every_call_of_a_module_goes_through_its_one_add_in():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.last(self.fc(torch.relu(self.fc(x))))
-
-    model, x, own = Twice(), torch.randn(2, 3), Own(0.25)
+    layers = {"fc": nn.Linear(3, 3), "last": nn.Linear(3, 3)}
+    model, x = net(lambda self, x: self.last(self.fc(torch.relu(self.fc(x)))), **layers), torch.randn(2, 3)
+    own = Own(0.25)
     theirs = copy.deepcopy(own)
     new = fxplug.apply(fxplug.trace(model, (x,)), fxplug.blitz("(Own.adapt): (fc){inout1}", own))
     same_step(new, hooked(model, [("fc", "post", theirs.adapt)]), {"fc": theirs}, "blitz", x)
@@ -379,25 +345,12 @@ def test_every_call_of_a_module_goes_through_its_one_add_in():
 
 
 def test_ranges_of_ranges_are_all_of_them_and_pair_up():
-    class Cell(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+    def cells():
+        cell = lambda self, x: self.b(torch.relu(self.a(x)))  # noqa: E731
+        return nn.Sequential(*(net(cell, a=nn.Linear(4, 4), b=nn.Linear(4, 4)) for _ in range(2)))
 
-        def forward(self, x):
-            return self.b(torch.relu(self.a(x)))
-
-    class Grid(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stages = nn.ModuleList(nn.ModuleDict({"cells": nn.Sequential(Cell(), Cell())}) for _ in range(2))
-
-        def forward(self, x):
-            for stage in self.stages:
-                x = stage["cells"](x)
-            return x
-
-    grid, x, addin = Grid(), torch.randn(2, 4), mlp_addin(4)
+    grid = nn.Sequential(OrderedDict(stages=nn.Sequential(*(nn.Sequential(OrderedDict(cells=cells())) for _ in range(2)))))
+    x, addin = torch.randn(2, 4), mlp_addin(4)
     theirs, hooks = {}, []
     for path in ("0.cells.0", "0.cells.1", "1.cells.0", "1.cells.1"):
         theirs[f"stages.{path}.b"] = own = copy.deepcopy(addin)
@@ -408,19 +361,8 @@ def test_ranges_of_ranges_are_all_of_them_and_pair_up():
 
 
 def test_keyword_arguments_are_left_as_they_are():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mix = Mix()
-
-        def forward(self, x):
-            return self.mix(x, b=x + 1)
-
-    class Mix(nn.Module):
-        def forward(self, a, b):
-            return a * 2 + b
-
-    model, x, own = Named(), torch.randn(3), Own(3.0)
+    mix = net(lambda self, a, b: a * 2 + b)
+    model, x, own = net(lambda self, x: self.mix(x, b=x + 1), mix=mix), torch.randn(3), Own(3.0)
     for method in ("adapt_first", "adapt_all"):
         new = fxplug.apply(fxplug.trace(model, (x,)), fxplug.blitz(f"(Own.{method}): {{inout1}}(mix)", own))
         reference = hooked(model, [("mix", "pre", getattr(own, method))])

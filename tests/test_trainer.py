@@ -17,6 +17,7 @@ import test_parallel_training
 import torch
 import yaml
 from runs import VIT, Digits, config, logged, notes, run, same, sharing, trained
+from small import net
 from sweeps import sweep
 from torch import nn
 
@@ -339,46 +340,33 @@ def test_a_nan_names_step_batch_and_region(tmp_path):
     assert "dataset[5]" in text
 
 
-class Overflow(nn.Module):
+OWN = {"inputs": {"x": [2, 3, 16, 16]}, "passes": ["lora"], "train__trainable": []}  # of a model of one's own
+
+
+def overflow():
     """Two layers, the second of which overflows once the first has grown."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(768, 16), nn.Linear(16, 16), nn.Linear(16, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.first(x.flatten(1))
-        return self.last(self.second(h.double().mul(1e30).pow(8).float()).relu())
+    parts = {"first": nn.Linear(768, 16), "second": nn.Linear(16, 16), "last": nn.Linear(16, 10)}
+    deep = lambda self, x: self.second(self.first(x.flatten(1)).double().mul(1e30).pow(8).float())  # noqa: E731
+    return net(lambda self, x: self.last(deep(self, x).relu()), **parts)
 
 
 def test_an_overflow_names_the_first_region_and_keeps_the_weights(tmp_path):
-    text = message(
-        fxplug.TrainError,
-        tmp_path,
-        model="test_trainer:Overflow",
-        inputs={"x": [2, 3, 16, 16]},
-        passes=[{"lora": {"at": "first"}}],
-        train__trainable=[],
-    )
+    own = {"model": "test_trainer:overflow", **OWN, "passes": [{"lora": {"at": "first"}}]}
+    text = message(fxplug.TrainError, tmp_path, **own)
     assert "step 1: the loss is nan" in text and "the first non-finite values are in" in text and "float returned" in text
     assert len(text.splitlines()) == 4 and "executing" not in text
     assert not (tmp_path / "module").exists()
 
 
-class Sized(nn.Module):
+def sized():
     """Takes the middle of images of one size, and other ones whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(768, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lin((x if x.shape[-1] != 24 else x[..., 4:20, 4:20]).flatten(1).to(self.lin.weight.dtype))
+    middle = lambda x: x if x.shape[-1] != 24 else x[..., 4:20, 4:20]  # noqa: E731
+    return net(lambda self, x: self.lin(middle(x).flatten(1).to(self.lin.weight.dtype)), lin=nn.Linear(768, 10))
 
 
 def test_a_batch_that_does_not_fit_the_graph_names_the_key(tmp_path):
-    own = {"model": "test_trainer:Sized", "passes": [{"lora": {"at": "lin"}}], "train__trainable": []}
-    text = message(fxplug.TrainError, tmp_path, **own, inputs={"x": [2, 3, 24, 24]})
+    own = {"model": "test_trainer:sized", **OWN, "inputs": {"x": [2, 3, 24, 24]}}
+    text = message(fxplug.TrainError, tmp_path, **own)
     traced = re.escape("  traced: x [2, 3, 24, 24] float32\n  in a batch: image [16, 3, 16, 16] float32, label [16] int64")
     assert re.search(rf"(?s)^the model was traced with inputs that differ from those of the run: .*{traced}", text)
     assert text.endswith("\n  images are [16, 16] and inputs.x is [2, 3, 24, 24]: set the same size in data.size and inputs.x")
@@ -408,17 +396,6 @@ def test_what_the_first_batch_has_otherwise_is_said_with_its_way_out(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-class Words(nn.Module):
-    """Text whose number of words is its own, and images of as many channels as its layer has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place, self.conv = nn.Parameter(torch.zeros(1, 4, 8)), nn.Conv2d(3, 8, 1)
-
-    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        return self.conv(image).mean((2, 3)) + (text + self.place).mean(1)
-
-
 class Both(fxplug.Task):
     def loss(self, module, batch, draw):
         return module(batch["image"], text=batch["words"]).square().mean()
@@ -433,7 +410,10 @@ class Both(fxplug.Task):
     ],
 )
 def test_words_channels_and_dimensions_are_named(image, words, advice):
-    new = fxplug.trace(Words(), (torch.randn(2, 3, 5, 5), torch.randn(2, 4, 8)))
+    # text whose number of words is its own, and images of as many channels as the layer has
+    forward = lambda self, image, text: self.conv(image).mean((2, 3)) + (text + self.place).mean(1)  # noqa: E731
+    model = net(forward, place=nn.Parameter(torch.zeros(1, 4, 8)), conv=nn.Conv2d(3, 8, 1))
+    new = fxplug.trace(model, (torch.randn(2, 3, 5, 5), torch.randn(2, 4, 8)))
     data = [{"image": torch.randn(image), "words": torch.randn(words)}] * 8
     with pytest.raises(fxplug.TrainError, match=advice):
         fxplug.Trainer(new, Both(), data, steps=1, batch=8, device="cpu", quiet=True, trainable=["conv"])
@@ -470,25 +450,13 @@ def test_what_a_task_raises_itself_is_told_as_it_is():
         made.fit()
 
 
-class Detached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(768, 10), nn.Linear(768, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.flatten(1)
-        return self.used(x) + self.unused(x).detach()
+def detached():
+    forward = lambda self, x: self.used(x.flatten(1)) + self.unused(x.flatten(1)).detach()  # noqa: E731
+    return net(forward, used=nn.Linear(768, 10), unused=nn.Linear(768, 10))
 
 
 def test_a_block_without_gradient_is_named(tmp_path):
-    text = message(
-        fxplug.TrainError,
-        tmp_path,
-        model="test_trainer:Detached",
-        inputs={"x": [2, 3, 16, 16]},
-        passes=["lora"],
-        train__trainable=[],
-    )
+    text = message(fxplug.TrainError, tmp_path, model="test_trainer:detached", **OWN)
     assert text.startswith("no gradient reached lora.unused.Lora.down.weight, lora.unused.Lora.up.weight in the first step")
 
 
@@ -585,38 +553,30 @@ def test_a_hook_that_a_plugin_registers_is_called():
     assert Looks.seen == 2
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(768, 10)
-        self.head = nn.Linear(768, 10)
-        self.head.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.first(x.flatten(1)) + self.head(x.flatten(1))
+def tied():
+    first, head = nn.Linear(768, 10), nn.Linear(768, 10)
+    head.weight = first.weight
+    return net(lambda self, x: self.first(x.flatten(1)) + self.head(x.flatten(1)), first=first, head=head)
 
 
 def test_a_tied_parameter_trains_under_either_name(tmp_path):
-    common = {"model": "test_trainer:Tied", "inputs": {"x": [2, 3, 16, 16]}, "passes": [], "train__steps": 1}
-    done = run(tmp_path, **common, train__trainable=["head.weight"])
+    own = {"model": "test_trainer:tied", **OWN, "passes": [], "train__trainable": ["head.weight"]}
+    done = run(tmp_path, **own, train__steps=1)
     assert list(done.trainer.trained) == ["first.weight"]
 
 
-class Trap(nn.Module):
+def trap():
     """Is not a number in training alone."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop, self.head = nn.Dropout(0.5), nn.Linear(768, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.head(self.drop(x.flatten(1)))
         return torch.log(-y.abs()) if self.training else y
 
+    return net(forward, drop=nn.Dropout(0.5), head=nn.Linear(768, 10))
+
 
 def test_the_diagnosis_is_of_training(tmp_path):
-    common = {"model": "test_trainer:Trap", "inputs": {"x": [2, 3, 16, 16]}, "passes": ["lora"], "train__trainable": []}
-    assert ": log returned" in message(fxplug.TrainError, tmp_path, **common)
+    assert ": log returned" in message(fxplug.TrainError, tmp_path, model="test_trainer:trap", **OWN)
 
 
 class HalfLost(nn.Module):
