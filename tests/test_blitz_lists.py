@@ -7,6 +7,7 @@ import copy
 import pytest
 import timm
 import torch
+from small import net
 from torch import nn
 
 import fxplug
@@ -207,17 +208,6 @@ def test_what_is_kept_is_in_a_program_of_torch_export_too(vit):
     torch.testing.assert_close(program.module()(image), new(image))
 
 
-class Again(nn.Module):
-    """Calls one layer twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.last = nn.Linear(24, 24), nn.Linear(24, 10)
-
-    def forward(self, x):
-        return self.last(self.fc(self.fc(x.mean((2, 3)).repeat(1, 8))))
-
-
 class Modes(AddinBase):
     """Keeps what every call of a layer gives, in training something else."""
 
@@ -237,7 +227,9 @@ class Modes(AddinBase):
 @pytest.mark.parametrize("training", [False, True])
 def test_each_call_of_a_module_is_a_place_and_modes_are_apart(training):
     torch.manual_seed(0)
-    model, image = Again(), torch.randn(2, 3, 32, 32)
+    # one layer is called twice
+    forward = lambda self, x: self.last(self.fc(self.fc(x.mean((2, 3)).repeat(1, 8))))  # noqa: E731
+    model, image = net(forward, fc=nn.Linear(24, 24), last=nn.Linear(24, 10)), torch.randn(2, 3, 32, 32)
     given = entry(Modes, ("last", "add", "post"), ("fc", "keep", "post"))
     new = same_as_hooks((model, fxplug.trace(model, (image,)), image), [given], Modes(), training=training)
     ours = new(image)

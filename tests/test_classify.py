@@ -97,21 +97,16 @@ def test_mixing_is_drawn_from_the_step_and_the_same_on_two_processes():
 
 
 def test_the_test_counts_hits():
-    class First(nn.Module):
-        def __init__(self, count):
-            super().__init__()
-            self.count = count
-
-        def forward(self, x):
-            return x.flatten(1)[:, : self.count]
+    def first(count):
+        return small.net(lambda self, x: x.flatten(1)[:, :count])
 
     scores = torch.tensor([[9, 8, 7, 6, 5, 4, 3.0], [3, 4, 5, 6, 7, 8, 9], [9, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 9, 8, 7]])
     b = {"image": scores.view(4, 7, 1, 1), "label": torch.tensor([0, 2, 1, 6]), "name": list("abcd")}
-    task, module = ready(First(7)), First(7)
+    task, module = ready(first(7)), first(7)
     totals = task.test(module, [{k: v[:3] for k, v in b.items()}, {k: v[3:] for k, v in b.items()}])
     assert totals["acc1"] == (100.0, 4) and totals["acc5"][1] == 4
     assert means(totals)["acc1"] == 25.0 and means(totals)["acc5"] == 75.0 and task.best == "acc1"
-    few = means(ready(First(3)).test(First(3), [{**b, "label": torch.tensor([0, 2, 1, 0])}]))
+    few = means(ready(first(3)).test(first(3), [{**b, "label": torch.tensor([0, 2, 1, 0])}]))
     assert few["acc1"] == 50.0 and few["acc5"] == 100.0
 
 

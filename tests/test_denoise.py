@@ -145,12 +145,11 @@ def test_losses_are_those_of_train_dreambooth_sd3(density, weighting, monkeypatc
 def test_times_of_flow_matching_are_scaled():
     seen = []
 
-    class Model(nn.Module):
-        def forward(self, hidden_states, timestep):
-            seen.append(timestep)
-            return (hidden_states * timestep[:, None, None, None],)
+    def forward(self, hidden_states, timestep):
+        seen.append(timestep)
+        return (hidden_states * timestep[:, None, None, None],)
 
-    module, b = Model(), batch()
+    module, b = small.net(forward), batch()
     losses = [ready(module, scheduler="FlowMatchEulerDiscreteScheduler", time_scale=scale).loss(module, b, Draws(0, 1))
               for scale in (1.0, 0.001)]  # fmt: skip
     assert losses[0] != losses[1]
@@ -313,15 +312,14 @@ def test_samples_of_a_perfect_model_are_the_data(scheduler):
     """A model that knows the data is one picture: every loop must come to it."""
     picture = torch.linspace(-0.8, 0.8, SIDE * SIDE).view(1, 1, SIDE, SIDE)
 
-    class Knows(nn.Module):
-        def forward(self, sample, timestep):
-            if task.noise.prediction == "flow":
-                sigma = (timestep / 1000).view(-1, 1, 1, 1)
-                return (sample - picture) / sigma
-            kept = task.noise.scheduler.alphas_cumprod[timestep.long()].view(-1, 1, 1, 1)
-            return (sample - kept.sqrt() * picture) / (1 - kept).sqrt()
+    def knows(self, sample, timestep):
+        if task.noise.prediction == "flow":
+            sigma = (timestep / 1000).view(-1, 1, 1, 1)
+            return (sample - picture) / sigma
+        kept = task.noise.scheduler.alphas_cumprod[timestep.long()].view(-1, 1, 1, 1)
+        return (sample - kept.sqrt() * picture) / (1 - kept).sqrt()
 
-    module = Knows()
+    module = small.net(knows)
     task = ready(module, scheduler=scheduler, samples=3, sample_steps=12)
     task.shape = (1, SIDE, SIDE)
     pictures = task.samples(module)

@@ -417,24 +417,19 @@ def test_unequal_lists(net, tmp_path):
         fxplug.apply(net.gm, p)
 
 
-class Crossed(nn.Module):
+def crossed():
     """Registers what it runs first last."""
-
-    def __init__(self):
-        super().__init__()
-        self.in_b, self.in_a = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.out_a, self.out_b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.out_b(self.out_a(self.in_b(self.in_a(x))))
+    names = ("in_b", "in_a", "out_a", "out_b")
+    forward = lambda self, x: self.out_b(self.out_a(self.in_b(self.in_a(x))))  # noqa: E731
+    return small.net(forward, **{name: nn.Linear(4, 4) for name in names})
 
 
 def test_pairs_are_those_of_hcp_diffusion(tmp_path):
-    case = small.traced(small.seeded(Crossed).eval(), torch.randn(2, 4))
+    case = small.traced(small.seeded(crossed).eval(), torch.randn(2, 4))
     text = "  s: {_target_: hcp_guide.Skip, from_layer: ['re:in_'], to_layer: ['re:out_']}"
     with pytest.raises(SpecError, match=r"'in_a' is paired with 'out_a'.*and pairs.*--model"):
         fxplug.apply(case.gm, *passes(tmp_path, text))
-    new = fxplug.apply(case.gm, *passes(tmp_path, text, model="test_hcp:Crossed"))
+    new = fxplug.apply(case.gm, *passes(tmp_path, text, model="test_hcp:crossed"))
     with Hooks(case.model) as hooks:
         make = lambda a, b: hcp_guide.Skip("s", a, b)  # noqa: E731
         rows = [(hooks.pair(f"in_{k}", f"out_{t}", make), f"s.out_{t}.PairPlugin.plugin") for k, t in ("ba", "ab")]

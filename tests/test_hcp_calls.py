@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from small import net as made
 from sweeps import sweep
 from test_hcp import Hooks, net, passes, same, unet
 from torch import nn
@@ -95,21 +96,10 @@ def test_all_that_a_region_is_given_by_name():
             assert list(named) == ["shift", "gain"] and named["gain"] == 3.0
             return y + named["shift"] * named["gain"]
 
-    class Inner(nn.Module):
-        def forward(self, x, shift, gain):
-            return x * gain + shift
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Inner()
-            self.act = nn.SiLU()
-
-        def forward(self, x):
-            return self.act(self.inner(x, shift=x.mean(), gain=3.0))
-
+    inner = made(lambda self, x, shift, gain: x * gain + shift)
+    outer = made(lambda self, x: self.act(self.inner(x, shift=x.mean(), gain=3.0)), inner=inner, act=nn.SiLU())
     x = torch.randn(2, 3)
-    gm = fxplug.trace(Outer().eval(), x)
+    gm = fxplug.trace(outer.eval(), x)
     rule = fxplug.Rule(fxplug.Match(path="inner"), use=Given, port="y", args=["y", "x[**]"])
     new = fxplug.apply(gm, fxplug.Pass("p", [rule]))
     torch.testing.assert_close(new(x), nn.functional.silu(x * 3 + x.mean() * 4))
@@ -226,28 +216,14 @@ class Greedy(Around):
         return self.host().parameters()
 
 
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(6, 6)
-
-    def forward(self, x, shift):
-        return (self.proj(x) + shift).tanh()
-
-
-class Outer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = Inner()
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x):
-        return self.head(self.inner(x, shift=x.mean()))
+def outer():
+    inner = made(lambda self, x, shift: (self.proj(x) + shift).tanh(), proj=nn.Linear(6, 6))
+    return made(lambda self, x: self.head(self.inner(x, shift=x.mean())), inner=inner, head=nn.Linear(6, 2))
 
 
 def around(tmp_path, kind, leaf=("inner",)):
     """A model, its graph with a plugin, and what it is called with."""
-    model, x = Outer().eval(), torch.randn(4, 6)
+    model, x = outer().eval(), torch.randn(4, 6)
     (p,) = passes(tmp_path, f"  p: {{_target_: test_hcp_calls.{kind.__name__}, layers: [inner]}}")
     return model, fxplug.apply(fxplug.trace(model, x, leaf=leaf), p), x
 

@@ -17,18 +17,13 @@ from fxplug.compat.hcp.checkpoints import load_checkpoint, save_checkpoint
 from fxplug.core.errors import ArtifactError, SpecError
 
 
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.head(self.conv(x).mean((2, 3)))
+def layers():
+    parts = {"conv": nn.Conv2d(3, 8, 3, padding=1), "head": nn.Linear(8, 4)}
+    return small.net(lambda self, x: self.head(self.conv(x).mean((2, 3))), **parts)
 
 
 def rewritten(*passes):
-    new = fxplug.trace(small.seeded(Layers).eval(), torch.randn(4, 3, 5, 5))
+    new = fxplug.trace(small.seeded(layers).eval(), torch.randn(4, 3, 5, 5))
     for name, options in passes:
         new = fxplug.apply(new, fxplug.load_pass(name, **options))
     return new
@@ -64,7 +59,7 @@ def test_a_low_rank_file_is_what_its_weights_add(tmp_path, suffix, names, betwee
     new = rewritten(LORA)
     file = write(tmp_path / f"unet-100{suffix}", {"base": {}, "lora": state} if suffix == ".ckpt" else {"lora": state})
     assert len(load_checkpoint(new, file)) == 6
-    model, x = small.seeded(Layers).eval(), torch.randn(4, 3, 5, 5)
+    model, x = small.seeded(layers).eval(), torch.randn(4, 3, 5, 5)
     with torch.no_grad():
         for layer in ("conv", "head"):
             down, up = (state[f"{layer}{between}{name}"] for name in names)
@@ -138,13 +133,8 @@ def test_a_plugins_file(tmp_path, row):
     assert all(torch.equal(a, b) for a, b in zip(new.state_dict().values(), other.state_dict().values(), strict=True))
 
 
-class Square(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.b(self.a(x))
+def square():
+    return small.net(lambda self, x: self.b(self.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
 
 
 LOHA = {"plugin": "hcp_guide:LohaLayer", "options": {"rank": 2}}
@@ -164,7 +154,7 @@ FILES = {
 @pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
 @pytest.mark.parametrize("case", FILES)
 def test_every_plugin_has_a_file_that_gives_it_back(tmp_path, case, suffix):
-    loud, other = (fxplug.trace(small.seeded(Square).eval(), torch.randn(2, 4)) for _ in range(2))
+    loud, other = (fxplug.trace(small.seeded(square).eval(), torch.randn(2, 4)) for _ in range(2))
     for name, given in FILES[case]:
         loud, other = (fxplug.apply(gm, fxplug.load_pass(name, **given)) for gm in (loud, other))
     with torch.no_grad():

@@ -17,18 +17,13 @@ from fxplug.core.errors import SpecError
 from fxplug.core.spec.yaml_source import parse_yaml
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x):
-        return self.c(self.b(self.a(x)))
+def layers():
+    return small.net(lambda self, x: self.c(self.b(self.a(x))), **{name: nn.Linear(4, 4) for name in "abc"})
 
 
 @pytest.fixture
 def net():
-    return small.traced(small.seeded(Net).eval(), small.seeded(lambda: torch.randn(2, 4)))
+    return small.traced(small.seeded(layers).eval(), small.seeded(lambda: torch.randn(2, 4)))
 
 
 def passes(tmp_path, section, **how):
@@ -102,7 +97,7 @@ SHARING = {
 }
 
 
-@pytest.mark.parametrize("model", [None, f"{__name__}:Net"])
+@pytest.mark.parametrize("model", [None, f"{__name__}:layers"])
 @pytest.mark.parametrize("case", SHARING)
 def test_a_module_that_plugins_share_is_made_for_the_model_that_gets_them(net, tmp_path, case, model):
     CACHE.clear()
@@ -202,7 +197,7 @@ def test_two_patches_at_one_place_are_those_of_hcp_diffusion_or_refused(net, tmp
         f"p{n}": {"_target_": f"{__name__}.{kind}", "layers": ["a"], "gain": n + 2.0, "lr": lr}
         for n, (kind, lr) in enumerate(zip(kinds, rates, strict=True))
     }
-    found = passes(tmp_path, section, model=f"{__name__}:Net")
+    found = passes(tmp_path, section, model=f"{__name__}:layers")
     (x,) = net.args
     if kinds in OTHERS or rates[0] != rates[1]:
         with pytest.raises(fxplug.FxplugError, match=r"write one pass with both|narrow the pattern of one"):
@@ -215,22 +210,10 @@ def test_two_patches_at_one_place_are_those_of_hcp_diffusion_or_refused(net, tmp
 # --- attributes of the layer that a plugin is put at
 
 
-class Attributes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.act, self.scale = nn.Conv2d(3, 4, 3, padding=1), nn.LeakyReLU(0.1), Scale()
-
-    def forward(self, x):
-        return self.scale(self.act(self.conv(x)))
-
-
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.by = 2.0
-
-    def forward(self, x):
-        return x * self.by
+def attributes():
+    parts = {"conv": nn.Conv2d(3, 4, 3, padding=1), "act": nn.LeakyReLU(0.1)}
+    scale = small.net(lambda self, x: x * self.by, by=2.0)
+    return small.net(lambda self, x: self.scale(self.act(self.conv(x))), **parts, scale=scale)
 
 
 class SetSingle(SinglePluginBlock):
@@ -272,7 +255,7 @@ PLACES = dict.fromkeys(("SetMulti", "SetLater"), ("from_layers", "to_layers"))
 @pytest.mark.parametrize("kind", ["SetSingle", "SetPatch", "SetMulti", "SetLater"])
 def test_an_attribute_of_the_layer_that_a_plugin_changes_is_told_and_stays(tmp_path, kind, at):
     layer, key, value = at
-    net = small.traced(small.seeded(Attributes).eval(), torch.randn(2, 3, 6, 6))
+    net = small.traced(small.seeded(attributes).eval(), torch.randn(2, 3, 6, 6))
     before = net.gm(*net.args)
     section = {"p": {"_target_": f"{__name__}.{kind}", "key": key, "value": value}}
     section["p"] |= {place: [layer] for place in PLACES.get(kind, ["layers"])}

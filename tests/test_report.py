@@ -199,18 +199,16 @@ def test_a_tangle_is_placed_soon():
         assert time.process_time() - start < 3 and len(found.boxes) == count and len(found.arrows) == len(arrows)
 
 
-class Named(nn.Module):
+def strange():
     """Layers with names as only a stranger gives them."""
-
-    def __init__(self):
-        super().__init__()
-        names = ("<img src=x onerror=alert(1)>", "</script>", "'&", "a/b c", "{{ 7 * 7 }}", "é%41")
-        self.parts = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for name in names})
+    names = ("<img src=x onerror=alert(1)>", "</script>", "'&", "a/b c", "{{ 7 * 7 }}", "é%41")
 
     def forward(self, x):
         for part in self.parts.values():
             x = part(x)
         return x
+
+    return small.net(forward, parts=nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for name in names}))
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +216,7 @@ def named(tmp_path_factory):
     """The page of such a model; its artifact would not be read."""
     folder = tmp_path_factory.mktemp("named")
     with pytest.warns(UserWarning, match="cannot be in an artifact"):
-        gm = fxplug.trace(Named(), torch.randn(2, 4))
+        gm = fxplug.trace(strange(), torch.randn(2, 4))
     fxplug.report(None, fxplug.apply(gm, fxplug.load_pass("lora", at="**")), folder / "x.html")
     return folder
 
