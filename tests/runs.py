@@ -109,6 +109,12 @@ def run(out, resume=False, drawn=False, **changed: Any):
         return fxplug.train(config(**changed), out=out, resume=resume, quiet=True)
 
 
+def plugin(name, **hooks):
+    """The import path of a new plugin with these hooks."""
+    globals()[name] = type(name, (), hooks)
+    return f"{__name__}:{name}"
+
+
 def logged(out):
     """The records of a run's log: those of steps have a loss."""
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]

@@ -130,15 +130,11 @@ class Blank(BasePlugin):
         batch["tokens"][:] = ed_state.tokenizer("cat", padding="max_length", max_length=12, return_tensors="pt").input_ids
 
 
-class OneCaption(BasePlugin):
-    def transform_caption(self, caption):
-        return "cat"
-
-
 @pytest.mark.slow
 def test_changed_tokens_are_what_is_trained_on(pictures, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tokens, captions = (draw(pictures, tmp_path / name, f"test_everydream_text:{name}") for name in ("Blank", "OneCaption"))
+    tokens = draw(pictures, tmp_path / "tokens", "test_everydream_text:Blank")
+    captions = draw(pictures, tmp_path / "captions", runs.plugin("OneCaption", transform_caption=lambda self, caption: "cat"))
     plain = draw(pictures, tmp_path / "plain")
     losses = [[record["loss"] for record in run.history] for run in (tokens, captions, plain)]
     assert losses[0] == losses[1] != losses[2]
@@ -201,11 +197,10 @@ def test_its_textual_inversion_learns_a_word(pictures, tmp_path, monkeypatch):
     assert saved.equal(after[changed[0]])
 
 
-class Fails(BasePlugin):
-    def transform_caption(self, caption):
-        if caption.startswith("hat* 3"):
-            raise RuntimeError("out of ink")
-        return caption
+def fails(self, caption):
+    if caption.startswith("hat* 3"):
+        raise RuntimeError("out of ink")
+    return caption
 
 
 @pytest.mark.slow
@@ -214,54 +209,34 @@ def test_a_plugin_that_raises_where_data_are_loaded(pictures, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     text = r"plugin Fails raised in transform_caption \(epoch 0, 3.png\): RuntimeError: out of ink"
     with pytest.raises(TrainError, match=text):
-        draw(pictures, tmp_path / "run", "test_everydream_text:Fails", data__workers=workers)
-
-
-class Larger(BasePlugin):
-    def transform_pil_image(self, img):
-        return img.repeat(2, 0)
-
-
-class Grey(BasePlugin):
-    def transform_pil_image(self, pil):
-        return pil.convert("L")
-
-
-class Bright(BasePlugin):
-    def transform_pil_image(self, img, pil):
-        assert img.shape == (pil.height, pil.width, 3)
-        return (img / 255) ** 0.5
-
-
-class Unscaled(BasePlugin):
-    def transform_pil_image(self, img):
-        return img * 1.0
-
-
-class OfPil(BasePlugin):
-    def transform_pil_image(self, img):
-        return img.point(lambda value: 255 - value)
+        draw(pictures, tmp_path / "run", runs.plugin("Fails", transform_caption=fails), data__workers=workers)
 
 
 IMAGES = {
-    "Larger": "0.png|png: transform_pil_image returned an image of 16x8 of one of 8x8, but the size",
-    "Unscaled": "it returned floats from 0 to 240; floats go from 0 to 1, uint8 to 255",
-    "OfPil": "has no attribute 'point'; img is a numpy array",
+    "Larger": (lambda self, img: img.repeat(2, 0), "png: transform_pil_image returned an image of 16x8 of one of 8x8"),
+    "Unscaled": (lambda self, img: img * 1.0, "it returned floats from 0 to 240; floats go from 0 to 1, uint8 to 255"),
+    "OfPil": (lambda self, img: img.point(lambda value: 255 - value), "has no attribute .point.; img is a numpy array"),
 }
 
 
 @sweep("name", IMAGES, 0)
 def test_what_is_no_image_is_told(pictures, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TrainError, match=IMAGES[name].replace("'", ".")):
-        draw(pictures, tmp_path / "run", f"test_everydream_text:{name}")
+    changes, text = IMAGES[name]
+    with pytest.raises(TrainError, match=text):
+        draw(pictures, tmp_path / "run", runs.plugin(name, transform_pil_image=changes))
+
+
+def bright(self, img, pil):
+    assert img.shape == (pil.height, pil.width, 3)
+    return (img / 255) ** 0.5
 
 
 @pytest.mark.slow
 def test_images_may_come_back_as_pil_and_as_floats(pictures, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plugins = [f"test_everydream_text:{name}" for name in ("Grey", "Bright", "Sees")]
-    run = draw(pictures, tmp_path / "run", *plugins)
+    grey = runs.plugin("Grey", transform_pil_image=lambda self, pil: pil.convert("L"))
+    run = draw(pictures, tmp_path / "run", grey, runs.plugin("Bright", transform_pil_image=bright), "test_everydream_text:Sees")
     seen = [*run.trainer.plugins._plugins.values()][-1]
     assert {(image.shape, str(image.dtype)) for image in seen.images} == {((8, 8, 3), "uint8")}
     assert min(image.max() for image in seen.images) >= 240  # 225 as they are
@@ -278,10 +253,6 @@ def test_images_have_a_share_of_the_loss_and_of_the_dropout(pictures, tmp_path, 
     (tmp_path / "photos" / "loss_scale.txt").unlink()
     (tmp_path / "photos" / "cond_dropout.txt").write_text("1.0")
     none = draw(pictures, tmp_path / "none")
-    empty = draw(pictures, tmp_path / "empty", "test_everydream_text:NoCaption", data__captions="required")
+    blank = runs.plugin("NoCaption", transform_caption=lambda self, caption: "")
+    empty = draw(pictures, tmp_path / "empty", blank, data__captions="required")
     assert [r["loss"] for r in none.history] == [r["loss"] for r in empty.history] != [r["loss"] for r in plain.history]
-
-
-class NoCaption(BasePlugin):
-    def transform_caption(self, caption):
-        return ""

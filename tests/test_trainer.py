@@ -16,7 +16,7 @@ import test_denoise_runs
 import test_parallel_training
 import torch
 import yaml
-from runs import VIT, Digits, config, logged, notes, run, same, sharing, trained
+from runs import VIT, Digits, config, logged, notes, plugin, run, same, sharing, trained
 from small import net
 from sweeps import sweep
 from torch import nn
@@ -257,9 +257,8 @@ def test_a_run_can_be_made_longer_under_any_scheduler(tmp_path, scheduler):
 
 def acting(out, hook, act, **changed):
     """A run with a plugin that calls `act` at a hook."""
-    plugin = type("Acts", (), {hook: lambda self, global_step, **kwargs: act(global_step)})
-    globals()["Acts"] = plugin
-    return run(out, train__plugins=["test_trainer:Acts"], **changed)
+    acts = plugin("Acts", **{hook: lambda self, global_step, **kwargs: act(global_step)})
+    return run(out, train__plugins=[acts], **changed)
 
 
 def kills(out, hook, at, how):
