@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import zoo
 from torch import nn
+from typer.testing import CliRunner
 
 import fxplug
+from fxplug.__main__ import app
 from fxplug.core.spec.pass_file import open_pass, shipped
 
 # the passes that have rules; parallel ones have a test of their own
@@ -31,6 +33,11 @@ class Traced:
 
 def traced(model: nn.Module, *args: Any, **kwargs: Any) -> Traced:
     return Traced(model, fxplug.trace(model, args, kwargs), args, kwargs)
+
+
+def command(*words: Any) -> Any:
+    """What `fxplug` with these words does: `exit_code`, `stdout`, `stderr`, and both as `output`."""
+    return CliRunner().invoke(app, list(map(str, words)), prog_name="fxplug")
 
 
 def load_and_use(module, source, name="it", **options):

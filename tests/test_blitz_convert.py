@@ -6,14 +6,13 @@ import sys
 from textwrap import dedent
 
 import pytest
+import small
 import timm
 import torch
 import yaml
 from torch import nn
-from typer.testing import CliRunner
 
 import fxplug
-from fxplug.__main__ import app
 from fxplug.compat.zhijian import AddinBase, model_config, reuse_keys, stand_in
 from fxplug.core.errors import SpecError
 
@@ -94,7 +93,7 @@ FILE = {
 def converted(folder, file, *more):
     (folder / "theirs.yaml").write_text(yaml.safe_dump(file))
     (folder / "model.yaml").write_text(yaml.safe_dump({"model": VIT, "inputs": {"x": [2, 3, 32, 32]}}))
-    return CliRunner().invoke(app, ["convert", "zhijian", str(folder / "theirs.yaml"), "-o", str(folder / "ours.yaml"), *more])
+    return small.command("convert", "zhijian", folder / "theirs.yaml", "-o", folder / "ours.yaml", *more)
 
 
 def test_a_file_is_converted_and_is_what_its_add_ins_say(modules):

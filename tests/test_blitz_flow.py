@@ -11,15 +11,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import small
 import torch
 from test_blitz import EXAMPLES, LINE, Own, mlp_addin, narrow_mlp, quiet
 from test_blitz_lists import PROMPTS
 from torch import nn
-from typer.testing import CliRunner
 from zhijian.manual import LINES, MLPAddin
 
 import fxplug
-from fxplug.__main__ import app
 from fxplug.core.errors import FxplugError, SpecError
 from fxplug.core.spec.schema import schema
 
@@ -135,7 +134,7 @@ def test_a_configuration_runs_dry_from_the_command_line_and_is_saved(tmp_path):
     file = tmp_path / "run.yaml"
     entry = {"line": "(Own.adapt): ...->(blocks[i].mlp){inout1}->...", "addin": "test_blitz:Own"}
     file.write_text(json.dumps(configured(entry)))
-    ran = CliRunner().invoke(app, ["sites", str(file)])
+    ran = small.command("sites", file)
     assert ran.exit_code == 0 and "blitz: 2 sites" in ran.output and "blocks.{0,1}.mlp" in ran.output
     result = fxplug.rewrite(file, out=tmp_path / "out", set=["passes.0.blitz.lr=0.5"], verify=False)
     saved = fxplug.load_config(tmp_path / "out" / "config.yaml")

@@ -57,6 +57,11 @@ def pictures(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 def draw(folder, out, *plugins, text="clip", **changed):
     """A run that learns to draw: 4 batches of 2 an epoch."""
     config = {
@@ -109,8 +114,7 @@ class Sees(BasePlugin):
 
 
 @pytest.mark.slow
-def test_batches_images_and_prompts_are_as_they_are_there(pictures, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_batches_images_and_prompts_are_as_they_are_there(pictures, tmp_path):
     plain = draw(pictures, tmp_path / "plain")
     run = draw(pictures, tmp_path / "run", "test_everydream_text:Sees")
     assert [record["loss"] for record in run.history] == [record["loss"] for record in plain.history]
@@ -131,8 +135,7 @@ class Blank(BasePlugin):
 
 
 @pytest.mark.slow
-def test_changed_tokens_are_what_is_trained_on(pictures, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_changed_tokens_are_what_is_trained_on(pictures, tmp_path):
     tokens = draw(pictures, tmp_path / "tokens", "test_everydream_text:Blank")
     captions = draw(pictures, tmp_path / "captions", runs.plugin("OneCaption", transform_caption=lambda self, caption: "cat"))
     plain = draw(pictures, tmp_path / "plain")
@@ -162,8 +165,7 @@ class Word(BasePlugin):
 
 
 @pytest.mark.slow
-def test_a_word_is_learnt(pictures, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_word_is_learnt(pictures, tmp_path):
     how = {"text": EMBEDDINGS, "passes": [], "train__weight_decay": 0.0, "train__ema": 0.9}
     run = draw(pictures, tmp_path / "run", "test_everydream_text:Word", **how)
     (plugin,) = run.trainer.plugins._plugins.values()
@@ -178,12 +180,11 @@ def test_a_word_is_learnt(pictures, tmp_path, monkeypatch):
 
 
 @theirs
-def test_its_textual_inversion_learns_a_word(pictures, tmp_path, monkeypatch):
+def test_its_textual_inversion_learns_a_word(pictures, tmp_path):
     (tmp_path / "plugins").mkdir()
     shutil.copy(THEIRS / "plugins/textual_inversion.py", tmp_path / "plugins")
     words = {"tokens": [{"token": "hat*", "initializer_word": "cat"}]}
     (tmp_path / "plugins/textual_inversion.json").write_text(json.dumps(words))
-    monkeypatch.chdir(tmp_path)
     name = "plugins.textual_inversion.TextualInversionPlugin"
     with pytest.raises(TrainError, match="raised in on_model_load: RuntimeError: Misconfigured optimizer config"):
         draw(pictures, tmp_path / "frozen", name)
@@ -205,8 +206,7 @@ def fails(self, caption):
 
 @pytest.mark.slow
 @sweep("workers", [0, 1], 0)
-def test_a_plugin_that_raises_where_data_are_loaded(pictures, tmp_path, monkeypatch, workers):
-    monkeypatch.chdir(tmp_path)
+def test_a_plugin_that_raises_where_data_are_loaded(pictures, tmp_path, workers):
     text = r"plugin Fails raised in transform_caption \(epoch 0, 3.png\): RuntimeError: out of ink"
     with pytest.raises(TrainError, match=text):
         draw(pictures, tmp_path / "run", runs.plugin("Fails", transform_caption=fails), data__workers=workers)
@@ -220,8 +220,7 @@ IMAGES = {
 
 
 @sweep("name", IMAGES, 0)
-def test_what_is_no_image_is_told(pictures, tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_no_image_is_told(pictures, tmp_path, name):
     changes, text = IMAGES[name]
     with pytest.raises(TrainError, match=text):
         draw(pictures, tmp_path / "run", runs.plugin(name, transform_pil_image=changes))
@@ -233,8 +232,7 @@ def bright(self, img, pil):
 
 
 @pytest.mark.slow
-def test_images_may_come_back_as_pil_and_as_floats(pictures, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_images_may_come_back_as_pil_and_as_floats(pictures, tmp_path):
     grey = runs.plugin("Grey", transform_pil_image=lambda self, pil: pil.convert("L"))
     run = draw(pictures, tmp_path / "run", grey, runs.plugin("Bright", transform_pil_image=bright), "test_everydream_text:Sees")
     seen = [*run.trainer.plugins._plugins.values()][-1]
@@ -243,8 +241,7 @@ def test_images_may_come_back_as_pil_and_as_floats(pictures, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_images_have_a_share_of_the_loss_and_of_the_dropout(pictures, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_images_have_a_share_of_the_loss_and_of_the_dropout(pictures, tmp_path):
     shutil.copytree(pictures / "photos", tmp_path / "photos")
     plain = draw(pictures, tmp_path / "plain")
     (tmp_path / "photos" / "loss_scale.txt").write_text("0.5")

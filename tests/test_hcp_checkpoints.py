@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import small
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from typer.testing import CliRunner
 
 import fxplug
-from fxplug.__main__ import app
 from fxplug.compat.hcp import PluginBlock
 from fxplug.compat.hcp.checkpoint_files import read_sections
 from fxplug.compat.hcp.checkpoints import load_checkpoint, save_checkpoint
@@ -215,8 +215,7 @@ def saved(tmp_path, monkeypatch):
     return tmp_path / "saved"
 
 
-def run(*args):
-    return CliRunner().invoke(app, ["convert", "hcp", *map(str, args)], prog_name="fxplug")
+run = functools.partial(small.command, "convert", "hcp")
 
 
 @pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])

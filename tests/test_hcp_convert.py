@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import small
 import torch
 from hcp_guide import LoraBlock
 from test_hcp import CONTROLNET, LORA, PRELU, SKIP
-from typer.testing import CliRunner
 
 import fxplug
-from fxplug.__main__ import app
 from fxplug.compat.hcp import SinglePluginBlock
 from fxplug.compat.hcp.convert_file import convert, read_input
 from fxplug.compat.hcp.layer_patterns import places, read_layer, read_layers
@@ -330,7 +329,7 @@ def test_what_a_plugin_asks_for():
 
 
 def run(*args, code=0):
-    result = CliRunner().invoke(app, ["convert", *args], prog_name="fxplug")
+    result = small.command("convert", *args)
     assert result.exit_code == code, result.output
     return result
 

@@ -6,15 +6,14 @@ import json
 
 import pytest
 import small
+import test_hcp
 import torch
 from sweeps import sweep
 from torch import nn
 
 import fxplug
 from fxplug.compat.hcp import MultiPluginBlock, PatchPluginBlock, PatchPluginContainer, PluginBlock, SinglePluginBlock
-from fxplug.compat.hcp.convert_file import convert
 from fxplug.core.errors import SpecError
-from fxplug.core.spec.yaml_source import parse_yaml
 
 
 def layers():
@@ -28,9 +27,7 @@ def net():
 
 def passes(tmp_path, section, **how):
     """The passes that a section `plugin_unet` becomes."""
-    (tmp_path / "a.yaml").write_text(json.dumps({"plugin_unet": section}))
-    found = parse_yaml(convert(tmp_path / "a.yaml", **how).text).data["passes"]
-    return [fxplug.load_pass(name, **given) for entry in found for name, given in entry.items()]
+    return test_hcp.passes(tmp_path, f" {json.dumps(section)}", **how)
 
 
 # --- one module of several plugins

@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import re
+import shutil
 import time
 from dataclasses import asdict
 
@@ -15,10 +16,8 @@ import small
 import torch
 import unets
 from torch import nn
-from typer.testing import CliRunner
 
 import fxplug
-from fxplug.__main__ import app
 from fxplug.core import flow
 from fxplug.core.artifacts.value_json import encode
 from fxplug.core.errors import ArtifactError, SpecError
@@ -41,8 +40,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     config = folder / "vit.yaml"
     config.write_text(json.dumps({"model": VIT, "passes": PASSES}))
-    options = ["--out", str(folder / "art"), "--report", str(folder / "made.html")]
-    done = CliRunner().invoke(app, ["rewrite", str(config), *options])
+    done = small.command("rewrite", config, "--out", folder / "art", "--report", folder / "made.html")
     assert done.exit_code == 0, done.output
     return folder
 
@@ -74,7 +72,7 @@ def boxes(page, kind=None):
 
 @pytest.mark.slow
 def test_the_page_of_what_is_loaded_is_that_of_what_was_saved(saved):
-    done = CliRunner().invoke(app, ["report", str(saved / "art"), "--out", str(saved / "again.html")])
+    done = small.command("report", saved / "art", "--out", saved / "again.html")
     assert done.exit_code == 0, done.output
     assert (saved / "again.html").read_bytes() == (saved / "made.html").read_bytes()
 
@@ -234,10 +232,7 @@ def test_names_of_any_kind_are_shown(named):
 ], ids=range(7))  # fmt: skip
 def test_what_an_artifact_says_of_itself_may_be_anything(saved, tmp_path, said):
     """Its page is written all the same, and says what is wrong."""
-    art = tmp_path / "art"
-    art.mkdir()
-    for file in (saved / "art").iterdir():
-        (art / file.name).write_bytes(file.read_bytes())
+    art = shutil.copytree(saved / "art", tmp_path / "art")
     document = json.loads((art / "graph.json").read_text())
     document["meta"] |= {key: encode(value) for key, value in said.items()}
     (art / "graph.json").write_text(json.dumps(document))
@@ -351,19 +346,16 @@ def test_what_cannot_be_is_told(saved, tmp_path, monkeypatch, subject, options, 
     (tmp_path / "empty").mkdir()
     (tmp_path / "art").symlink_to(saved / "art")
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["report", subject, *(o.format(art=tmp_path / "empty") for o in options)])
+    done = small.command("report", subject, *(o.format(art=tmp_path / "empty") for o in options))
     assert done.exit_code != 0 and re.search(told, " ".join(done.output.split())), done.output
     assert not list(tmp_path.glob("*.html"))
 
 
 def test_an_artifact_that_does_not_load_has_a_page_that_says_why(saved, tmp_path):
-    art = tmp_path / "art"
-    art.mkdir()
-    for file in (saved / "art").iterdir():
-        (art / file.name).write_bytes(file.read_bytes())
+    art = shutil.copytree(saved / "art", tmp_path / "art")
     (art / "graph.json").write_bytes(b"{}")
     out = tmp_path / "x.html"
-    done = CliRunner().invoke(app, ["report", str(art), "--out", str(out)])
+    done = small.command("report", art, "--out", out)
     with pytest.raises(ArtifactError) as error:
         fxplug.load(art)
     assert done.exit_code == 0 and str(error.value) in " ".join(done.output.split())
@@ -426,21 +418,21 @@ def test_model_explorer_gets_every_node_and_edge(module):
 def test_dot_and_svg_are_of_one_region(saved, tmp_path):
     import xml.etree.ElementTree as ET
 
-    show = ["show", str(saved / "art"), "--region", "blocks.0.attn", "--to"]
-    text = CliRunner().invoke(app, [*show, "dot"]).output
+    show = ["show", saved / "art", "--region", "blocks.0.attn", "--to"]
+    text = small.command(*show, "dot").output
     assert text.startswith('digraph "blocks.0.attn"') and "lora: qkv" in text and text.count("->") > 5
-    done = CliRunner().invoke(app, [*show, "svg", "--out", str(tmp_path / "x.svg")])
+    done = small.command(*show, "svg", "--out", tmp_path / "x.svg")
     assert done.exit_code == 0, done.output
     root = ET.parse(tmp_path / "x.svg").getroot()
     assert "lora: qkv" in "".join(root.itertext()) and not root.findall(".//{*}a")
-    wrong = CliRunner().invoke(app, ["show", str(saved / "art"), "--to", "svgg"])
+    wrong = small.command("show", saved / "art", "--to", "svgg")
     assert "no format 'svgg' (did you mean 'svg'?)" in wrong.output
-    wrong = CliRunner().invoke(app, ["show", str(saved / "art"), "--to", "dot", "--region", "blocks.0.atn"])
+    wrong = small.command("show", saved / "art", "--to", "dot", "--region", "blocks.0.atn")
     assert "there is no region 'blocks.0.atn' (did you mean 'blocks.0.attn'?)" in wrong.output
 
 
 def test_json_has_all_that_the_page_has(saved, page):
-    done = CliRunner().invoke(app, ["report", str(saved / "art"), "--out", str(saved / "x.json")])
+    done = small.command("report", saved / "art", "--out", saved / "x.json")
     assert done.exit_code == 0, done.output
     assert json.loads((saved / "x.json").read_text()) == json.loads(as_json(page)) == json.loads(json.dumps(asdict(page)))
 

@@ -8,14 +8,13 @@ import signal
 
 import pytest
 import runs
+import small
 import torch
 import yaml
 from runs import run, same, trained
 from sweeps import sweep
-from typer.testing import CliRunner
 
 import fxplug
-from fxplug.__main__ import app
 from fxplug.training.checkpoint import list_checkpoints
 
 SAVE = {"train__save": {"every": 100, "keep": 9}}
@@ -209,7 +208,7 @@ def test_the_command_says_in_one_sentence_where_a_stopped_run_is(tmp_path, numbe
     text = yaml.safe_dump(runs.config(train__plugins=[plugin], train__save={"every": 0}))
     (tmp_path / "a.yaml").write_text(text)
     with runs.sharing():
-        ended = CliRunner().invoke(app, ["train", str(tmp_path / "a.yaml"), "--out", str(tmp_path / "out"), "--quiet"])
+        ended = small.command("train", tmp_path / "a.yaml", "--out", tmp_path / "out", "--quiet")
     assert ended.exit_code == 128 + number
     last = tmp_path / "out" / "checkpoints" / f"step-{step:08}"
     where = f"'{last}' (continue with --resume) and '{tmp_path / 'out' / 'module'}'"
