@@ -23,7 +23,7 @@ from .base_classes import (
 )
 from .builtin_plugins import built_in
 from .hosts import OPTIONS, Host, common_of, patterns, take_key
-from .layer_patterns import LayerPattern, MatchedLayer, listed, paired, read_layers
+from .layer_patterns import LayerPattern, listed, paired, read_layers
 from .plugin_factory import make, plugin_class
 from .plugin_inputs import list_read_inputs
 
@@ -145,7 +145,7 @@ def _with_args(given: dict[str, Any], *args: str) -> dict[str, Any]:
 
 
 def _wrapped(
-    kind: Any, common: Mapping[str, Any], found: Sequence[MatchedLayer] | None, host: Host, one_by_one: bool
+    kind: Any, common: Mapping[str, Any], found: Sequence[LayerPattern] | None, host: Host, one_by_one: bool
 ) -> dict[str, Any]:
     """`wrap_model`: the layers below, by class; listed `one_by_one`, or where the class leaves some of them out."""
     names = [k.__name__ for k in kind.wrapable_classes]
@@ -191,7 +191,7 @@ def _exclusion(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def _hook_param(kind: Any, given: Mapping[str, Any], found: Sequence[MatchedLayer] | None, host: Host) -> str | None:
+def _hook_param(kind: Any, given: Mapping[str, Any], found: Sequence[LayerPattern] | None, host: Host) -> str | None:
     """Which parameter a plugin changes: said in the file, or by its constructor, which is run up to that of its base class."""
     options = given.get("options", {})
     if "hook_param" in options:
@@ -239,40 +239,26 @@ def _pairs(
         froms = host.places(sources)
     with below("to_layer"):
         tos = host.places(targets)
-    pairs: list[tuple[str, bool, str, bool]]
-    if froms is not None and tos is not None:
-        pairs = [(a.path, a.pre_hook, b.path, b.pre_hook) for a, b in paired(froms, tos)]
-    elif len(sources) != len(targets):
-        lists = f"\n  from: {[s.text for s in sources]}\n  to:   {[t.text for t in targets]}"
+    known = froms is not None and tos is not None
+    if not known and len(sources) != len(targets):
+        both = f"\n  from: {[s.text for s in sources]}\n  to:   {[t.text for t in targets]}"
         raise SpecError(
             f"from_layer has {len(sources)} entries and to_layer {len(targets)}, and the number of layers that their "
-            f"expressions match is not known: give the model (--model), so that they can be paired{lists}"
+            f"expressions match is not known: give the model (--model), so that they can be paired{both}"
         )
-    else:
-        rows = zip(sources, targets, strict=True)
-        pairs = [(a.pattern, a.pre_hook, b.pattern, b.pre_hook) for a, b in rows]
-    groups: dict[Any, list[tuple[str, bool, str, bool]]] = {}
-    for number, pair in enumerate(pairs):
-        pattern = froms is None or tos is None
-        groups.setdefault((pair[1], pair[3], number if pattern else 0), []).append(pair)
+    groups: dict[Any, list[tuple[str, str]]] = {}
+    for number, (a, b) in enumerate(paired(froms, tos) if froms and tos else zip(sources, targets, strict=True)):
+        groups.setdefault((a.pre_hook, b.pre_hook, 0 if known else number), []).append((a.pattern, b.pattern))
     found = []
-    for number, ((from_pre, to_pre, _), rows_) in enumerate(groups.items()):
+    for number, ((from_pre, to_pre, _), rows) in enumerate(groups.items()):
         given = {**common, "name": common["name"] + (f"_{number + 1}" if number else "")}
         _feeds(kind, given, host)
-        single = froms is None or tos is None
-        args: list[Any] = [_one([f"{a}:in[:]" for a, *_ in rows_], single)]
-        if not from_pre:
-            args.append(_one([f"{a}:out[:]" for a, *_ in rows_], single))
-        args += ["x[:]"] if to_pre else ["x[:]", "y[:]"]
-        given["to"] = _one([b for _, _, b, _ in rows_], single)
-        given["args"] = [*args, *given.pop("fed", [])]
-        given.update({key: True for key, value in (("from_pre", from_pre), ("to_pre", to_pre)) if value and key == "from_pre"})
-        found.append({"hcp/pair_before" if to_pre else "hcp/pair": given})
+        lists = [[b for _, b in rows], *([f"{a}{side}" for a, _ in rows] for side in (":in[:]", ":out[:]"))]
+        to, *sides = lists if known else [items[0] for items in lists]
+        args = [*sides[: 1 if from_pre else 2], *(["x[:]"] if to_pre else ["x[:]", "y[:]"])]
+        given |= {"to": to, "args": [*args, *given.pop("fed", [])]}
+        found.append({"hcp/pair_before" if to_pre else "hcp/pair": given | ({"from_pre": True} if from_pre else {})})
     return found
-
-
-def _one(items: list[str], single: bool) -> Any:
-    return items[0] if single else items
 
 
 def _multi(

@@ -12,7 +12,7 @@ from torch import nn
 from ...core.errors import SpecError, did_you_mean
 from ...core.spec.addresses import identifier, select
 from ...core.spec.yaml_source import checked, shown
-from .layer_patterns import LayerPattern, MatchedLayer, places
+from .layer_patterns import LayerPattern, places
 
 PARTS = {"unet": ("plugin_unet", "lora_unet"), "TE": ("plugin_TE", "lora_text_encoder")}  # a model: its two sections
 RATE = 1e-5  # HCP-Diffusion's learning rate for a plugin that has none
@@ -31,7 +31,7 @@ class Host:
         self.modules = dict(model.named_modules()) if model is not None else {}
         self.classes = {path: type(m).__name__ for path, m in self.modules.items()}
 
-    def places(self, layers: Sequence[LayerPattern]) -> list[MatchedLayer] | None:
+    def places(self, layers: Sequence[LayerPattern]) -> list[LayerPattern] | None:
         """The layers that are meant, or None where that cannot be known without the model."""
         if self.model is not None:
             return places(layers, self.classes)

@@ -15,7 +15,7 @@ SHOWN = 8  # so many paths are listed in a message
 
 @dataclass(frozen=True)
 class LayerPattern:
-    """One entry of `layers`, `from_layer` or `to_layer`.
+    """One entry of `layers`, `from_layer` or `to_layer`, or a layer that such an entry names.
 
     `path` is a module path (the empty one is the model) or, with `regex`, an expression that matches from the start of a
     path as `re.match` does. `pre_hook` takes the layer's input in the place of its output. `kind` is a class name.
@@ -31,14 +31,6 @@ class LayerPattern:
     def pattern(self) -> str:
         """The same as a path pattern of fxplug."""
         return f"re:{self.path}" if self.regex else self.path
-
-
-@dataclass(frozen=True)
-class MatchedLayer:
-    """A layer that an entry names: its path, and whether its input is meant."""
-
-    path: str
-    pre_hook: bool = False
 
 
 def read_layer(text: object) -> LayerPattern:
@@ -88,13 +80,13 @@ def read_paths(entries: object, *path: str) -> list[LayerPattern]:
     return layers
 
 
-def places(layers: Iterable[LayerPattern], classes: Mapping[str, str]) -> list[MatchedLayer]:
+def places(layers: Iterable[LayerPattern], classes: Mapping[str, str]) -> list[LayerPattern]:
     """The layers that entries name, in HCP-Diffusion's order: by entry, then as modules are registered; each once.
 
     `classes` has the class name of every module path, in that order. Raises SpecError where HCP-Diffusion goes on in
     silence: an expression that matches nothing, a layer that is named twice.
     """
-    found: dict[str, tuple[LayerPattern, MatchedLayer]] = {}
+    found: dict[str, LayerPattern] = {}
     for layer in layers:
         if layer.regex:
             here = list(select(f"re:{layer.path}", classes))
@@ -110,14 +102,14 @@ def places(layers: Iterable[LayerPattern], classes: Mapping[str, str]) -> list[M
                 known = sorted(set(classes.values()))
                 raise SpecError(f"'{layer.text}': no {layer.kind} there{did_you_mean(layer.kind, known)}")
         for path in here:
-            first, place = found.setdefault(path, (layer, MatchedLayer(path, layer.pre_hook)))
+            first = found.setdefault(path, layer)
             exact = not layer.regex and not first.regex and layer is not first
-            if place.pre_hook != layer.pre_hook or exact:
+            if first.pre_hook != layer.pre_hook or exact:
                 raise SpecError(
                     f"'{first.text}' and '{layer.text}' both name '{path or 'the model'}', and HCP-Diffusion drops the second: "
                     "list each layer once"
                 )
-    return [place for _, place in found.values()]
+    return [LayerPattern(layer.text, path, pre_hook=layer.pre_hook) for path, layer in found.items()]
 
 
 def _of_kind(paths: Sequence[str], kind: str, classes: Mapping[str, str]) -> list[str]:
@@ -131,7 +123,7 @@ def _of_kind(paths: Sequence[str], kind: str, classes: Mapping[str, str]) -> lis
     return list(found)
 
 
-def paired(sources: Sequence[MatchedLayer], targets: Sequence[MatchedLayer]) -> list[tuple[MatchedLayer, MatchedLayer]]:
+def paired(sources: Sequence[LayerPattern], targets: Sequence[LayerPattern]) -> list[tuple[LayerPattern, LayerPattern]]:
     """Sources and targets as pairs by order. Raises SpecError, with both lists, when there are not as many."""
     if len(sources) != len(targets):
         raise SpecError(
@@ -143,7 +135,7 @@ def paired(sources: Sequence[MatchedLayer], targets: Sequence[MatchedLayer]) -> 
     return list(zip(sources, targets, strict=True))
 
 
-def listed(found: Sequence[MatchedLayer]) -> str:
+def listed(found: Sequence[LayerPattern]) -> str:
     """Paths for a message."""
     shown = ", ".join(p.path or "(the model)" for p in found[:SHOWN])
     return shown + (f", ... ({len(found)})" if len(found) > SHOWN else "") or "none"
