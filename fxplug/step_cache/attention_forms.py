@@ -6,7 +6,7 @@ DiTFastAttn (Yuan et al. 2024, arXiv 2406.08552).
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,14 +15,13 @@ from torch import fx, nn
 
 from ..blocks.windowed_attention import Attend
 from ..core.errors import SpecError
-from ..core.ir import ops
 from ..core.ir.functions import attention_arguments
-from ..core.ir.graph import Graph, copy_graph, erase, insert, meta_of, redirect, replace, set_argument
+from ..core.ir.graph import Graph, copy_graph, erase, redirect, replace, set_argument
 from ..core.ir.subgraphs import members
 from ..core.spec.addresses import identifier
 from .slices import DataFlow
+from .steps import put, put_check
 
-ROOT = {"": ("", "")}  # the nn_module_stack of what is put in here
 # the cheapest first: from an earlier step (AST), in a window with what that leaves out from an earlier step (WA-RS), as it is;
 # and of one half of the batch for both (ASC)
 METHODS = ("step", "window half", "window", "full half", "full")
@@ -169,14 +168,8 @@ class _FormWriter:
         rest = next((n for n in own if str(n.target).startswith("**")), None)
         if name in {str(n.target) for n in own}:
             raise SpecError(f"the model has an input '{name}' of its own")
-        meta = {**meta_of(like), "nn_module_stack": ROOT}
-        given = insert(self.graph, "placeholder", name, (None,), after=own[-1], before=rest, name=name, meta=meta)
-        first = next((n for n in own if "shape" in n.meta), None)
-        shape = like.meta["shape"]
-        args = (given, name, (None,) * len(shape), str(list(shape)), True, like.meta["dtype"], first)
-        checked = self.node("call_function", ops.check_added, args, like, after)
-        checked.meta["effect"] = True
-        return checked
+        given = put(self.graph, "placeholder", name, (None,), like, after=own[-1], before=rest, name=name)
+        return put_check(self.graph, given, name, like, next((n for n in own if "shape" in n.meta), None), after=after)
 
-    def node(self, op: str, target: Any, args: Sequence[Any], like: fx.Node, after: fx.Node) -> fx.Node:
-        return insert(self.graph, op, target, tuple(args), after=after, meta={**meta_of(like), "nn_module_stack": ROOT})
+    def node(self, op: str, target: Any, args: tuple[Any, ...], like: fx.Node, after: fx.Node) -> fx.Node:
+        return put(self.graph, op, target, args, like, after=after)

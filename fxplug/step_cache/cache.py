@@ -18,24 +18,20 @@ from ..core.ir.graph import Graph
 from ..core.ir.traced_module import TracedModule
 from .policies import Every, Policy, Step, Threshold
 from .slices import Slices
-from .steps import Stepped, between, device_of, eager, shapes_of
+from .steps import Stepped, StepRun, between, device_of, eager
 
 GAUGED = ("first", "rest", "short")  # the parts of a gauged policy
 
 
 @dataclass
-class _RunCache:
+class _RunCache(StepRun):
     """What is remembered of one run: of its last full step, and from `since` on of those after it."""
 
-    kept: dict[str, Tensor]
     gauges: tuple[Tensor, ...]
     before: tuple[Tensor, ...]  # the gauges of the last step
     result: tuple[Tensor, ...]  # the model's, while changes are measured
-    moves: tuple[float, ...]
-    index: int
-    since: int
-    shapes: tuple[Any, ...]
-    changes: tuple[Any, ...]
+    moves: tuple[float, ...] = ()
+    since: int = 0
 
 
 class StepCache(Stepped):
@@ -150,10 +146,7 @@ class StepCache(Stepped):
 
     @between
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        number, shapes = self._advance(args, kwargs), shapes_of(args, kwargs)
-        old = self._streams.get(number)
-        if old is not None and old.shapes != shapes:
-            old = None
+        number, shapes, old = self._advance(args, kwargs)
         gauges: tuple[Tensor, ...] = ()
         if self.gauged:
             gauges, carried = self.first(*args, **kwargs)
@@ -202,7 +195,7 @@ class StepCache(Stepped):
             if old is not None and old.moves and old.result:
                 self._measures.append((old.moves[-1], largest(self._summed(differ(given, old.result)))))
         index = 1 if old is None else old.index + 1
-        self._streams[number] = _RunCache(self._owned(kept), own, own, given, (), index, 0, shapes, self._changes())
+        self._streams[number] = _RunCache(self._owned(kept), index, shapes, self._changes(), own, own, given)
         return result
 
     @eager

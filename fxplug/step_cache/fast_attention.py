@@ -6,7 +6,6 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -17,19 +16,9 @@ from ..core.ir.graph import Graph
 from ..core.ir.traced_module import TracedModule
 from .attention_forms import METHODS, Do, places_of, written
 from .cache import differ, largest
-from .steps import Stepped, between, eager, shapes_of
+from .steps import Stepped, StepRun, between, eager
 
 FULL = ("full", "full half")
-
-
-@dataclass
-class _AttentionCache:
-    """What is remembered of one run."""
-
-    kept: dict[str, Tensor]
-    index: int
-    shapes: tuple[Any, ...]
-    changes: tuple[Any, ...]
 
 
 class FastAttention(Stepped):
@@ -120,10 +109,9 @@ class FastAttention(Stepped):
 
     @between
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        number, shapes = self._advance(args, kwargs), shapes_of(args, kwargs)
-        stream = self._streams.get(number)
-        if stream is None or stream.shapes != shapes:
-            stream = self._streams[number] = _AttentionCache({}, 0, shapes, self._changes())
+        number, shapes, stream = self._advance(args, kwargs)
+        if stream is None:
+            stream = self._streams[number] = StepRun({}, 0, shapes, self._changes())
         row = self.row(stream.index)
         if stream.changes != self._changes():  # what is kept is of other adapters
             stream.kept.clear()
@@ -133,7 +121,7 @@ class FastAttention(Stepped):
             row = self._choose_methods(stream, args, kwargs)
         return self._run(stream, row, args, kwargs, keep=True)
 
-    def _run(self, stream: _AttentionCache, row: Mapping[str, Do], args: Any, kwargs: Any, keep: bool = False) -> Any:
+    def _run(self, stream: StepRun, row: Mapping[str, Do], args: Any, kwargs: Any, keep: bool = False) -> Any:
         part = self._of(row)
         names = {str(n.target) for n in part.graph.nodes if n.op == "placeholder"}
         taken = {k: v for k, v in stream.kept.items() if k in names}
@@ -144,7 +132,7 @@ class FastAttention(Stepped):
         return result
 
     @eager
-    def _choose_methods(self, stream: _AttentionCache, args: Any, kwargs: Any) -> dict[str, Do]:
+    def _choose_methods(self, stream: StepRun, args: Any, kwargs: Any) -> dict[str, Do]:
         """The cheapest methods of a step that keep its result, place after place; all that later steps may take is given."""
         assert self._limit is not None
         index = stream.index
@@ -167,7 +155,7 @@ class FastAttention(Stepped):
     def _may(self, method: str, place: Any) -> bool:
         return (place.windowed or not method.startswith("window")) and (self._halves or not method.endswith("half"))
 
-    def _away(self, stream: _AttentionCache, row: Mapping[str, Do], args: Any, kwargs: Any, raw: Any) -> float:
+    def _away(self, stream: StepRun, row: Mapping[str, Do], args: Any, kwargs: Any, raw: Any) -> float:
         return largest(self._summed(differ(_values(self._run(stream, row, args, kwargs)), raw)))
 
     @contextlib.contextmanager

@@ -15,11 +15,11 @@ from ..blocks.step_marks import Gauge, Join, Keep, Mark
 from ..core.errors import SpecError
 from ..core.ir import ops
 from ..core.ir.functions import is_random
-from ..core.ir.graph import Graph, copy_graph, copy_nodes, insert, meta_of, redirect, replace
+from ..core.ir.graph import Graph, copy_graph, copy_nodes, insert, redirect, replace
 from ..core.ir.subgraphs import SWITCHES, aliases, written
 from ..core.ir.traced_module import MODES
+from .steps import put, put_check
 
-ROOT = {"": ("", "")}  # the nn_module_stack of what is put in here
 CALLS = ("call_module", "call_function", "call_method")
 END = "end"  # stands behind the nodes whose needs are asked for
 
@@ -160,8 +160,7 @@ class Slices:
         users = list(mark.users)
         if len(users) == 1 and users[0].target is ops.edge:
             return users[0]
-        args, meta = (mark.args[0],), {**meta_of(mark), "nn_module_stack": ROOT}
-        edge = insert(self.graph, "call_function", ops.edge, args, after=mark, name=f"{mark.name}_kept", meta=meta)
+        edge = put(self.graph, "call_function", ops.edge, (mark.args[0],), mark, after=mark, name=f"{mark.name}_kept")
         redirect(mark, edge)
         return edge
 
@@ -255,8 +254,7 @@ class Slices:
         inputs: dict[str, fx.Node] = {}
         for node in sorted(self.carried if carried else [n for n in self.inputs if n not in self.variadic]):
             if carried:
-                meta = {**meta_of(node), "nn_module_stack": ROOT}
-                values[node] = insert(graph, "placeholder", node.name, name=node.name, meta=meta)
+                values[node] = put(graph, "placeholder", node.name, (), node, name=node.name)
             else:
                 copy_nodes([node], graph, values)
         if takes:
@@ -264,7 +262,8 @@ class Slices:
         if not carried:
             copy_nodes(self.variadic, graph, values)
         if takes:
-            inputs = self._checked(graph, inputs, values)
+            first = next((n for n in values.values() if "shape" in n.meta), None)
+            inputs = {c.name: self._own(c, put_check(graph, inputs[c.name], c.name, n, first)) for n, c in self.cuts.items()}
         for node in self.flow.nodes:
             if node in values or node not in own or node is self.output:
                 continue
@@ -279,16 +278,6 @@ class Slices:
         insert(graph, "output", "output", ((result, kept) if gives else result,), meta=self.output.meta)
         graph.lint()
         return graph
-
-    def _checked(self, graph: Graph, inputs: Mapping[str, fx.Node], values: Mapping[fx.Node, fx.Node]) -> dict[str, fx.Node]:
-        found = {}
-        like = next((n for n in values.values() if "shape" in n.meta), None)
-        for node, cut in self.cuts.items():
-            shape = node.meta["shape"]
-            args = (inputs[cut.name], cut.name, (None,) * len(shape), str(list(shape)), True, node.meta["dtype"], like)
-            found[cut.name] = self._node(graph, "call_function", ops.check_added, args, node, cut)
-            found[cut.name].meta["effect"] = True
-        return found
 
     def _from_cache(self, graph: Graph, cut: _CachedValue, given: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
         if cut.base is not None:
@@ -307,7 +296,9 @@ class Slices:
         return self._node(graph, "call_function", operator.sub, (value, base), like, cut)
 
     def _node(self, graph: Graph, op: str, target: Any, args: Any, like: fx.Node, cut: _CachedValue | None) -> fx.Node:
-        node = insert(graph, op, target, args, meta={**meta_of(like), "nn_module_stack": ROOT})
+        return self._own(cut, put(graph, op, target, args, like))
+
+    def _own(self, cut: _CachedValue | None, node: fx.Node) -> fx.Node:
         if cut is not None:
             node.meta["pass"] = {"name": cut.owner, "site": "", "place": "", "block": "", "where": ""}
         return node

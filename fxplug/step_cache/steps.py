@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..core.clock import Clock
 from ..core.errors import SpecError
+from ..core.ir import ops
 from ..core.ir.containers import leaves
-from ..core.ir.graph import Graph
+from ..core.ir.graph import Graph, insert, meta_of
 from ..core.ir.traced_module import TracedModule, shell
 from ..core.locks import call_with_read_lock, choices_of, locks_of
 from ..core.torch_internals.modules import TABLES
 
 F = TypeVar("F", bound=Callable[..., Any])
+ROOT = {"": ("", "")}  # the nn_module_stack of what is put into a graph here
+
+
+@dataclass
+class StepRun:
+    """What is remembered of one run: values by name, the step, and what the next call must have in common with the last."""
+
+    kept: dict[str, Tensor]
+    index: int
+    shapes: tuple[Any, ...]
+    changes: tuple[Any, ...]
+
+
+def put(graph: Graph, op: str, target: Any, args: Any, like: fx.Node, **where: Any) -> fx.Node:
+    """A node of a graph, with the shape and dtype of another one."""
+    return insert(graph, op, target, args, meta={**meta_of(like), "nn_module_stack": ROOT}, **where)
+
+
+def put_check(graph: Graph, given: fx.Node, name: str, like: fx.Node, first: fx.Node | None, **where: Any) -> fx.Node:
+    """An input of this name that an earlier step has given, checked: like a value, and on the device of the `first` one."""
+    shape = like.meta["shape"]
+    args = (given, name, (None,) * len(shape), str(list(shape)), True, like.meta["dtype"], first)
+    checked = put(graph, "call_function", ops.check_added, args, like, **where)
+    checked.meta["effect"] = True
+    return checked
 
 
 def eager(function: F) -> F:
@@ -91,7 +118,7 @@ class Stepped(nn.Module):
 
     def reset(self) -> None:
         """Forget what was kept: the next call begins a run."""
-        self._streams: dict[int, Any] = {}
+        self._streams: dict[int, Any] = {}  # runs
         self._clock.reset()
 
     @between
@@ -121,12 +148,14 @@ class Stepped(nn.Module):
         return {k: v.detach().clone() if replayed else v.detach() for k, v in values.items()}
 
     @eager
-    def _advance(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Which of the calls at one time this is; where a run begins, what was kept of the one before is forgotten."""
+    def _advance(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, tuple[Any, ...], Any]:
+        """Which of the calls at one time this is, its shapes, and its run; None for one that begins, which has nothing kept."""
         begins, number = self._clock.tick(args, kwargs)
         if begins:
             self._streams = {}
-        return number
+        shapes = tuple((x.shape, x.dtype, x.device) for x in leaves((args, kwargs)) if isinstance(x, Tensor))
+        run = self._streams.get(number)
+        return number, shapes, run if run is not None and run.shapes == shapes else None
 
     # --- it stands for the module
 
@@ -153,12 +182,6 @@ class Stepped(nn.Module):
         self.module._apply(function, recurse)
         self.reset()
         return self
-
-
-@eager
-def shapes_of(*call: Any) -> tuple[Any, ...]:
-    """Shape, dtype and device of every tensor in a call."""
-    return tuple((x.shape, x.dtype, x.device) for x in leaves(call) if isinstance(x, Tensor))
 
 
 def device_of(*values: Any) -> torch.device | None:
