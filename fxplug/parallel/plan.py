@@ -21,6 +21,7 @@ from .comparison import Runner, check_pretended, pretending
 from .local_weights import PARTS, localize
 from .planning import features
 from .planning.sharding_plan import ShardingPlan, Unsplittable
+from .planning.trials import Memory
 from .planning.walk import bound
 from .runtime.checksums import mark_of
 from .runtime.collectives import Collective, traffic
@@ -169,7 +170,7 @@ def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], 
             continue
         found: dict[bool, ShardingPlan] = {}
         opens: frozenset[str] = frozenset()
-        memory: dict[int, dict[Any, Any]] = {}  # what operations do is the same in both modes
+        memory = Memory()  # what operations do is the same in both modes
         for mode in modes:
             try:
                 with in_one_mode(mode, plan.written):
@@ -187,7 +188,7 @@ def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], 
         stage = Stage(axis, found[modes[0]], found, opens)
         check_sizes(stage, number)
         plan.stages.append(stage)
-        plan.written = write_axis(plan.written, stage, plan.ways)
+        plan.written = write_axis(plan.written, stage, plan.ways, memory.traces)
     if check and plan.stages and has_values(list(gm.state_dict().values()), call):
         plan.away = check_pretended(plan.written, args, kwargs, modes=modes[:1])
         try:

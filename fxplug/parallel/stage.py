@@ -13,13 +13,14 @@ from ..core.capture.isolation import in_mode
 from ..core.errors import SpecError, brief_fields, did_you_mean
 from ..core.ir.graph import Graph, copy_graph
 from ..core.ir.traced_module import TracedModule, shell
+from ..core.rewriter.graft import Traces
 from ..core.rewriter.neutrality import _knows_mode
 from .planning import rows, token_origins
 from .planning.opened_layers import opened
 from .planning.planner import planned, replan
 from .planning.sharding_plan import ShardingPlan, Unsplittable, node_label
-from .planning.trials import ShardTrials
-from .planning.walk import Walk, restore_state, walk
+from .planning.trials import Memory, ShardTrials
+from .planning.walk import Walk, bound, restore_state, walk
 from .runtime.collectives import Collective
 from .runtime.mesh import SEQUENCE, World, all_degrees
 from .runtime.pretended import placed
@@ -49,11 +50,11 @@ class Stage:
 
 def plan_axis(
     gm: TracedModule, mode: bool, call: Any, along: tuple[str, int], split: Mapping[str, int] | None,
-    before: Mapping[bool, ShardingPlan], memory: dict[int, dict[Any, Any]],
+    before: Mapping[bool, ShardingPlan], memory: Memory,
 ) -> ShardingPlan:  # fmt: skip
     """The plan of one graph along one axis; starts are those of the plan `before`, of the other mode, where that can be."""
     graph = gm.graphs[mode]
-    walked, names = walk(gm, graph, *call), {node.name for node in graph.nodes}
+    walked, names = walk(gm, graph, bound(gm, *call)), {node.name for node in graph.nodes}
     for other in before.values():
         if all(node.name in names for node in other.starts):
             with contextlib.suppress(Unsplittable):
@@ -64,7 +65,7 @@ def plan_axis(
 
 def _plan_graph(
     gm: TracedModule, graph: fx.Graph, walked: Walk, along: tuple[str, int], split: Mapping[str, int] | None,
-    memory: dict[int, dict[Any, Any]],
+    memory: Memory,
 ) -> ShardingPlan:
     axis, ways = along
     first, second = (ShardTrials(gm, seed, axis == "rows", memory) for seed in (0, 1))
@@ -117,11 +118,14 @@ def check_sizes(stage: Stage, number: int) -> None:
             )
 
 
-def write_axis(gm: TracedModule, stage: Stage, ways: Mapping[str, int]) -> TracedModule:
-    """The module with collectives along one axis put in. Raises SpecError for a module that has the name of the pass."""
+def write_axis(gm: TracedModule, stage: Stage, ways: Mapping[str, int], traces: Traces | None = None) -> TracedModule:
+    """The module with collectives along one axis put in; `traces` are those of layers that were opened to find where.
+
+    Raises SpecError for a module that has the name of the pass.
+    """
     if stage.name in dict(gm.named_children()):
         raise SpecError(f"the model has a module '{stage.name}' of its own")
-    gm = opened(gm, stage.opens) if stage.opens else gm
+    gm = opened(gm, stage.opens, traces=traces) if stage.opens else gm
     tree = shell(gm)
     graphs: dict[bool, Graph] = {}
     for mode, found in stage.modes.items():

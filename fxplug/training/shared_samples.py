@@ -18,7 +18,7 @@ from ..core.ir.traced_module import TracedModule
 from ..core.spec.train_section import Train
 from ..core.torch_internals.modules import tree_map
 from ..parallel.plan import Plan, parallel_plan, parallelize
-from ..parallel.planning.walk import restore_state, walk
+from ..parallel.planning.walk import bound, restore_state, walk
 from ..parallel.runtime.mesh import AXES, all_degrees
 from .distributed import gathered, set_mode
 from .random_draws import Draws, preserve_random_state
@@ -102,7 +102,7 @@ def called(task: Task, batch: Mapping[str, Any], draws: Draws, accelerator: Acce
 def _check_draws(gm: TracedModule, plan: Plan, args: Any, kwargs: Any) -> None:
     """What draws random numbers must do so in the plan too, where the first process draws for all."""
     with restore_state(gm):
-        drawn = walk(gm, gm.graphs.get(plan.mode) or gm.graph, args, kwargs).random
+        drawn = walk(gm, gm.graphs.get(plan.mode) or gm.graph, bound(gm, args, kwargs)).random
     known = {node.name for stage in plan.stages for node in stage.modes[plan.mode].walk.random}
     for node in drawn:
         if node.name not in known:

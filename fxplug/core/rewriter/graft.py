@@ -60,11 +60,13 @@ class Traces:
         if not module._modules and type(module).__module__.startswith("torch.nn."):
             tensors = {**module._parameters, **module._buffers}
             shapes = tuple((k, None if t is None else (tuple(t.shape), t.dtype)) for k, t in tensors.items())
-            own = (type(module), repr(sorted(plain_attributes(module).items())), shapes, module.training)
+            own = (type(module), repr(sorted(plain_attributes(module).items())), shapes)
         key = (own, repr(rows))
-        if key not in self._known:
-            self._known[key] = module, traced(module, args, kwargs, what)
-        return self._known[key][1]
+        _, found = self._known.get(key, (module, None))
+        if found is None or (found.twin_error and found.training != module.training):  # it has the graph of one mode alone
+            found = traced(module, args, kwargs, what)
+            self._known[key] = module, found
+        return found
 
     def share_weights(self, name: str, block: nn.Module, own: nn.Module, tree: nn.Module) -> dict[str, str]:
         """What is in a module that another block has too, with its names in that one; `own` has it no longer.

@@ -77,8 +77,8 @@ class Backward:
         if node.target is operator.getitem and isinstance(self.walk.values[node.all_input_nodes[0]], (tuple, list)):
             operation, member = node.all_input_nodes[0], node.args[1]  # type: ignore[assignment]
         inputs = operation.all_input_nodes
-        if name_of(operation) in CAT and (joined := self.joined(operation, wanted)) is not None:
-            return joined
+        if name_of(operation) in CAT and wanted.layout.outer == 1:
+            return self.joined(operation, wanted)
         for index, place in self.guesses(operation, wanted):
             got = self.outcome(operation, inputs[index], place)
             if got is None:
@@ -94,7 +94,7 @@ class Backward:
         """Of what is put behind each other: each its run of the streams."""
         along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
         parts = node.args[0]
-        if not isinstance(along, int) or not isinstance(parts, (list, tuple)) or wanted.layout.outer != 1:
+        if not isinstance(along, int) or not isinstance(parts, (list, tuple)):
             return None
         if along % self.walk.values[node].dim() != wanted.dim:
             return [(one, wanted) for one in parts if isinstance(one, fx.Node)]
@@ -116,13 +116,15 @@ class Backward:
         """Inputs and how they may be split, the likeliest first."""
         layout, rank = wanted.layout, getattr(self.walk.values[node], "ndim", 0)
         runs = sorted(dict.fromkeys(layout.runs()), key=lambda run: -len(run))
-        fed = sorted(enumerate(node.all_input_nodes), key=lambda row: row[1] not in self.fed)
+        layer = node in self.walk.work  # whose features come of the rows of its weight
+        inputs = sorted(enumerate(node.all_input_nodes), key=lambda row: (row[1] in self.fed) is layer)
         later = []
-        for index, one in fed:
+        for index, one in inputs:
             value = self.walk.values[one]
             if not isinstance(value, Tensor):
                 continue
-            for dim in sorted(range(value.dim()), key=lambda d: abs(d - value.dim() - wanted.dim + rank)):
+            rows = layer and one not in self.fed
+            for dim in sorted(range(value.dim()), key=lambda d: d if rows else abs(d - value.dim() - wanted.dim + rank)):
                 for run in runs[:3]:
                     times, rest = divmod(value.shape[dim], sum(self.sizes[s] for s in run))
                     if rest or not times:

@@ -20,8 +20,8 @@ from .opened_layers import opened
 from .planner import planned, replan
 from .sharding_plan import ShardingPlan, Unsplittable
 from .streams import ArgumentSplit, Placement
-from .trials import ShardTrials, elements, leaves_of, name_of
-from .walk import Walk, walk
+from .trials import Memory, ShardTrials, elements, leaves_of, name_of
+from .walk import Walk, bound, walk
 
 WAYS = 12  # kinds of streams that are tried for one layer
 SMALL = 4  # times smaller is a sum that may be taken on the way
@@ -144,13 +144,15 @@ class Features(Backward):
         """The inputs of a layer, and the dimensions along which it sums up products with a weight."""
         inputs = closing.all_input_nodes
         tensors = [n for n in inputs if isinstance(self.walk.values[n], Tensor)]
-        if not any(n not in self.fed and self.walk.values[n].dim() > 1 for n in tensors):
+        weights = [self.walk.values[n] for n in tensors if n not in self.fed and self.walk.values[n].dim() > 1]
+        if not weights:
             return
+        sizes = {size for weight in weights for size in weight.shape}
         for one in tensors:
             value = self.walk.values[one]
             if one not in self.fed or not value.is_floating_point():
                 continue
-            for dim in reversed(range(value.dim())):
+            for dim in sorted(range(value.dim()), key=lambda dim: (value.shape[dim] not in sizes, -dim)):
                 if value.shape[dim] < 2:
                     continue
                 step = self.outcome(closing, one, Placement(dim, Layout((self.stream(value.shape[dim]),))))
@@ -241,24 +243,25 @@ class Features(Backward):
 def find(
     gm: TracedModule, mode: bool, call: Any, number: int, paths: frozenset[str] = frozenset(),
     before: ShardingPlan | None = None,
-    memory: dict[int, dict[Any, Any]] | None = None,
+    memory: Memory | None = None,
 ) -> tuple[frozenset[str], ShardingPlan]:
     """The layers that are opened for a plan over features, by path, and the plan of the graph of a mode after that.
 
     `paths`, `before` and `memory` are those of the other mode, where there is one: weights are split once. Raises
     Unsplittable where there is no plan, or where it is another with other random values.
     """
+    memory, inputs = memory or Memory(), bound(gm, *call)
     if before is None:
-        every = opened(gm)
-        walked = walk(every, every.graphs[mode], *call)
+        every = opened(gm, None, [mode], memory.traces)
+        walked = walk(every, every.graphs[mode], inputs)
         first = Features(walked, ShardTrials(every, 0, memory=memory), number).best()
         used = {n.meta["opened"] for n in walked.graph.nodes if "opened" in n.meta and (first.is_split(n) or n in first.steps)}
         paths = frozenset(used)
     else:
         first = before
     born = {str(node.target): place for node, place in first.starts.items() if isinstance(place, Placement)}
-    some = opened(gm, paths)
-    walked = walk(some, some.graphs[mode], *call)
+    some = opened(gm, paths, [mode], memory.traces)
+    walked = walk(some, some.graphs[mode], inputs)
     starts = {n: born[str(n.target)] for n in walked.graph.nodes if n.op == "get_attr" and str(n.target) in born}
     sizes = first.sizes[: 1 + max(stream for place in born.values() for stream in place.layout.streams)]
     found = planned(walked, ShardTrials(some, 0, memory=memory), starts, streams=sizes)

@@ -18,16 +18,19 @@ from ..runtime.collectives import Collective
 DEPTH = 4  # layers in layers, as a low-rank update has them
 
 
-def opened(gm: TracedModule, paths: Iterable[str] | None = None) -> TracedModule:
+def opened(
+    gm: TracedModule, paths: Iterable[str] | None = None, modes: Iterable[bool] | None = None, traces: Traces | None = None
+) -> TracedModule:
     """The same module with the layers at these paths, None for all, opened: every node of theirs has their path in its meta.
 
-    What cannot be traced by itself stays closed. Weights are shared.
+    It has the graphs of these `modes`, None for all. What cannot be traced by itself stays closed. Weights are shared, and so
+    are `traces` among calls.
     """
     wanted = None if paths is None else set(paths)
-    tree, traces = shell(gm), Traces()
+    tree, traces = shell(gm), traces or Traces()
     graphs = {}
-    for mode, graph in gm.graphs.items():
-        graphs[mode] = copy_graph(graph)
+    for mode in gm.graphs if modes is None else modes:
+        graphs[mode] = copy_graph(gm.graphs[mode])
         _open_all(graphs[mode], tree, traces, mode, lambda path: wanted is None or path in wanted)
         graphs[mode].lint()
     return gm.derived(tree, graphs)

@@ -87,6 +87,6 @@ class Streams:
         """The size of each stream in which operations are tried."""
         return [sum(parts) for parts in self.parts]
 
-    def bounds(self, rank: int) -> list[tuple[int, int, int]]:
+    def bounds(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """Start, length and size of each stream's part in a pretended process."""
-        return [(0 if rank == 0 else parts[0], parts[rank], sum(parts)) for parts in self.parts]
+        return tuple((0 if rank == 0 else parts[0], parts[rank], sum(parts)) for parts in self.parts)

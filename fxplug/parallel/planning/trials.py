@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...core.ir.containers import difference
 from ...core.ir.traced_module import shell
+from ...core.rewriter.graft import Traces
 from ...core.torch_internals import modules as pytree
 from ...core.torch_internals.tensors import version
 from ..runtime.layouts import Layout
@@ -23,20 +24,29 @@ POOL = 1_299_709  # random values, a prime number of them: rows that take them a
 RANGE = 2  # random whole numbers are below
 LARGE = 2.0**40
 HALVES = (torch.float16, torch.bfloat16)
+CPU = torch.device("cpu")
 PLAIN = (Tensor, int, float, bool, complex, str, type(None), tuple, list, dict)
+
+
+class Memory:
+    """What plans along one axis share: what operations do on parts, by seed, and the traces of layers."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, dict[Any, Any]] = {}
+        self.traces = Traces()
 
 
 class ShardTrials:
     """Runs operations on small values in one process and in two pretended ones."""
 
-    def __init__(self, gm: nn.Module, seed: int, uneven: bool = False, memory: dict[int, dict[Any, Any]] | None = None) -> None:
-        """`memory` is what other plans along the same axis have found, by seed."""
+    def __init__(self, gm: nn.Module, seed: int, uneven: bool = False, memory: Memory | None = None) -> None:
+        """`memory` is what other plans along the same axis have found."""
         self.gm, self.seed, self.uneven = gm, seed, uneven
         self.streams = Streams()
         self.pool = torch.rand(POOL, generator=torch.Generator().manual_seed(seed)) + 0.1
         self.used = 0
         self.writes: Mapping[fx.Node, Sequence[fx.Node]] = {}  # the inputs that a node writes into
-        self.known: dict[Any, Any] = {} if memory is None else memory.setdefault(seed, {})
+        self.known: dict[Any, Any] = {} if memory is None else memory.known.setdefault(seed, {})
         self.latest: tuple[str, nn.Module] | None = None  # the module that was called last, by its path
 
     # --- values
@@ -186,27 +196,29 @@ class ShardTrials:
         self, value: Any, split: Placement | None, gathered: bool, numbers: bool, written: bool = True, large: int | None = None
     ) -> tuple[Any, list[Any]]:
         """A value of a node in one process and in each pretended one; in one alone where some rank's rows are `large`."""
+
+        def made(leaf: Any) -> tuple[Any, ...]:
+            if isinstance(leaf, StreamNumber):
+                parts = [leaf.true, leaf.true] if gathered else [leaf.small, leaf.small] if numbers else leaf.parts
+                return leaf.true if gathered else leaf.small, *parts
+            if not isinstance(leaf, Leaf):
+                leaf = CPU if isinstance(leaf, torch.device) else leaf  # a try is made where there are values
+                return leaf, leaf, leaf
+            place = split or (None if gathered else leaf.place)
+            whole = self.small_tensor(leaf.tensor, place)
+            if large is None:
+                return whole, *(self.part(whole, place, rank, written) for rank in (0, 1))
+            if place is not None and (whole.is_floating_point() or whole.is_complex()):
+                self.enlarge(whole, place, large)
+            return whole, None, None
+
+        if is_value(value):
+            whole, *parts = made(value)
+            return whole, parts
         leaves, tree = pytree.tree_flatten(value, is_leaf=is_value)
-        wholes: list[Any] = []
-        parts: list[list[Any]] = [[], []]
-        for leaf in leaves:
-            if isinstance(leaf, Leaf):
-                place = split or (None if gathered else leaf.place)
-                whole = self.small_tensor(leaf.tensor, place)
-                wholes.append(whole)
-                if large is not None and place is not None and (whole.is_floating_point() or whole.is_complex()):
-                    self.enlarge(whole, place, large)
-                for rank in (0, 1):
-                    parts[rank].append(self.part(whole, place, rank, written) if large is None else None)
-            elif isinstance(leaf, StreamNumber):
-                wholes.append(leaf.true if gathered else leaf.small)
-                for rank in (0, 1):
-                    parts[rank].append(leaf.true if gathered else leaf.small if numbers else leaf.parts[rank])
-            else:
-                wholes.append(leaf)
-                for rank in (0, 1):
-                    parts[rank].append(leaf)
-        return pytree.tree_unflatten(wholes, tree), [pytree.tree_unflatten(p, tree) for p in parts]
+        rows = [made(leaf) for leaf in leaves]
+        whole, *parts = (pytree.tree_unflatten([row[i] for row in rows], tree) for i in range(3))
+        return whole, parts
 
     def mutated_inputs(self, given: tuple[Any, list[Any]], value: Any) -> bool | None:
         """Whether an operation wrote into an input; None where what it wrote does not lie as the input does."""
@@ -229,13 +241,12 @@ class ShardTrials:
 
         def number(position: int, value: Any) -> Any:
             if position not in runs:
-                return value
+                return CPU if isinstance(value, torch.device) else value
             parts = self.streams.parts
             sizes = [sum(parts[s]) if rank is None else parts[s][rank] for s in runs[position]]
             return value // sum(self.streams.true[s] for s in runs[position]) * sum(sizes)
 
-        call = numbered((node.args, node.kwargs), lambda i, v: number(i, given[v] if isinstance(v, fx.Node) else v))
-        args, kwargs = (_on_cpu(value) for value in call)
+        args, kwargs = numbered((node.args, node.kwargs), lambda i, v: number(i, given[v] if isinstance(v, fx.Node) else v))
         if name_of(node) in EMPTY:  # what is not written yet is the same everywhere
             return self.call(node, args, kwargs).zero_()
         return self.call(node, args, kwargs)
@@ -380,11 +391,6 @@ def signature(value: Any) -> Any:
         else:
             found.append(repr(leaf))
     return tuple(found)
-
-
-def _on_cpu(values: Any) -> Any:
-    """Arguments for a try, which is made where there are values."""
-    return pytree.tree_map(lambda v: torch.device("cpu") if isinstance(v, torch.device) else v, values)
 
 
 def elements(value: Any) -> int:

@@ -76,15 +76,15 @@ def _has_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
-def walk(gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Walk:
+def walk(gm: TracedModule, graph: fx.Graph, inputs: Sequence[Any]) -> Walk:
     """Run a graph on example inputs, with values or without; a model in training may be changed by it (`left_alone`).
 
-    Raises SpecError for inputs that the model does not take, Unsplittable where an operation fails with them.
+    Raises Unsplittable where an operation fails with them.
     """
     found = Walk(graph)
     interpreter = fx.Interpreter(gm, graph=graph)
     env = interpreter.env
-    places = iter(bound(gm, args, kwargs))
+    places = iter(inputs)
     last = {n: node for node in graph.nodes for n in node.all_input_nodes}
     gone: dict[fx.Node, list[fx.Node]] = {}
     for node, user in last.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -67,7 +68,8 @@ class Layout(NamedTuple):
         for first, last in itertools.combinations(range(len(self.streams) + 1), 2):
             yield self.streams[first:last]
 
-    def rows(self, bounds: Sequence[tuple[int, int, int]]) -> Tensor:
+    @functools.lru_cache(1024)  # noqa: B019  (of tuples of numbers)
+    def rows(self, bounds: tuple[tuple[int, int, int], ...]) -> Tensor:
         """The indices, int64, of what one process has; `bounds` gives start, length and size of each stream's part."""
         found, before = [], 0
         for stream in self.streams:
