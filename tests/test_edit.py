@@ -520,3 +520,17 @@ def test_lora_beside_a_convolution_that_is_given_other_dimensions():
     with pytest.raises(fxplug.SpecError, match="0 is a Frames that is given 5 dimensions, .*: its own.*take lora_weight"):
         fxplug.apply(gm, fxplug.load_pass("lora", at="0", rank=2))
     assert torch.equal(fxplug.apply(gm, fxplug.load_pass("lora_weight", at="0", rank=2))(x), model(x))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_layer_in_another_mode_than_the_model_is_not_opened(mode):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), torch.randn(6, 4)
+    gm = fxplug.trace(model.train(mode), x)
+    gm[1].train(not mode)
+    delta = fxplug.load_pass("delta", at="1")
+    with pytest.raises(fxplug.SpecError, match=r"'1' \(BatchNorm1d\), opened .* is in .* and the model in .*: put both"):
+        fxplug.apply(gm, delta)
+    torch.manual_seed(0)
+    want = copy.deepcopy(gm.train(mode))(x)
+    torch.manual_seed(0)
+    assert torch.equal(fxplug.apply(gm, delta)(x), want)

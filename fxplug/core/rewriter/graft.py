@@ -246,6 +246,12 @@ class OpenedGraph:
         args, kwargs = list(leaf.args), dict(leaf.kwargs)
         what = f"{self.p.name}: '{region.path}' ({type(module).__name__}), opened for its parameter '{parameter}',"
         sub = self.traces.of(module, args, kwargs, what)
+        if module.training != self.tree.training and len(sub.graphs) > 1:
+            own, other = [{True: "training", False: "evaluation"}[mode] for mode in (module.training, self.tree.training)]
+            raise SpecError(
+                f"{what} is in {own} and the model in {other}, and code that is opened runs in the model's mode: put both into "
+                "one mode, or leave the layer out"
+            )
         known = {name for name, _ in module.named_buffers()}
         for name, constant in sub.named_buffers():
             if name not in known:

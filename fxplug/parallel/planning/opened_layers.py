@@ -58,6 +58,8 @@ def _open(graph: Graph, tree: nn.Module, node: fx.Node, module: nn.Module, trace
         inputs = inspect.signature(module.forward).bind(*node.args, **node.kwargs)
     except (TraceError, SpecError, TypeError):
         return []
+    if module.training != tree.training and len(sub.graphs) > 1:
+        return []  # opened code runs in the model's mode
     known = {name for name, _ in module.named_buffers()}
     if any(name not in known for name, _ in sub.named_buffers()):  # constants of its code
         return []
