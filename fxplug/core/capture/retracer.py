@@ -57,9 +57,9 @@ def _checked(gm: Any) -> TracedModule:
     saved = isinstance(gm, Variants) and gm._variants.retrace is None and gm._variants.made
     if gm._steps is None or saved:
         raise SpecError(
-            "variants cannot repeat what was done to this module since its trace (it was loaded, merged or parallelized, or "
-            "its graph was edited by hand): call variants(...) on the traced module, or on what apply, lower and bind have "
-            "made of it"
+            "variants cannot repeat what was done to this module since its trace (it was loaded, merged, split over processes "
+            "or into the steps of a cache, or its graph was edited by hand): call variants(...) on the traced module, or on "
+            "what apply, lower and bind have made of it"
         )
     return gm  # type: ignore[no-any-return]
 

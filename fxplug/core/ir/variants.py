@@ -159,7 +159,8 @@ class Variants(TracedModule):
                 )
         if self._steps is None:
             raise GuardError(
-                "the steps since the trace of this module are not known, for example because its graph was edited by hand"
+                "what was done to this module since its trace cannot be repeated (it was merged, split over processes or into "
+                "the steps of a cache, or its graph was edited by hand): do it to a trace for this call"
             )
         if cache.retrace is None:
             raise GuardError("the module was loaded from an artifact, and the model to trace is not available")
