@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import processes
 import pytest
+import small
 import timm
 import torch
 from diffusers import PixArtTransformer2DModel
@@ -366,3 +367,85 @@ def test_results_are_no_views():
             nest(gm, ["parts.*"])
         with pytest.raises(fxplug.MatchError):
             nest(gm)
+
+
+class Weightless(nn.Module):
+    def forward(self, x, sharp):
+        y = torch.tanh(x)
+        return (y * 2 + x).relu() * 0.5 if sharp else (y * 3 - x).relu() * 0.25
+
+
+class Weighted(nn.Module):
+    """A layer, and a table that is no buffer: a cast leaves it as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.table = nn.Linear(8, 8), torch.arange(8.0) / 7
+
+    def forward(self, x, sharp):
+        y = self.layer(x)
+        return x + (torch.sin(y) * y if sharp else y) + (y.float() * self.table).to(x.dtype)
+
+
+class Drawing(nn.Module):
+    """It draws before it looks at the dtype."""
+
+    def forward(self, x, sharp):
+        noise = torch.rand(8)
+        return x * noise if x.dtype == torch.float32 else x - noise.to(x.dtype)
+
+
+def repeated(kind):
+    torch.manual_seed(0)
+    parts = nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, x, sharp=False):
+        x = self.first(x)
+        for part in self.parts:
+            x = part(x, sharp)
+        return x
+
+    return small.net(forward, first=nn.Linear(8, 8), parts=parts).eval(), torch.randn(2, 3, 8)
+
+
+@pytest.mark.parametrize("kind", [Weightless, Weighted])
+@torch.no_grad()
+def test_another_form_of_call_has_regions_of_its_own(kind):
+    model, x = repeated(kind)
+    nested = fxplug.lower(fxplug.variants(fxplug.trace(model, x), model), fuse=None, outline=["parts.*"])
+    for sharp in (False, True, False):
+        assert torch.equal(nested(x, sharp=sharp), model(x, sharp=sharp))
+    assert nested.variants == ["sharp=True"]
+    again = copy.deepcopy(nested)
+    assert all(torch.equal(again(x, sharp=sharp), model(x, sharp=sharp)) for sharp in (False, True))
+    nested.bfloat16(), model.bfloat16()
+    x = x.bfloat16()
+    assert all(torch.equal(nested(x, sharp=sharp), model(x, sharp=sharp)) for sharp in (False, True))
+    assert nested.variants == ["sharp=True", "x: bfloat16 of 3 dimensions", "sharp=True, x: bfloat16 of 3 dimensions"]
+    compiled, _ = counted(nested)
+    for sharp in (False, True):
+        torch.testing.assert_close(compiled(x, sharp=sharp), model(x, sharp=sharp))
+
+
+@torch.no_grad()
+def test_a_region_decides_by_what_autocast_makes_of_its_input():
+    model, x = repeated(Weighted)
+    nested = fxplug.lower(fxplug.variants(fxplug.trace(model, x), model), fuse=None, outline=["parts.*"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(nested(x), model(x))
+    assert torch.equal(nested(x), model(x))
+
+
+@torch.no_grad()
+def test_a_call_whose_regions_have_drawn_is_not_made_again():
+    model, x = repeated(Drawing)
+    nested = fxplug.lower(fxplug.variants(fxplug.trace(model, x), model), fuse=None, outline=["parts.*"])
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(fxplug.GuardError, match="now it is torch.bfloat16"):
+        nested(x)
+
+
+def test_what_the_code_of_a_region_holds_keeps_its_dtype():
+    model, x = repeated(Weighted)
+    gm = fxplug.trace(model, x)
+    for module in (gm, nest(gm, ["parts.*"])):
+        assert {b.dtype for b in module.bfloat16().buffers()} == {torch.float32}

@@ -253,6 +253,17 @@ RESERVED = {"meta", "shape_env", "attributes", "graphs", "graph", "code", "class
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
 
 
+class SharedCode(nn.Module):
+    """What alike regions of a graph compute, without weights.
+
+    `constants` names what the model's code holds and the regions read; `repeatable` has the modes in which they write and draw
+    nothing.
+    """
+
+    constants: frozenset[str] = frozenset()
+    repeatable: frozenset[bool] = frozenset()
+
+
 class Container(nn.Module):
     """Stands where a module was whose code is in the graph now: its parameters, children and plain attributes.
 

@@ -31,6 +31,7 @@ from ..torch_internals.modules import (
     without_compiler,
 )
 from . import functions, ops
+from .containers import SharedCode
 
 if TYPE_CHECKING:
     from .traced_module import TracedModule
@@ -354,21 +355,30 @@ def _graph(module: TracedModule) -> fx.Graph:
 @without_compiler
 def repeatable(module: TracedModule) -> bool:
     """Whether a call that a guard ended can be made again in another way: nothing was written or drawn that stays."""
-    for node in _graph(module).nodes:
+    return computes_only(_graph(module).nodes, module, module.training)
+
+
+def computes_only(nodes: Iterable[fx.Node], module: nn.Module, training: bool) -> bool:
+    """Whether nodes write nothing that stays and draw no numbers, in that mode."""
+    for node in nodes:
         if ops.is_applied(node.target):
             return False  # its code may do either
         if node.op == "call_module":
             leaf = module.get_submodule(str(node.target))
+            if isinstance(leaf, SharedCode):
+                if training not in leaf.repeatable:
+                    return False
+                continue
             ours = type(leaf).__module__.startswith(("torch.nn.modules.", "fxplug.blocks."))
-            if not ours or any(functions.draws(m, module.training) for m in leaf.modules()):
+            if not ours or any(functions.draws(m, training) for m in leaf.modules()):
                 return False
-            if module.training and isinstance(leaf, NormBase):
+            if training and isinstance(leaf, NormBase):
                 return False
         if not node.meta.get("effect") or node.target in HARMLESS:
             continue
         short = functions.short_name(node.target)
         if short in functions.RANDOM:
-            if short in functions.DRAWS or module.training:
+            if short in functions.DRAWS or training:
                 return False
         elif node.op not in ("call_function", "call_method") or _owner(node).op in ("placeholder", "get_attr"):
             return False

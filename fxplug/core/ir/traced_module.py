@@ -20,7 +20,7 @@ from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import is_transposed
 from ..torch_internals.modules import COMPILED, leave_frame, without_compiler
 from . import ops
-from .containers import RESERVED, Container, child_of
+from .containers import RESERVED, Container, SharedCode, child_of
 from .graph import OF_THE_ROOT, Graph, by_regions, change, copy_graph, guarded, in_turn, insert, redirect
 
 
@@ -324,7 +324,8 @@ class TracedModule(fx.GraphModule):
     def _constants(self) -> set[str]:
         """What the model's code holds or makes and is no buffer of it: its dtype is that of the code, also after a cast."""
         found = (node for graph in self.graphs.values() for node in graph.find_nodes(op="get_attr"))
-        return {str(node.target) for node in found if node.meta.get("constant")}
+        shared = (module.constants for module in self.modules() if isinstance(module, SharedCode))
+        return {str(node.target) for node in found if node.meta.get("constant")}.union(*shared)
 
     @property
     def variants(self) -> list[str]:

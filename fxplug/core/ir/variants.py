@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import traceback
 import warnings
@@ -16,7 +17,7 @@ from ..errors import FxplugError, GuardError, brief, shown
 from ..locks import locks_of
 from ..torch_internals.modules import TABLES, is_listening, leave_frame, without_compiler
 from . import ops
-from .containers import Container, tensor_at
+from .containers import Container, SharedCode, tensor_at
 from .graph import Graph, change, refusal, repeatable
 from .traced_module import Step, TracedModule, copied_graphs, shell
 
@@ -311,14 +312,26 @@ def tie(owner: TracedModule, other: TracedModule) -> TracedModule:
     for graph in other.graphs.values():
         for node in graph.nodes:
             name = str(node.target)
-            if node.op == "call_module":
-                adopted.update(_leaf(owner, other, name))
-            elif node.op == "get_attr" and name not in names:
-                names[name] = _constant(owner, other, name, constants) if node.meta.get("constant") else name
-                _same_shape(owner, other, name) if names[name] == name and name not in constants else None
+            if node.op not in ("call_module", "get_attr") or name in names:
+                continue
+            path, _, key = name.rpartition(".")
+            names[name], value = name, getattr(other.get_submodule(path), key)
+            if isinstance(value, SharedCode):
+                names[name] = _name_for_code(owner, name)
+                adopted[names[name]] = value
+                for read in value.constants:
+                    if _constant(owner, other, read, constants) != read:
+                        raise GuardError(f"an outlined region reads the constant '{read}', which is another one here")
+            elif isinstance(value, nn.Module):
+                for layer, module in value.named_modules(prefix=name):
+                    adopted.update({} if isinstance(module, Container) else _leaf(owner, other, layer))
+            elif node.meta.get("constant"):
+                names[name] = _constant(owner, other, name, constants)
+            else:
+                _same_shape(owner, other, name)
     for graph in other.graphs.values():
         for node in graph.nodes:
-            if node.op == "get_attr" and names[str(node.target)] != node.target:
+            if node.op in ("call_module", "get_attr") and names[str(node.target)] != node.target:
                 change(node, target=names[str(node.target)])
     for name, value in constants.items():
         home, _, key = name.rpartition(".")
@@ -349,6 +362,16 @@ def _leaf(owner: TracedModule, other: TracedModule, name: str) -> dict[str, nn.M
     if not isinstance(mine, Container) or not same:
         raise GuardError(f"its graph calls '{name}', a {type(theirs).__name__} there and a {type(mine).__name__} here")
     return {name: theirs}
+
+
+def _name_for_code(owner: TracedModule, name: str) -> str:
+    """A name for code that only the graphs of a variant call, beside that of its owner's."""
+    home, _, key = name.rpartition(".")
+    try:
+        taken = owner.get_submodule(home)._modules
+    except AttributeError:
+        raise GuardError(f"its graph calls '{name}', and no region of this module is outlined") from None
+    return next(f"{home}.{new}" for n in itertools.count() if (new := f"{key}_way{n}" if n else key) not in taken)
 
 
 def _same_shape(owner: TracedModule, other: TracedModule, name: str) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 
 from ...core.errors import MatchError, SpecError
 from ...core.ir import ops
-from ...core.ir.containers import Container, plain_attributes, tensor_at
+from ...core.ir.containers import Container, SharedCode, plain_attributes, tensor_at
 from ...core.ir.functions import REGION
-from ...core.ir.graph import Graph, change, copy_graph, copy_nodes, erase_unused, insert, replace
+from ...core.ir.graph import Graph, change, computes_only, copy_graph, copy_nodes, erase_unused, insert, replace
 from ...core.ir.subgraphs import RegionCut, aliases, changed_input, extract, members, plan, unique_names
 from ...core.ir.traced_module import TracedModule, class_names, shell
 from ...core.torch_internals.modules import as_listened, constant_floats, is_compiling
@@ -28,7 +28,7 @@ WORTH = 0.75  # nothing is nested where more than this share of the operations w
 HOME = "nested"
 
 
-class Nested(nn.Module):
+class Nested(SharedCode):
     """What alike regions of a model compute, as code without weights: the modules and parameters are arguments.
 
     A compiler that is given the model compiles it, once whatever the number of calls; with gradients as without, as what calls
@@ -112,8 +112,12 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
             own, call = extract(cut, target, names[key], stack_around(cut))
             body, given = _functional(own, key)
             if kinds[kind] not in holder._modules:
-                holder._modules[kinds[kind]] = Nested(body, kinds[kind])
-            layers = [insert(graph, "get_attr", path, before=call) for path in given]
+                new = holder._modules[kinds[kind]] = Nested(body, kinds[kind])
+                new.repeatable = frozenset(training for training in (False, True) if computes_only(own.nodes, gm, training))
+            code: Any = holder._modules[kinds[kind]]
+            constants = {str(node.target): {"constant": True} for node in own.nodes if node.meta.get("constant")}
+            code.constants = code.constants.union(constants).difference(given)
+            layers = [insert(graph, "get_attr", path, before=call, meta=constants.get(path)) for path in given]
             change(call, args=(*layers, *call.args))
             calls.setdefault(target, {})[key] = None
         for node in graph.nodes:
