@@ -3,7 +3,8 @@
 A cell is a model and one, two or three features in an order, "unet: lora_slots + outline". What the features make of the model
 is compared with an oracle: the features that adapt it alone, applied together, eager, on one process. A cell is
 
-equal           within the tolerance of the dtype that `fxplug.core.ir.containers` has, and no adapter was without an effect
+equal           within the tolerance of the dtype that `fxplug.core.ir.containers` has, or as close to the result in float64 as
+                the oracle is (twice, three times for gradients), and no adapter was without an effect
 refused         an error of fxplug's, with its sentence
 does not apply  a feature alone is refused on this model, or has no meaning for it: not counted
 fault           other numbers, an exception of another kind, an adapter without an effect, or no end within --limit seconds
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import itertools
 import json
 import os
@@ -32,14 +34,14 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from matrix_features import FEATURES, applied, begin
+from matrix_features import FEATURES, applied, begin, retraceable
 from matrix_models import MODELS, recent
 from matrix_state import NotApplicable, State, is_float, result_of
 from record import COMMIT
@@ -146,20 +148,41 @@ def compared(cell: Cell) -> tuple[str, str, float]:
     if name:
         return FAULT, f"{name} changes nothing", 0.0
     dtypes = (torch.bfloat16,) if HALF & set(adapting) else ()
-    off, most = max(difference(wanted, value, dtypes=dtypes) for value in values), 1.0
-    if off.times > most and dtypes:
-        # Both are rounded, so that they may lie further apart than each from what both mean. Held as FlashAttention's tests
-        # hold half precision: no further from float32's result than twice what the plain form is.
-        exact = in_float32(oracle(cell.model, tuple(name for name in adapting if name not in HALF), False)[0])
-        most = max(most, 2 * difference(exact, in_float32(wanted), dtypes=dtypes).times)
-        off = max(difference(exact, in_float32(value), dtypes=dtypes) for value in values)
+    off, most = distance(wanted, values, lambda: exactly(cell.model, adapting, made.gradients)[0], False, dtypes)
     if off.times > most:
         return FAULT, f"the result differs by {off.distance:.1e}", off.distance
-    slopes = (difference(a, b, True, dtypes) for a, b in zip(wanted_gradients, gradients, strict=True))
-    slope = max(slopes, default=Difference())
-    if slope.times > 1:
-        return FAULT, f"a gradient differs by {slope.distance:.1e}", slope.distance
+    for number, (a, b) in enumerate(zip(wanted_gradients, gradients, strict=True)):
+        slope, most = distance(a, [b], lambda n=number: exactly(cell.model, adapting, True)[1][n], True, dtypes)
+        if slope.times > most:
+            return FAULT, f"a gradient differs by {slope.distance:.1e}", slope.distance
     return EQUAL, "", off.distance
+
+
+def distance(
+    wanted: Any, found: Sequence[Any], exact: Callable[[], Any], gradient: bool, dtypes: Sequence[torch.dtype]
+) -> tuple[Difference, float]:
+    """How far results, or gradients, are from the oracle's, and how far they may be.
+
+    Both are rounded, so that they may lie further apart than each from what both mean. Where they do, they are held as
+    FlashAttention's tests hold half precision: no further from the exact result than twice what the oracle is, and gradients
+    than three times.
+    """
+    off = max(difference(wanted, value, gradient, dtypes) for value in found)
+    if off.times <= 1:
+        return off, 1.0
+    middle = in_float32(exact())
+    most = (3 if gradient else 2) * difference(middle, in_float32(wanted), gradient, dtypes).times
+    return max(difference(middle, in_float32(value), gradient, dtypes) for value in found), max(1.0, most)
+
+
+@cache
+def exactly(model: str, names: tuple[str, ...], gradients: bool) -> tuple[Any, list[torch.Tensor]]:
+    """What the oracle gives in float64."""
+    state = plainly(begin(model), tuple(name for name in names if name not in HALF))
+    kwargs = map_leaves(dict(state.kwargs), lambda leaf, _: leaf.double() if is_float(leaf) else leaf)
+    gm = copy.deepcopy(retraceable(state)).double()
+    values, slopes = result_of(replace(state, gm=gm, kwargs=kwargs, gradients=gradients))
+    return values[0], slopes
 
 
 def in_float32(value: Any) -> Any:

@@ -19,10 +19,11 @@ Lines = dict[str, dict[str, Any]]
 INTRO = """# What composes
 
 Each feature of fxplug with each other one, in both orders, on a small model of each family. A cell is *equal* where the two
-give what the adapting ones of them give alone: eager, on one process, applied together (float32: 1e-5 of the largest value;
-bfloat16 and autocast: 2e-2, or no further from the same in float32 than twice what the oracle is, as FlashAttention's tests
-hold it; by the table in `fxplug/core/ir/containers.py`). Adapters have weights that are not zero, and one without an effect
-is a fault. A cell is *refused* where an error of fxplug's says why and what to do. Anything else is a *fault*.
+give what the adapting ones of them give alone: eager, on one process, applied together (float32: 1e-5 of the largest value,
+bfloat16 and autocast: 2e-2, by the table in `fxplug/core/ir/containers.py`; or no further from the same in float64 than twice
+what the oracle is, three times for gradients, as FlashAttention's tests hold it). Adapters have weights that are not zero, and
+one without an effect is a fault. A cell is *refused* where an error of fxplug's says why and what to do. Anything else is a
+*fault*.
 
 `make matrix` writes this page; `python benchmarks/matrix.py "unet: lora_slots + outline"` repeats a cell. A new feature is an
 entry in `benchmarks/matrix_features.py`, a new model one in `benchmarks/matrix_models.py`.

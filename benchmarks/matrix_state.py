@@ -77,7 +77,7 @@ def gradients_of(state: State, kwargs: Mapping[str, Any], wanted: Sequence[Tenso
 
     def both() -> tuple[Any, list[Tensor]]:
         found = _called(state, kwargs)
-        loss = sum(t.float().square().mean() for t in leaves(found) if is_float(t))
+        loss = sum(t.to(torch.promote_types(t.dtype, torch.float32)).square().mean() for t in leaves(found) if is_float(t))
         slopes = torch.autograd.grad(loss, wanted, allow_unused=True)
         detached = map_leaves(found, lambda t, _: t.detach() if isinstance(t, Tensor) else t)
         return detached, [torch.zeros_like(w) if g is None else g for g, w in zip(slopes, wanted, strict=True)]

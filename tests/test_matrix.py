@@ -29,6 +29,8 @@ SAMPLE = [
     "dit: lora_slots + batch + ring",
     "convnet: loha + rows",
     "vit: batch + lora_slots",
+    "vit: autocast + fsdp + merge_live",  # closer to what float64 gives than the oracle
+    "dit: outline + pipeline_part",
 ]
 
 
@@ -63,10 +65,14 @@ def broken(monkeypatch):
 
     def put(name, **changes):
         monkeypatch.setitem(FEATURES, name, replace(FEATURES[name], **changes))
+        forget()
+
+    def forget():
         matrix.oracle.cache_clear()
+        matrix.exactly.cache_clear()
 
     yield put
-    matrix.oracle.cache_clear()
+    forget()
 
 
 def test_other_numbers_are_a_fault(broken):
@@ -76,6 +82,15 @@ def test_other_numbers_are_a_fault(broken):
     broken("export", do=scaled)
     line = found("vit: lora + export")
     assert line["outcome"] == matrix.FAULT and "the result differs by" in line["text"]
+
+
+def test_another_gradient_is_a_fault(broken):
+    def steeper(state):
+        return replace(state, gradients=True, result=lambda x: state.gm(x + 0.01 * (x - x.detach())))
+
+    broken("checkpointing", do=steeper)
+    line = found("vit: lora + checkpointing")
+    assert line["outcome"] == matrix.FAULT and "a gradient differs by" in line["text"]
 
 
 def test_an_adapter_that_is_lost_is_a_fault(broken):
