@@ -51,6 +51,7 @@ from fxplug.core.ir.containers import Difference, difference, map_leaves
 
 EQUAL, REFUSED, NOT_APPLICABLE, FAULT = "equal", "refused", "does not apply", "fault"
 LOUD = 3  # times the tolerance that an adapter must change
+SILENT = 1e-13  # the share of the largest value that rounding in float64 changes
 HALF = {"bfloat16", "autocast"}
 WORKER_CELLS = 400  # a worker is a new process after so many: what torch.compile keeps grows
 
@@ -122,14 +123,17 @@ def oracle(model: str, names: tuple[str, ...], gradients: bool) -> tuple[Any, li
 
 
 def without_effect(model: str, names: tuple[str, ...]) -> str:
-    """The first adapting feature without which the result is the same."""
+    """The first adapting feature without which the result is the same. NotApplicable where only rounding makes it so."""
     kept = tuple(name for name in names if name not in HALF)
     whole = oracle(model, kept, False)[0]
     for name in kept:
         rest = tuple(other for other in kept if other != name)
         with contextlib.suppress(FxplugError):  # one that another one needs
-            if difference(oracle(model, rest, False)[0], whole).times < LOUD:
-                return name
+            if difference(oracle(model, rest, False)[0], whole).times >= LOUD:
+                continue
+            if difference(exactly(model, rest, False)[0], exactly(model, kept, False)[0]).distance > SILENT:
+                raise NotApplicable(f"{name} changes less here than rounding does")
+            return name
     return ""
 
 
@@ -142,10 +146,7 @@ def compared(cell: Cell) -> tuple[str, str, float]:
         made = done_to(state, names)
         values, gradients = result_of(made)
     wanted, wanted_gradients = oracle(cell.model, adapting, made.gradients)
-    name = without_effect(cell.model, adapting)
-    if name == "train":
-        raise NotApplicable("two steps change less here than rounding does")
-    if name:
+    if name := without_effect(cell.model, adapting):
         return FAULT, f"{name} changes nothing", 0.0
     dtypes = (torch.bfloat16,) if HALF & set(adapting) else ()
     off, most = distance(wanted, values, lambda: exactly(cell.model, adapting, made.gradients)[0], False, dtypes)
