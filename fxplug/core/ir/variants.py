@@ -322,7 +322,9 @@ def tie(owner: TracedModule, other: TracedModule) -> TracedModule:
                 for read in value.constants:
                     if _constant(owner, other, read, constants) != read:
                         raise GuardError(f"an outlined region reads the constant '{read}', which is another one here")
-            elif isinstance(value, nn.Module):
+            elif node.op == "call_module":
+                adopted.update(_leaf(owner, other, name))
+            elif isinstance(value, nn.Module):  # an outlined region is given it, and calls the layers inside
                 for layer, module in value.named_modules(prefix=name):
                     adopted.update({} if isinstance(module, Container) else _leaf(owner, other, layer))
             elif node.meta.get("constant"):
