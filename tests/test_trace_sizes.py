@@ -153,6 +153,7 @@ GUARDED: dict[str, Callable[..., object]] = {
     "lru_cache": lambda x, t: x + _cached(x.shape[1]),
     "sym_max": lambda x, t: x * torch.sym_max(x.shape[1], 5),
     "torch._check": lambda x, t: (torch._check(x.shape[1] < 100), x)[1],
+    "torch._check_tensor_all": lambda x, t: (torch._check_tensor_all(torch.tensor([x.shape[1], 2]) < 100), x)[1],
     "while": lambda x, t: _halved(x),
 }
 

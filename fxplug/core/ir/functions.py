@@ -136,12 +136,14 @@ UNCHECKED = re.compile(
 IN_PLACE = ("iadd", "isub", "imul", "itruediv")
 REFLECTED = "add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor".split()  # noqa: SIM905
 
-# a dunder method of Tensor as the function of `operator` that calls it; the reflected ones swap their arguments
+# a method of Tensor with underscores as the public function that computes it; the reflected ones swap their arguments
 DUNDERS = {
     **{f"__{n.rstrip('_')}__": (getattr(operator, n), False) for n in OPERATORS if n not in IN_PLACE},
     **{f"__r{n.rstrip('_')}__": (getattr(operator, n), True) for n in REFLECTED},
     "__rdiv__": (operator.truediv, True),
     "__div__": (operator.truediv, False),
+    "_is_all_true": (torch.all, False),  # of `torch._check_tensor_all`
+    "_is_any_true": (torch.any, False),
 }
 # attributes of a tensor that are tensors, as the method or function that computes them
 ATTRIBUTES: dict[str, Callable[[Any], tuple[str, Any, tuple[Any, ...]]]] = {
