@@ -1130,6 +1130,9 @@ def test_misuse() -> None:
             fxplug.trace(wrong, X())
     with pytest.raises(fxplug.TraceError, match="names no module"):
         fxplug.trace(Net(), X(), leaf="fd")
+    for function in (functools.partial(fxplug.trace, Net()), functools.partial(fxplug.verify, gm, gm)):
+        with pytest.raises(fxplug.SpecError, match="this is a Tensor: give several positional arguments as one tuple"):
+            function(X(), X())
 
 
 class Between(nn.Module):

@@ -16,7 +16,7 @@ from . import extensions
 from .artifacts.artifact import check_savable
 from .capture.fake_tensors import quiet
 from .errors import ArtifactError, VerifyError, brief_fields, outline
-from .ir.containers import leaves, map_leaves, named_tensors, parameters
+from .ir.containers import call_of, leaves, map_leaves, named_tensors, parameters
 from .ir.graph import Graph, copy_graph, replace
 from .ir.ops import TO_DENSE, other_kind
 from .ir.traced_module import TracedModule, shell
@@ -118,7 +118,7 @@ def verify(
 
     Raises VerifyError, with the report as its `report`, when something does not hold.
     """
-    call = (tuple(args) if isinstance(args, (tuple, list)) else (args,), dict(kwargs or {}))
+    call = call_of(args, kwargs)
     report = Report(summary=parameters(new))
     old = {entry["name"] for entry in gm.meta.get("passes", [])}
     entries = [entry for entry in new.meta.get("passes", []) if entry["name"] not in old]

@@ -21,7 +21,7 @@ from torch.export import Dim, ExportedProgram
 from ..adapters.slots import Adapters
 from ..core.artifacts.value_json import portable
 from ..core.errors import FxplugError, brief_fields, did_you_mean, first_line, shown
-from ..core.ir.containers import Container, children, leaves, map_leaves
+from ..core.ir.containers import Container, call_of, children, leaves, map_leaves
 from ..core.ir.graph import copy_graph, insert, replace
 from ..core.ir.traced_module import TracedModule, shell
 from ..core.ir.variants import module_for
@@ -101,8 +101,7 @@ def export(
         raise FxplugError(f"{found}: quantise the model with torchao, or export it un-quantised")
     start = time.perf_counter()
     target = _target(Path(path), to)
-    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-    named = dict(kwargs or {})
+    args, named = call_of(args, kwargs)
     facts: dict[str, Any] = {}
     opset = onnx_writer.check_exporter(options) if to == "onnx" else 0
     if to != "pt2":

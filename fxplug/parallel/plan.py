@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..core.capture.frozen_values import copied
 from ..core.capture.self_check import has_values
 from ..core.errors import FxplugError, SpecError, VerifyError, brief_fields, outline
+from ..core.ir.containers import call_of
 from ..core.ir.graph import Graph, copy_graph
 from ..core.ir.traced_module import TracedModule, copied_graphs, shell
 from .comparison import Runner, check_pretended, pretending
@@ -144,9 +145,8 @@ def parallel_plan(
         raise SpecError(f"parallel_plan takes a traced module, not {type(gm).__name__}: trace the model first")
     if any(isinstance(module, Collective) for module in gm.modules()):
         raise SpecError("this module is parallel already: make one plan with all degrees for the module that it was made from")
-    args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     ways = all_degrees({"ulysses": ulysses, "ring": ring, "batch": batch, "tensor": tensor, "rows": rows})
-    call = args, dict(kwargs or {})
+    call = call_of(args, kwargs)
     gm = in_both_modes(gm) if math.prod(ways.values()) > 1 else gm
     modes = sorted(gm.graphs, key=lambda mode: mode != gm._graph_mode)
     try:

@@ -18,8 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from .. import quantised
 from ..errors import FxplugError, TraceError, did_you_mean
+from ..ir.containers import call_of, named_tensors
 from ..ir.containers import leaves as values
-from ..ir.containers import named_tensors
 from ..ir.functions import PATH_KEY
 from ..ir.graph import erase
 from ..ir.ops import TO_DENSE, other_kind
@@ -68,7 +68,8 @@ def trace(
 
     One trace runs at a time in a process; modules, modes of torch and random states are left as they were.
 
-    Raises TraceError, with file and line of the model's code, for what cannot be a graph.
+    Raises TraceError, with file and line of the model's code, for what cannot be a graph, and SpecError where `kwargs` is no
+    mapping.
     """
     if not isinstance(model, nn.Module):
         raise TraceError(f"trace takes an nn.Module, not {type(model).__name__}")
@@ -77,9 +78,8 @@ def trace(
     if "_orig_mod" in model._modules:
         raise TraceError("this is a module from torch.compile: trace the model itself, and compile its graph")
     _check_names(model)
-    args = args if isinstance(args, (tuple, list)) else (args,)
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
-    call: Any = (tuple(args), dict(kwargs or {}))
+    call: Any = call_of(args, kwargs)
     options: dict[str, Any] = {"leaf": patterns, "real": real, "keep": False}
     with exclusive_trace(model):
         derived = find_derived(model)

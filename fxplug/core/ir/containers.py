@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from ..errors import DEFAULT
+from ..errors import DEFAULT, SpecError
 from ..torch_internals.tensors import FakeTensor
 
 Keys = tuple[int | str, ...]
@@ -251,6 +251,16 @@ def _tensor_unlike(a: Tensor, b: Tensor, at: str) -> str | None:
 # names that torch's GraphModule and this one use themselves; a model's attribute of that name stays out
 RESERVED = {"meta", "shape_env", "attributes", "graphs", "graph", "code", "classes", "training", "twin_error"}
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
+
+
+def call_of(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example call: `args` is a tuple or list of the positional arguments, or a single one. Raises SpecError."""
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise SpecError(
+            f"kwargs has the arguments by name, and this is a {type(kwargs).__name__}: give several positional arguments as "
+            "one tuple, (a, b)"
+        )
+    return tuple(args) if isinstance(args, (tuple, list)) else (args,), dict(kwargs or {})
 
 
 class SharedCode(nn.Module):
