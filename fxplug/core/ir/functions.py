@@ -143,7 +143,6 @@ DUNDERS = {
     "__rdiv__": (operator.truediv, True),
     "__div__": (operator.truediv, False),
     "_is_all_true": (torch.all, False),  # of `torch._check_tensor_all`
-    "_is_any_true": (torch.any, False),
 }
 # attributes of a tensor that are tensors, as the method or function that computes them
 ATTRIBUTES: dict[str, Callable[[Any], tuple[str, Any, tuple[Any, ...]]]] = {
