@@ -13,10 +13,12 @@ import threading
 from collections.abc import Callable
 from math import sqrt
 
+import einops
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from einops.layers.torch import EinMix, Rearrange
 from exact import difference
 from torch import nn
 
@@ -343,3 +345,51 @@ def test_bytes_follow_the_dtype() -> None:
     gm = fxplug.trace(model, torch.randn(2, 4))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert gm(torch.ones(3, 4)) == model(torch.ones(3, 4)) == (24, 2, 2)
+
+
+class Rearranging(nn.Module):
+    """Attention as libraries on einops write it: functions, layers, packing, and sizes that are given by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q = nn.Linear(16, 16)
+        self.pairs = Rearrange("b (n p) c -> b n (p c)", p=2)
+        self.mix = EinMix("b n c -> b n d", weight_shape="c d", bias_shape="d", c=32, d=8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch, count, _ = x.shape
+        heads = einops.rearrange(self.to_q(x), "b n (h d) -> (b h) n d", h=4)
+        attended = einops.rearrange((heads @ heads.mT).softmax(-1) @ heads, "(b h) n d -> b n (h d)", b=batch)
+        first = einops.repeat(attended[:, 0], "b c -> b n c", n=count)
+        packed, shapes = einops.pack([attended, first], "b * c")
+        left, right = einops.unpack(packed, shapes, "b * c")
+        return self.mix(self.pairs(left + right)), einops.reduce(left, "b n c -> b c", "max")
+
+
+def test_models_on_einops_take_other_batches_and_sizes():
+    model = Rearranging()
+    gm = fxplug.trace(model, torch.randn(1, 8, 16))
+    for shape in ((1, 8, 16), (3, 8, 16), (2, 12, 16)):
+        x = torch.randn(shape)
+        assert difference(model(x), gm(x)) is None
+    with pytest.raises(fxplug.GuardError, match=r"% 2 != 0|depends on"):
+        gm(torch.randn(2, 7, 16))
+
+
+@functools.lru_cache
+def _table(count: int) -> torch.Tensor:
+    return torch.arange(float(count))
+
+
+def _looked_up(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    try:
+        return x + _table(x.shape[2])
+    except KeyError:
+        return x
+
+
+def test_a_size_that_is_a_key_is_held():
+    gm = fxplug.trace(Apply(_looked_up), image(2, 3, 4))
+    assert torch.equal(gm(image(5, 2, 4)), image(5, 2, 4) + torch.arange(4.0))
+    with pytest.raises(fxplug.GuardError, match=r"size\(2\), which was 4 when traced"):
+        gm(image(2, 3, 5))

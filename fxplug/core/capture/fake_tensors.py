@@ -42,7 +42,7 @@ from ..torch_internals.tensors import (
     is_error_of_dynamo,
 )
 from .module_state import State, own_attributes
-from .user_code import asker, is_text_for_people, is_user_code
+from .user_code import asker, is_text_for_people, is_tried, is_user_code, user_frame
 
 TRUNC = math.trunc  # kept here: while a model is traced, `math` has functions that record
 
@@ -81,6 +81,9 @@ class Number:
         return complex(self.plain())
 
     def __hash__(self) -> int:
+        # einops keeps what it works out for a shape, and has another way for numbers that, as torch's, have no hash
+        if self.recorder.active and is_tried(user_frame(), "TypeError"):
+            raise TypeError("a recorded number has no hash")
         return hash(self.plain())
 
     def __str__(self) -> str:

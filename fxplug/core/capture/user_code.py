@@ -124,17 +124,20 @@ def decides_nothing(frame: FrameType) -> bool:
     return False
 
 
-def is_tried(frame: FrameType | None) -> bool:
-    """Whether a frame is in a `try` whose handlers let the code go on."""
-    return frame is not None and bool(_lines_in_try(frame.f_code.co_filename)) and any(_around(frame, _lines_in_try))
+def is_tried(frame: FrameType | None, error: str = "") -> bool:
+    """Whether a frame is in a `try` whose handlers let the code go on; with `error` in one that has a handler of that name."""
+    if frame is None or not _lines_in_try(frame.f_code.co_filename):
+        return False
+    return any(error in ("", *names) for names in _around(frame, _lines_in_try))
 
 
 @lru_cache(maxsize=64)
 def _lines_in_try(file: str) -> list[Any]:
-    """What stands in each `try` with a handler that does not end by raising."""
+    """What stands in each `try` with a handler that does not end by raising, with the names of what is handled."""
     tries = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.Try)]
     passing = [n for n in tries if not all(isinstance(handler.body[-1], ast.Raise) for handler in n.handlers)]
-    return [_place(part, True) for n in passing for part in n.body]
+    kinds = [[n.id for h in t.handlers if h.type for n in ast.walk(h.type) if isinstance(n, ast.Name)] for t in passing]
+    return [_place(part, names) for n, names in zip(passing, kinds, strict=True) for part in n.body]
 
 
 def tells_apart(frame: FrameType | None) -> bool:
