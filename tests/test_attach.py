@@ -652,3 +652,24 @@ def test_shipped_passes_take_a_parent_and_the_layers_within(name):
     assert torch.equal(new(*base.args), base.gm(*base.args)) == new.meta["passes"][-1]["neutral"]
     with pytest.raises(fxplug.MatchError, match="within blocks.0.mlp.act there is no Conv2d"):
         fxplug.find(base.gm, fxplug.load_pass(name, at="blocks.0.mlp.act", within="Conv2d"))
+
+
+class Conv2d(nn.Module):
+    """A layer of the model's own that is called as torch's, as EDM's and Karras' networks have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3, 3, 3))
+
+    def forward(self, x):
+        return F.conv2d(x, self.weight / self.weight.norm(), padding=1)
+
+
+def test_lora_at_a_layer_that_is_only_called_as_torchs():
+    x = torch.randn(2, 3, 8, 8)
+    gm = fxplug.trace(small.net(lambda self, x: self.last(self.first(x)), first=Conv2d(), last=nn.Conv2d(6, 4, 1)), x)
+    with pytest.raises(fxplug.SpecError, match="first is a Conv2d without 'in_channels'.* take lora_weight"):
+        fxplug.apply(gm, fxplug.load_pass("lora"))
+    assert len(fxplug.find(gm, fxplug.load_pass("lora", at="last"))) == 1
+    new = fxplug.apply(gm, fxplug.load_pass("lora_weight"))
+    fxplug.verify(gm, new, args=x)

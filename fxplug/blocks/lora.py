@@ -18,6 +18,8 @@ from .low_rank import gated
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
 
+GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+
 
 class Lora(LowRank):
     """y + scale * up(down(x)): a low-rank update beside a layer (Hu et al. 2021, arXiv 2106.09685).
@@ -107,6 +109,13 @@ class Lora(LowRank):
         if kind is None:
             known = ", ".join(["Linear", *CONVOLUTIONS, "Embedding"])
             raise SpecError(f"{site.path} is a {site.classes[0]}; a low-rank update fits {known} and layers derived from them")
+        sizes = {"Linear": ("in_features", "out_features"), "Embedding": ("num_embeddings", "embedding_dim")}
+        for size in () if turned else sizes.get(kind, ("in_channels", "out_channels", *GEOMETRY)):
+            if not hasattr(layer, size):
+                raise SpecError(
+                    f"{site.path} is a {site.classes[0]} without '{size}', of the model's own and not torch.nn's; take "
+                    "lora_weight, which changes its weight, or leave it out of `at`"
+                )
         if isinstance(rank, float) and 0 < rank <= 1:
             widths = ("out_features", "out_channels", "embedding_dim", "nf")
             width = next(getattr(layer, k) for k in widths if hasattr(layer, k))
@@ -116,11 +125,11 @@ class Lora(LowRank):
         if slots:
             common.update(slots=slots, rank=rank if rank_max is None else rank_max, batch_dim=_batch_dim(site, kind))
         if kind == "Linear":
-            sizes = layer.weight.shape if turned else (layer.in_features, layer.out_features)
-            return cls(kind, *sizes, **common)
+            features = layer.weight.shape if turned else (layer.in_features, layer.out_features)
+            return cls(kind, *features, **common)
         if kind == "Embedding":
             return cls(kind, layer.num_embeddings, layer.embedding_dim, **common)
-        geometry = {k: getattr(layer, k) for k in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")}
+        geometry = {k: getattr(layer, k) for k in GEOMETRY}
         space = len(geometry["kernel_size"])  # an input may have no batch dimension
         same = False
         given = space + 2 if site.x is None else len(site.x.shape)
