@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from exact import compare, difference
 from sweeps import sweep
@@ -326,6 +328,35 @@ def test_values_round_trip() -> None:
     for change in (lambda: settings.update(b=2), lambda: settings.__setitem__("a", 2), lambda: setattr(settings, "a", 2)):
         with pytest.raises(TypeError):
             change()
+
+
+class Unlisted(nn.Module):
+    """Functions that `torch.overrides` does not list, and writes by functions in place of methods."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.hardswish(torch.asarray(x)) + F.hardsigmoid(x) * torch.fft.fftfreq(x.shape[-1])
+        y = F.leaky_relu_(F.relu_(y) - 1) + torch.clamp_(x * 2, 0, 1)
+        return torch.nan_to_num_(y / torch.fill(x, 2.0)) @ torch.vander(torch.as_strided(x * 1, (4,), (1,)))
+
+
+def test_functions_that_torch_does_not_list(tmp_path: Path) -> None:
+    x = torch.randn(3, 4)
+    gm = fxplug.trace(Unlisted(), x)
+    fxplug.save(gm, tmp_path)
+    for batch in (3, 5):
+        x = torch.randn(batch, 4)
+        assert difference(Unlisted()(x), fxplug.load(tmp_path)(x)) is None
+
+
+def test_every_function_that_models_call_may_be_in_an_artifact() -> None:
+    known = set(functions.functions().values())
+    # these call others, and are recorded as those
+    composed = {"sigmoid", "tanh", "upsample", "upsample_bilinear", "upsample_nearest"}
+    no_functions = re.compile("Optional|assert_|boolean_dispatch|handle_torch|has_torch|(scaled_)?(grouped_)?mm")
+    for space in (F, torch.linalg, torch.fft, torch.special):
+        for name, value in vars(space).items():
+            if callable(value) and not name.startswith("_") and not isinstance(value, type):
+                assert value in known or name in composed or no_functions.match(name), name
 
 
 def test_every_torch_module_is_rebuilt() -> None:

@@ -87,11 +87,15 @@ def _check_sizes(sizes: Tensor, data: Tensor) -> None:
 
 # a part of the path of a module or tensor that artifacts can have
 PATH_KEY = re.compile(r"^[\w\-+:/@=,]+\Z", re.ASCII)
-# factories take no tensor, so torch.overrides lists them among the functions it ignores
-FACTORIES = """arange as_tensor bartlett_window blackman_window complex empty empty_strided eye full hamming_window
-hann_window kaiser_window linspace logspace normal ones rand rand_like randint randint_like randn randn_like randperm
-range scalar_tensor tensor tril_indices triu_indices zeros sym_max sym_min sym_float sym_int sym_not sym_ite sym_sum
-broadcast_shapes promote_types result_type finfo iinfo""".split()  # noqa: SIM905
+# functions that torch.overrides does not list, most of them because they take no tensor
+UNLISTED = {
+    "torch": """arange as_strided as_tensor asarray bartlett_window blackman_window complex empty empty_strided eye fill full
+    hamming_window hann_window kaiser_window linspace logspace normal ones rand rand_like randint randint_like randn randn_like
+    randperm range scalar_tensor tensor tril_indices triu_indices vander zeros sym_max sym_min sym_float sym_int sym_not sym_ite
+    sym_sum broadcast_shapes promote_types result_type finfo iinfo""",
+    "torch.nn.functional": "hardsigmoid hardswish",
+    "torch.fft": "fftfreq rfftfreq",
+}
 NAMESPACES = {
     "torch.nn.functional": F,
     "torch": torch,
@@ -164,7 +168,7 @@ DRAWS = {name for name in RANDOM if not any(word in name for word in ("dropout",
 
 
 # may give their argument itself, which no schema of an operator says
-ITSELF = {"getitem", "edge", "float", "half", "bfloat16", "double", "type", "type_as"}
+ITSELF = {"getitem", "edge", "float", "half", "bfloat16", "double", "type", "type_as", "as_tensor", "asarray"}
 ITSELF |= {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"}
 
 
@@ -195,11 +199,11 @@ def functions() -> dict[str, Callable[..., Any]]:
     for space, module in NAMESPACES.items():
         for name in dir(module):
             value = getattr(module, name)
-            if not name.startswith("_") and callable(value) and not isinstance(value, type) and value in known:
-                if UNCHECKED.match(name):
-                    continue
+            if name.startswith("_") or not callable(value) or isinstance(value, type) or UNCHECKED.match(name):
+                continue
+            if value in known or (name.endswith("_") and getattr(module, name[:-1], None) in known):
                 table[f"{space}.{name}"] = value
-    table.update({f"torch.{n}": getattr(torch, n) for n in FACTORIES if hasattr(torch, n)})
+        table.update({f"{space}.{n}": getattr(module, n) for n in UNLISTED.get(space, "").split() if hasattr(module, n)})
     table.update({f"operator.{n}": getattr(operator, n) for n in OPERATORS})
     table.update({f"math.{n}": function for n, function in MATH_FUNCTIONS.items()})
     table.update(PRIVATE)
