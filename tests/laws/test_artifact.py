@@ -876,6 +876,17 @@ def test_results_need_permission(folder: Path) -> None:
     refused(folder, "cannot be imported", allow=["no_such_package"])
 
 
+def test_what_others_noted_on_a_layer_is_no_hindrance(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Upsample(scale_factor=2))
+    for number, layer in enumerate(model):  # as ultralytics does; `type` is a method of every module
+        layer.i, layer.type = number, "torch.nn.modules"
+    x = torch.randn(1, 3, 8, 8)
+    gm = fxplug.trace(model, x)
+    fxplug.save(gm, tmp_path)
+    again = fxplug.load(tmp_path)
+    assert torch.equal(again(x), model(x)) and again.get_submodule("1").i == 1 and callable(again.get_submodule("1").type)
+
+
 def test_unpickling_never_happens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pickle
 

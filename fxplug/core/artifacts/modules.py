@@ -247,7 +247,11 @@ def _encode(value: Any) -> Any:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {k: v for k, v in vars(module).items() if k not in INTERNAL and not getattr(v, "is_runtime_state", False)}
+    """Without what others have noted on a module of torch's under the name of a method, as ultralytics does with `type`."""
+    kept = {k: v for k, v in vars(module).items() if k not in INTERNAL and not getattr(v, "is_runtime_state", False)}
+    if torch_classes().get(type(module).__name__) is type(module):
+        kept = {k: v for k, v in kept.items() if not (hasattr(nn.Module, k) and isinstance(v, PLAIN_TYPES))}
+    return kept
 
 
 def _facts(module: nn.Module) -> dict[str, Any]:
