@@ -10,6 +10,7 @@ import math
 import operator
 import pickle
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from math import sqrt
 
@@ -83,6 +84,19 @@ DYNAMIC: dict[str, Callable[..., object]] = {
     "size of a size": lambda x, t: t[: x.shape[1]].shape[0] * x,
     "text for people": lambda x, t: _checked(x),
     "rank": lambda x, t: x * len(x.shape) + x.dim() + x.ndim,
+    "len": lambda x, t: x * len(x),
+    "int": lambda x, t: x * int(x.shape[1] / 4) + int(-x.shape[2] / 3) + int(x.shape[0]),
+    "int of all": lambda x, t: x.reshape(-1, *map(int, x.shape[1:])),
+    "int of a text": lambda x, t: x * int("3") + int("11", 2) + int(2.7) + int(True) + float("1e3") + sum(map(int, "12")),
+    "float": lambda x, t: x * float(x.shape[1]) ** -0.5 + float(int(x.shape[2] / 2)),
+    "np.sqrt": lambda x, t: x * np.sqrt(x.shape[1]),
+    "padded to a multiple": lambda x, t: F.pad(x, (0, int(np.ceil(x.shape[2] / 4) * 4 - x.shape[2]))),
+    "windows": lambda x, t: _windowed(x),
+    "a tensor of sizes by its class": lambda x, t: torch.Tensor(x.shape[0], 1, 1).fill_(2) * x + torch.Tensor(x.size()).zero_(),
+    "a tensor of values by its class": lambda x, t: x[:, torch.LongTensor([0, -1])] * torch.Tensor([[x.shape[1], 2]]).sum(),
+    "other classes of tensors": lambda x, t: torch.cat([torch.FloatTensor(), torch.Tensor(x).flatten()]).type(torch.LongTensor),
+    "a class of tensors asked for": lambda x, t: x * 2 if type(x) is torch.Tensor and isinstance(x, torch.FloatTensor) else x,
+    "kinds": lambda x, t: x * 2 if _has_kinds(x.shape[1], x.shape[1] / 2) else x,
 }
 
 # the plain value is needed: exact where the guard holds, an error elsewhere
@@ -91,11 +105,8 @@ GUARDED: dict[str, Callable[..., object]] = {
     "chain": lambda x, t: x * 2 if 2 < x.shape[1] <= 7 else x,
     "truth": lambda x, t: x * (x.shape[1] - 6 or 5),
     "range": lambda x, t: torch.stack([x[:, i] for i in range(x.shape[1])]),
-    "len": lambda x, t: x * len(x),
     "iterated": lambda x, t: sum(row * (i + 1) for i, row in enumerate(x)),
     "iterated backwards": lambda x, t: [row * i for i, row in enumerate(x.unbind(1))],
-    "int": lambda x, t: x * int(x.shape[1] / 4),
-    "float": lambda x, t: x * float(x.shape[1]),
     "complex": lambda x, t: x * complex(x.shape[1]).real,
     "bool": lambda x, t: x * bool(x.shape[1] - 1),
     "math function by name": lambda x, t: x * sqrt(x.shape[1]),
@@ -127,7 +138,6 @@ GUARDED: dict[str, Callable[..., object]] = {
     "np.array": lambda x, t: x + torch.from_numpy(np.array([x.shape[1], 2])).sum(),
     "np.arange": lambda x, t: torch.from_numpy(np.arange(x.shape[1])),
     "np.arange large": lambda x, t: torch.from_numpy(np.arange(x.shape[1] * 50)),
-    "np.sqrt": lambda x, t: x * np.sqrt(x.shape[1]),
     "np.float64 times": lambda x, t: x * (np.float64(2.5) * x.shape[1]),
     "np.zeros": lambda x, t: torch.from_numpy(np.zeros((x.shape[1], 2))),
     "np.linspace": lambda x, t: torch.tensor(np.linspace(0, 1, x.shape[1]), dtype=torch.float32),
@@ -158,6 +168,22 @@ GUARDED: dict[str, Callable[..., object]] = {
     "torch._check_tensor_all": lambda x, t: (torch._check_tensor_all(torch.tensor([x.shape[1], 2]) < 100), x)[1],
     "while": lambda x, t: _halved(x),
 }
+
+
+def _windowed(x: torch.Tensor) -> torch.Tensor:
+    """Windows, and back as Swin Transformer and the models after it write it: from their count to the batch."""
+    batch, height, width = x.shape
+    windows = x.view(batch, height // 1, 1, width, 1).transpose(1, 2).reshape(-1, width)
+    count = int(windows.shape[0] / (height * width / width))
+    return windows.view(count, height, width) * count
+
+
+def _has_kinds(n: int, half: float) -> bool:
+    kinds = type(n) is int, type(half) is float, type(int) is type, type(type(n)) is type, type(n) == int  # noqa: E721
+    members = isinstance(n, int), isinstance(half, (int, float)), issubclass(bool, int), isinstance(int, type)
+    counted: dict[str, int] = defaultdict(int)
+    counted["n"] += n
+    return all((*kinds, *members, {int: True}[type(n)], counted["n"] == n, type(n)("3") == 3))
 
 
 def _assigned(x: torch.Tensor) -> torch.Tensor:
@@ -232,7 +258,7 @@ def test_a_size_that_python_needs_is_guarded(name: str) -> None:
     outcomes(GUARDED[name])
 
 
-@pytest.mark.parametrize("name", ["if", "range", "int", "dict key", "f-string", "np.arange", "squeeze of a dimension"])
+@pytest.mark.parametrize("name", ["if", "range", "dict key", "f-string", "np.arange", "squeeze of a dimension"])
 def test_a_guard_refuses(name: str) -> None:
     assert outcomes(GUARDED[name])[1] > 0
 
@@ -393,3 +419,19 @@ def test_a_size_that_is_a_key_is_held():
     assert torch.equal(gm(image(5, 2, 4)), image(5, 2, 4) + torch.arange(4.0))
     with pytest.raises(fxplug.GuardError, match=r"size\(2\), which was 4 when traced"):
         gm(image(2, 3, 5))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, t: x.to(int) + torch.ones(x.shape[0], 1, 1, dtype=int),
+        lambda x, t: x.to(float) + torch.tensor([1, 2], dtype=float).sum() + torch.ones(1, dtype=bool),
+        lambda x, t: x + torch.from_numpy(np.arange(4).astype(int)) + torch.tensor(np.zeros(1, dtype=float)),
+    ],
+)
+def test_pythons_own_types_may_be_dtypes(function, tmp_path):
+    gm = fxplug.trace(Apply(function), image(2, 6, 4))
+    fxplug.save(gm, tmp_path)
+    x = image(3, 6, 4)
+    assert difference(Apply(function)(x), fxplug.load(tmp_path)(x)) is None
+    assert int is (3).__class__

@@ -27,6 +27,7 @@ from torch import (  # torch's own, whatever a run puts in their place
     nn,
 )
 
+from ..ir.functions import MATH_FUNCTIONS
 from ..quantised import is_packed
 from ..torch_internals import FAKE_TENSOR_LOG
 from ..torch_internals.modules import forward_hooks
@@ -44,13 +45,11 @@ from ..torch_internals.tensors import (
 from .module_state import State, own_attributes
 from .user_code import asker, is_text_for_people, is_tried, is_user_code, user_frame
 
-TRUNC = math.trunc  # kept here: while a model is traced, `math` has functions that record
-
 
 class Number:
     """A concrete `value`, int or float, and the node that computes it.
 
-    Arithmetic is recorded and gives another Number; a use that needs the plain value (a comparison, `range`, `int()`, a dict
+    Arithmetic is recorded and gives another Number; a use that needs the plain value (a comparison, `range`, a dict
     key, text) goes through `decide` of its recorder, which records a guard. For `isinstance` it is the plain type; C code
     sees the real one and has to ask. When the recording is over it is only its value.
     """
@@ -69,7 +68,7 @@ class Number:
         return bool(record(operator.ne, self, 0))
 
     def __int__(self) -> int:
-        return int(_plain(self if isinstance(self.value, int) else record(TRUNC, self)))
+        return int(_plain(self if isinstance(self.value, int) else record(MATH_FUNCTIONS["trunc"], self)))
 
     def __index__(self) -> int:
         return operator.index(self.plain())
@@ -104,6 +103,8 @@ class Number:
         return np.asarray(self.plain(), dtype)
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if function in (np.ceil, np.floor, np.sqrt) and method == "__call__" and not kwargs:
+            return record(operator.mul, record(MATH_FUNCTIONS[function.__name__], *inputs), 1.0)
         return getattr(function, method)(*map(_plain, inputs), **kwargs)
 
     def __copy__(self) -> Number:
@@ -211,23 +212,25 @@ class Tries:
     """What earlier tries at the same call found that it needs: autograd on fakes too, and code that takes plain numbers.
 
     `open_numbers` is whether numbers among the arguments are inputs of the graph, or a part of it; `one_or_two` whether it
-    matters that two inputs are one tensor.
+    matters that two inputs are one tensor, and `stand_ins` whether `int` may be another class in the model's files.
     """
 
     open_numbers: bool = False
     one_or_two: bool = False
     autograd: bool = False
     plain: set[CodeType] = field(default_factory=set)
+    stand_ins: bool = True
 
     def learn(self, error: Exception) -> bool:
-        """Whether another try can help: code that failed on a recorded number gets plain ones."""
-        if not (NUMBER_KIND if isinstance(error, TypeError) else NUMBER).search(str(error)):
-            return False
-        frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame)]
-        new = next((f.f_code for f in reversed(frames) if f.f_code not in self.plain), None)
-        if new is not None:
-            self.plain.add(new)
-        return new is not None
+        """Whether another try can help: code that failed on a recorded number gets plain ones, or Python's own classes."""
+        if "StandIn" not in str(error) and (NUMBER_KIND if isinstance(error, TypeError) else NUMBER).search(str(error)):
+            frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame)]
+            new = next((f.f_code for f in reversed(frames) if f.f_code not in self.plain), None)
+            if new is not None:
+                self.plain.add(new)
+                return True
+        had, self.stand_ins = self.stand_ins and not lacks_values(error), False
+        return had
 
 
 PLAIN = (bool, int, float, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)

@@ -30,11 +30,13 @@ from ..torch_internals.tensors import (
 )
 from .fake_tensors import KINDS, Number, Results, Tries, fake
 from .module_state import Journal, storage_of
+from .stand_ins import TensorClass
 from .user_code import source_line, user_frame
 
 PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
 PRINTABLE += (torch.memory_format, torch.layout, range)
 NUMBERS = (bool, *KINDS)
+DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 SMALL = 16  # a constant of at most so many numbers is written into the code, a larger one becomes a buffer
 
 
@@ -94,7 +96,7 @@ class Nodes(TorchFunctionMode):
         self.states: set[Any] = set()
         self.switched = 0  # how often the model changed a mode of torch so far
         self.inference: list[bool] = [torch.is_inference_mode_enabled()]
-        self.plain = tries.plain
+        self.plain, self.stand_ins = tries.plain, tries.stand_ins
         self.open_numbers = tries.open_numbers
         self.active = False
         self.paused = False
@@ -232,8 +234,13 @@ class Nodes(TorchFunctionMode):
             return value, self.dynamic_device(value)
         if isinstance(value, torch.dtype):
             return value, self.dynamic_dtype(value)
-        if isinstance(value, PRINTABLE) or value in (int, float, bool, complex):
+        if isinstance(value, PRINTABLE):
             return value, value
+        if isinstance(value, type) and value in DTYPES:
+            return DTYPES[value], DTYPES[value]
+        if isinstance(value, TensorClass):
+            name = f"torch.{value.__name__}"
+            return name, name
         if isinstance(value, slice):
             plain, nodes = self.lower((value.start, value.stop, value.step))
             return slice(*plain), slice(*nodes)

@@ -21,10 +21,11 @@ from ..torch_internals import CHECKPOINTS
 from ..torch_internals.modules import autocast_settings, set_grad_enabled
 from ..torch_internals.tensors import NATIVE
 from .edges import RegionEdges
-from .fake_tensors import Number, recorded_math
+from .fake_tensors import recorded_math
 from .isolation import calls
 from .module_state import MISSING
 from .recorder import Recording
+from .stand_ins import PLAIN, STAND_INS, tensor_classes
 from .user_code import asker, is_foreign
 
 Patch = tuple[Any, str, Any]
@@ -145,8 +146,8 @@ def mode_patches(recording: Recording) -> Iterator[Patch]:
         space = vars(module)
         for name in [n for n, v in space.items() if id(v) in new]:
             yield module, name, new[id(space[name])]
-        if "type" not in space:
-            yield module, "type", Type
+        if STAND_INS.keys().isdisjoint(space):
+            yield from ((module, name, value) for name, value in (STAND_INS if recording.stand_ins else PLAIN).items())
 
 
 def _replaced(recording: Recording) -> Iterator[Patch]:
@@ -209,25 +210,6 @@ def _refusing(recording: Recording, original: Callable[..., Any], name: str, doe
     return refuse
 
 
-class _TypeMeta(type):
-    """The class of what stands for `type`."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and isinstance(args[0], Number):
-            return type(args[0].value)
-        return type(*args, **kwargs)
-
-    def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, type)
-
-    def __subclasscheck__(cls, value: Any) -> bool:
-        return issubclass(value, type)
-
-
-class Type(type, metaclass=_TypeMeta):
-    """Stands for `type` in the model's source files, where `type(x.shape[0]) is int` must be true."""
-
-
 @contextlib.contextmanager
 def patched(recording: Recording, regions: RegionEdges, training: bool | None) -> Iterator[None]:
     """For the time of one run: module calls, `module.training`, autocast, gradient modes and `math` report to it."""
@@ -256,6 +238,7 @@ def patched(recording: Recording, regions: RegionEdges, training: bool | None) -
         (type(nn.Parameter), "__instancecheck__", recording.instance_check(type(nn.Parameter).__instancecheck__)),
         *((torch, name, recording.from_numpy(getattr(torch, name))) for name in ("from_numpy", "frombuffer")),
         *((math, name, recorded_math(name)) for name in functions.MATH),
+        *tensor_classes(recording.recording_here),
         (nn.Module, "training", property(read_training, write_training)),
     ]
     before = []

@@ -292,7 +292,9 @@ def _run(job: _Job, on_fakes: bool, training: bool | None) -> Recorded:
             return _try(job, on_fakes, training, tries)
         except NeedsAutograd:
             tries.autograd = True
-        except (TypeError, AttributeError, RuntimeError) as error:
+        except (FxplugError, NeedsValues):
+            raise
+        except Exception as error:  # the model's or torch's
             if not tries.learn(error):
                 raise
 
