@@ -29,6 +29,7 @@ from torch import is_grad_enabled, nn
 
 import fxplug
 from fxplug.core.ir import ops
+from fxplug.core.torch_internals import SCRIPTED
 
 
 class Model(nn.Module):
@@ -695,3 +696,45 @@ def _tried(x: torch.Tensor) -> torch.Tensor:
 def test_code_without_a_file_may_have_with_and_finally():
     model = typed("with torch.no_grad():\n    y = x * 2\ntry:\n    y = y + 1\nfinally:\n    z = 1\nreturn y * z", "<stdin>")
     assert torch.equal(fxplug.trace(model, torch.ones(3, 4))(torch.ones(2, 2)), torch.full((2, 2), 3.0))
+
+
+def _share(x: torch.Tensor) -> torch.Tensor:
+    y = x / x.size(0)
+    if x.size(1) > 3:
+        y = y * 2
+    return y.flatten(1).softmax(1).view(x.size(0), -1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_scripted_function_is_recorded_as_its_python_code(tmp_path):
+    model = Raw(lambda self, x: self.share(x))
+    model.share = torch.jit.script(_share)
+    gm = fxplug.trace(model, image(), real=False)
+    fxplug.save(gm, tmp_path)
+    for x in (image(), image()[:1], image().repeat(3, 1, 2, 1)):
+        assert torch.equal(fxplug.load(tmp_path)(x), _share(x))
+    with pytest.raises(fxplug.GuardError, match=r"size\(1\) > 3, which was False"):
+        gm(image().repeat(1, 2, 1, 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script", "ignore:.*traced on its real tensors")
+def test_sizes_that_code_without_python_reads_are_held(tmp_path):
+    model = Raw(lambda self, x: self.share(x))
+    model.share = torch.jit.script(_share)
+    setattr(model.share, SCRIPTED, None)
+    gm = fxplug.trace(model, image())
+    assert torch.equal(gm(image() * 2), _share(image() * 2))
+    for x in (image()[:1], image().repeat(1, 2, 1, 1)):
+        with pytest.raises(fxplug.GuardError, match="when traced; now it is"):
+            gm(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*traced on its real tensors")
+def test_a_branch_on_weights_alone_is_held():
+    model = Raw(lambda self, x: x * 2 if self.fc.weight.sum() > 0 else x)
+    nn.init.ones_(model.fc.weight)
+    gm = fxplug.trace(model, image())
+    assert torch.equal(gm(image()[:1]), image()[:1] * 2)
+    nn.init.constant_(model.fc.weight, -1.0)
+    with pytest.raises(fxplug.GuardError, match="which was True when traced; now it is False"):
+        gm(image())

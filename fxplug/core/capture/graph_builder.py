@@ -351,9 +351,9 @@ class Nodes(TorchFunctionMode):
         storages = map(storage_of, out if isinstance(out, (tuple, list)) else (out,))
         return any(storage is not None and memory_id(storage) in self.memory for storage in storages)
 
-    def computed(self, value: Any) -> bool:
-        """Whether a tensor depends on the inputs, and not on constants and weights alone."""
-        todo = [self.lookup(value)]
+    def computed(self, value: torch.Tensor | fx.Node) -> bool:
+        """Whether a value depends on the inputs, and not on constants and weights alone."""
+        todo = [value if isinstance(value, fx.Node) else self.lookup(value)]
         seen = set(todo)
         while todo:
             node = todo.pop()

@@ -234,6 +234,7 @@ def patched(recording: Recording, regions: RegionEdges, training: bool | None) -
         *grad_patches(recording),
         *mode_patches(recording),
         (torch.autograd.Function, "apply", recording.function_apply(apply)),
+        (torch.jit.ScriptFunction, "__call__", recording.script_function(torch.jit.ScriptFunction.__call__)),
         *((checkpoint, name, recording.checkpoint(vars(checkpoint)[name])) for name in CHECKPOINTS if name in vars(checkpoint)),
         (type(nn.Parameter), "__instancecheck__", recording.instance_check(type(nn.Parameter).__instancecheck__)),
         *((torch, name, recording.from_numpy(getattr(torch, name))) for name in ("from_numpy", "frombuffer")),

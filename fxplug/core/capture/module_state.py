@@ -54,6 +54,7 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.dispatching = False  # whether an operation runs that came as such, and not from a function
         self.made: set[int] = set()
         self.kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
@@ -64,7 +65,11 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if argument.name.startswith("running_") or (argument.alias_info and argument.alias_info.is_write):
                 for value in leaves(args[index] if index < len(args) else kwargs.get(argument.name)):
                     self.keep(value)
-        out = func(*args, **kwargs)  # which a recording that listens still sees: a script function's operations come here only
+        self.dispatching = True  # which a recording that listens sees: operations of code that is no Python come here only
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self.dispatching = False
         given = {memory_id(storage) for value in leaves((args, kwargs)) if (storage := storage_of(value)) is not None}
         for value in leaves(out):
             storage = storage_of(value)

@@ -224,7 +224,7 @@ class RecordedNumbers(Nodes):
         self.guards.add(node)
         if not self.fake:
             self.refuse_drawn(node)
-            if not self.measured:
+            if not self.measured and self.computed(node):
                 self.refuse_measured(node, does)
         decision = (*source_line(), describe(node))
         self.node("call_function", ops.guard, (node, expected, decision), {}, self.named("guard"), effect=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..errors import TraceError
 from ..ir import functions, ops
 from ..ir.containers import leaves, map_leaves
+from ..torch_internals import SCRIPTED
 from ..torch_internals.modules import set_grad_enabled
 from ..torch_internals.tensors import (
     DisableTorchFunction,
@@ -74,6 +76,10 @@ class Recording(RecordedNumbers):
         if type(func) is types.MethodWrapperType:  # the getter of a property; a new object at each access
             return self.attribute(func, *args)
         name = functions.method_names().get(func)
+        if self.journal is not None and self.journal.dispatching:  # in code that is no Python sizes are numbers
+            sizes = [self.shape(x) for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            for size in itertools.chain(*sizes):
+                self.decide(size)
         if name in SIZES:
             return self.size(func, name, args, kwargs)
         if name in VALUES or func is torch.is_nonzero:
@@ -196,6 +202,8 @@ class Recording(RecordedNumbers):
             )
         if out is None and method is None and func not in functions.names() and not changed:
             return None
+        if isinstance(func, OpOverload) and func.namespace == "aten" and not kwargs:  # as scripted functions call them
+            method = functions.method_names().get(getattr(torch.Tensor, func.overloadpacket.__name__, None), method)
         op, target, nodes = self.target(func, method, nodes)
         short = functions.short_name(target)
         in_place = bool(changed) or getattr(target, "__name__", str(target)).endswith("_")
@@ -382,6 +390,15 @@ class Recording(RecordedNumbers):
             return original(*args, **kwargs)
 
         return begin
+
+    def script_function(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for the call of a scripted function: its Python code, which torch.compile takes, too."""
+
+        def call(script: Any, *args: Any, **kwargs: Any) -> Any:
+            code = getattr(script, SCRIPTED, None) if self.recording_here() else None
+            return original(script, *args, **kwargs) if code is None else code(*args, **kwargs)
+
+        return call
 
     def instance_check(self, original: Callable[..., bool]) -> Callable[..., bool]:
         """What stands for the `isinstance` of nn.Parameter, which the model may ask of an input."""
