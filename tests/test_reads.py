@@ -706,9 +706,10 @@ def _share(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_a_scripted_function_is_recorded_as_its_python_code(tmp_path):
+@pytest.mark.parametrize("made", [torch.jit.script, torch.compile])
+def test_a_function_for_a_compiler_is_recorded_as_its_python_code(made, tmp_path):
     model = Raw(lambda self, x: self.share(x))
-    model.share = torch.jit.script(_share)
+    model.share = made(_share)
     gm = fxplug.trace(model, image(), real=False)
     fxplug.save(gm, tmp_path)
     for x in (image(), image()[:1], image().repeat(3, 1, 2, 1)):

@@ -247,7 +247,9 @@ def patched(recording: Recording, regions: RegionEdges, training: bool | None) -
         for owner, name, value in patches:
             before.append((owner, name, vars(owner).get(name, MISSING)))
             setattr(owner, name, value)
-        with calls(regions.call):
+        # a compiler of the model's own would compile what records here; without it imported nothing is compiled
+        compiling = "torch._dynamo" in sys.modules
+        with calls(regions.call), torch.compiler.set_stance("force_eager") if compiling else contextlib.nullcontext():
             yield
     finally:
         for owner, name, value in reversed(before):
