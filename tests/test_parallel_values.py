@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 
 import processes
@@ -325,7 +326,7 @@ def test_packed_attention_that_drops_is_refused_by_name():
 def test_a_guard_on_len_says_what_to_ask_instead():
     class Counted(Tokens):
         def forward(self, x):
-            return super().forward(x) * len(x)
+            return super().forward(x) * builtins.len(x)
 
     new = parallel(traced(Counted, x()), x(), ulysses=2)[1]
     with pytest.raises(fxplug.VerifyError, match=r"'len\(\)|len\(\) gives a plain number; use x.shape\[0\]"):

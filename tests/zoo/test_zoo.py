@@ -14,7 +14,6 @@ import exactness  # noqa: E402
 REFUSED = {
     "diffusers/PixArtTransformer2DModel": (5, "self.height != height"),  # its own resolution takes another way
     "diffusers/Lumina2Transformer2DModel": (9, "tolist"),  # a loop over the batch
-    "timm/eva": (5, "float(s)"),  # positions are Python numbers
 }
 
 # the modules that are no graph, and are kept whole: none of these models needs any

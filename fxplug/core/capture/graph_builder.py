@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+import sys
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,14 +32,56 @@ from ..torch_internals.tensors import (
 )
 from .fake_tensors import KINDS, Number, Results, Tries, fake
 from .module_state import Journal, storage_of
-from .stand_ins import TensorClass
-from .user_code import source_line, user_frame
+from .user_code import asker, source_line, user_frame
 
 PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
 PRINTABLE += (torch.memory_format, torch.layout, range)
 NUMBERS = (bool, *KINDS)
 DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 SMALL = 16  # a constant of at most so many numbers is written into the code, a larger one becomes a buffer
+
+
+# torch's classes that are called to make a tensor, which torch does not report as it does `torch.empty`
+TENSOR_CLASSES = [f"{kind}Tensor" for kind in "Bool Byte Char Short Int Long Half BFloat16 Float Double".split()]  # noqa: SIM905
+
+
+class TensorClass:
+    """What stands for a class such as torch.LongTensor."""
+
+    def __init__(self, original: Any, is_recording: Callable[[], bool]) -> None:
+        self.original, self.is_recording = original, is_recording
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or not self.is_recording() or asker(sys._getframe(1)) is None:
+            return self.original(*args, **kwargs)
+        return _made(args, self.original.dtype)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, self.original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+
+def tensor_classes(is_recording: Callable[[], bool]) -> Iterator[tuple[Any, str, Any]]:
+    """What stands for torch's classes where the model's own code calls them: owner, name and value."""
+    original = torch.Tensor.__new__
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is not torch.Tensor or kwargs or not is_recording() or asker(sys._getframe(1)) is None:
+            return original(cls, *args, **kwargs)
+        return _made(args, torch.get_default_dtype())
+
+    yield torch.Tensor, "__new__", new
+    yield from ((torch, name, TensorClass(getattr(torch, name), is_recording)) for name in TENSOR_CLASSES)
+
+
+def _made(args: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
+    if len(args) == 1 and isinstance(args[0], torch.Tensor):
+        return args[0].detach()
+    if len(args) == 1 and isinstance(args[0], (list, tuple, np.ndarray)) and not isinstance(args[0], torch.Size):
+        return torch.tensor(args[0], dtype=dtype)
+    return torch.empty(*(args or (0,)), dtype=dtype)
 
 
 class Frame:

@@ -17,15 +17,16 @@ from torch.utils import checkpoint
 
 from ..errors import TraceError
 from ..ir import functions, ops
-from ..torch_internals import CHECKPOINTS
+from ..torch_internals import CHECKPOINTS, COMPILER
 from ..torch_internals.modules import autocast_settings, set_grad_enabled
 from ..torch_internals.tensors import NATIVE
 from .edges import RegionEdges
 from .fake_tensors import recorded_math
+from .graph_builder import tensor_classes
 from .isolation import calls
 from .module_state import MISSING
+from .reads import PLAIN, STAND_INS
 from .recorder import Recording
-from .stand_ins import PLAIN, STAND_INS, tensor_classes
 from .user_code import asker, is_foreign
 
 Patch = tuple[Any, str, Any]
@@ -247,9 +248,9 @@ def patched(recording: Recording, regions: RegionEdges, training: bool | None) -
         for owner, name, value in patches:
             before.append((owner, name, vars(owner).get(name, MISSING)))
             setattr(owner, name, value)
-        # a compiler of the model's own would compile what records here; without it imported nothing is compiled
-        compiling = "torch._dynamo" in sys.modules
-        with calls(regions.call), torch.compiler.set_stance("force_eager") if compiling else contextlib.nullcontext():
+        # what the model compiles would have what records here compiled
+        eager = torch.compiler.set_stance("force_eager") if COMPILER in sys.modules else contextlib.nullcontext()
+        with calls(regions.call), eager:
             yield
     finally:
         for owner, name, value in reversed(before):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,14 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import fx
+from torch import fx, nn
 
 from ..errors import TraceError
 from ..ir import functions, ops
 from ..ir.graph import meta_of, redirect
 from ..spec.addresses import identifier
-from ..torch_internals.tensors import DisableTorchFunction
-from .fake_tensors import KINDS, NeedsValues, Number, lacks_values
+from ..torch_internals.tensors import DisableTorchFunction, FakeTensor
+from .fake_tensors import KINDS, NeedsValues, Number, lacks_values, record
 from .graph_builder import NUMBERS, Nodes
 from .user_code import ORDERED, asker, decides_nothing, describe, position, source_line, tree_of, user_frame
 
@@ -329,3 +330,64 @@ class RecordedNumbers(Nodes):
         raise TraceError(
             f"{self.region()} {does} ({where}: {line}), and a graph records one branch only; {self.way_out()}{more}"
         )
+
+
+# --- what stands for Python's `int`, `float`, `len` and `type` in the model's source files: Python makes plain numbers of what
+# these give, so that `int(h * 0.5)` would be a part of the graph, and not recorded
+
+
+class _StandIn(type):
+    """The class of what stands for a class of Python's, its base: equal to it, and with the same instances."""
+
+    __base__: type
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.__base__)
+
+    def __subclasscheck__(cls, value: Any) -> bool:
+        return issubclass(value, cls.__base__)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.__base__
+
+    def __hash__(cls) -> int:
+        return hash(cls.__base__)
+
+
+class _IntStandIn(_StandIn):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], Number):
+            return record(functions.MATH_FUNCTIONS["trunc"], args[0]) if isinstance(args[0], float) else args[0]
+        return int(*args, **kwargs)
+
+
+class _FloatStandIn(_StandIn):
+    def __call__(cls, *args: Any) -> Any:
+        return record(operator.mul, args[0], 1.0) if args and isinstance(args[0], Number) else float(*args)
+
+
+class _TypeStandIn(_StandIn):
+    classes: dict[Any, Any]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return type(*args, **kwargs)
+        kind = type(args[0].value if isinstance(args[0], Number) else args[0])
+        if kind is FakeTensor:
+            return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
+        return cls if issubclass(kind, _StandIn) else cls.classes.get(kind, kind)
+
+
+# numpy asks a class for its dtype; torch takes none but Python's own, see `Tries.stand_ins`
+Int: Any = _IntStandIn("int", (int,), {"dtype": np.dtype(int)})
+Float: Any = _FloatStandIn("float", (float,), {"dtype": np.dtype(float)})
+Type: Any = _TypeStandIn("type", (type,), {"classes": {int: Int, float: Float}})
+
+
+def length(value: Any) -> Any:
+    """`len`, recorded for a tensor."""
+    return len(value) if not isinstance(value, torch.Tensor) else value.__len__()  # type: ignore[no-untyped-call]
+
+
+STAND_INS = {"int": Int, "float": Float, "type": Type, "len": length}
+PLAIN = {"type": _TypeStandIn("type", (type,), {"classes": {}})}  # where the model gives `int` to what takes no other

@@ -6,7 +6,7 @@ torch breaks, the tests of what stands on it show; tests/test_torch_internals.py
 
 from .. import warn_if_untested
 
-__all__ = ["ATTRIBUTES", "BACKWARD_HOOKS", "CHECKPOINTS", "CHECKS", "FAKE_TENSOR_LOG", "SCRIPTED", "TYPED_STORAGE"]
+__all__ = ["ATTRIBUTES", "BACKWARD_HOOKS", "CHECKPOINTS", "CHECKS", "COMPILER", "FAKE_TENSOR_LOG", "SCRIPTED", "TYPED_STORAGE"]
 
 # names that torch gives to things, for code that must not import torch, or looks for them by name
 # the logger to which an operation on fake tensors that fails writes its traceback; we need that it is silent when switched off
@@ -19,6 +19,8 @@ BACKWARD_HOOKS = frozenset({"_backward_hooks", "_post_accumulate_grad_hooks"})
 CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
 # the method of a tensor that gives its memory as `storage()` does, without a warning
 TYPED_STORAGE = "_typed_storage"
+# the compiler's module; we need that nothing is compiled where it was not imported
+COMPILER = "torch._dynamo"
 # the attribute of a scripted function that holds its Python code
 SCRIPTED = "_torchdynamo_inline"
 # functions of torch whose text is read by people only, but for their first argument; we need their names in a frame's code
