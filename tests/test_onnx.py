@@ -251,6 +251,20 @@ def odd_inputs(batch=2):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("more", [0, 2])
+def test_a_forward_that_takes_any_arguments(more, tmp_path):
+    def forward(self, x, *others, scale=None, **options):
+        return sum(others, self.layer(x))
+
+    args = [torch.randn(2, 4) for _ in range(1 + more)]
+    gm = fxplug.trace(small.net(forward, layer=nn.Linear(4, 4)).eval(), args)
+    fxplug.export(gm, tmp_path / "model.onnx", args, to="onnx")
+    model = fxplug.load_onnx(tmp_path / "model.onnx")
+    torch.testing.assert_close(model(*args), gm(*args))
+    with pytest.raises((FxplugError, TypeError)):
+        model(*args, args[0])
+
+
 def test_odd_inputs_and_results_and_two_passes_with_slots(tmp_path):
     torch.manual_seed(0)
     args, kwargs = odd_inputs()

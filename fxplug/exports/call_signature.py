@@ -168,7 +168,7 @@ class Signature:
                 )
             self.guards = [(text, parsed(text)) for text in said.guards]
             self.result = _decoded(data["result"], ("tensor", "number"))
-            self.values = {entry["name"]: _decoded(entry["value"], ("tensor",)) for entry in data["parameters"]}
+            self.values = {entry["name"]: _decoded(entry["value"], ("tensor",)) for entry in said.parameters}
             places = [place for name, value in self.values.items() for place in _places(value, name)]
             if sorted(index for index, _ in places) != list(range(len(self.tensors))):
                 raise ValueError(f"its parameters have {len(places)} tensors, and it describes {len(self.tensors)}")
