@@ -248,7 +248,7 @@ def patched(recording: Recording, regions: RegionEdges, training: bool | None) -
         for owner, name, value in patches:
             before.append((owner, name, vars(owner).get(name, MISSING)))
             setattr(owner, name, value)
-        # what the model compiles would have what records here compiled
+        # what the model compiles itself runs as it is written: its compiler would take the recording in
         eager = torch.compiler.set_stance("force_eager") if COMPILER in sys.modules else contextlib.nullcontext()
         with calls(regions.call), eager:
             yield
