@@ -27,7 +27,7 @@ from .isolation import calls
 from .module_state import MISSING
 from .reads import PLAIN, STAND_INS
 from .recorder import Recording
-from .user_code import asker, is_foreign
+from .user_code import asker, gives_types, is_foreign
 
 Patch = tuple[Any, str, Any]
 
@@ -148,7 +148,8 @@ def mode_patches(recording: Recording) -> Iterator[Patch]:
         for name in [n for n, v in space.items() if id(v) in new]:
             yield module, name, new[id(space[name])]
         if STAND_INS.keys().isdisjoint(space):
-            yield from ((module, name, value) for name, value in (STAND_INS if recording.stand_ins else PLAIN).items())
+            whole = recording.stand_ins and not gives_types(getattr(module, "__file__", None) or "")
+            yield from ((module, name, value) for name, value in (STAND_INS if whole else PLAIN).items())
 
 
 def _replaced(recording: Recording) -> Iterator[Patch]:

@@ -11,8 +11,9 @@ import os
 import re
 import sys
 import sysconfig
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
+from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, FrameType
 from typing import Any
@@ -138,6 +139,15 @@ def _lines_in_try(file: str) -> list[Any]:
     passing = [n for n in tries if not all(isinstance(handler.body[-1], ast.Raise) for handler in n.handlers)]
     kinds = [[n.id for h in t.handlers if h.type for n in ast.walk(h.type) if isinstance(n, ast.Name)] for t in passing]
     return [_place(part, names) for n, names in zip(passing, kinds, strict=True) for part in n.body]
+
+
+@cache
+def gives_types(file: str) -> bool:
+    """Whether a source file gives `int` or `float` as a dtype, for which torch takes no other class, in any thread."""
+    try:
+        return bool(re.search(r"(dtype\s*=|\.(to|type)\()\s*(int|float)\b", Path(file).read_text("utf-8")))
+    except (OSError, ValueError):
+        return False
 
 
 def tells_apart(frame: FrameType | None) -> bool:
