@@ -166,7 +166,7 @@ def test_match_takes_one_or_many():
 
 
 def test_arguments_by_place():
-    assert Rule(Match(), Gate, place="before").args == ("x",)
+    assert Rule(Match(), Gate, place="before").args == ("value",)
     assert Rule(Match(), Gate, place="param").args == ("value",)
     assert Rule(Match(path=["a", "b"]), Gate, args=["y", ["c", "d"]]).args == ("y", ("c", "d"))
 

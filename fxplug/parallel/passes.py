@@ -55,8 +55,9 @@ def apply_parallel_passes(result: Result, step: Step) -> None:
 
 def _entered(module: TracedModule, name: str, path: str) -> dict[str, int]:
     """Where the rows of a region's first input are born. Raises MatchError for a path that is none."""
-    rule = Rule(Match(path=path), place="before", args=["x"], expect="==1")
+    rule = Rule(Match(path=path), place="before", args=["value"], expect="==1")
     (site,) = find(module, Pass(name, [rule]))
-    if site.x is None or site.x.node is None or len(site.x.shape) < 3:
+    (value,) = site.args
+    if value.node is None or len(value.shape) < 3:
         raise SpecError(f"{name}: the first input of '{path}' is not an image or feature map")
-    return {site.x.node.name: len(site.x.shape) - 2}
+    return {value.node.name: len(value.shape) - 2}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import keyword
 import operator
 import re
@@ -110,6 +111,15 @@ def set_argument(node: fx.Node, position: int, name: str, value: Any) -> None:
         change(node, args=(*node.args[:position], value, *node.args[position + 1 :]))
     else:
         change(node, kwargs={**node.kwargs, name: value})
+
+
+def set_operand(node: fx.Node, index: int, value: fx.Node) -> None:
+    """Give a node another value in the place of one of the tensors in its arguments, counted as `regions.operands` does."""
+    count = itertools.count()
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda read: value if "shape" in read.meta and next(count) == index else read
+    )
+    change(node, args=args, kwargs=kwargs)
 
 
 def rewire(node: fx.Node, table: Mapping[fx.Node, Any]) -> None:

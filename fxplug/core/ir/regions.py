@@ -220,6 +220,49 @@ def _members(node: fx.Node, key: str, keys: tuple[int | str, ...]) -> Iterator[t
                 yield from _members(user, key, inner)  # type: ignore[arg-type]
 
 
+# --- operations
+
+
+def operands(arguments: Any) -> list[fx.Node]:
+    """List the tensors in an operation's arguments, in their order; one that it reads twice is there twice."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(arguments, lambda read: found.append(read) if "shape" in read.meta else None)
+    return found
+
+
+def find_operand(node: fx.Node, port: Port) -> int:
+    """Find which of an operation's `operands` is at `x`, `x[1]` or, where it is given by name, `x.attn_mask`.
+
+    Raises MatchError with those that there are.
+    """
+    rows = [("", value) for value in operands(node.args)]
+    rows += [(name, value) for name, given in node.kwargs.items() for value in operands(given)]
+    names = [name for name, _ in rows]
+    key = port.keys[0] if port.keys else 0
+    if len(port.keys) < 2 and (key in range(len(rows)) or (key and key in names)):
+        return key if isinstance(key, int) else names.index(key)
+    there = ", ".join([f"x[{index}]" for index in range(len(rows))] + [f"x.{name}" for name in names if name])
+    wanted = str(port).partition(":in")[2]
+    raise MatchError(f"'{node.name}' has no tensor 'x{wanted}'; it reads {there or 'none'}: name one of them")
+
+
+def find_member(node: fx.Node, port: Port) -> fx.Node:
+    """Find the node of an operation's result at `y`, or of one of its members at `y[1]`.
+
+    Raises MatchError with those that there are: a member that nothing reads is none.
+    """
+    if not port.keys:
+        return node
+    found = list(_members(node, port.path, ()))
+    for there, member in found:
+        if there.keys == port.keys:
+            return member
+    wanted = str(port).partition(":out")[2]
+    names = [f"y{str(there).partition(':out')[2]}" for there, _ in found]
+    what = f"the model reads {', '.join(sorted(set(names)))} of it" if names else "its result is one value, 'y'"
+    raise MatchError(f"'{node.name}' has no 'y{wanted}' that is read; {what}")
+
+
 # --- values at ports
 
 

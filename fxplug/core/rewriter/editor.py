@@ -12,7 +12,7 @@ from torch import fx, nn
 from ..errors import ClashError, MatchError, SpecError
 from ..ir import ops
 from ..ir.graph import Graph, erase, erase_unused, insert, meta_of, rewire
-from ..ir.regions import find_input, find_output, members, source
+from ..ir.regions import find_input, find_member, find_operand, find_output, members, operands, source
 from ..ir.traced_module import TracedModule, shell
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass
@@ -219,10 +219,12 @@ class Editor(OpenedGraph):
         """The places where the values that a site changes are written, with their keys in what the block returns."""
         if site.node:
             node = self.by_name[site.node]
+            port = site.operand
             if site.rule.place == "before":
-                value = next(a for a in node.all_input_nodes if "shape" in a.meta)
-                return [((), ValueUse(value, node, beside=beside(value, site.node)))]
-            return [((), ValueUse(self.newest(node)))]
+                given = operands((node.args, node.kwargs))
+                index = find_operand(node, port)
+                return [((), ValueUse(given[index], node, beside=beside(given[index], site.node), operand=index))]
+            return [((), ValueUse(self.newest(find_member(node, port))))]
         if not site.port.with_members:
             return [((), self.slot(site.port))]
         return [(keys, self.slot(port)) for keys, port in flat_ports(members(self.regions, site.port))]
@@ -260,10 +262,10 @@ class Editor(OpenedGraph):
         assert value.port is not None
         if value.kind == "operand":
             node: fx.Node = self.by_name[site.node]
-            given = [a for a in node.all_input_nodes if "shape" in a.meta]
+            given = operands((node.args, node.kwargs))
             if value.port.with_members:
                 return tuple(given)
-            return node if value.port.side == "out" else given[int(value.port.keys[0]) if value.port.keys else 0]
+            return find_member(node, value.port) if value.port.side == "out" else given[find_operand(node, value.port)]
         return self.value_at(value.port, site)
 
     def value_at(self, port: Port, site: Site) -> Any:

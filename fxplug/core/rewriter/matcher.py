@@ -12,10 +12,21 @@ from typing import Literal
 from torch import fx
 
 from ..errors import ClashError, MatchError, SpecError
-from ..ir.regions import Regions, each, find_input, find_output, listed, regions_of, source
+from ..ir.regions import (
+    Regions,
+    each,
+    find_input,
+    find_member,
+    find_operand,
+    find_output,
+    listed,
+    operands,
+    regions_of,
+    source,
+)
 from ..ir.regions import members as port_members
 from ..ir.traced_module import TracedModule
-from ..spec.addresses import SLICE, Port, compile_pattern, each_name, is_pattern, parse_port, parse_relative, select
+from ..spec.addresses import SLICE, WHOLE, Port, compile_pattern, each_name, is_pattern, parse_port, parse_relative, select
 from ..spec.rules import Pass, Rule
 from .matches import Hit, at, hits, is_exact, operations
 from .sites import Site, Sites, Value, flat_ports, input_name, local, map_ports, own_inputs
@@ -102,8 +113,7 @@ class _Finder:
         region = self.regions.by_key[hit.key]
         before = self.rule.place == "before"
         if self.rule.match.op:
-            found = operations(region, self.rule.match)
-            return [_Place(hit, Port(hit.key, "in" if before else "out", (node.name,)), node) for node in found]
+            return [self.at_operation(hit, node, before) for node in operations(region, self.rule.match)]
         if self.rule.place == "param":
             return [_Place(hit, port) for port in self.parameters(hit)]
         if region.leaf is None and not region.inputs and not region.outputs:
@@ -119,6 +129,16 @@ class _Finder:
         find_output(self.regions, region, port)
         return [_Place(hit, port)]
 
+    def at_operation(self, hit: Hit, node: fx.Node, before: bool) -> _Place:
+        """The tensor that an operation reads, or the result or member of it, that the rule's `port` names."""
+        relative = parse_relative(self.rule.port or ("x" if before else "y"), hit.key)
+        assert relative is not None
+        if before:
+            find_operand(node, relative)
+        else:
+            find_member(node, relative)
+        return _Place(hit, replace(relative, keys=(node.name, *relative.keys)), node)
+
     def named(self, hit: Hit) -> Port:
         """The port that a rule names in its path or as its `port`; else the first input or the result."""
         side = "in" if self.rule.place == "before" else "out"
@@ -131,7 +151,7 @@ class _Finder:
                 f"'{hit.port}' is {kind} of a region, which place '{self.rule.place}' does not change; write place: {place}"
             )
         relative = parse_relative(self.rule.port, hit.key) if self.rule.port else None
-        return relative if relative is not None and not (explicit and hit.port.keys) else replace(hit.port, side=side)
+        return relative or replace(hit.port, side=side)
 
     def parameters(self, hit: Hit) -> list[Port]:
         path = self.regions.by_key[hit.key].path
@@ -168,24 +188,13 @@ class _Finder:
 
     def site(self, place: _Place, order: int, paired: dict[int, list[str]]) -> Site:
         hit, port, node = place.hit, place.port, place.node
-        values: dict[str, Value | None]
-        own = "x" if self.rule.place == "before" else "y"
-        if node is not None:
-            x = next((a for a in node.all_input_nodes if "shape" in a.meta), None)
-            values = {"x": _value("x", x, X, "operand"), "y": _value("y", node, Y, "operand")}
-        else:
-            values = {side: self.edge(hit.key, side, port) for side in ("x", "y")}
-        if (changed := values[own]) is not None and port.side != "param" and not port.with_members:
-            values[own] = replace(changed, kind="changed")
-        values["value"] = values[own]
         path = self.regions.by_key[hit.key].path
         module = self.regions.module(path)
+        values = self.edges(hit.key, port) if node is None else self.at_node(node, replace(port, keys=port.keys[1:]))
         if port.side == "param":
             parameter = module._parameters[str(port.keys[0])]
             assert parameter is not None
             values["value"] = Value(str(port), tuple(parameter.shape), parameter.dtype, kind="changed")
-        elif port.with_members:
-            values["value"] = self.read(str(port), port)
         return Site(
             path=hit.key,
             module=module,
@@ -202,14 +211,36 @@ class _Finder:
             stacked=node is None and path in self.regions.replaced,
         )
 
-    def edge(self, key: str, name: str, port: Port) -> Value | None:
-        """x or y of a region: the port that is changed, else its first input and its only result, if there is one."""
-        side = "in" if name == "x" else "out"
-        chosen = port if port.side == side and not port.with_members else Port(key, side)
+    def edges(self, key: str, port: Port) -> dict[str, Value | None]:
+        """x, a region's first input, y, its only result or of several the one that is changed, and value, what is changed."""
+        if port.with_members:
+            return {"x": self.edge(Port(key, "in")), "y": self.edge(Port(key, "out")), "value": self.read(str(port), port)}
+        value = None if port.side == "param" else self.edge(port)
+        changed = None if value is None else replace(value, kind="changed")
+        first = self.edge(Port(key, "in"))
+        if changed is not None and port.side == "in" and first is not None:
+            region = self.regions.by_key[key]
+            same = find_input(self.regions, region, port)[0] == find_input(self.regions, region, Port(key, "in"))[0]
+            return {"x": changed if same else first, "y": self.edge(Port(key, "out")), "value": changed}
+        return {"x": first, "y": changed or self.edge(Port(key, "out")), "value": changed}
+
+    def edge(self, port: Port) -> Value | None:
+        """The value at a port; None where there is none or where several are there."""
         try:
-            return _value(str(chosen), source(self.regions, chosen), chosen)
+            return _value(str(port), source(self.regions, port), port)
         except MatchError:
             return None
+
+    def at_node(self, node: fx.Node, port: Port) -> dict[str, Value | None]:
+        """x, the first tensor that an operation reads, y, its result, and value, what is changed of these."""
+        given = operands((node.args, node.kwargs))
+        values = {"x": _value("x", next(iter(given), None), X, "operand"), "y": _value("y", node, Y, "operand")}
+        index = find_operand(node, port) if port.side == "in" else None
+        found = find_member(node, port) if index is None else given[index]
+        changed = _value("value", found, port, "operand")
+        assert changed is not None
+        changed = replace(changed, kind="changed")
+        return values | {"value": changed} | ({"y": changed} if index is None else {"x": changed} if index == 0 else {})
 
     # --- arguments
 
@@ -238,12 +269,11 @@ class _Finder:
 
     def operand(self, node: fx.Node, text: str, port: Port) -> Value:
         """`x[1]` of an operation: its second tensor; `x[:]`: all of them, in a tuple."""
-        given = [a for a in node.all_input_nodes if "shape" in a.meta]
-        if port.side == "in" and port.with_members:
+        given = operands((node.args, node.kwargs))
+        if port.side == "in" and port.keys == (WHOLE,):
             return Value(text, members=tuple(_value(text, one, port, "operand") for one in given), port=port, kind="operand")
-        if port.side == "out" or len(port.keys) != 1 or not isinstance(port.keys[0], int) or port.keys[0] >= len(given):
-            raise MatchError(f"'{node.name}' has no '{text}'; it reads {len(given)} tensors, x[0] to x[{len(given) - 1}], x[:]")
-        found = _value(text, given[port.keys[0]], port, "operand")
+        value = find_member(node, port) if port.side == "out" else given[find_operand(node, port)]
+        found = _value(text, value, port, "operand")
         assert found is not None
         return found
 

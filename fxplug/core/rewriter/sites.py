@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import re
 from collections import Counter
@@ -14,7 +15,7 @@ from torch import fx, nn
 from ..errors import ClashError, MatchError, SpecError, brief_fields, cut
 from ..ir import functions, ops
 from ..ir.containers import children, leaves, map_leaves
-from ..ir.graph import move, redirect, replace, rewire, set_argument
+from ..ir.graph import move, redirect, replace, rewire, set_argument, set_operand
 from ..ir.regions import Regions, regions_of
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass, Rule
@@ -98,6 +99,11 @@ class Site:
         found = self.module._parameters[str(self.port.keys[0])]
         assert found is not None
         return found
+
+    @property
+    def operand(self) -> Port:
+        """The value that is changed at an operation: a tensor that it reads, its result, or a member of that."""
+        return dataclasses.replace(self.port, keys=self.port.keys[1:])
 
     @property
     def where(self) -> str:
@@ -186,14 +192,23 @@ def local(address: str, p: Pass) -> str:
 
 
 class ValueUse:
-    """A value and its users: all of them, or one argument of one node, and the blocks `beside` that node."""
+    """A value and its users: all of them, or one argument of one node, and the blocks `beside` that node.
+
+    The argument is at `index` in the call of a layer, or is one of the tensors that an operation reads, `operand`.
+    """
 
     def __init__(
-        self, value: fx.Node, only: fx.Node | None = None, index: int | None = None, beside: Sequence[fx.Node] = ()
+        self,
+        value: fx.Node,
+        only: fx.Node | None = None,
+        index: int | None = None,
+        beside: Sequence[fx.Node] = (),
+        operand: int | None = None,
     ) -> None:
         self.value = value
         self.only = only
         self.index = index
+        self.operand = operand
         self.beside = beside
 
     def users(self) -> list[fx.Node]:
@@ -204,6 +219,8 @@ class ValueUse:
         """Let the users read `new` instead."""
         if self.only is None:
             redirect(self.value, new, keep=spare)
+        elif self.operand is not None:
+            set_operand(self.only, self.operand, new)
         elif self.index is None:
             rewire(self.only, {self.value: new})
         else:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ..errors import SpecError, brief_fields, did_you_mean
-from .addresses import compile_expression, parse_relative
+from .addresses import compile_expression, parse_port, parse_relative
 from .yaml_source import NOWHERE, Section, braces, checked, number, shown, validate
 from .yaml_source import Where as Where
 
@@ -75,8 +75,9 @@ class Rule:
     """Which regions (`match`), which block (`use`), put where (`place`, `port`), fed with what (`args`).
 
     `use` is `"package.module:Class"` or a class; without it the value in `args` itself is put there. `port` is the value of
-    the region that is changed, such as `x[1]`, `y[:]` (all of the result) or a parameter's name. `args` holds `x`, `y` or
-    port addresses; an item that is a list has one address for each path pattern of the match. `combine` says what a
+    the region that is changed, such as `x[1]`, `y[:]` (all of the result) or a parameter's name; of an operation a tensor
+    that it reads, `x[1]`, or a member of its result. `args` holds `x`, the first input, `y`, the result, `value`, what is
+    changed, or port addresses; an item that is a list has one address for each path pattern of the match. `combine` says what a
     replacement does where there is one already: `sum` or `chain`. `expect` is `(operator, count)`. Raises SpecError.
 
     A block of a rule with a `name` returns `(result, value)`, and the value goes to whatever has that name in its `args`. A
@@ -111,6 +112,9 @@ class Rule:
             if combine is not None and (combine not in COMBINE or place != "replace"):
                 found = f"must be one of {', '.join(COMBINE)}, not {shown(combine)}{did_you_mean(combine, COMBINE)}"
                 raise SpecError(found if combine not in COMBINE else "is only allowed with 'place: replace'", path=("combine",))
+            _check_operation(match, place, combine)
+            if self.port is not None and (named := next((p for p in match.patterns if _names_port(p)), None)) is not None:
+                raise SpecError(f"'{named}' in the path names the value already: give only one of the two", path=("port",))
             options = {} if self.options is None else self.options
             if not isinstance(options, Mapping):
                 raise SpecError(f"must be a mapping, not {shown(options)}", path=("options",))
@@ -119,7 +123,7 @@ class Rule:
             if name is not None and place == "param":
                 raise SpecError("place 'param' cannot keep a second result: its block returns the parameter alone; remove "
                                 "'name'", path=("name",))
-            usual = {"before": ("x",), "param": ("value",)}.get(place, ("x", "y"))
+            usual = {"before": ("value",), "param": ("value",)}.get(place, ("x", "y"))
             addresses = _check_args(usual if self.args is None else self.args, match)
             if use is None and (len(addresses) != 1 or options or name):
                 raise SpecError(
@@ -275,6 +279,31 @@ def check_target(text: Any, *path: str) -> None:
     """Raise SpecError, with this path, unless `text` looks like `package.module:Name`."""
     if not is_target(text):
         raise SpecError(f"must look like 'package.module:Name', not {shown(text)}", path=path)
+
+
+def _names_port(pattern: str) -> bool:
+    """Whether a path pattern ends in a port with keys, such as `:in[1]` or `:param.weight`."""
+    try:
+        return bool(parse_port(pattern).keys)
+    except SpecError:  # which finding its places says, with the pattern
+        return False
+
+
+def _check_operation(match: Match, place: str, combine: str | None) -> None:
+    """Refuse what has no effect where a rule matches operations."""
+    if not match.op:
+        return
+    if place == "param":
+        found = "'op' finds operations, and place 'param' changes a parameter of a layer: leave one of them out"
+        raise SpecError(found, path=("place",))
+    if combine is not None:
+        raise SpecError("combines replacements of regions, and 'op' finds operations: leave it out", path=("combine",))
+    for pattern in match.patterns:
+        if pattern.endswith((":in", ":out")) or _names_port(pattern):
+            raise SpecError(
+                f"'op' finds operations in a region, and '{pattern}' is a port of one: give its path and a 'port'",
+                path=("match", "path"),
+            )
 
 
 def _check_port(port: Any, place: str) -> None:
