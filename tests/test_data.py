@@ -254,8 +254,82 @@ def test_images_are_upright_and_of_one_mode(tmp_path):
     assert items[4]["image"].getpixel((0, 0)) == (0x80, 0x80, 0x80)
     grey, _ = opened(tmp_path, images=".", captions="none", channels=1)
     assert {item["image"].mode for item in grey} == {"L"}
-    (batch,) = loaded(tmp_path, 7, images=".", captions="none", channels=1, size=[8, 4])
+    with pytest.warns(UserWarning, match="'d.png' has transparent pixels"):
+        (batch,) = loaded(tmp_path, 7, images=".", captions="none", channels=1, size=[8, 4])
     assert batch["image"].shape == (7, 1, 8, 4)
+
+
+def transparent(mode):
+    """A red image, its lower half transparent: with alpha, as a palette or with a colour that is the transparent one."""
+    red = Image.new("RGBA", (8, 8), (255, 0, 0, 255))
+    red.paste((0, 255, 0, 0), (0, 4, 8, 8))
+    if mode == "P":
+        return red.convert("RGBA").quantize(4, method=Image.Quantize.FASTOCTREE)
+    if mode == "RGB":
+        opaque = red.convert("RGB")
+        opaque.info["transparency"] = (0, 255, 0)
+        return opaque
+    return red.convert(mode)
+
+
+@pytest.mark.parametrize(("mode", "suffix"), [("RGBA", "png"), ("P", "png"), ("RGB", "png"), ("LA", "png"), ("RGBA", "webp")])
+@pytest.mark.parametrize(("background", "colour"), [(None, (255, 255, 255)), ("black", (0, 0, 0)), ([0, 0, 255], (0, 0, 255))])
+def test_transparent_pixels_have_the_background(tmp_path, mode, suffix, background, colour):
+    image = transparent(mode)
+    for name in ("a", "b"):
+        image.save(tmp_path / f"{name}.{suffix}", **({"lossless": True, "exact": True} if suffix == "webp" else image.info))
+    spec = {} if background is None else {"background": background}
+    with pytest.warns(UserWarning, match="has transparent pixels.*'background' in the section 'data'") as said:
+        batches = loaded(tmp_path, 1, images=".", captions="none", shuffle=False, **spec)
+    assert len([one for one in said if "transparent" in str(one.message)]) == 1
+    for batch in batches:
+        upper, lower = batch["image"][0, :, 1, 1], batch["image"][0, :, -2, 1]
+        assert ((lower + 1) * 127.5).round().tolist() == list(colour)
+        if mode != "LA":
+            assert ((upper + 1) * 127.5).round().tolist() == [255, 0, 0]
+
+
+def test_an_opaque_alpha_is_no_transparency(tmp_path):
+    picture(3, (8, 8)).convert("RGBA").save(tmp_path / "a.png")
+    (batch,) = loaded(tmp_path, 1, images=".", captions="none")
+    plain = torch.tensor(np.asarray(picture(3, (8, 8)))).permute(2, 0, 1)
+    assert ((batch["image"][0] + 1) * 127.5).round().to(torch.uint8).equal(plain)
+
+
+def test_arrays_with_alpha_and_conditions_are_composed(tmp_path):
+    rgba = torch.zeros(4, 6, 6, dtype=torch.uint8)
+    spec = Data(call="toy:Toy", background="#0000ff")
+    items = OwnItems([{"image": rgba, "condition": rgba.permute(1, 2, 0).numpy()}], spec)
+    item = items[0]
+    assert item["image"].getpixel((0, 0)) == item["condition"].getpixel((0, 0)) == (0, 0, 255)
+
+
+@pytest.mark.parametrize(("count", "batch", "world"), [(6, 4, 1), (7, 4, 1), (5, 2, 2), (11, 3, 3), (4, 4, 1), (9, 1, 2)])
+def test_without_shuffle_every_sample_is_seen(count, batch, world):
+    how = {"seed": 0, "world": world, "train": True, "shuffle": False}
+    seen, orders = [], [Order([range(count)], batch, rank=rank, **how) for rank in range(world)]
+    for epoch in range(count):
+        steps = [order.requests(epoch) for order in orders]
+        seen += [i for step in zip(*steps, strict=True) for request in step for i in request.indices]
+    whole = count // (batch * world) * batch * world
+    assert seen == [i % count for i in range(whole * count)]
+
+
+def test_without_shuffle_every_sample_of_each_bucket_is_seen():
+    order = Order([range(5), range(5, 12)], 2, seed=0, rank=0, world=1, train=True, shuffle=False)
+    seen = {i for epoch in range(2) for request in order.requests(epoch) for i in request.indices}
+    assert seen == {*range(12)}
+
+
+def test_a_folder_of_no_repeats_is_left_out(tmp_path):
+    folder(tmp_path / "0_reg", 2)
+    folder(tmp_path / "2_dog", 3)
+    items, spec = opened(tmp_path, images=".", repeats="folders", captions="optional")
+    loader = Loader(items, spec, 2)
+    names = [name for batch in loader.epoch(0) for name in batch["name"]]
+    assert len(names) == 6
+    assert {name.partition("/")[0] for name in names} == {"2_dog"}
+    assert "2 of 5 images have 0 repeats and are left out" in items.notes
 
 
 # data sets

@@ -176,7 +176,7 @@ BAD_TOML = {
     "a table": ("[datasets]\nx = 1", "datasets: must be a list, not a mapping"),
     "numbers": ("[[datasets]]\nsubsets = [1]", "datasets[0].subsets[0]: must be a mapping, not 1"),
     "general": ("general = 1", "general: must be a mapping, not 1"),
-    "less than nothing": (f"{SUBSET}num_repeats = -2", "datasets[0].subsets[0].num_repeats: must be a number above 0"),
+    "less than nothing": (f"{SUBSET}num_repeats = -2", "datasets[0].subsets[0].num_repeats: must be a number, 0 or more"),
     "no share": (f"{SUBSET}caption_dropout_rate = 5", "caption_dropout_rate: must be a number from 0"),
     "a suffix without its dot": (f"{SUBSET}caption_extension = 'txt'\nnum_repeat = 2", "num_repeat (did you mean"),
     "a misspelt key": (f"{SUBSET}num_repeat = 2", "num_repeat (did you mean 'num_repeats'?)"),
@@ -226,8 +226,8 @@ def test_a_toml_of_subsets(tmp_path):
 
 
 WRONG = {
-    "a word for a number": ({"multiply.txt": "two"}, "multiply.txt: multiply: must be a number above 0, not 'two'"),
-    "nothing": ({"multiply.txt": "0"}, "multiply: must be a number above 0"),
+    "a word for a number": ({"multiply.txt": "two"}, "multiply.txt: multiply: must be a number, 0 or more, not 'two'"),
+    "less than nothing": ({"multiply.txt": "-1"}, "multiply: must be a number, 0 or more"),
     "a share above 1": ({"cond_dropout.txt": "20"}, "cond_dropout: must be a number from 0 to 1, not '20'"),
     "no number": ({"loss_scale.txt": "nan"}, "loss_scale: must be a number, not 'nan'"),
     "more than an epoch can hold": ({"multiply.txt": "1e9"}, "data.images: an epoch would have 1e+09 samples"),

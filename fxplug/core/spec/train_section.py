@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -58,9 +59,23 @@ def _size(value: Any) -> int | tuple[int, int] | None:
     return (sides[0], sides[1]) if isinstance(value, (list, tuple)) else value
 
 
+def _colour(value: Any) -> tuple[int, int, int]:
+    """Read a colour: a name of HTML's, `#rrggbb`, or [red, green, blue]. Raises SpecError."""
+    from PIL import ImageColor
+
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return ImageColor.getrgb(value)[:3]
+    whole = isinstance(value, (list, tuple)) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+    if not whole or len(value) != 3 or not all(0 <= v <= 255 for v in value):
+        raise SpecError(f"must be a colour, such as white, '#ffffff' or [255, 255, 255], not {shown(value)}")
+    return tuple(value)
+
+
 One = Annotated[Use, checked(read_use, str | dict[str, Any]), PlainSerializer(written)]
 Texts = Annotated[str | list[str], checked(_texts, str | list[str])]
 Patterns = Annotated[bool | list[str], checked(_patterns, bool | str | list[str])]
+Colour = Annotated[tuple[int, int, int], checked(_colour, str | list[int])]
 Size = Annotated[int | tuple[int, int] | None, checked(_size, int | list[int] | None)]
 
 
@@ -195,6 +210,7 @@ class Data(Section):
     )
     conditions: One | None = setting(None, "the folder of condition images, or a function that makes one of an image", "edges/")
     channels: Literal[1, 3] = setting(3, "colours of an image", 1)
+    background: Colour = setting((255, 255, 255), "the colour behind transparent pixels", "black")
     size: Size = setting(None, "a side in pixels, or [height, width]; null takes images as they are", 224)
     buckets: Buckets | None = setting(None, "aspect-ratio buckets; true has the defaults", {"step": 32})
     crop: Literal["center", "random"] = setting("center", "where an image is cut to size", "random")

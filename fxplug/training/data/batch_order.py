@@ -32,7 +32,7 @@ class Order:
     Global batch k of a group is the k-th run of `world * batch` of its samples, in an order drawn from (seed, epoch,
     group), and process `rank` has the rank-th part of it. With several groups the order of the batches is drawn as well.
     When training, a group's last incomplete batch is left out, so less than a global batch of each group; in tests it is
-    kept and split evenly.
+    kept and split evenly. Without `shuffle` the samples come in their order, and an epoch begins where the one before ended.
 
     `repeats` says how often an epoch has each sample. Of a fraction, as many of the group as it amounts to are drawn anew in
     each epoch.
@@ -64,8 +64,12 @@ class Order:
         size, requests = self.batch * self.world, []
         for number, members in enumerate(self.groups):
             group = self._members(members, epoch, number)
-            order = [group[i] for i in self._draw_order(len(group), epoch, number)] if self.shuffle else group
             used = len(group) // size * size if self.train else len(group)
+            if self.shuffle:
+                order = [group[i] for i in self._draw_order(len(group), epoch, number)]
+            else:
+                start = epoch * used % max(len(group), 1)  # where the epoch before ended
+                order = [*group[start:], *group[:start]]
             parts = [order[at : at + size] for at in range(0, used, size)]
             requests += [Request(epoch, number, self._share(part)) for part in parts]
         if self.shuffle and len(self.groups) > 1:

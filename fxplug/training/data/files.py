@@ -63,9 +63,10 @@ class FileItems(Items):
     """Image files below `top`, with the values of each; `conditions` are further images, one for each."""
 
     def __init__(
-        self, top: Path, names: list[str], values: list[dict[str, Any]], channels: int = 3, conditions: Path | None = None
+        self, top: Path, names: list[str], values: list[dict[str, Any]], spec: Data, conditions: Path | None = None
     ) -> None:
-        self.top, self.names, self.values, self.channels, self.root = top, names, values, channels, str(top)
+        self.top, self.names, self.values, self.root = top, names, values, str(top)
+        self.channels, self.background = spec.channels, spec.background
         self.conditions = match_stems(names, conditions) if conditions else None
 
     def __len__(self) -> int:
@@ -74,10 +75,13 @@ class FileItems(Items):
     def sample(self, i: int) -> dict[str, Any]:
         """`image`, `name` (relative to the folder), and what is known of it. Raises Unreadable."""
         name = self.names[i]
-        item = {"image": read_image(self.top / name, name, self.channels), "name": name, **self.values[i]}
+        item = {"image": self._image(self.top / name, name), "name": name, **self.values[i]}
         if self.conditions:
-            item["condition"] = read_image(self.conditions[i], f"condition of {name}", self.channels)
+            item["condition"] = self._image(self.conditions[i], f"condition of {name}")
         return item
+
+    def _image(self, file: Path, name: str) -> Image.Image:
+        return read_image(file, name, self.channels, self.background)
 
     @cached_property
     def sizes(self) -> list[tuple[int, int]]:
@@ -93,7 +97,8 @@ def open_files(spec: Data, base: Path) -> FileItems:
     Raises SpecError for a folder that is absent or empty, metadata that does not fit, and captions that are missing.
     """
     key = "images" if spec.classes is None else "classes"
-    given = spec.classes or spec.images or []
+    given = spec.images if spec.classes is None else spec.classes
+    assert given is not None  # a section has one of the kinds
     conditions = _condition_folder(spec, base)
     sources = [base / source for source in ([given] if isinstance(given, str) else given)]
     roots = [source.parent if source.is_file() and key == "images" else existing(source, key) for source in sources]
@@ -113,14 +118,16 @@ def open_files(spec: Data, base: Path) -> FileItems:
         values = [{"label": number[name.partition("/")[0]]} for name in names]
         said = [sidecars.of(file, alone=True) for file, _ in listed]
     numbers(values, said, spec.flip)
-    items = FileItems(top, names, values, spec.channels, conditions)
+    items = FileItems(top, names, values, spec, conditions)
     items.classes, items.notes, items.repeats = classes, sidecars.notes, _repeats(said, names, key)
+    if items.repeats is not None and (none := items.repeats.count(0.0)):
+        items.notes = [*items.notes, f"{none} of {len(names)} images have 0 repeats and are left out"]
     return items
 
 
 def _repeats(said: Sequence[ImageSettings], names: Sequence[str], key: str) -> list[float] | None:
     """How often an epoch has each image; None where it has each once. Raises SpecError for more than an epoch can hold."""
-    repeats = [settings.multiply or 1.0 for settings in said]
+    repeats = [1.0 if settings.multiply is None else settings.multiply for settings in said]
     if sum(repeats) > DEFAULT.samples:
         most, name = max(zip(repeats, names, strict=True))
         raise SpecError(
@@ -154,7 +161,7 @@ def _settings(file: Path, given: ImageSettings | None, sidecars: Sidecars, repea
     if concept is None or file.parent in sidecars.roots:
         return settings
     if repeats:
-        return ImageSettings(plain=concept[2], multiply=float(concept[1]) or None).under(settings)
+        return ImageSettings(plain=concept[2], multiply=float(concept[1])).under(settings)
     text = (
         f"the number in the name of a folder ('{concept[0]}') is not used as a count of repeats: 'repeats: folders' makes it "
         "one"

@@ -27,11 +27,17 @@ class Unreadable(Exception):
         self.name, self.why = name, why
 
 
-def read_image(source: Path | bytes, name: str, channels: int = 3) -> Image.Image:
-    """The image in a file or its bytes, decoded, upright, in mode RGB or L. Raises Unreadable."""
+WHITE = (255, 255, 255)
+COMPOSED = "composed"  # in the info of an image that had transparent pixels
+
+
+def read_image(
+    source: Path | bytes, name: str, channels: int = 3, background: tuple[int, int, int] = WHITE
+) -> Image.Image:
+    """Decode the image in a file or its bytes, upright, in mode RGB or L, as `prepared` does. Raises Unreadable."""
     with _readable(name, source), Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
         image.load()
-        return prepared(image, channels)
+        return prepared(image, channels, background)
 
 
 @contextlib.contextmanager
@@ -60,19 +66,29 @@ def read_size(source: Path | bytes) -> tuple[int, int]:
         return (0, 0)
 
 
-def prepared(image: Image.Image, channels: int) -> Image.Image:
-    """The image upright, in mode RGB (3 channels) or L (1). 16-bit grey keeps its upper 8 bits; transparency is dropped."""
+def prepared(image: Image.Image, channels: int, background: tuple[int, int, int] = WHITE) -> Image.Image:
+    """Turn an image upright, in mode RGB (3 channels) or L (1), its transparent pixels composed on a colour.
+
+    16-bit grey keeps its upper 8 bits. An image that had transparent pixels has `COMPOSED` in its `info`.
+    """
     if _orientation(image) > 1:
         image = ImageOps.exif_transpose(image)
     mode = "RGB" if channels == 3 else "L"
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8))
-    elif image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")
+    if image.has_transparency_data:
+        layer = image.convert("RGBA")
+        composed = Image.new("RGBA", layer.size, (*background, 255))
+        composed.alpha_composite(layer)
+        image = composed.convert(mode)
+        if layer.getchannel("A").getextrema()[0] != 255:
+            image.info[COMPOSED] = True
     return image if image.mode == mode else image.convert(mode)
 
 
-def as_image(value: Any, name: str, channels: int = 3) -> Image.Image | Tensor:
+def as_image(
+    value: Any, name: str, channels: int = 3, background: tuple[int, int, int] = WHITE
+) -> Image.Image | Tensor:
     """An image of a data set as the loader takes it.
 
     PIL images, and uint8 arrays and tensors [c, h, w], become PIL images of this many channels. A float array or tensor is an
@@ -84,9 +100,9 @@ def as_image(value: Any, name: str, channels: int = 3) -> Image.Image | Tensor:
         raise Unreadable(name, "no image")
     if isinstance(value, Image.Image):
         with _readable(name):  # it may not be loaded yet
-            return prepared(value, channels)
+            return prepared(value, channels, background)
     if isinstance(value, (dict, bytes, bytearray)):
-        return read_image(stored(value) if isinstance(value, dict) else bytes(value), name, channels)
+        return read_image(stored(value) if isinstance(value, dict) else bytes(value), name, channels, background)
     found = np.asarray(value) if isinstance(value, list) else value
     if not isinstance(found, (Tensor, np.ndarray)):
         raise TrainError(f"{name}: an image must be a PIL image, a tensor or a numpy array, not a {type(value).__name__}")
@@ -102,7 +118,7 @@ def as_image(value: Any, name: str, channels: int = 3) -> Image.Image | Tensor:
         array = array.to(torch.uint8)  # a list has no dtype
     if array.dtype != torch.uint8:
         raise TrainError(f"{name}: image values must be uint8 or float, not {str(array.dtype).removeprefix('torch.')}")
-    return prepared(to_pil_image(array), channels)
+    return prepared(to_pil_image(array), channels, background)
 
 
 def stored(value: dict[str, Any]) -> bytes | Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,18 +23,19 @@ from ..tasks.task import Task, function_of
 from .batch_order import Order, Request, Size, assign, bucket_sizes
 from .collation import collate
 from .files import Items
-from .image_files import Crop, Unreadable, as_image, placed, prepared
+from .image_files import COMPOSED, Crop, Unreadable, as_image, placed, prepared
 from .sidecars import Caption
 
 Transform = Callable[[Image.Image, Size], Tensor]
 
 
 class Fetched(NamedTuple):
-    """A batch, the images it had to go without, and the error that ends the run."""
+    """A batch, the images it had to go without, the error that ends the run, and an image that had transparent pixels."""
 
     batch: dict[str, Any] | None
     skipped: dict[str, str]
     error: FxplugError | None = None
+    composed: str = ""
 
 
 class Loader(Dataset[Any]):
@@ -91,7 +93,7 @@ class Loader(Dataset[Any]):
             raise TrainError(f"{batches} is larger than the data: {self.total} samples")
         named = spec.conditions is not None and ":" in spec.conditions.name
         self.condition = function_of(spec.conditions, ("data", "conditions")) if named and spec.conditions else None
-        self._requests = list[Request]()
+        self._requests, self._composed = list[Request](), False
         self._pool: DataLoader[Any] | None = None
 
     @property
@@ -143,6 +145,7 @@ class Loader(Dataset[Any]):
             )
         for fetched in self._pool or map(self.fetch, list(self._requests)):
             self._count(fetched.skipped)
+            self._note_composed(fetched.composed)
             if (error := fetched.error) is not None:
                 try:
                     raise error
@@ -161,9 +164,18 @@ class Loader(Dataset[Any]):
         if "flip_p" in keys and self.transform is not None:
             notes.append("'flip_p' of images is ignored: the task flips them itself")
         if self.left_out:
-            finding = f"{self.left_out} of {self.total} samples are left out of each epoch, different ones each time"
+            which = "different ones each time" if self.order.shuffle else "with which the next epoch begins"
+            finding = f"{self.left_out} of {self.total} samples are left out of each epoch, {which}"
             notes.append(f"{finding}, because they do not fill a batch")
         return notes
+
+    def _note_composed(self, name: str) -> None:
+        """Warn, once, of an image that had transparent pixels."""
+        if name and not self._composed:
+            self._composed = True
+            colour = "{:02x}{:02x}{:02x}".format(*self.spec.background)
+            finding = f"'{name}' has transparent pixels: they and those of others are composed on the colour #{colour}"
+            warnings.warn(f"{finding}; 'background' in the section 'data' sets another", stacklevel=3)
 
     # --- what runs in the workers, or in the training process when there are none
 
@@ -181,6 +193,7 @@ class Loader(Dataset[Any]):
         Every sample starts from random numbers seeded with (seed, epoch, index).
         """
         skipped: dict[str, str] = {}
+        composed = ""
         with preserve_random_state():
             try:
                 samples: list[dict[str, Any]] = []
@@ -190,8 +203,11 @@ class Loader(Dataset[Any]):
                     sample = self._readable(index, request, skipped)
                     if len(skipped) > self.spec.max_corrupt:  # the loader counts them, and stops
                         return Fetched(None, skipped)
-                    samples += [] if sample is None else [sample]
-                return Fetched(collate(samples) if samples else None, skipped)
+                    if sample is not None:
+                        composed = composed or sample.pop(COMPOSED, "")
+                        sample.pop(COMPOSED, None)
+                        samples.append(sample)
+                return Fetched(collate(samples) if samples else None, skipped, composed=composed)
             except FxplugError as error:
                 return Fetched(None, skipped, error)
 
@@ -228,6 +244,9 @@ class Loader(Dataset[Any]):
             item["caption"] = caption.shuffled() if self.train else caption.text()
         if self.hooks is not None:
             self.hooks.sample = f"epoch {epoch}, {item['name']}"
+        given = (item.get("image"), item.get("condition"))
+        if any(isinstance(image, Image.Image) and COMPOSED in image.info for image in given):
+            item[COMPOSED] = item["name"]
         self._put_images(item, size, place)
         if self.hooks is not None and self._hooked("transform_caption") and "caption" in item:
             item["caption"] = self.hooks.transform_caption(item["caption"])  # behind the image, as EveryDream2trainer has it
@@ -256,7 +275,7 @@ class Loader(Dataset[Any]):
             if self.condition is not None:  # made of what the model sees: grey stays grey
                 made, place = self.condition(image), Crop()
                 grey = made.mode in ("1", "L") if isinstance(made, Image.Image) else np.ndim(made) == 2
-                item["condition"] = as_image(made, f"the condition of {name}", 1 if grey else 3)
+                item["condition"] = as_image(made, f"the condition of {name}", 1 if grey else 3, self.spec.background)
             item["image"] = pil_to_tensor(image) if self.transform is None else self.transform(image, size)
         if size is not None and isinstance(condition := item.get("condition"), Image.Image):
             item["condition"] = pil_to_tensor(placed(condition, size, place))
@@ -265,7 +284,7 @@ class Loader(Dataset[Any]):
         """The image after the plugins, which may change its size only where the task crops it."""
         if self.hooks is None or not self._hooked("transform_pil_image"):
             return image
-        changed = prepared(self.hooks.transform_pil_image(image), self.spec.channels)
+        changed = prepared(self.hooks.transform_pil_image(image), self.spec.channels, self.spec.background)
         if fixed and changed.size != image.size:
             sizes = f"{changed.height}x{changed.width} of one of {image.height}x{image.width}"
             raise TrainError(

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from ...core import reading
 from ...core.errors import DEFAULT, SpecError, did_you_mean, shown
 from ...core.spec.yaml_source import Section, Source, Where, checked, read_yaml, validate
@@ -36,7 +38,7 @@ def _read_number(value: Any, least: float = -math.inf, most: float = math.inf) -
     except (TypeError, ValueError):
         number = math.nan
     if not (math.isfinite(number) and least <= number <= most):
-        bounds = "" if least == -math.inf else " above 0" if most == math.inf else " from 0 to 1"
+        bounds = "" if least == -math.inf else ", 0 or more" if most == math.inf else " from 0 to 1"
         raise SpecError(f"must be a number{bounds}, not {shown(value)}")
     return number
 
@@ -51,7 +53,7 @@ def _read_tags(value: Any) -> tuple[tuple[str, float], ...]:
     return tuple((str(tag["tag"]), 1.0 if tag.get("weight") is None else _read_number(tag["weight"])) for tag in tags)
 
 
-Repeats = Annotated[float, checked(lambda value: _read_number(value, math.ulp(0.0)))]
+Repeats = Annotated[float, checked(lambda value: _read_number(value, 0.0))]
 Share = Annotated[float, checked(lambda value: _read_number(value, 0.0, 1.0))]
 Number = Annotated[float, checked(_read_number)]
 
@@ -87,7 +89,7 @@ class ImageSettings(Section):
     plain: str | None = None
     prompt: str | None = None
     tags: Annotated[tuple[tuple[str, float], ...], checked(_read_tags)] = ()
-    max_caption_length: int | None = None
+    max_caption_length: Annotated[int, Field(ge=0)] | None = None
     shuffle_tags: bool | None = None
     multiply: Repeats | None = None
     flip_p: Share | None = None
@@ -112,7 +114,7 @@ class ImageSettings(Section):
             return said
         first, parts = (said, ()) if self.prompt is not None else _parts(said)
         tags = tuple(dict.fromkeys((*parts, *self.tags)))
-        made = Caption(first, tags, self.max_caption_length or LONGEST)
+        made = Caption(first, tags, LONGEST if self.max_caption_length is None else self.max_caption_length)
         return made if self.shuffle_tags else made.text()
 
 
@@ -255,7 +257,7 @@ class Subset(Section, extra="ignore"):
     caption_extension: str = ".caption"
     class_tokens: str | None = None
     shuffle_caption: bool = False
-    keep_tokens: int = 0
+    keep_tokens: Annotated[int, Field(ge=0)] = 0
     flip_aug: bool = False
     caption_dropout_rate: Share | None = None
 

@@ -74,6 +74,7 @@ class OwnItems(Items):
 
     def __init__(self, dataset: Any, spec: Data, root: str | None = None) -> None:
         self.dataset, self.columns, self.channels, self.captions = dataset, spec.columns, spec.channels, spec.captions
+        self.background = spec.background
         self.root, self.classes = root, classes_of(dataset)
 
     @cached_property
@@ -111,7 +112,7 @@ class OwnItems(Items):
         name = item.setdefault("name", name)
         for key in ("image", "condition"):
             if key in item:
-                item[key] = as_image(item[key], name, self.channels)
+                item[key] = as_image(item[key], name, self.channels, self.background)
         if "label" in item:
             item["label"] = self._label(item["label"], name)
         if "caption" in item and self.captions == "none":
