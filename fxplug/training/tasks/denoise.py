@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...core.errors import SpecError
 from ...core.spec.train_section import read_use
+from ...core.spec.yaml_source import check_number
 from ..random_draws import Draws
 from .conditioning import Text, Vae
 from .model_call import ModuleCall, ModuleInput, check_labels, default_call, embedding_rows, image_of, inputs_of, listed
@@ -58,12 +59,18 @@ class Denoise(Task):
         train_guidance: float | None = None,
         negative: str = "",
     ) -> None:
-        if not 0 <= dropout < 1:
-            raise SpecError(f"must be at least 0 and below 1, not {dropout}", path=("dropout",))
-        if snr_gamma is not None and snr_gamma <= 0:
-            raise SpecError(f"must be above 0, not {snr_gamma}", path=("snr_gamma",))
-        if sample_steps < 1:
-            raise SpecError(f"must be 1 or more, not {sample_steps}", path=("sample_steps",))
+        check_number(dropout, "dropout", least=0, below=1)
+        check_number(guidance, "guidance")
+        check_number(time_scale, "time_scale", above=0)
+        check_number(sample_steps, "sample_steps", least=1, most=10_000, whole=True)
+        if snr_gamma is not None:
+            check_number(snr_gamma, "snr_gamma", above=0)
+        if null_label is not None:
+            check_number(null_label, "null_label", least=0, whole=True)
+        if train_guidance is not None:
+            check_number(train_guidance, "train_guidance")
+        if not isinstance(samples, list):
+            check_number(samples, "samples", least=0, most=10_000, whole=True)
         self.scheduler, self.density = read_use(scheduler), read_density(read_use(density))
         self.prediction, self.snr_gamma, self.weighting, self.time_scale = prediction, snr_gamma, weighting, time_scale
         self.vae_spec, self.text_spec, self.mapping = vae, text, call

@@ -12,10 +12,10 @@ import torch
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 from torch import Tensor
 
-from ...core.errors import SpecError, did_you_mean, shown
+from ...core.errors import SpecError, did_you_mean
 from ...core.spec.pass_file import accepted_arguments, check_known
 from ...core.spec.train_section import Use
-from ...core.spec.yaml_source import no_such_file
+from ...core.spec.yaml_source import check_number, no_such_file
 from ..random_draws import Draws
 
 PREDICTIONS = ("epsilon", "v_prediction", "sample", "flow")
@@ -178,8 +178,7 @@ def read_density(use: Use) -> Use:
         raise SpecError(f"no density '{use.name}'{hint}", path=("density",))
     check_known(use.options, DENSITIES[use.name], f"{use.name} has no option", path=("density",))
     for key, value in use.options.items():
-        if not isinstance(value, (int, float)):
-            raise SpecError(f"must be a number, not {shown(value)}", path=("density", use.name, key))
+        check_number(value, "density", use.name, key, above=0 if key == "std" else -math.inf)
     return Use(use.name, {**DENSITIES[use.name], **use.options})
 
 
