@@ -534,3 +534,22 @@ def test_a_layer_in_another_mode_than_the_model_is_not_opened(mode):
     want = copy.deepcopy(gm.train(mode))(x)
     torch.manual_seed(0)
     assert torch.equal(fxplug.apply(gm, delta)(x), want)
+
+
+def test_any_name_of_a_pass_works_or_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.scale, model.block = 2.0, "text"
+    x = torch.randn(2, 4)
+    gm = fxplug.trace(model.eval(), x)
+    names = {*dir(gm), *vars(gm), *vars(type(gm)), "adapters", "x", "self", "torch", "shared", "originals", "regions", "_0"}
+    works = []
+    for name in sorted(names):
+        try:
+            new = fxplug.apply(gm, fxplug.load_pass("lora", at="0", rank=2, name=name))
+        except fxplug.FxplugError as error:
+            assert name in str(error)
+        else:
+            assert torch.equal(new(x), gm(x)) and len(list(new.named_parameters())) == 4 and new.eval() is new
+            works.append(name)
+    assert {"x", "self", "torch", "_0"} <= {*works}
+    assert not {"scale", "block", "meta", "twin_error", "_codes", "_steps"} & {*works}

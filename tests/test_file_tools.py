@@ -545,3 +545,9 @@ def test_what_imports_log_is_not_shown(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("fxplug.adapters.file_tools.convert_adapter", logs)
     assert "so far" in run("convert", tmp_path, "--as", "peft", "--out", tmp_path / "out", code=1)
     assert not caplog.records and logging.root.manager.disable == logging.NOTSET
+
+
+@pytest.mark.parametrize("given", [["a.safetensors", "b.safetensors"], [("a.safetensors", 1.0, 2)], [3]])
+def test_files_to_merge_come_with_weights(given, tmp_path):
+    with pytest.raises(SpecError, match="merge_adapters takes files with their weights"):
+        fxplug.merge_adapters(given, tmp_path / "out.safetensors")

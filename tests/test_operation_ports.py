@@ -184,3 +184,10 @@ def test_x_is_the_first_input_whatever_is_changed(keyword, port, path):
 def test_a_key_without_effect_is_refused(match, rule, message):
     with pytest.raises(fxplug.SpecError, match=message):
         fxplug.Rule(fxplug.Match(**match), use=Ten, **rule)
+
+
+def test_the_model_itself_takes_a_port():
+    x, b = torch.full((2,), 3.0), torch.ones(2)
+    gm = fxplug.trace(Bias(), (x, b))
+    rule = fxplug.Rule(fxplug.Match(path=""), use=Ten, place="before", port="x.bias")
+    assert fxplug.apply(gm, fxplug.Pass("p", rules=[rule]))(x, b).tolist() == [16.0, 16.0]

@@ -138,6 +138,8 @@ def merge_adapters(
     kin cannot add, kinds that are no low-rank product (DoRA), and what `convert_adapter` raises.
     """
     pairs = list(sources.items() if isinstance(sources, Mapping) else sources)
+    if odd := next((one for one in pairs if not isinstance(one, (tuple, list)) or len(one) != 2), None):
+        raise SpecError(f"merge_adapters takes files with their weights, {{'ink.safetensors': 0.8}}; {shown(odd)} has none")
     ways = Combination(how, rank, density, sign, clamp, seed)
     if not pairs:
         raise SpecError("nothing to merge: give files with their weights, {'ink.safetensors': 0.8}")

@@ -250,7 +250,7 @@ MISTAKES = {
     "the name of a module": (
         one(Add, "head", path="blocks.0.mlp"),
         fxplug.ClashError,
-        "the model has a module or method 'head' of its own; give the pass another name (name: ...)",
+        "the model has a module, method or attribute 'head' of its own; give the pass another name (name: ...)",
     ),
 }
 

@@ -16,7 +16,7 @@ from ..capture.fake_tensors import no_collection, writable
 from ..capture.isolation import unchanged
 from ..errors import ClashError, FxplugError, SpecError, shown
 from ..ir.containers import CodeInGraph, Container
-from ..ir.graph import Graph, copy_graph
+from ..ir.graph import OF_THE_ROOT, Graph, copy_graph
 from ..ir.traced_module import TracedModule, check_traced, class_names, shell
 from ..spec.pass_file import accepted_arguments, check_known, check_options, import_target
 from ..spec.rules import Pass, Rule, is_target
@@ -226,8 +226,11 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
             f"pass '{p.name}' is already applied here; give the second one a name of its own (name: {p.name}_2) "
             "if both are wanted"
         )
-    if p.name in dict(gm.named_children()) or hasattr(TracedModule, p.name) or (p.slots and p.name == "adapters"):
-        raise ClashError(f"the model has a module or method '{p.name}' of its own; give the pass another name (name: ...)")
+    taken = p.name in OF_THE_ROOT or p.name in vars(gm) or hasattr(type(gm), p.name)
+    if taken or p.name in dict(gm.named_children()) or (p.slots and p.name == "adapters"):
+        raise ClashError(
+            f"the model has a module, method or attribute '{p.name}' of its own; give the pass another name (name: ...)"
+        )
     sites = given if isinstance(given, Sites) else find(gm, given)
     host, gm, p = gm, sites.joined, sites.p
     tree = shell(gm)

@@ -143,7 +143,8 @@ class _Finder:
         """The port that a rule names in its path or as its `port`; else the first input or the result."""
         side = "in" if self.rule.place == "before" else "out"
         pattern = self.rule.match.patterns[hit.pattern]
-        explicit = str(parse_port(pattern)) != str(parse_port(pattern).path) or pattern.endswith(":out")
+        named = parse_port(pattern)
+        explicit = bool(named.keys) or named.side != "out" or pattern.endswith(":out")
         if explicit and hit.port.side != side:
             place = {"in": "before", "out": "after"}.get(hit.port.side, "param")
             kind = {"in": "the input", "out": "the output"}.get(hit.port.side, "a parameter")
