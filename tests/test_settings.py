@@ -5,6 +5,7 @@ import types
 from typing import Annotated, Union, get_args, get_origin
 
 import pytest
+import small
 from PIL import Image
 
 import fxplug
@@ -156,3 +157,34 @@ def test_options_of_denoise(options, key):
     with pytest.raises(SpecError, match="must be a") as caught:
         Denoise(**options)
     assert caught.value.path[-1] == key
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, [1.0, math.nan]])
+@pytest.mark.parametrize(
+    ("name", "key"), [("lora", "alpha"), ("bottleneck", "scale"), ("vera", "d_initial"), ("adapter", "strength")]
+)
+def test_a_number_of_a_pass_is_finite(name, key, value):
+    with pytest.raises(SpecError, match=f"{key}.*must be a"):
+        fxplug.load_pass(name, **{"file": "a.safetensors"} if name == "adapter" else {}, **{key: value})
+
+
+def test_options_of_a_rule_are_finite():
+    with pytest.raises(SpecError, match=r"options.a\[1\]: must be a finite number, not nan"):
+        fxplug.Rule(fxplug.Match(), use="a:B", options={"a": [1.0, math.nan]})
+
+
+@pytest.mark.parametrize("name", ["lora", "loha", "lokr", "dora", "lora_weight"])
+@pytest.mark.parametrize("rank_max", [0, "", [], 1.5, 8])
+def test_the_highest_rank_is_one_of_slots(name, rank_max):
+    gm = small.vit().gm
+    with pytest.raises(SpecError, match="rank_max is for adapters in slots"):
+        fxplug.apply(gm, fxplug.load_pass(name, at="blocks.0.attn.qkv", rank_max=rank_max))
+    if rank_max != 8:
+        with pytest.raises(SpecError, match="rank_max must be a whole number, 1 or more"):
+            fxplug.apply(gm, fxplug.load_pass(name, at="blocks.0.attn.qkv", rank_max=rank_max, slots=2))
+
+
+@pytest.mark.parametrize("eps", [-1, 0.1, 1.5])
+def test_the_least_norm_is_small(eps):
+    with pytest.raises(SpecError, match="eps must be at least 0 and below 0.1"):
+        fxplug.apply(small.vit().gm, fxplug.load_pass("spectral_norm", at="blocks.0.attn.qkv", eps=eps))

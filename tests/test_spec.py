@@ -232,7 +232,7 @@ def test_expect(expect, parsed, admitted, refused):
         (lambda: Pass("g", [Rule(Match(), Gate)], lr=-1), "lr: must be a number, 0 or more, not -1"),
         (lambda: Pass("g", [Rule(Match(), Gate)], lr=True), "lr: must be a number, 0 or more, not true"),
         (lambda: Pass("g", [Rule(Match(), Gate)], train=1), "train: must be true or false, not 1"),
-        (lambda: Pass("g", [Rule(Match(), Gate)], inputs=["a b"]), "inputs: must be a name of letters"),
+        (lambda: Pass("g", [Rule(Match(), Gate)], inputs=["a b"]), "inputs[0]: must be a name of letters"),
         (lambda: Pass("g", [Rule(Match(), Gate)], networks=3), "networks: must be a mapping, not 3"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.errors import SpecError
+from ..core.errors import SpecError, shown
 from .base import Block, check_count
 from .low_rank import norm_except, over_norm
 from .weight_update import in_place_of, weight_at
@@ -71,8 +71,11 @@ class SpectralNorm(Block):
     v: Tensor
 
     def __init__(self, shape: Sequence[int], steps: int = 1, dim: int = 0, eps: float = 1e-12) -> None:
-        """`dim` is the dimension of the rows. Raises SpecError for fewer than one step or a dimension that is not there."""
+        """`dim` is the dimension of the rows. Raises SpecError for fewer than one step, a dimension that is not there, or an
+        `eps` of 0.1 or more."""
         super().__init__()
+        if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 0.1:
+            raise SpecError(f"eps must be at least 0 and below 0.1, not {shown(eps)}")
         self.shape, self.steps, self.dim, self.eps = list(shape), check_count("steps", steps), dim, eps
         _check_dim(dim, self.shape)
         rows = self.shape[dim]

@@ -318,7 +318,7 @@ class Editor(OpenedGraph):
             return  # this graph does not read it
         slot = ValueUse(value)
         args = [self.argument(site, index, [((), slot)]) for index in range(len(site.args))]
-        last = max(nodes_in(args))
+        last = max([value, *nodes_in(args)])
         shared = self.behind.get(f"block:{name}")
         if shared is not None and all(shared < user for _, user in users):
             result = shared

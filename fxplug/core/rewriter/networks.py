@@ -70,7 +70,8 @@ def _with_gates(gm: TracedModule, p: Pass) -> Pass:
     """
     if not p.slots or GATES in p.networks:
         return p
-    of = [rule.options.get("rank_max") or rule.options.get("rank", 8) for rule in p.rules]
+    given = [rule.options.get("rank_max") for rule in p.rules]
+    of = [rule.options.get("rank", 8) if rank is None else rank for rank, rule in zip(given, p.rules, strict=True)]
     for rank in of:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise SpecError(f"{p.name}: rank_max must be a whole number, 1 or more, not {shown(rank)}", where=p.where)

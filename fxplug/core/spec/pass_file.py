@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import Any
 
 from .. import extensions
-from ..errors import ClashError, SpecError, brief_fields, did_you_mean
+from ..errors import ClashError, SpecError, below, brief_fields, did_you_mean
 from .rules import COMMON, Match, Pass, Rule, check_common, check_name, check_target, is_target
-from .yaml_source import NOWHERE, Source, Where, braces, read_yaml, shown
+from .yaml_source import NOWHERE, Source, Where, braces, check_finite, read_yaml, shown
 
 # where files that were written by earlier versions have classes of the package, and where these are now
 _OLD_BLOCKS = ["adapters", "attending", "conditions", "frequencies", "gates", "merging", "norms", "rotations", "slicing"]
@@ -309,6 +309,8 @@ class Draft:
             if wanted:
                 found = f"must be {wanted}, not {shown(value)}{braces(value)}"
                 raise SpecError(f"{found} (its default is {values[key]!r})", path=(key,))
+            with below(key):
+                check_finite(value)
             values[key] = value
         missing = [f"'{key}'" for key, value in values.items() if value == REQUIRED and key not in given]
         if missing:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ..errors import SpecError, brief_fields, did_you_mean
 from .addresses import compile_expression, parse_port, parse_relative
-from .yaml_source import NOWHERE, Section, Text, braces, check_number, checked, number, shown, validate
+from .yaml_source import NOWHERE, Section, Text, braces, check_finite, check_number, checked, number, shown, validate
 from .yaml_source import Where as Where
 
 PLACES = ("before", "after", "replace", "param")
@@ -118,6 +118,7 @@ class Rule:
             options = {} if self.options is None else self.options
             if not isinstance(options, Mapping):
                 raise SpecError(f"must be a mapping, not {shown(options)}", path=("options",))
+            check_finite(dict(options), "options")
             if name is not None and (not isinstance(name, str) or not name):
                 raise SpecError(f"must be text, not {shown(name)}", path=("name",))
             if name is not None and place == "param":
@@ -209,10 +210,14 @@ class Pass:
         for index, rule in enumerate(self.rules):
             if not isinstance(rule, Rule):
                 raise SpecError(f"must be a Rule, not {shown(rule)}", path=("rules", index))
+            if not self.slots and rule.options.get("rank_max") is not None:
+                raise SpecError("rank_max is for adapters in slots, and this pass has none: give 'rank', or 'slots'")
         _set(self, rules=tuple(self.rules))
         for key in ("params", "inputs", "networks", "parallel"):
             value = getattr(self, key)
             if key == "inputs" and isinstance(value, (list, tuple)):
+                for index, name in enumerate(value):
+                    check_name(name, key, index)
                 value = dict.fromkeys(value)
             if not isinstance(value, Mapping):
                 raise SpecError(f"must be a mapping, not {shown(value)}", path=(key,))
@@ -320,7 +325,7 @@ def _check_port(port: Any, place: str) -> None:
         raise SpecError(f"place '{place}' changes {forms}; not {shown(port)}", path=("port",))
 
 
-def check_name(name: Any, *path: str) -> None:
+def check_name(name: Any, *path: str | int) -> None:
     """Raises SpecError unless `name` is an identifier; `path` is where it stands in what the user wrote."""
     if not isinstance(name, str) or not name.isidentifier():
         finding = f"must be a name of letters, digits and '_', not {shown(name)}"

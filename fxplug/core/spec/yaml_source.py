@@ -347,6 +347,15 @@ def check_number(
     raise SpecError(f"must be a {named}number{f', {text}' if text else ''}, not {shown(value)}", path=path)
 
 
+def check_finite(value: Any, *path: str | int) -> None:
+    """Raise SpecError, with its path, for a number that is NaN or infinite, in lists and mappings too."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SpecError(f"must be a finite number, not {shown(value)}", path=path)
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, item in pairs:
+        check_finite(item, *path, key)
+
+
 def validate(section: type[S], given: Any, *path: str | int) -> S:
     """What was given at `path`, as a section. Raises SpecError about the first thing that is wrong."""
     if not isinstance(given, (Mapping, section)):
