@@ -90,7 +90,7 @@ def _names(value: Any) -> str | list[str]:
     keys = value if isinstance(value, list) else [value]
     if not keys or not all(isinstance(item, str) and item for item in keys):
         raise SpecError(f"must be a key or a list of keys, not {shown(value)}")
-    return value
+    return value if isinstance(value, str) else keys
 
 
 def _patterns(value: Any) -> list[str]:
