@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fuzz_models
 import fuzz_passes
+import fuzz_ports
 import pytest
 import random_models
 import torch
@@ -138,3 +139,7 @@ def test_the_judge_sees_each_kind_of_fault(monkeypatch, fault, kind, what):
     names = ("as traced", "as traced, twice", "backward", "flag")
     found = fuzz_models.judge(program, [w for w in fuzz_models.WAYS if w.name in names])
     assert (found.kind, what in found.what) == (kind, True), found
+
+
+def test_random_ports_of_operations():
+    assert fuzz_ports.fuzz_ports(12, 0) == []
