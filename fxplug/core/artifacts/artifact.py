@@ -20,6 +20,7 @@ from ...blocks.base import LowRank
 from ..errors import DEFAULT, ArtifactError, Limits, shown
 from ..extensions import need_hook
 from ..ir.containers import Container
+from ..ir.graph import note_tied
 from ..ir.traced_module import TracedModule
 from ..locks import with_read_lock
 from ..reading import Raises, reported
@@ -338,6 +339,7 @@ def _build(
     kind: type[TracedModule] = TracedModule
     if document.variants:
         from ..ir.variants import Variants as kind  # few artifacts have any
+    note_tied(tree, graphs.values())
     module = kind(tree, graphs, None, extras)
     _check_paths(module, graphs)
     module.twin_error = document.twin_error

@@ -24,7 +24,7 @@ def check_record(kind: type[R], data: Any, where: str) -> R:
 class ModuleRecord(Section):
     """A module: none, the `same` as one before, a container, or one of a class, made by `arguments`, else of what it holds.
 
-    `parameters` and `buffers` say by name whether there is a tensor.
+    `parameters` and `buffers` say by name whether there is a tensor; `fixed` has the attributes that forward may have read.
     """
 
     kind: Literal["none", "same", "container", "module", "block", "leaf"]
@@ -33,6 +33,7 @@ class ModuleRecord(Section):
     cls: str = Field("", alias="class")
     arguments: dict[str, Any] | None = None
     attributes: dict[str, Any] = {}
+    fixed: list[str] | None = None
     parameters: dict[str, bool] = {}
     buffers: dict[str, bool] = {}
 

@@ -18,7 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from ...blocks.base import Block
 from .. import extensions, quantised
 from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
-from ..ir.containers import PLAIN_TYPES, RESERVED, Container, is_plain_attribute, plain_attributes
+from ..ir.containers import PLAIN_TYPES, RESERVED, Container, FixedNames, is_plain_attribute, plain_attributes
 from ..ir.traced_module import TracedModule
 from ..spec.pass_file import present
 from ..torch_internals.modules import WEIGHT_LISTS, forward_hooks, list_weights
@@ -184,7 +184,8 @@ def _constructor_arguments(module: nn.Module, path: str, built: dict[Any, dict[s
 def _container(module: nn.Module) -> dict[str, Any]:
     attributes = {k: encode(v) for k, v in plain_attributes(module).items() if k not in RESERVED}
     classes = module.classes if isinstance(module, (Container, TracedModule)) else ("Module",)
-    return {"kind": "container", "classes": list(classes), "attributes": attributes, **_state_names(module)}
+    fixed = {"fixed": sorted(vars(module)["_fixed"].names)} if "_fixed" in vars(module) else {}
+    return {"kind": "container", "classes": list(classes), "attributes": attributes, **fixed, **_state_names(module)}
 
 
 def _state_names(module: nn.Module) -> dict[str, Any]:
@@ -353,6 +354,8 @@ class _Reader:
                         f"graph.json: {where} sets {shown(name)}, which is an attribute of every module, or not a plain value"
                     )
             container = Container(tuple(record.classes), attributes)
+            if record.fixed is not None or attributes:  # earlier versions wrote the attributes alone
+                vars(container)["_fixed"] = FixedNames(path, frozenset(attributes if record.fixed is None else record.fixed))
             _empty_state(container, record)
             return container
         cls = self._class(record.kind, record.cls)

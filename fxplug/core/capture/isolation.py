@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +20,8 @@ from torch import fx, nn
 from .. import quantised
 from ..errors import SpecError, TraceError
 from ..ir import ops
-from ..ir.containers import RESERVED, Container, plain_attributes
-from ..ir.graph import Graph
+from ..ir.containers import HOOKED, RESERVED, Container, FixedNames, plain_attributes
+from ..ir.graph import Graph, note_tied
 from ..ir.traced_module import OWN_STATE, TracedModule, class_names
 from ..torch_internals.modules import CALL, COMPILED, call_with_hooks
 from ..torch_internals.tensors import memory_id
@@ -208,6 +209,9 @@ def assemble(model: nn.Module, recordings: dict[bool, Recorded], twin_error: str
     places = [place for recording in recordings.values() for place in recording.written]
     # an attribute that forward writes would stay what it was before the trace
     stale = {(id(place.owner), place.key) for place in places}
+    written: dict[int, set[Any]] = {}
+    for owner, key in stale:
+        written.setdefault(owner, set()).add(key)
     owners = {id(place.owner) for place in places if place.key is None or isinstance(place.owner, dict)}
 
     def kept(module: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:
@@ -228,6 +232,7 @@ def assemble(model: nn.Module, recordings: dict[bool, Recorded], twin_error: str
             new = Container(class_names(module), kept(module, plain_attributes(module)))
             new.__dict__["training"] = module.training
             new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+            new.__dict__["_fixed"] = FixedNames(path, fixed_names(module, not path) - written.get(id(vars(module)), set()))
         copies[id(module)] = new
         for table in ("_parameters", "_buffers"):
             new.__dict__[table] = dict(getattr(module, table))
@@ -243,9 +248,79 @@ def assemble(model: nn.Module, recordings: dict[bool, Recorded], twin_error: str
     for name, value in constants.items():
         owner, _, key = name.rpartition(".")
         tree.get_submodule(owner).register_buffer(key, value, persistent=False)
-    gm = TracedModule(tree, {mode: r.graph for mode, r in recordings.items()}, type(model), kept(model, extras(model)))
+    graphs = {mode: recording.graph for mode, recording in recordings.items()}
+    note_tied(tree, graphs.values())
+    gm = TracedModule(tree, graphs, type(model), kept(model, extras(model)))
     gm.twin_error, gm._steps = twin_error, ()
     return gm
+
+
+# what pipelines and trainers note on a model, also where its forward looks into it
+NOTES = {"config", "_internal_dict", "peft_config", "hf_device_map", HOOKED, "_old_forward"}
+OF_ALL = {*vars(nn.Module()), *dir(nn.Module)}  # what every module has
+BY_NAME = {"getattr", "hasattr"}  # functions that read an attribute whose name is a string
+
+
+def fixed_names(module: nn.Module, is_root: bool) -> frozenset[str]:
+    """The attributes of a part that the graph may have read, tensors and modules apart.
+
+    Of the root these are the names in the code that its forward runs, of a part all of its public attributes as well, which
+    the code around it may read.
+    """
+    own = {name for name, value in vars(module).items() if not isinstance(value, (torch.Tensor, nn.Module))}
+    names, strings = _names(type(module), "forward")
+    for value in vars(module).values():
+        if callable(value) and not isinstance(value, (type, nn.Module)):  # diffusers' attention processors get the module
+            more = _names(type(value), "__call__") if not isinstance(value, FunctionType) else _code_names(value.__code__)
+            names, strings = names | more[0], strings | more[1]
+    found = {name for name in names if name in own or hasattr(type(module), name)} | strings
+    if not is_root:
+        found |= {name for name in own if not name.startswith("_")}
+    return frozenset(found - OF_ALL - NOTES)
+
+
+@functools.lru_cache(1 << 12)
+def _names(cls: type, start: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The names in the code of a method, and of what of the class that code names; and the strings it may read by."""
+    names: set[str] = set()
+    strings: set[str] = set()
+    seen: set[CodeType] = set()
+    todo = [start]
+    while todo:
+        for function in _functions(inspect.getattr_static(cls, todo.pop(), None)):
+            if function.__module__.partition(".")[0] == "torch" or function.__code__ in seen:
+                continue
+            seen.add(function.__code__)
+            more, texts = _code_names(function.__code__)
+            todo += [name for name in more - names if name not in OF_ALL and hasattr(cls, name)]
+            names, strings = names | more, strings | texts
+            for name in more:  # a function beside the class, which may be given the module
+                helper = function.__globals__.get(name)
+                if isinstance(helper, FunctionType) and helper.__module__ == function.__module__:
+                    names, strings = names | _code_names(helper.__code__)[0], strings | _code_names(helper.__code__)[1]
+    return frozenset(names), frozenset(strings)
+
+
+@functools.lru_cache(1 << 14)
+def _code_names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    names, strings = set(code.co_names), set[str]()
+    if not BY_NAME.isdisjoint(names):
+        strings = {value for value in code.co_consts if isinstance(value, str) and value.isidentifier()}
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            more = _code_names(inner)
+            names, strings = names | more[0], strings | more[1]
+    return frozenset(names), frozenset(strings)
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The Python functions of a method or property, those in it that a decorator has wrapped included."""
+    if isinstance(value, property):
+        value = value.fget
+    value = getattr(value, "__func__", getattr(value, "func", value))
+    while isinstance(value, FunctionType):
+        yield value
+        value = getattr(value, "__wrapped__", None)
 
 
 def extras(model: nn.Module) -> dict[str, Any]:

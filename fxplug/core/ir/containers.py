@@ -263,6 +263,62 @@ def call_of(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(args) if isinstance(args, (tuple, list)) else (args,), dict(kwargs or {})
 
 
+HOOKED = "_hf_hook"  # where accelerate keeps what it does before and after a call of a module
+LOADED = "_loaded_parts"  # where a root keeps which of its parts have something there
+
+
+class FixedNames(NamedTuple):
+    """Where a part was in the model, and the names of what its forward may read there, tensors and modules apart."""
+
+    path: str = ""
+    names: frozenset[str] = frozenset()
+
+
+class TracedPart(nn.Module):
+    """The root of a traced module, or a part of it that its graph does not call.
+
+    `_fixed` in its `__dict__` says what the graph has of it. Values that are set again as they are go through, and so do names
+    that the model did not have.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the graph reads or the model did not have. Raises SpecError for what is fixed."""
+        own = self.__dict__
+        if name == HOOKED:
+            own.pop(LOADED, None)
+        if name in own.get("_modules", ()) or isinstance(value, nn.Module) or "_fixed" in own and name in own["_fixed"].names:
+            _checks().check_value(self, name, value, Container)
+        elif any(name in own.get(table, ()) and own[table][name] is None for table in ("_parameters", "_buffers")):
+            _checks().check_tensor(self, name, value)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete a tensor, or what the model did not have. Raises SpecError for what is fixed."""
+        own = self.__dict__
+        if name in own["_modules"] or "_fixed" in own and name in own["_fixed"].names:
+            _checks().refuse_deletion(self, name)
+        super().__delattr__(name)
+
+    def __setitem__(self, key: int | str, value: Any) -> None:
+        """Put a layer in the place of another, as `setattr`."""
+        setattr(self, str(key), value)
+
+    def __delitem__(self, key: int | str) -> None:
+        """Raises SpecError: the graph calls what is in it."""
+        delattr(self, str(key))
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Do as torch's `add_module`. Raises SpecError where the model would call the new module, and the graph does not."""
+        _checks().check_value(self, name, module, Container)
+        super().add_module(name, module)
+
+
+def _checks() -> Any:
+    from . import fixed  # for few modules
+
+    return fixed
+
+
 class SharedCode(nn.Module):
     """What alike regions of a graph compute, without weights.
 
@@ -274,7 +330,7 @@ class SharedCode(nn.Module):
     repeatable: frozenset[bool] = frozenset()
 
 
-class Container(nn.Module):
+class Container(TracedPart):
     """Stands where a module was whose code is in the graph now: its parameters, children and plain attributes.
 
     `classes` holds the names of its class and of that class's bases; its own class has the first of them as its name.
@@ -305,9 +361,39 @@ class Container(nn.Module):
     def _get_name(self) -> str:
         return self.classes[0]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the graph reads or the model did not have. Raises SpecError for what is fixed, and for a `forward`."""
+        if name == "forward":
+            _checks().check_forward(self, value, self.__dict__.get(HOOKED))
+        super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter again. Raises SpecError for a new one, as of `torch.nn.utils.prune`, which no graph reads."""
+        if name not in self._parameters:
+            _checks().refuse_without_call(self, name)
+        super().register_parameter(name, param)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises NotImplementedError: the code is in the graph of the traced model."""
         raise CodeInGraph(self)
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    """A method of nn.Module that acts on calls of a module."""
+    original = getattr(nn.Module, name)
+
+    @functools.wraps(original)
+    def method(self: Container, *args: Any, **kwargs: Any) -> Any:
+        if type(self).forward is Container.forward:
+            _checks().refuse_without_call(self, name)
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+OF_CALLS = "forward_hook forward_pre_hook backward_hook full_backward_hook full_backward_pre_hook".split()  # noqa: SIM905
+for _name in ("compile", *(f"register_{hook}" for hook in OF_CALLS)):
+    setattr(Container, _name, _refusing(_name))
 
 
 class CodeInGraph(NotImplementedError):

@@ -32,7 +32,7 @@ from ..torch_internals.modules import (
     without_compiler,
 )
 from . import functions, ops
-from .containers import SharedCode
+from .containers import HOOKED, SharedCode
 
 if TYPE_CHECKING:
     from .traced_module import TracedModule
@@ -279,9 +279,18 @@ def in_turn(forward: Any) -> Any:
             _begin(self, args, kwargs)
         if own is None:
             own = self.__dict__["_locks"] = locks_of(self)
-        return call_with_read_lock(own, forward, self, *args, **kwargs) if own else forward(self, *args, **kwargs)
+        run = _offloaded(forward) if HOOKED in self.__dict__ else forward
+        if "_tied" in self.__dict__:
+            check_tied(self)
+        return call_with_read_lock(own, run, self, *args, **kwargs) if own else run(self, *args, **kwargs)
 
     return wrapper
+
+
+def _offloaded(forward: Any) -> Any:
+    from .offload import with_parts_loaded  # for few modules
+
+    return with_parts_loaded(forward)
 
 
 def by_regions(forward: Any) -> Any:
@@ -311,6 +320,52 @@ def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
 leave_frame(in_turn(nn.Module.forward).__code__)
 leave_frame(by_regions(nn.Module.forward).__code__)
 leave_module(locks)
+
+
+# --- one tensor or layer under several names, of which the graph reads one
+
+Names = tuple[tuple[str, ...], ...]  # paths, split
+
+
+def note_tied(tree: nn.Module, graphs: Iterable[fx.Graph]) -> None:
+    """Note in a tree the names of each tensor and layer that its graphs use and that has several."""
+    used = {str(node.target) for graph in graphs for node in graph.nodes if node.op in ("get_attr", "call_module")}
+    places: dict[int, dict[tuple[int, str], str]] = {}  # of each object: where it is held, and under which name
+    for path, module in tree.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers, module._modules):
+            for key, value in table.items():
+                if value is not None:
+                    places.setdefault(id(value), {}).setdefault((id(module), key), f"{path}.{key}" if path else key)
+    several = [list(names.values()) for names in places.values() if len(names) > 1]
+    tied = tuple(tuple(tuple(name.split(".")) for name in names) for names in several if not used.isdisjoint(names))
+    if tied:
+        tree.__dict__["_tied"] = tied
+
+
+def check_tied(module: nn.Module) -> None:
+    """Raises GuardError where two names of the model were one tensor or layer when it was traced, and are no more."""
+    for names in module.__dict__["_tied"]:
+        first = _at(module, names[0])
+        for name in names:
+            if _at(module, name) is not first and HOOKED not in module.__dict__:
+                from .fixed import untied
+
+                raise GuardError(untied(".".join(names[0]), ".".join(name)))
+
+
+def still_tied(module: nn.Module) -> tuple[Names, ...]:
+    """Those of the tied names of a module that are one."""
+    tied: tuple[Names, ...] = module.__dict__["_tied"]
+    return tuple(names for names in tied if len({id(_at(module, name)) for name in names}) == 1)
+
+
+def _at(module: nn.Module, steps: tuple[str, ...]) -> Any:
+    for step in steps[:-1]:
+        if (found := module._modules.get(step)) is None:
+            return None
+        module = found
+    last = steps[-1]
+    return module._parameters.get(last, module._buffers.get(last, module._modules.get(last)))
 
 
 # what checks how a graph is called, before it computes anything

@@ -20,8 +20,8 @@ from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import is_transposed
 from ..torch_internals.modules import COMPILED, leave_frame, without_compiler
 from . import ops
-from .containers import RESERVED, Container, SharedCode, child_of
-from .graph import OF_THE_ROOT, Graph, by_regions, change, copy_graph, guarded, in_turn, insert, redirect
+from .containers import LOADED, RESERVED, Container, SharedCode, TracedPart, child_of
+from .graph import OF_THE_ROOT, Graph, by_regions, change, copy_graph, guarded, in_turn, insert, redirect, still_tied
 
 
 def check_traced(gm: Any, caller: str) -> None:
@@ -121,7 +121,7 @@ def _check_order(graph: fx.Graph) -> None:
 
 OWN_STATE = set(
     "_graph _twin _extras _origin _code _graph_mode _accessors _locks _block _steps _variants _entry".split()  # noqa
-)
+) | {LOADED}
 MODES = (ops.enter_grad, ops.enter_autocast)
 FORWARDS = {True: "_forward_train", False: "_forward_eval"}  # the forward of a class with a graph for each mode
 WRITTEN = ("_code", "_lineno_map", "_prologue_start")  # what FX notes of a code; dynamo asks for the second
@@ -188,7 +188,7 @@ def _is_ours(name: str) -> bool:
     return not name.startswith("_") and hasattr(TracedModule, name)
 
 
-class TracedModule(fx.GraphModule):
+class TracedModule(TracedPart, fx.GraphModule):
     """A `torch.fx.GraphModule` that takes the place of the model it was traced from.
 
     It has the model's `state_dict` keys, signature and result, and its plain attributes; properties of the model's class
@@ -236,6 +236,8 @@ class TracedModule(fx.GraphModule):
         self._parameters.update(tree._parameters)
         self._buffers.update(tree._buffers)
         self._modules.update(tree._modules)
+        if "_tied" in vars(self):  # not where a pass or lowering has given one of them another tensor
+            self.__dict__["_tied"] = still_tied(self)
 
     def __repr__(self) -> str:
         """One line: a graph has thousands, and `show`, `fxplug.core.ir.text.modules` and `code` print them."""
@@ -332,10 +334,17 @@ class TracedModule(fx.GraphModule):
         """The forms of call that have a graph of their own, as `fxplug.variants` adds them; none of another module."""
         return []
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Do as torch's `load_state_dict`, between calls: those that run are waited for."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Do as torch's `load_state_dict`, between calls: those that run are waited for.
+
+        Raises SpecError, before anything is loaded, where `assign` would make two tensors of one that the graph reads once.
+        """
+        if assign:
+            from .fixed import check_assigned
+
+            check_assigned(self, state_dict)
         with write_lock(locks_of(self)):
-            return super().load_state_dict(*args, **kwargs)
+            return super().load_state_dict(state_dict, strict, assign)
 
     def __getitem__(self, key: int | str) -> Any:
         return child_of(self, key)

@@ -1,0 +1,114 @@
+"""What a traced module holds fixed: to change it after the trace would have no effect, and is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import SpecError, shown
+
+WAYS = (
+    "to compute something else write a pass or trace the changed model again, to read values use "
+    "fxplug.features(module, [paths]) or hook a layer that the graph calls, and to keep a part whole trace with "
+    "leaf: [its path]"
+)
+LISTS = ("Sequential", "ModuleList", "ModuleDict")  # classes whose owner calls whatever is in them
+
+
+def check_value(part: nn.Module, name: str, value: Any, container: type[nn.Module]) -> None:
+    """Raises SpecError for another value of an attribute than that with which the graph was traced.
+
+    `container` is the class of parts that the graph does not call.
+    """
+    modules = part.__dict__.get("_modules", {})
+    if name in modules:
+        _check_module(part, name, modules[name], value, container)
+    elif "_fixed" in part.__dict__ and name in part.__dict__["_fixed"].names:
+        _check_attribute(part, name, value)
+    elif "_fixed" in part.__dict__ and not set(LISTS).isdisjoint(getattr(part, "classes", ())):
+        raise SpecError(f"{_place(part, name)} is a new module, which the graph does not call: {WAYS}")
+
+
+def check_tensor(part: nn.Module, name: str, value: Any) -> None:
+    """Raises SpecError for a tensor where the model had None."""
+    if value is not None:
+        raise SpecError(f"{_place(part, name)} is None, and the graph was traced without a tensor there: {WAYS}")
+
+
+def refuse_deletion(part: nn.Module, name: str) -> None:
+    """Raises SpecError for what the graph was traced with."""
+    raise SpecError(f"{_place(part, name)} cannot be deleted, as the graph was traced with it: {WAYS}")
+
+
+def _check_attribute(part: nn.Module, name: str, value: Any) -> None:
+    """Raises SpecError where an attribute that forward reads would get another value."""
+    missing = object()
+    before = part.__dict__.get(name, part.__dict__.get("_extras", {}).get(name, missing))
+    if before is value or (type(before) is type(value) and _is_like(before, value)):
+        return
+    was = "what its class has" if before is missing else shown(before, 80)
+    raise SpecError(
+        f"{_place(part, name)} was {was} when the model was traced, and the graph has that: to set it to {shown(value, 80)} "
+        "would have no effect; set it on the model and trace that again, or let a pass compute with another value"
+    )
+
+
+def _is_like(before: Any, value: Any) -> bool:
+    try:
+        return bool(before == value)
+    except Exception:  # the comparison of anybody's class
+        return False
+
+
+def _check_module(part: nn.Module, name: str, before: nn.Module | None, value: Any, container: type[nn.Module]) -> None:
+    """Raises SpecError for a module that takes the place of one that the graph does not call."""
+    if value is before:
+        return
+    if before is None or isinstance(before, container) or isinstance(value, container) or not isinstance(value, nn.Module):
+        now = type(value).__name__ if isinstance(value, nn.Module) else shown(value, 80)
+        was = "None" if before is None else f"a {type(before).__name__}"
+        why = "its code is in the graph" if isinstance(before, container) else "the graph was traced with it"
+        raise SpecError(f"{_place(part, name)} was {was}, and is replaced by {now}: {why}; {WAYS}")
+
+
+def check_forward(part: nn.Module, value: Any, hook: Any) -> None:
+    """Raises SpecError for another `forward` of a part, unless it is of a `hook` of accelerate that moves weights."""
+    if getattr(value, "__func__", None) is type(part).forward:
+        return
+    kinds = [type(each) for each in getattr(hook, "hooks", (hook,))]
+    if any(kind.__name__ != "AlignDevicesHook" or not kind.__module__.startswith("accelerate.") for kind in kinds):
+        refuse_without_call(part, "forward")
+
+
+def refuse_without_call(part: nn.Module, name: str) -> None:
+    """Raises SpecError: what this name stands for acts when the part is called."""
+    raise SpecError(f"{_place(part, name)} has no effect: no graph calls this part, as its code is in the graph; {WAYS}")
+
+
+def _place(part: nn.Module, name: str) -> str:
+    path = getattr(part.__dict__.get("_fixed"), "path", "")
+    kind = next(iter(getattr(part, "classes", ())), type(part).__name__)
+    return f"'{f'{path}.' if path else ''}{name}' of a traced {kind}"
+
+
+# --- one tensor or layer under several names, of which the graph reads one
+
+
+def untied(one: str, other: str) -> str:
+    """Why a graph does not hold where two names that were one are two."""
+    return (
+        f"'{one}' and '{other}' were one when the model was traced, and the graph reads one of them for both; now they are "
+        "two: give both names the same object, load without assign=True, which copies values, or trace a model in which they "
+        "are two"
+    )
+
+
+def check_assigned(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Raises SpecError where tensors that are put into a module would untie what its graph reads once."""
+    for names in module.__dict__.get("_tied", ()):
+        keys = [".".join(name) for name in names]
+        given = [state_dict[key] for key in keys if key in state_dict]
+        if given and not (len(given) == len(keys) and isinstance(given[0], nn.Parameter) and len(set(map(id, given))) == 1):
+            raise SpecError(f"load_state_dict(assign=True) loads nothing: {untied(*keys[:2])}")
