@@ -48,10 +48,10 @@ def _check_attribute(part: nn.Module, name: str, value: Any) -> None:
     before = part.__dict__.get(name, part.__dict__.get("_extras", {}).get(name, missing))
     if before is value or (type(before) is type(value) and _is_like(before, value)):
         return
-    was = "what its class has" if before is missing else shown(before, 80)
+    was = "may be read by forward" if before is missing else f"was {shown(before, 80)} when the model was traced"
     raise SpecError(
-        f"{_place(part, name)} was {was} when the model was traced, and the graph has that: to set it to {shown(value, 80)} "
-        "would have no effect; set it on the model and trace that again, or let a pass compute with another value"
+        f"{_place(part, name)} {was}, and the graph has what it was: to set it to {shown(value, 80)} would have no effect; set "
+        "it on the model and trace that again, or let a pass compute with another value"
     )
 
 
