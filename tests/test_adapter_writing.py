@@ -516,7 +516,7 @@ def test_two_updates_of_one_layer_are_not_mixed(tmp_path):
     new = fxplug.apply(net().gm, fxplug.load_pass("loha", at="conv", rank=2), fxplug.load_pass("delta", at="conv"))
     torch.nn.init.ones_(new.delta.conv.Delta.delta)
     with pytest.raises(ArtifactError, match="'conv' delta has a second update there: choose with passes="):
-        fxplug.save_adapter(new, tmp_path / "a", as_="fxplug")
+        fxplug.save_adapter(new, tmp_path / "a", as_="comfy")
 
 
 UNSAVED = pytest.mark.filterwarnings("ignore:the name .* cannot be in an artifact")

@@ -13,7 +13,7 @@ from ..core.quantised import is_transposed, weight_shape
 from .banks import Bank, rank_dims
 from .find_tensors import unreadable
 from .loading import bank_of, without_slots
-from .saved_heads import merged_heads
+from .saved_heads import as_entries, merged_heads, trained_layers
 from .updates import Entry, rank_of
 
 if TYPE_CHECKING:
@@ -124,10 +124,13 @@ def _cut(value: Tensor, dims: Iterable[int], rank: int) -> Tensor:
 # --- passes
 
 
-def trained(module: Any, passes: Sequence[str] | None = None) -> AdapterContents:
-    """The updates that passes without slots hold; `passes` names some of them, None is all that have any.
+def trained(module: Any, passes: Sequence[str] | None = None, *, strict: bool = True) -> AdapterContents:
+    """The updates that passes without slots hold, and the layers of the base that trained with them, whole.
 
-    Raises SpecError for a name that is no pass here, for one with slots, and where there is none.
+    `passes` names some of the passes, None is all that have any.
+
+    Raises SpecError for a name that is no pass here, for one with slots, and where there is none; with `strict` where none has
+    an update that a file has a form for, too.
     """
     wanted = without_slots(module, passes)
     entries: dict[str, Entry] = {}
@@ -141,7 +144,7 @@ def trained(module: Any, passes: Sequence[str] | None = None) -> AdapterContents
             done.add((block, path))  # tied layers have one block
             made = module.get_submodule(block)
             if getattr(made, "resizes", False):
-                continue  # `held_heads` has it
+                continue  # `merged_heads` has it
             if type(made).__name__ not in BLOCKS or not type(made).__module__.startswith("fxplug.blocks"):
                 left[path] = f"{name} has a {type(made).__name__} there, which no adapter format can represent"
             elif site.get("apart"):
@@ -150,15 +153,16 @@ def trained(module: Any, passes: Sequence[str] | None = None) -> AdapterContents
                 left[path] = f"{name} has a {type(made).__name__} there with place '{site['place']}', not beside the layer"
             elif (entry := _of_block(module, site, path, name)) and entries.setdefault(entry.key(path), entry) is not entry:
                 left[entry.key(path)] = f"{name} has a second update there: choose with passes="
-    if not entries and not wanted:
+    whole = as_entries(module, trained_layers(module))
+    if not entries and not wanted and not whole:
         slots = getattr(module, "meta", {}).get("passes")
         other = "; to save an adapter from slots, name it: module.adapters.save(name, ...)" if slots else ""
         raise SpecError(f"no pass without slots is applied here, so there is nothing to save{other}")
-    if not entries:
+    if strict and not entries and not whole:
         raise SpecError(
             f"{' and '.join(wanted)}: has no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}"
         )
-    return AdapterContents(tuple(entries.values()), left, merged_heads(module, list(wanted)))
+    return AdapterContents((*entries.values(), *whole), left, merged_heads(module, list(wanted)))
 
 
 def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) -> Entry | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .file_kinds import KINDS, WHOLE
+from .file_kinds import KINDS, WHOLE, WHOLE_OF
 from .layer_names import new_name
 
 # how a key ends -> what the tensor is; {a} may be an adapter's name
@@ -109,6 +109,17 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
     return None
 
 
+def _saved_beside(param: str, owners: Sequence[str], config: Mapping[str, Any]) -> bool:
+    """Whether PEFT saves a weight or bias whole for another reason than `modules_to_save`."""
+    bias = config.get("bias")
+    return (
+        (param == "bias" and isinstance(bias, str) and bias != "none")
+        or owners[-1] in ("ln_tuning_layers", "base_layer")
+        # a layer tied to one of those that are named
+        or (bool(config.get("modules_to_save")) and bool(config.get("ensure_weight_tying")))
+    )
+
+
 def find_saved_module(key: str, config: Mapping[str, Any], state: Mapping[str, Any]) -> LayerKeys | None:
     """The layer of a parameter that PEFT saved whole, as its configuration says; None for another key, an empty one for a copy.
 
@@ -119,18 +130,13 @@ def find_saved_module(key: str, config: Mapping[str, Any], state: Mapping[str, A
     if ".original_module." in key or (plain != key and plain in state):
         return LayerKeys("")
     path, _, param = plain.removeprefix("base_model.model.").rpartition(".")
-    if param not in ("weight", "bias"):
-        return None
     owners = path.split(".")
-    saved, bias = config.get("modules_to_save"), config.get("bias")
+    saved = config.get("modules_to_save")
     ends = {".".join(owners[start:stop]) for stop in range(1, len(owners) + 1) for start in range(stop)}
-    found = (
-        (isinstance(saved, (list, tuple)) and not ends.isdisjoint(one for one in saved if isinstance(one, str)))
-        or (param == "bias" and isinstance(bias, str) and bias != "none")
-        or owners[-1] in ("ln_tuning_layers", "base_layer")
-        or (bool(saved) and bool(config.get("ensure_weight_tying")))  # a layer tied to one of those that are named
-    )
-    if not found:
+    named = isinstance(saved, (list, tuple)) and not ends.isdisjoint(one for one in saved if isinstance(one, str))
+    if not named and not (param in ("weight", "bias") and _saved_beside(param, owners, config)):
         return None
     inner = ".".join(owners[:-1] if owners[-1] in ("ln_tuning_layers", "base_layer") else owners)
-    return LayerKeys(f"base_model.model.{inner}", {f"whole_{param}": key})
+    if param == "num_batches_tracked":
+        return LayerKeys("")  # a count, of which no result depends
+    return LayerKeys(f"base_model.model.{inner}", {f"{WHOLE_OF}{param}": key})

@@ -23,7 +23,8 @@ from .updates import Entry
 Tensors = Mapping[str, Tensor]
 # changes of a parameter, and what is read in its place
 WHOLE = {"diff": "weight", "w_norm": "weight", "diff_b": "bias", "b_norm": "bias", "beft_bias": "bias"}
-SET = {"set_weight": "weight", "whole_weight": "weight", "whole_bias": "bias"}
+SET = {"set_weight": "weight"}
+WHOLE_OF = "whole_"  # before the name of a parameter that a file has whole
 NUMBER = (int, float)
 TERMS = 64  # the most of a series: later ones are nothing where it has a sum at all
 INTEGERS = (
@@ -137,13 +138,14 @@ def nearest_kind(tensors: Tensors) -> UpdateKind:
 def changes_of(facts: LayerFacts, tensors: dict[str, Tensor]) -> list[Entry]:
     """The whole changes among a layer's tensors, which are taken out. Raises ArtifactError for one of nothing."""
     made = []
-    for role in [role for role in (*WHOLE, *SET) if role in tensors]:
+    whole = sorted((role for role in tensors if role.startswith(WHOLE_OF)), reverse=True)  # the weight before the bias
+    for role in [*(role for role in (*WHOLE, *SET) if role in tensors), *whole]:
         value = tensors.pop(role)
         if not value.numel() or not 1 <= value.dim() <= 5:
             raise facts.error(f"has a {role} of shape {list(value.shape)}, which is not that of a parameter")
         method, name = ("diff", "delta") if role in WHOLE else ("whole", "whole")
         own = {name: value.flatten() if role == "beft_bias" else value}
-        made.append(facts.entry("delta", method, own, param={**WHOLE, **SET}[role]))
+        made.append(facts.entry("delta", method, own, param={**WHOLE, **SET}.get(role, role.removeprefix(WHOLE_OF))))
     return made
 
 

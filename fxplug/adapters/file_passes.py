@@ -16,14 +16,16 @@ from ..core.errors import DEFAULT, ArtifactError, ClashError, Limits, SpecError,
 from ..core.ir.regions import regions_of
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.pass_file import import_target, load_pass, open_pass
-from ..core.spec.rules import COMMON, Pass, Rule, is_target
+from ..core.spec.rules import COMMON, Match, Pass, Rule, is_target
 from .contents import ModelLayer, layers_of
 from .files import AdapterFile, Fit, Source, fit, read
 from .loading import load_adapter, tied
-from .saved_heads import without_heads
+from .own_files import check_no_own, pass_of
+from .saved_heads import STATISTICS, without_heads
 from .slots import Adapters
 from .updates import Entry
 
+WHOLE = "whole"  # the form of a parameter that a file has whole, which is no shipped pass's
 LAYERS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Embedding")
 PATTERN = frozenset("*?{}[]:@")  # of a path with one of these a pattern has to be made that means it alone
 FILE_KEYS = ("file", "strength", "adapter", "part", "partial", "guess")
@@ -39,14 +41,17 @@ class Form:
     rest: tuple[tuple[str, Any], ...] = ()
 
 
-def forms_of(entry: Entry, layer: ModelLayer | None, called: bool, slots: bool) -> list[Form] | str:
+def forms_of(entry: Entry, layer: ModelLayer | None, called: bool, slots: bool, beside: bool = False) -> list[Form] | str:
     """The passes that hold an update as it is, or why there are none; `called` says that its layer is.
 
-    What is no low-rank product of a layer's weight is a change of the whole parameter, as the bias beside a LoRA is in slots.
+    What is no low-rank product of a layer's weight is a change of the whole parameter, as the bias beside a LoRA is in slots. A
+    parameter that the file has whole is held as it is, where there are no slots and no update of its layer is `beside` it.
     """
     if not called:
         return "is never called, because the module around it reads its weight directly, so no pass can change it"
     kind, *more = entry.kind.split("+")
+    if entry.method == "whole" and not slots and not beside:
+        return [Form(WHOLE, 0, (("param", entry.param),))]
     if entry.param != "weight" or layer is None or layer.kind not in LAYERS or any("dora" in one for one in more):
         return [Form("delta", 0, (("param", entry.param),))]
     if kind == "lora":
@@ -102,10 +107,18 @@ class FormPlan:
             rest: Any = {key: list(value) if isinstance(value, tuple) else value for key, value in form.rest}
             if form.rank:
                 rest["rank"] = form.rank
+            if form.name == WHOLE:
+                rules.append(whole_rule(at, rest["param"]))
+                continue
             made = load_pass(form.name, at=at, slots=slots, **rest)
             rules += made.rules
         about = f"Slots for the adapters of {', '.join(Path(found.file.source).name for found in self.fits)}."
         return Pass(name, rules, about, slots=slots, samples=samples, expect=">=1")  # what is left has no update in the files
+
+
+def whole_rule(at: Sequence[str], param: str) -> Rule:
+    """What puts another value in the place of a parameter of these layers."""
+    return Rule(Match(tuple(at)), "fxplug.blocks:Head", place="param", port=param, options={"same": True})
 
 
 def _escaped(path: str) -> str:
@@ -143,13 +156,20 @@ def plan_for(
     apart: set[str] = set()
     for whole, ways in files:
         file, _ = without_heads(whole, module)
+        if norm := next((entry for entry in file.entries if entry.method == "whole" and entry.param in STATISTICS), None):
+            raise ArtifactError(
+                f"{file.source}: '{norm.key(norm.path)}' is a statistic of a norm, which no pass holds: apply the passes, call "
+                f"fxplug.trainable(new, '{norm.path}'), and load the file with load_adapter"
+            )
         found = fit(file, weights, ways.get("part"), None, bool(ways.get("guess")), others, set(named))
         if not ways.get("partial"):
             found.check()
         fits.append(found)
+        updated = {key for key, entry in found.placed.items() if entry.method != "whole" and entry.param == "weight"}
         for key, entry in found.placed.items():
             path = key if entry.param == "weight" else key.removesuffix(entry.param).removesuffix(".")
-            made = forms_of(entry, layers.get(path), called is None or path in called, slots)
+            is_called = called is None or path in called
+            made = forms_of(entry, layers.get(path), is_called, slots, path in updated)
             if slots and entry.kind == "lora+bias" and f"{path}.bias" not in named:
                 made = "has a bias beside its LoRA and the layer has none, which slots do not support; use lora without slots"
             if isinstance(made, str):
@@ -186,6 +206,7 @@ def pass_for(
     partial: bool = False,
     guess: bool = False,
     samples: str | None = None,
+    passes: Sequence[str] | None = None,
     limits: Limits = DEFAULT,
 ) -> Pass:
     """Make the pass that an adapter file, or several, need: their layers, each in its form and of its rank.
@@ -196,8 +217,17 @@ def pass_for(
     `partial` and `guess` are those of `adapters.load`. Nothing is loaded yet: `new = apply(gm, p)`, then
     `new.adapters.load("ink", file)`, or without slots `load_adapter(new, file)`.
 
+    A file of fxplug's own that has passes of other kinds gives these, without slots, as one; `passes` names some of them.
+
     Raises ArtifactError for a file that cannot be read, that does not fit, or whose updates have no place.
     """
+    own = read(files, adapter=adapter, meta=True, limits=limits) if isinstance(files, (str, os.PathLike, AdapterFile)) else None
+    if own is not None and own.own:
+        if slots:
+            check_no_own(own, "a pass with slots")
+        return pass_of(own, name, passes, limits)
+    if passes is not None:
+        raise SpecError("passes= chooses among the passes of a file that save_adapter(as_='fxplug') wrote with several kinds")
     many: list[Source] = list(files) if isinstance(files, (list, tuple)) else [files]  # type: ignore[list-item]
     if not many:
         raise SpecError("pass_for needs at least one file")

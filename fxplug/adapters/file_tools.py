@@ -18,6 +18,7 @@ from .combination import Combination
 from .file_layouts import EditedFile, family_of, layout_of, model_of, on_paths, write_own, write_parts
 from .files import AdapterFile, Entry, Source, read
 from .formats import CONFIGURED
+from .own_files import check_no_own
 
 
 @torch.no_grad()
@@ -171,6 +172,7 @@ def merge_adapters(
 
 def _read(source: Source, **options: Any) -> AdapterFile:
     file = read(source, **options)
+    check_no_own(file, "a tool for files")
     for entry in file.entries:
         if empty := next((key for key, tensor in entry.tensors.items() if tensor.is_meta), None):
             raise ArtifactError(f"{file.source}: '{entry.name}': its {empty} is on the meta device and has no values")

@@ -25,6 +25,7 @@ from .file_keys import SHARED, LayerKeys, find_saved_module, place
 from .file_kinds import INTEGERS, LayerFacts, UpdateKind, changes_of, nearest_kind
 from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable
 from .layer_matching import Fit, fit, split_part
+from .own_files import OWN, checked
 from .tables import PARTS
 from .updates import PRODUCT, AdapterFile, Entry, base_of, has_lokr_of_3_dims, largest, rank_of
 
@@ -62,6 +63,8 @@ def read(
         file = find(Path(source))
         where, folder = str(file), file.parent
         state, about = load(file, limits, meta)
+        if OWN in about:
+            return AdapterFile(where, (), {}, about, checked(state, where))
         beside = file.parent / "adapter_config.json"
         if config is None and "lora_adapter_metadata" not in about and kind_of(beside) == "file":
             config = object_of(reading.read_json(beside, limits=limits), str(beside))

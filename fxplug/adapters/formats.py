@@ -155,9 +155,9 @@ def refused(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
         known = entry.kind in FORMATS[as_]["kinds"]
         return "" if known else f"has a whole change of its {entry.param}, which {as_} cannot represent"
     if entry.method:
-        whole = f"a whole parameter, which {as_} cannot represent"
-        what = whole if entry.method == "whole" else f"{entry.method}, which cannot be converted without its model"
-        return f"is {what}: load the file, and save the adapter"
+        if entry.method == "whole":
+            return f"is a whole parameter, which {as_} cannot represent: peft and fxplug can"
+        return f"is {entry.method}, which cannot be converted without its model: load the file, and save the adapter"
     if layer is None:
         return "is not a layer with a weight"
     if not entry.fits(layer.shape) and not (layer.kind == "Embedding" and entry.fits(layer.shape[::-1])):

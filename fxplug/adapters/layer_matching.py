@@ -10,6 +10,7 @@ from typing import Any
 
 from ..core.errors import ArtifactError, brief_fields, did_you_mean
 from .layer_names import SWAPPED, first_names, looks_like
+from .own_files import check_no_own
 from .tables import PARTS, table
 from .updates import AdapterFile, Entry, with_projections
 
@@ -139,6 +140,7 @@ def fit(
 
     Raises ArtifactError for a part that the file has not, and where more than one layer or entry could be meant.
     """
+    check_no_own(file, "this")
     shapes = {path: tuple(int(n) for n in shape) for path, shape in layers.items()}
     if part is not None and part not in file.parts:
         known = ", ".join(name or "(no name)" for name in file.parts)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.low_rank import norm_except
-from ..core.errors import DEFAULT, Limits, SpecError, did_you_mean
+from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean
 from ..core.locks import locks_of, write_lock
 from ..core.quantised import is_transposed, weight_shape
 from .banks import Bank, rows_for
 from .files import AdapterFile, Fit, Source, fit, read
-from .saved_heads import without_heads
+from .own_files import homes_of, of_pass
+from .saved_heads import resized_layers, trained_layers, without_heads
 
 # the block's class -> the parameter that is zero, or one, in a new one, which then changes nothing
 ZERO = {
@@ -43,14 +44,21 @@ def load_adapter(
     `source` and the options are those of `Adapters.load`. `passes` names some of the module's passes of lora, lora_weight,
     loha, lokr, dora, oft, boft, ia3, delta and bitfit; None is all without slots. Each layer goes into a block of its kind, a
     product of a rank below the block's too, and what has no block of its own into one of `delta`; a layer that the file has
-    whole (PEFT's `modules_to_save`) goes into the new head that stands for it here. Blocks that the adapter has
-    nothing for are as new ones: they change nothing. All of it is written, or nothing.
+    whole (PEFT's `modules_to_save`) goes into the new head that stands for it here, or into the layer itself where
+    `fxplug.trainable` named it. Blocks that the adapter has nothing for are as new ones: they change nothing. A file of
+    fxplug's own of passes of other kinds goes into passes of the same kinds at the same places. All of it is written, or
+    nothing.
 
     Raises ArtifactError for a file that cannot be read or has layers that are not here; SpecError for a pass that is not, and
     for what no block here holds, which names the pass that would.
     """
-    banks = blocks_of(module, passes)
-    file, heads = without_heads(read(source, adapter=adapter, config=config, limits=limits), module)
+    file = _read(source, module, adapter, config, limits)
+    if file.own:
+        whole = {**trained_layers(module), **resized_layers(module)}
+        _write(module, homes_of(module, without_slots(module, passes), whole, file))
+        return Fit(file, {key: tuple(value.shape) for key, value in file.own.items()}, {})
+    file, heads = without_heads(file, module)
+    banks = blocks_of(module, passes) if file.entries else {}
     found = fit_to(file, banks, module, lambda: weights_of(module), part, guess)
     if not (partial and found.placed):
         found.check()
@@ -70,7 +78,26 @@ def load_adapter(
         writes.append((target, whole))
         if (scale := there(f"{bank.block}.scale")) is not None and bank.kind != "Scale":
             writes.append((scale, torch.full_like(scale, scales[bank.block])))
-    writes += heads
+    _write(module, writes + heads)
+    return found
+
+
+def _read(source: Source, module: Any, adapter: str | None, config: Mapping[str, Any] | None, limits: Limits) -> AdapterFile:
+    """An adapter file; or one that `fxplug.save` wrote of a pass of any kind, which a pass of its name here takes."""
+    try:
+        file = read(source, adapter=adapter, config=config, limits=limits)
+        if not file.rest:
+            return file
+    except ArtifactError:
+        if (own := of_pass(source, without_slots(module, None), limits)) is None:
+            raise
+        return own
+    return of_pass(source, without_slots(module, None), limits) or file
+
+
+@torch.no_grad()
+def _write(module: nn.Module, writes: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write values into a module's tensors, all or none, while no call runs."""
     before = [(target, target.clone()) for target, _ in writes]
     with write_lock(locks_of(module)):
         try:
@@ -80,7 +107,6 @@ def load_adapter(
             for target, old in reversed(before):
                 target.copy_(old)
             raise
-    return found
 
 
 def without_slots(module: Any, passes: Sequence[str] | None) -> dict[str, Any]:
@@ -159,6 +185,11 @@ def module_at(module: Any, path: str) -> Any:
     for name in path.split(".") if path else ():  # get_submodule asks hasattr at each level, most of the time of a load
         module = None if module is None else module._modules.get(name)
     return module
+
+
+def is_table(module: Any, path: str) -> bool:
+    """Whether a layer is an Embedding, whose DoRA no layout of other tools has."""
+    return isinstance(module_at(module, path), nn.Embedding)
 
 
 def tensor_of(module: Any, name: str) -> Tensor | None:

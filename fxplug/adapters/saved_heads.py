@@ -8,16 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..core import weight_files
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean
+from ..core.ir.traced_module import BEFORE_TRAINING, TRAINED
+from ..core.quantised import is_packed
+from ..core.torch_internals.modules import NormBase
 from .file_keys import WRAPPED
 from .find_tensors import find
 from .updates import AdapterFile, Entry
 
 BIAS = ".base_layer.bias"  # of a layer with an update, where the configuration says `bias`
 BEFORE = "base_model.model."  # of every key in it
+STATISTICS = ("running_mean", "running_var")
 
 
 def saved_head(path: str | os.PathLike[str], layer: str, name: str, limits: Limits = DEFAULT) -> Tensor:
@@ -35,6 +40,71 @@ def saved_head(path: str | os.PathLike[str], layer: str, name: str, limits: Limi
     return value
 
 
+def trained_layers(module: Any) -> dict[str, Tensor]:
+    """The parameters of the base that `trainable` let train, under all their names; none where it was not called.
+
+    What was let train by hand since, with `requires_grad_`, is among them.
+    """
+    noted = getattr(module, "meta", {}).get(TRAINED)
+    if noted is None:
+        return {}
+    added = {entry["name"] for entry in module.meta.get("passes", [])}
+    rows = [row for row in module.named_parameters(remove_duplicate=False) if row[0].partition(".")[0] not in added]
+    chosen = {id(p) for name, p in rows if name in noted or p.requires_grad}
+    found: dict[str, Tensor] = {name: p for name, p in rows if id(p) in chosen and not is_packed(p)}
+    for name in list(found):  # the statistics of a norm that trains are trained with it
+        path, _, _ = name.rpartition(".")
+        layer = module.get_submodule(path)
+        if isinstance(layer, NormBase) and layer.running_mean is not None:
+            found |= {f"{path}.{key}": layer.get_buffer(key) for key in STATISTICS}
+    return found
+
+
+def as_entries(module: Any, tensors: Mapping[str, Tensor]) -> list[Entry]:
+    """Whole parameters as a file has them. Raises ArtifactError for one on the meta device."""
+    before = vars(module).get(BEFORE_TRAINING, {})
+    first = {id(tensors[name]): value for name, value in before.items() if name in tensors}
+    made = []
+    for key, value in tensors.items():
+        if value.is_meta:
+            raise ArtifactError(f"'{key}' was trained, and is on the meta device and has no values")
+        path, _, param = key.rpartition(".")
+        whole, base = {"whole": value.detach().cpu().clone()}, first.get(id(value))
+        made.append(Entry(path, path, "", "delta", whole, 1.0, 0, param=param, method="whole", base=base))
+    return made
+
+
+def as_changes(entries: Sequence[Entry], low_rank: bool) -> list[Entry]:
+    """Updates of which whole parameters are the differences to what they were before the training, where that is known.
+
+    For a format that has no differences, with `low_rank`, that of a weight is a LoRA of full rank, one factor being the
+    identity.
+    """
+    updated = {entry.path for entry in entries if entry.method != "whole"}
+    made = []
+    for entry in entries:
+        if entry.method == "whole" and entry.base is not None and entry.param in ("weight", "bias"):
+            change = entry.tensors["whole"] - entry.base.to(entry.tensors["whole"])
+            if not low_rank or entry.param == "bias":
+                entry = replace(entry, method="diff", tensors={"delta": change}, base=None)
+            elif change.dim() > 1 and entry.path not in updated:
+                tensors = full_rank_factors(change)
+                rank = len(tensors["down"])
+                entry = replace(entry, kind="lora", method="", tensors=tensors, rank=rank, base=None)
+        made.append(entry)
+    return made
+
+
+def full_rank_factors(change: Tensor) -> dict[str, Tensor]:
+    """`down` and `up` of a LoRA whose product is this change of the weight of a linear layer or of a convolution."""
+    out, inner = change.shape[0], change[0].numel()
+    around = [1] * (change.dim() - 2)
+    if out <= inner:
+        return {"down": change, "up": torch.eye(out, dtype=change.dtype).reshape(out, out, *around)}
+    down = torch.eye(inner, dtype=change.dtype).reshape(inner, *change.shape[1:])
+    return {"down": down, "up": change.reshape(out, inner, *around)}
+
+
 def merged_heads(module: nn.Module, passes: list[str]) -> dict[str, Tensor]:
     """The parameters of layers that passes gave another size, by the key that they have once merged, on the CPU."""
     found: dict[str, Tensor] = {}
@@ -46,19 +116,21 @@ def merged_heads(module: nn.Module, passes: list[str]) -> dict[str, Tensor]:
 
 
 def without_heads(file: AdapterFile, module: Any) -> tuple[AdapterFile, list[tuple[Tensor, Tensor]]]:
-    """A file without the layers that it has whole and that passes gave another size here; and these, each with its new value.
+    """A file without the layers that it has whole and that are new here, or trainable; and these, each with its new value.
 
     Raises ArtifactError for one of yet another size.
     """
     if not any(entry.method == "whole" for entry in file.entries):
         return file, []
-    homes = dict(_resized(module))
+    homes = {**resized_layers(module), **trained_layers(module)}
+    layers = {name.rpartition(".")[0] for name in homes}
     values: list[tuple[Tensor, Tensor]] = []
     rest: list[Entry] = []
     for entry in file.entries:
-        home = homes.get(f"{entry.path}.{entry.param}") if entry.method == "whole" else None
+        home = homes.get(f"{entry.path}.{entry.param}".lstrip(".")) if entry.method == "whole" else None
         if home is None:
-            rest.append(entry)
+            if not (entry.method == "whole" and entry.path in layers and _is_value_of(entry, module)):
+                rest.append(entry)
             continue
         value = entry.tensors["whole"]
         if value.shape != home.shape:
@@ -68,6 +140,13 @@ def without_heads(file: AdapterFile, module: Any) -> tuple[AdapterFile, list[tup
             )
         values.append((home, value))
     return (replace(file, entries=tuple(rest)) if values else file), values
+
+
+def _is_value_of(entry: Entry, module: nn.Module) -> bool:
+    """Whether a file has the very value that a parameter has here: PEFT saves a layer whole of which one parameter trained."""
+    layer = dict(module.named_modules()).get(entry.path)
+    here = getattr(layer, entry.param, None)
+    return isinstance(here, Tensor) and not here.is_meta and torch.equal(here.detach().cpu(), entry.tensors["whole"].cpu())
 
 
 def changed_layers(
@@ -88,15 +167,17 @@ def changed_layers(
             value = base.detach().cpu() + entry.tensors["delta"].detach().cpu().reshape(base.shape)
         if value is not None and entry.param == "bias" and entry.path in biased:
             made[entry.path + BIAS] = value.detach().cpu()
+        elif not entry.path:
+            left[entry.param] = "is a whole parameter of the model itself, and PEFT saves layers: use as_='fxplug'"
         elif any(owner.endswith(entry.path) for owner in owners):
-            why = "is a whole parameter beside an update of its layer: load the file, and save the adapter"
+            why = "is a whole parameter in a layer with an update, which PEFT cannot represent: use as_='fxplug'"
             other = "has a whole change, which PEFT would also apply to a layer with another update"
             left[entry.key(entry.path)] = other if entry.method == "diff" else why
         elif value is None:
             why = "has a whole change, for which PEFT needs the parameter, and its values are not available"
             left[entry.key(entry.path)] = why
         else:
-            for name in ("weight", "bias"):
+            for name in ("weight", "bias", *STATISTICS, "num_batches_tracked"):  # which PEFT has, too
                 beside = there(f"{entry.path}.{name}")
                 if beside is not None and not beside.is_meta:
                     made.setdefault(f"{entry.path}.{name}", beside.detach().cpu().clone())
@@ -113,10 +194,15 @@ def _with_owners(paths: Iterable[str]) -> set[str]:
     return {".".join(path.split(".")[:n]) for path in paths for n in range(1, path.count(".") + 2)}
 
 
+def resized_layers(module: Any) -> dict[str, Tensor]:
+    """What stands here for parameters of other sizes, or with other values, by the names that these have."""
+    return dict(_resized(module))
+
+
 def _resized(module: Any, passes: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     modules = dict(module.named_modules()) if isinstance(module, nn.Module) else {}  # lowered, blocks may lie elsewhere
     for entry in getattr(module, "meta", {}).get("passes", []):
         for site in entry["sites"] if passes is None or entry["name"] in passes else ():
             block: Any = modules.get(site["block"])
             if getattr(block, "resizes", False):
-                yield f"{site['path'].partition('@')[0]}.{'weight' if block.value.dim() > 1 else 'bias'}", block.value
+                yield f"{site['path'].partition('@')[0]}.{site.get('param', 'weight')}", block.value

@@ -55,7 +55,7 @@ class Entry:
 
     def key(self, path: str) -> str:
         """What a place at a layer is called: the layer's path for its weight, with the parameter's name for another."""
-        return path if self.param == "weight" else f"{path}.{self.param}"
+        return path if self.param == "weight" else f"{path}.{self.param}".lstrip(".")
 
     __repr__ = brief_fields
 
@@ -243,12 +243,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """The layers of an adapter file. `rest` are the tensors that are no low-rank update, by key."""
+    """The layers of an adapter file. `rest` are the tensors that are no low-rank update, by key.
+
+    A file that has passes as a module has them holds no layers, and their tensors in `own`: see `own_files`.
+    """
 
     source: str
     entries: tuple[Entry, ...]
     rest: Mapping[str, Tensor] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)  # what the file or its configuration says of itself
+    own: Mapping[str, Tensor] = field(default_factory=dict)
 
     __repr__ = brief_fields
 

@@ -21,8 +21,9 @@ from ..core.writing import new_file, new_folder
 from . import formats
 from .contents import AdapterContents, ModelLayer, layers_of, trained
 from .formats import CONFIGURED, alpha_of, part_of, refused, tensors_of
-from .loading import tensor_of
-from .saved_heads import BEFORE, BIAS, changed_layers
+from .loading import ZERO, is_table, tensor_of, without_slots
+from .own_files import OWN, described
+from .saved_heads import BEFORE, BIAS, as_changes, changed_layers, trained_layers
 from .tables import FORMATS, PARTS, table
 from .updates import Entry
 
@@ -99,20 +100,54 @@ def save_adapter(
 
     `as_` is "peft" (a folder with `adapter_model.safetensors` and `adapter_config.json`), "diffusers" (a folder with
     `pytorch_lora_weights.safetensors`, or a file where `path` ends so), or "kohya", "comfy", "lycoris", "fxplug" (a file). A
-    folder has to be new; a file that is there is replaced once the new one is whole. `passes` names some of the module's passes
-    of lora, lora_weight, loha, lokr and dora; None is all. `part` is the part of a pipeline that the model is ("unet",
-    "transformer", "text_encoder", ...), told by its class otherwise. `dtype` is that of the tensors, as they are otherwise;
-    `name` the title in the metadata, to which `about` adds.
+    file that is there is replaced once the new one is whole, and so is a folder that holds nothing but an adapter; one with
+    other things is refused. `passes` names some of the module's passes without slots; None is all. `part` is the part of a
+    pipeline that the model is ("unet", "transformer", "text_encoder", ...), told by its class otherwise. `dtype` is that of the
+    tensors, as they are otherwise; `name` the title in the metadata, to which `about` adds.
+
+    Layers of the base that `fxplug.trainable` named are in the file, too: whole where a format has that (`modules_to_save` of
+    PEFT), elsewhere as the difference to what they were then.
+
+    "fxplug" holds passes of any kind, of blocks of your own too: what is no low-rank update lies under the names that it has in
+    the module, with the passes as data beside it. `load_adapter` and `pass_for` read it.
 
     kohya's tools and ComfyUI have the first names of layers, of which one may be several layers here: their updates are joined
     without a loss. What a format has no form for is an error that names it, or is left out with `partial`, as the result says.
 
     Raises ArtifactError for that, and for a place that cannot be written; SpecError for a format or pass that is not there.
     """
-    held = trained(module, passes)
+    held = trained(module, passes, strict=as_ != "fxplug")
+    if as_ == "fxplug" and not _is_low_rank(module, held, passes):
+        return write(_by_name(module, passes, dtype, about), path, as_)
     there = functools.partial(tensor_of, module)
     made = content(held, as_, about_of(module), name=name, part=part, partial=partial, dtype=dtype, metadata=about, there=there)
     return write(made, path, as_)
+
+
+def _is_low_rank(module: Any, held: AdapterContents, passes: Sequence[str] | None) -> bool:
+    """Whether all that passes hold is updates of layers, which go into blocks of their kind at any place and of any rank."""
+    sites = [site for entry in without_slots(module, passes).values() for site in entry["sites"] if site["block"]]
+    if held.left_out or held.heads or not held.entries or any(entry.method == "whole" for entry in held.entries):
+        return False
+    kinds = {(type(module.get_submodule(site["block"])).__name__, site["path"].partition("@")[0]) for site in sites}
+    return all(kind in ZERO and not (kind == "Dora" and is_table(module, path)) for kind, path in kinds)
+
+
+def _by_name(
+    module: Any, passes: Sequence[str] | None, dtype: torch.dtype | None, metadata: Mapping[str, str] | None
+) -> Content:
+    """All that passes hold under the names that it has in the module, with what trained of the base, and the passes as data."""
+    about_of(module)
+    records = without_slots(module, passes)
+    whole = trained_layers(module)
+    state = module.state_dict(keep_vars=True)
+    tensors = {key: value for key, value in state.items() if key.partition(".")[0] in records} | whole
+    if empty := next((key for key, value in tensors.items() if value.is_meta), None):
+        raise ArtifactError(f"'{empty}' is on the meta device and has no values")
+    made = {key: value if dtype is None or not value.is_floating_point() else value.to(dtype) for key, value in tensors.items()}
+    layers = dict.fromkeys(site["path"] for entry in records.values() for site in entry["sites"] if site["block"])
+    about = {"format": "pt", OWN: described(list(records.values()), list(whole)), **(metadata or {})}
+    return Content(file_tensors(made), about, {}, (*layers, *whole), {})
 
 
 def list_skipped(left: Mapping[str, str], number: int = SHOWN) -> str:
@@ -151,11 +186,12 @@ def content(
         left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, which {as_} cannot represent")
     entries, changes = [], []
     with_biases = formats.joined_biases if as_ in CONFIGURED else formats.split_biases
-    given = held.entries if as_ == "fxplug" else with_biases(held.entries)
+    held_entries = held.entries if as_ in ("peft", "fxplug") else as_changes(held.entries, as_ in CONFIGURED)
+    given = held.entries if as_ == "fxplug" else with_biases(held_entries)
     single = formats.biases_alone(given, as_)
     for entry in given:
         layer = model.layers.get(entry.path)
-        if as_ == "peft" and entry.method in ("diff", "whole") and entry.param in ("weight", "bias"):
+        if as_ == "peft" and (entry.method == "whole" or (entry.method == "diff" and entry.param in ("weight", "bias"))):
             changes.append(entry)
         elif why := single.get(entry.key(entry.path), "") or refused(entry, as_, layer):
             left[entry.key(entry.path)] = why
@@ -186,14 +222,16 @@ def content(
         layer = model.layers.get(entry.path) or ModelLayer("", (1,) if entry.method else tuple(entry.sizes()[1]))
         tensors |= tensors_of(as_, key, entry, layer, biased)
     if as_ == "peft":
-        tensors |= {f"{BEFORE}{key}": value if dtype is None else value.to(dtype) for key, value in heads.items()}
+        floats = {key: value for key, value in heads.items() if dtype is not None and value.is_floating_point()}
+        tensors |= {f"{BEFORE}{key}": value.to(dtype) if key in floats else value for key, value in heads.items()}
     tensors = file_tensors(tensors)
     made: dict[str, Any] = {}
     if as_ in CONFIGURED:
         made = formats.config([(entry.path, entry) for _, entry in rows], model.layers)
     if heads and as_ == "peft":
         saved = {key.rpartition(".")[0] for key in heads if not key.endswith(BIAS)}
-        made |= {"modules_to_save": sorted(saved) or None, "bias": "lora_only" if len(saved) < len(heads) else "none"}
+        biases = any(key.endswith(BIAS) for key in heads)
+        made |= {"modules_to_save": sorted(saved) or None, "bias": "lora_only" if biases else "none"}
     about = {"format": "pt", **_metadata(as_, rows, model, name), **(metadata or {})}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}
@@ -216,7 +254,8 @@ def write(made: Content, path: str | os.PathLike[str], as_: str) -> Saved:
         if not is_folder and target.suffix != ".safetensors":
             target = target / f"{target.name or 'adapter'}.safetensors" if target.is_dir() else Path(f"{target}.safetensors")
         if is_folder:
-            with new_folder(target, raises) as work:
+            check_replaceable(target, raises)
+            with new_folder(target, raises, own=lambda folder: check_replaceable(folder, raises)) as work:
                 save_file(made.tensors, work / FORMATS[as_]["file"], made.about)
                 if made.config:
                     text = json.dumps(made.config, indent=2, sort_keys=True) + "\n"
@@ -225,6 +264,20 @@ def write(made: Content, path: str | os.PathLike[str], as_: str) -> Saved:
             with new_file(target, raises) as file:
                 save_file(made.tensors, file, made.about)
     return Saved(target, as_, made.layers, made.left_out)
+
+
+def check_replaceable(target: Path, raises: Callable[[str], ArtifactError]) -> list[str]:
+    """The names of what an earlier adapter is in a folder, which a new one takes the place of. Raises for anything else."""
+    if not os.path.lexists(target):
+        return []
+    if target.is_symlink() or not target.is_dir():
+        raise raises("exists and is not a folder: give another path")
+    known = {"adapter_config.json", *(row["file"] for row in FORMATS.values() if "file" in row)}
+    found = sorted(target.iterdir())
+    if others := [path.name for path in found if path.name not in known or path.is_symlink() or not path.is_file()]:
+        more = ", ".join(others[:3])
+        raise raises(f"exists and is not empty: give a new folder, or one that has an adapter alone (this has {more})")
+    return [path.name for path in found]
 
 
 def file_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -33,11 +33,21 @@ class Head(Block):
             nn.init.kaiming_uniform_(self.value, a=math.sqrt(5))
 
     @classmethod
-    def at(cls, site: Site, classes: int | None = None, size: int | None = None, weights: str | None = None) -> Head:
+    def at(
+        cls,
+        site: Site,
+        classes: int | None = None,
+        size: int | None = None,
+        weights: str | None = None,
+        same: bool = False,
+    ) -> Head:
         """For the weight or bias of a Linear or convolution; with `weights`, an adapter file that has the layer, as it has it.
 
-        Raises SpecError unless one of `classes` and `size` is given, or `weights`, and for one that does not fit.
+        With `same` it is of the parameter's own shape, any layer's, for a value that is loaded. Raises SpecError unless one of
+        `classes` and `size` is given, or `weights`, and for one that does not fit.
         """
+        if same:
+            return cls(site.parameter.shape)
         given = {"classes": classes, "size": size}
         said = {name: number for name, number in given.items() if number is not None}
         if len(said) > 1 or not said and weights is None:

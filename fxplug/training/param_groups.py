@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..core.errors import SpecError, TrainError, did_you_mean
-from ..core.ir.traced_module import TracedModule
+from ..core.ir.traced_module import BEFORE_TRAINING, TRAINED, TracedModule
 from ..core.quantised import is_packed
 from ..core.spec.addresses import is_pattern, select
 from ..core.spec.pass_file import accepted_arguments, check_known
@@ -23,6 +23,8 @@ from .tasks.task import Task, construct, imported
 
 HALVES = (torch.float16, torch.bfloat16)
 SHAPES = ("constant", "linear", "cosine")
+BASE = "base"  # the group of what trains of the base
+KEPT = 1 << 30  # bytes: of more than that no copy is kept for formats that hold differences
 
 
 def choose(module: TracedModule, settings: Train, *, others: bool = False) -> list[dict[str, Any]]:
@@ -56,8 +58,17 @@ def trainable(module: TracedModule, *base: str) -> list[dict[str, Any]]:
 
 
 def _trained(module: TracedModule, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups with their parameters, which train, and nothing else does."""
+    """The groups with their parameters, which train, and nothing else does; the module notes those of the base.
+
+    `save_adapter` writes what is noted, so that it is kept once a name is there: it may have been trained before.
+    """
     named = dict(module.named_parameters())
+    base = [name for group in groups if group["name"] == BASE for name in group["names"]]
+    module.meta[TRAINED] = [*dict.fromkeys([*module.meta.get(TRAINED, []), *base])]
+    before = vars(module).setdefault(BEFORE_TRAINING, {})
+    new = {name: named[name] for name in base if name not in before and not named[name].is_meta}
+    if sum(value.nbytes for value in new.values()) <= KEPT:
+        before |= {name: value.detach().cpu().clone() for name, value in new.items()}
     for parameter in named.values():
         parameter.requires_grad_(False)
     for group in groups:
@@ -92,7 +103,7 @@ def _groups(module: TracedModule, base: Sequence[str], others: bool = False) -> 
     aliases = {name: canonical[id(p)] for name, p in every if p.is_floating_point() and not is_packed(p)}
     chosen = named_by(base, {a: name for a, name in aliases.items() if name not in owner}, "the base", ("train", "trainable"))
     if chosen:
-        groups.append({"name": "base", "names": chosen})
+        groups.append({"name": BASE, "names": chosen})
     if not groups and not others:
         frozen = ", ".join(entry["name"] for entry in entries if not entry["train"])
         why = f"{frozen} has train: false" if frozen else "no pass has parameters" if entries else "there is no pass"

@@ -11,11 +11,12 @@ from typing import Any
 
 import yaml
 
+from ..adapters.contents import trained
 from ..adapters.formats import part_of
-from ..adapters.writing import save_adapter
+from ..adapters.writing import about_of, content, save_adapter
 from ..core.errors import FxplugError, SpecError, TrainError, brief_fields
 from ..core.flow import Step, remember, rewrite
-from ..core.ir.traced_module import TracedModule
+from ..core.ir.traced_module import TRAINED, TracedModule
 from ..core.reading import reported
 from ..core.spec.run_config import Config, load_config, resolved
 from ..core.spec.train_section import Data
@@ -116,6 +117,8 @@ def train(
             with reported(lambda finding: TrainError(f"{folder} {finding}"), "cannot be written"):
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), "utf-8")
+            if isinstance(task, Denoise):
+                _check_adapter(result.module, config)
         try:
             history = trainer.fit(resume=start)
         finally:
@@ -155,6 +158,17 @@ def _report(folder: Path, trainer: Trainer) -> None:
         report(None, trainer.module, folder / "report.html", folder=folder)
     except (FxplugError, OSError) as error:
         trainer.watch.note(f"report.html could not be written: {error}")
+
+
+def _check_adapter(module: TracedModule, config: Config) -> None:
+    """Warn of a layer of the base that trains and that `adapter/` cannot hold, before the training starts."""
+    part = part_of(module.classes)
+    if config.model.kind != "diffusers" or part not in PIPELINES or not module.meta.get(TRAINED):
+        return
+    try:
+        content(trained(module), "diffusers", about_of(module), part=part)
+    except FxplugError as error:
+        warnings.warn(f"adapter/ is not written, module/ has all that trains: {error}", stacklevel=3)
 
 
 def into_pipeline(module: TracedModule, out: Path, config: Config) -> str:

@@ -125,6 +125,9 @@ QUICK_ON_A_UNET = ("t2i_adapter", "freeu")  # a network, and an edit of what is 
 LIKE_OTHERS = [f"hcp/{name}" for name in ("half_lora", "loha", "pair_before", "param", "patch_after", "patch_before", "single")]
 NO_PARAMETERS = {"spectral_norm", "freeu", "tome", "deepcache", "first_block_cache", "teacache", "ditfastattn"}
 
+# whose blocks or networks are other libraries' classes, or plugins
+FOREIGN = ("controlnet", "t2i_adapter", "hcp/multi", "hcp/pa", "hcp/single")
+
 # what is expected of each, so that no pass comes round the comparison by calling itself loud
 LOUD = {"vpt", "freeu", "tome", "replace", "spectral_norm"}
 NEUTRAL = set(
@@ -294,6 +297,26 @@ def test_every_new_parameter_moves_the_loss_falls_the_base_stays_and_what_is_lea
     missing, unexpected = again.load_state_dict(weights, strict=False)
     assert not unexpected and not [k for k in missing if k.startswith(f"{learner.made.name}.")]
     assert same(run(again, learner.base), run(learner.new, learner.base))
+
+
+def test_what_is_learned_is_saved_alone_and_loaded_into_the_pass_or_into_what_the_file_says(learner, tmp_path):
+    with torch.no_grad():
+        for p in learner.added.values():
+            p.add_(0.1 * torch.randn_like(p))
+    saved = fxplug.save_adapter(learner.new, tmp_path / "own.safetensors", as_="fxplug")
+    assert saved.path.stat().st_size < 2_000_000 and not saved.left_out
+    again = fxplug.apply(learner.base.gm, learner.made)
+    fxplug.load_adapter(again, saved.path)
+    assert same(run(again, learner.base), run(learner.new, learner.base))
+    try:
+        made = fxplug.pass_for(saved.path, learner.base.gm, slots=0)
+    except fxplug.ArtifactError as error:
+        assert learner.name.startswith(FOREIGN) and "is not one of fxplug's own" in str(error)
+        return
+    again = fxplug.apply(learner.base.gm, made)
+    fxplug.load_adapter(again, saved.path)
+    assert not learner.name.startswith(FOREIGN)  # of an update of low rank it may be another pass that adds the same
+    torch.testing.assert_close(run(again, learner.base), run(learner.new, learner.base), rtol=1e-4, atol=1e-5)
 
 
 def test_verify_finds_nothing(case):

@@ -19,7 +19,7 @@ from ..ir.containers import CodeInGraph, Container
 from ..ir.graph import OF_THE_ROOT, Graph, copy_graph
 from ..ir.traced_module import TracedModule, check_traced, class_names, shell
 from ..spec.pass_file import accepted_arguments, check_known, check_options, import_target
-from ..spec.rules import Pass, Rule, is_target
+from ..spec.rules import Pass, Rule, as_mapping, is_target
 from .editor import Editor
 from .graft import BothModes, Traces
 from .matcher import find
@@ -146,6 +146,7 @@ def record(
         "slots": p.slots,
         "inputs": [input_name(gm, p, name) for name in own_inputs(gm, p)],
         "networks": list(p.networks),
+        "rules": None if p.slots else as_mapping(p),
     }
 
 
