@@ -249,7 +249,8 @@ class _Comparison:
             where = f"\n  first region to differ: {entry.get('site', '')} ({entry.get('block', '')}){line}"
         elif first is not None:
             where = f"\n  first value to differ: '{first.name}', before any block"
-        raise VerifyError(f"{names} says it is neutral, but {finding.text}{mode.which(finding.index)}{where}")
+        since = "\n  new weights change nothing, trained or loaded ones do: verify the module as apply gave it"
+        raise VerifyError(f"{names} says it is neutral, but {finding.text}{mode.which(finding.index)}{where}{since}")
 
 
 # --- one call
@@ -331,7 +332,8 @@ def _opened_attentions(gm: TracedModule, new: TracedModule) -> list[str]:
     torch's own way through them depends on gradients, and on whether q, k and v are one object, which an argument of a
     graph is not.
     """
-    paths = {str(n.meta["pass"]["site"]).partition("@")[0] for n in new.graph.nodes if n.meta.get("pass", {}).get("region")}
+    put_in = [n.meta["pass"] for n in new.graph.nodes if n.meta.get("pass", {}).get("region")]
+    paths = {str(made_by.get("site", "")).partition("@")[0] for made_by in put_in}  # an input of a pass has no site
     modules = dict(gm.named_modules(remove_duplicate=False))
     kept = {str(n.target) for n in gm.graph.nodes if n.op == "call_module"}
     return sorted(p for p in paths & kept if isinstance(modules.get(p), nn.MultiheadAttention))
