@@ -171,8 +171,10 @@ def plan(rng: random.Random, count: int, mixes: bool) -> list[tuple[str, tuple[A
             del held[made[-1][1][0]]
         elif what < 0.45:
             made.append(("fail", (rng.choice(names),)))
-        elif what < 0.5:
+        elif what < 0.48:
             made.append(("both", (rng.choice(names), rng.randrange(1000))))
+        elif what < 0.5:
+            made.append(("undone", (rng.choice(names), rng.randrange(1000))))
         elif what < 0.6 and mixes:
             made.append(("use", ([rng.choice([None, *names]) for _ in range(2)],)))
         else:
@@ -190,6 +192,17 @@ def do(adapters: Any, action: str, args: tuple[Any, ...]) -> None:
         with adapters.change():
             adapters.use(args[0])
             adapters.load(args[0], adapter(args[1]), replace=True)
+    elif action == "undone":  # two changes that are one, and an error behind them
+        before = adapters.names, adapters.active
+        try:
+            with adapters.change():
+                adapters.use(args[0])
+                adapters.load(args[0], adapter(args[1]), replace=True)
+                adapters.use({"none": 1.0})
+        except FxplugError:
+            assert before == (adapters.names, adapters.active)
+            return
+        raise AssertionError("an adapter that is not loaded was used")
     elif action == "fail":
         try:
             adapters.use({args[0]: 1.0, "none": 1.0})

@@ -100,7 +100,7 @@ def test_entries_for_another_batch_are_told(pair, tmp_path):
         adapters.load("ink", ink)
         adapters.use(["ink", None, {"ink": 2.0}])
     same(exported, module, batch=3)
-    with pytest.raises(FxplugError, match="failed in this call: .*one entry per sample, and the batch has another size"):
+    with pytest.raises(SpecError, match=r"use\(\) got 3 entries but the batch has 2 samples: give one entry per sample"):
         exported(*inputs(2), shift=torch.randn(2, 6))
     for adapters in (module.adapters, exported.adapters):
         adapters.use(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -142,6 +143,11 @@ def check_name(name: Any, room: int) -> None:
     raw = name.encode(errors="ignore") if isinstance(name, str) else b""
     if not raw.strip() or b"\0" in raw or raw.decode() != name or len(raw) > room:
         raise SpecError(f"an adapter's name must be text of at most {room} bytes, not {shown(name)}")
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a number that a float can hold: no bool, no NaN, no infinity, and no whole number beyond them."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict[str, Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from ..core.ir.regions import regions_of
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.pass_file import import_target, load_pass, open_pass
 from ..core.spec.rules import COMMON, Match, Pass, Rule, is_target
+from .banks import is_finite
 from .contents import ModelLayer, layers_of
 from .files import AdapterFile, Fit, Source, fit, read
 from .loading import load_adapter, tied
@@ -289,8 +289,7 @@ def _load(name: Any, given: Any, base: Any, single: bool) -> dict[str, Any]:
     file, strength = made.get("file"), made.get("strength", 1.0)
     if not isinstance(file, (str, os.PathLike)) or not str(file):
         raise SpecError(f"must be a file or folder, not {shown(file)}", path=(*path, "file"))
-    number = isinstance(strength, (int, float)) and not isinstance(strength, bool)
-    if not number or not math.isfinite(strength):
+    if not is_finite(strength):
         raise SpecError(f"must be a finite number, not {shown(strength)}", path=(*path, "strength"))
     for key in ("partial", "guess"):
         if not isinstance(made.get(key, False), bool):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..blocks import low_rank
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, shown
+from .banks import is_finite
 from .combination import Combination
 from .file_layouts import EditedFile, family_of, layout_of, model_of, on_paths, write_own, write_parts
 from .files import AdapterFile, Entry, Source, read
@@ -145,7 +146,7 @@ def merge_adapters(
     if not pairs:
         raise SpecError("nothing to merge: give files with their weights, {'ink.safetensors': 0.8}")
     for source, weight in pairs:
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        if not is_finite(weight):
             raise SpecError(f"the weight of {shown(str(source))} must be a finite number, not {shown(weight)}")
     files = [_read(source, limits=limits) for source, _ in pairs]
     layout, about = layout_of(files[0]), model_of(model, family)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..blocks import low_rank
 from ..core import reading
-from ..core.errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
+from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean, shown
 from ..core.spec.addresses import by_ending
 from . import peft_config
 from .file_keys import SHARED, LayerKeys, find_saved_module, place
@@ -51,15 +51,23 @@ def read(
     layers. A state dict may hold `.alpha` as numbers. A file is data: nothing in it is run, and it is read within `limits`.
     With `meta` only its smallest tensors are, which alphas are among; the others are on the meta device.
 
-    Raises ArtifactError for what is no adapter, half pairs, numbers that are not finite or not floating point, saying the key,
-    and for a configuration under which the tensors mean something else (see `peft_config`).
+    Raises SpecError for a source that is none of these; ArtifactError for what is no adapter, half pairs, numbers that are not
+    finite or not floating point, saying the key, and for a configuration under which the tensors mean something else (see
+    `peft_config`).
     """
     if isinstance(source, AdapterFile):
         return source
+    if not isinstance(config, (Mapping, type(None))):
+        raise SpecError(f"config must be PEFT's adapter configuration as a dict, not {shown(config)}")
     if isinstance(source, Mapping):
         where, folder, state = "the state dict", None, dict(source)
         about: Mapping[str, Any] = {}
     else:
+        if not isinstance(source, (str, os.PathLike)) or not isinstance(os.fspath(source), str):
+            raise SpecError(
+                f"an adapter must be a file, a folder or a dict of tensors, not {shown(source)}: write bytes to a file, or "
+                "read them with safetensors.torch.load, which gives a dict"
+            )
         file = find(Path(source))
         where, folder = str(file), file.parent
         state, about = load(file, limits, meta)

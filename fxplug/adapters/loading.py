@@ -99,8 +99,12 @@ def _read(source: Source, module: Any, adapter: str | None, config: Mapping[str,
 def _write(module: nn.Module, writes: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Write values into a module's tensors, all or none, while no call runs."""
     before = [(target, target.clone()) for target, _ in writes]
-    with write_lock(locks_of(module)):
+    locks = locks_of(module)
+    with write_lock(locks):
         try:
+            for one in locks:
+                if one.written is not None:  # a change around this, which puts it back when it fails
+                    one.written.extend(before)
             for target, value in writes:
                 target.copy_(value)
         except BaseException:  # an interrupt, too: all is put back

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from ..core.errors import DEFAULT, LONGEST, Limits, SpecError, cut, did_you_mean
 from ..core.locks import StateLock, choices_of, locks_of, read_lock, use_choices, write_lock
 from ..core.torch_internals.modules import unwatched
 from ..core.torch_internals.tensors import FakeTensor
-from .banks import Bank, check_name, rows_for
+from .banks import Bank, check_name, is_finite, rows_for
 from .contents import in_slots
 from .files import Fit, Source, read
 from .loading import fit_to, tensor_of, weights_of
@@ -143,10 +142,12 @@ class Adapters:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Keep other threads from calling the module or changing its adapters: for several changes at once.
+        """Make several changes one: all are made, or where the block ends with an error, none is.
 
-        The other tensors of the slots may be written too, as an optimizer does; what is merged is made anew at the end. Raises
-        SpecError within a call of this thread.
+        Other threads call the module before or after it. Another asyncio task of this thread that calls it, or reads its
+        adapters, while the block awaits something gets a SpecError. The tensors of the slots may be written too, as an
+        optimizer does; what is merged is made anew at the end, and an error does not put these tensors back: only what
+        `load`, `use`, `unload` and `load_adapter` have written. Raises SpecError within a call of this thread.
         """
         with self._changing():
             yield
@@ -165,16 +166,25 @@ class Adapters:
 
         locks, fault = self.locks, self._half_made("KeyboardInterrupt")
         with write_lock(locks):
+            outer = locks[0].written  # of a change around this one, which also puts back what this one has written
             try:
+                for one in locks:
+                    one.written = before
                 yield write
                 self._changed()
+                if outer is not None:
+                    outer.extend(before)
             except BaseException:  # the caller's, an interrupt, too: all is put back
                 for one in locks:  # before any call, at which Python may interrupt
                     one.fault = fault
                 self._undo(before)
                 raise
+            finally:
+                for one in locks:
+                    one.written = outer
             self._set_fault("")
 
+    @torch.no_grad()
     def _undo(self, before: list[tuple[Tensor, Tensor]]) -> None:
         """Whoever interrupts this gets his interrupt, but not a half of it: it is done, or calls say that it is not."""
         done = False
@@ -493,6 +503,6 @@ class Adapters:
         except SpecError as error:
             raise SpecError(f"{where}{error.finding}") from None
         for name, value in weights.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if not is_finite(value):
                 raise SpecError(f"{where}the weight of '{name}' must be a finite number, not {shown(value)}")
         return {name: float(value) for name, value in weights.items()}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 
 from ..core.cli.verbs import HELP, Allow, Debug, Set, Verbs, load_saved, progress, read_config
 from ..core.errors import SpecError
+from ..core.writing import exclusive_folder
 
 if TYPE_CHECKING:
     from ..core.ir.traced_module import TracedModule
@@ -249,19 +251,23 @@ def _rank(text: str) -> int | float:
 
 @contextmanager
 def _changed(folder: Path, allow: list[str] | None, save: bool = True) -> Iterator[TracedModule]:
-    """A saved rewrite with slots, saved again after it was changed."""
+    """A saved rewrite with slots, saved again after it was changed; other commands that change it wait meanwhile."""
     if not folder.is_dir():
         raise SpecError(f"no folder '{folder}': fxplug rewrite CONFIG --out DIR writes one")
-    module = load_saved(str(folder), None, allow)
     from .slots import Adapters
 
-    Adapters(module)  # which says so where there are no slots
-    yield module
-    if save:
-        from ..core.artifacts.artifact import save as write
-        from ..core.flow import saved_config
+    with exclusive_folder(folder) if save else nullcontext():
+        before = folder.stat()
+        module = load_saved(str(folder), None, allow)
+        Adapters(module)  # which says so where there are no slots
+        yield module
+        if save:
+            from ..core.artifacts.artifact import save as write
+            from ..core.flow import saved_config
 
-        write(module, folder, config=saved_config(folder))
+            if not os.path.samestat(before, folder.stat()):  # where folders cannot be locked
+                raise SpecError(f"'{folder}' was saved anew by another process meanwhile: run this command again")
+            write(module, folder, config=saved_config(folder))
 
 
 def _weight(text: str, last: bool = False) -> tuple[str, float]:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError, did_you_mean, shown
 from ..core.locks import StateLock
-from ..core.torch_internals.tensors import assert_later, is_watched
+from ..core.torch_internals.modules import leave_frame, without_compiler
+from ..core.torch_internals.tensors import assert_later, is_watched, version
 from .low_rank import scaling
 
 if TYPE_CHECKING:
@@ -165,6 +166,28 @@ def used_slots(gates: Tensor, slots: int) -> Sequence[int]:
     return [slot for slot, numbers in enumerate(zip(*rows, strict=True)) if any(numbers)]  # NaN is taken too
 
 
+def read_count(entries: Tensor | None, known: dict[str, Any]) -> int:
+    """The number in a table's `entries`, 0 where there is none. `known` keeps what was read of one on a GPU, which is waited
+    for, until it is written again.
+    """
+    if type(entries) is not Tensor or entries.is_meta:
+        return 0
+    if entries.is_cpu or entries.is_inference():
+        return int(entries)
+    last = known.get("_count")
+    if last is None or last[0] is not entries or last[1] != version(entries):
+        last = known["_count"] = entries, version(entries), int(entries)
+    return int(last[2])
+
+
+def other_batch(entries: int, samples: int) -> str:
+    """What is said where a batch has another number of samples than there are entries."""
+    return (
+        f"use() got {entries} {'entry' if entries == 1 else 'entries'} but the batch has {samples} samples: give one entry per "
+        "sample. With guidance the pipeline doubles the batch: repeat the list"
+    )
+
+
 class Table(Block):
     """The state of a pass's slots, as tensors: it is saved, moved and shared with the weights, and a change recompiles nothing.
 
@@ -192,9 +215,12 @@ class Table(Block):
         then what the first is for each of the other ranks.
 
         x has the samples in its first dimension. The second result is NaN where samples differ. Where entries were given for
-        another number of samples, a CPU raises RuntimeError; on a GPU, which no error may leave unusable, all is NaN.
+        another number of samples, a call raises SpecError before this; in a program that is compiled around the module a CPU
+        raises RuntimeError, and on a GPU, which no error may leave unusable, all is NaN.
         """
         batch = x.shape[0]
+        if not is_watched():
+            self.check_samples(x)  # of a part that takes its samples from another one
         rows = self.weights[torch.arange(batch, device=self.weights.device).clamp(max=ROWS - 1)].float()
         fits = (self.entries == 0) | (self.entries == batch)
         if rows.device.type == "cpu":
@@ -202,6 +228,22 @@ class Table(Block):
         rows = torch.where(fits, rows, torch.nan)
         uniform = torch.where((rows == self.weights[0]).all(), self.weights[0].float(), torch.nan)
         return rows.repeat_interleave(self.rank, 1), uniform, *(rows.repeat_interleave(rank, 1) for rank in self.others)
+
+    def count_entries(self) -> int:
+        """Count the samples that have entries of their own; 0 where all samples take the same."""
+        return read_count(self._buffers["entries"], self.__dict__)
+
+    @without_compiler
+    def check_samples(self, x: Tensor) -> None:
+        """Raises SpecError where another number of samples has entries than x has in its first dimension."""
+        entries = self.count_entries()
+        if entries and isinstance(x, Tensor) and x.dim() and x.shape[0] != entries:
+            raise SpecError(other_batch(entries, x.shape[0]))
+
+
+# a call asks these before what is compiled, and they are no part of it
+leave_frame(Table.count_entries.__code__)
+leave_frame(read_count.__code__)
 
 
 class Gates(nn.Module):

@@ -6,6 +6,9 @@ also while a change waits, and a change within a call is an error. No thread wai
 that threads which hold several of them cannot wait for each other in a circle, but by changing one thing within a call of
 another; that circle is found, and its last one gets an error.
 
+A change belongs to the asyncio task that makes it, too: where it awaits in the middle, what another task of its thread calls,
+reads or changes is an error, as waiting there would stop both.
+
 Calls may have a choice of their own, which `use_choices` sets for the code of one thread or asyncio task. The tensors hold one
 choice at a time: calls with the same one run together, others wait for them, in the order in which they came. The first call
 writes its choice, and the last one to leave puts back what was there.
@@ -17,6 +20,7 @@ get lost then, and those who wait look again by themselves.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import itertools
@@ -26,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import FxplugError, SpecError
 
@@ -49,7 +53,8 @@ class StateLock:
     """The lock of one state. Modules that share the state of their slots have the same one, a copy has its own.
 
     `changes` counts the changes that were begun. `fault` says why the state cannot be used, if so: calls raise it. `choice` is
-    the choice of calls that the tensors hold; `restore` puts back what they held before, None where they do.
+    the choice of calls that the tensors hold; `restore` puts back what they held before, None where they do. `written` is what
+    the change that is under way has written, None where there is none: each tensor with its old values.
     """
 
     is_runtime_state = True  # which no artifact has
@@ -57,6 +62,7 @@ class StateLock:
     fault = ""
     choice: Choice | None = None
     restore: Callable[[], None] | None = None
+    written: list[tuple[Tensor, Tensor]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateLock:
         made = memo[id(self)] = StateLock()
@@ -67,14 +73,16 @@ class StateLock:
 class LockRequest:
     """One call, read, hold or change: of which states, by which thread, in which order, and whether it goes on or waits.
 
-    A read is a call that takes the state itself, whatever is chosen; a hold keeps changes away and reads nothing.
+    A read is a call that takes the state itself, whatever is chosen; a hold keeps changes away and reads nothing. `task` is
+    the asyncio task that makes a change.
     """
 
-    __slots__ = ("active", "choices", "kind", "locks", "number", "thread")
+    __slots__ = ("active", "choices", "kind", "locks", "number", "task", "thread")
 
     def __init__(self, locks: tuple[StateLock, ...], kind: str, choices: Mapping[StateLock, Choice] = NO_CHOICE) -> None:
         self.locks, self.kind, self.choices = locks, kind, choices
         self.thread, self.number, self.active = threading.get_ident(), next(_numbers), True
+        self.task = _current_task() if kind == "change" else None
 
     def concerns(self, other: LockRequest) -> bool:
         """Whether both are of the same state, and in different threads."""
@@ -85,6 +93,14 @@ class LockRequest:
         if not (self.choices or other.choices) or "hold" in (self.kind, other.kind):
             return False
         return any(one in other.locks and self.choices.get(one) != other.choices.get(one) for one in self.locks)
+
+
+def _current_task() -> Any:
+    """The asyncio task that runs in this thread; None where none does."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs here
+        return None
 
 
 _numbers = itertools.count()
@@ -195,9 +211,11 @@ def read_lock(locks: tuple[StateLock, ...], kind: str = "hold") -> Iterator[None
 def write_lock(locks: tuple[StateLock, ...]) -> Iterator[None]:
     """Be alone with the state: after the calls that run, before those that come. A change within a change is part of it.
 
-    Raises SpecError within a call or hold of the same thread, and where threads would wait for each other for ever.
+    Raises SpecError within a call or hold of the same thread, during a change of another asyncio task of this thread, and where
+    threads would wait for each other for ever.
     """
     request = LockRequest(locks, "change")
+    _check_task(locks)
     own = [other for other in (*list(_changes), *list(_calls)) if other.thread == request.thread and other.active]
     if any(other.kind == "change" and set(locks) <= set(other.locks) for other in own):
         yield
@@ -277,7 +295,23 @@ def _restore(locks: tuple[StateLock, ...]) -> None:
 # --- waiting
 
 
+def _check_task(locks: tuple[StateLock, ...]) -> None:
+    """Raises SpecError where another asyncio task of this thread is in the middle of a change of these states."""
+    me = threading.get_ident()
+    found = [o for o in list(_changes) if o.thread == me and o.active and not set(locks).isdisjoint(o.locks)]
+    if found:
+        task = _current_task()
+        if any(other.task is not task for other in found):
+            raise SpecError(
+                "another asyncio task of this thread is in the middle of a change of these adapters: it awaits within "
+                "adapters.change(); leave that block before 'await', or choose adapters for its own calls with "
+                "adapters.using(...)"
+            )
+
+
 def _await(request: LockRequest, line: dict[LockRequest, None]) -> None:
+    if _changes:
+        _check_task(request.locks)
     if any(other.thread == request.thread and other.active and request.differs(other) for other in list(_calls)):
         raise SpecError(
             "this is inside a call that uses other adapters, by adapters.using(...): call the module, copy it or read its "

@@ -130,14 +130,37 @@ def _finish(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a folder against others who ask for it too, where the system can: on some network file systems it cannot."""
+def locked(path: Path) -> Iterator[int | None]:
+    """Hold a folder against others who ask for it too, where the system can: on some network file systems it cannot.
+
+    Yields the handle that locks it, None where it could not be locked.
+    """
     handle = _lock_folder(Path(os.path.realpath(path)))
     try:
-        yield
+        yield handle
     finally:
         if handle is not None:
             os.close(handle)
+
+
+@contextlib.contextmanager
+def exclusive_folder(path: Path) -> Iterator[None]:
+    """Let one process at a time read a folder, change what it read and replace the folder; others wait for their turn.
+
+    The lock is that of the folder which stands there: who has waited while it was replaced takes the lock of the new one.
+    """
+    path = Path(os.path.realpath(path))
+    while True:
+        with locked(path) as handle:
+            if handle is None or _is_at(path, handle):
+                yield
+                return
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    return not path.exists()  # gone: what reads it says so
 
 
 def _sync(path: Path) -> None:

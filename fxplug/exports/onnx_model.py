@@ -60,6 +60,7 @@ class OnnxModel(ExportedModel):
         return map_leaves(out, lambda value, _: value if value.dtype == torch.bfloat16 else value.numpy()) if arrays else out
 
     def _run(self, flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self._check_samples(flat)
         feeds = {name: _bind_tensor(tensor) for name, tensor in zip(self.manifest["inputs"], flat, strict=True)}
         names = self.manifest["outputs"]
         try:

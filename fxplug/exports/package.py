@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from ..adapters.contents import ModelLayer
 from ..adapters.slots import Adapters
 from ..adapters.writing import About
+from ..blocks.base import other_batch, read_count
 from ..core import weight_files
 from ..core.artifacts.value_json import decode
 from ..core.errors import DEFAULT, LONGEST, ArtifactError, FxplugError, Limits, SpecError, cut, did_you_mean, first_line, shown
@@ -69,8 +70,10 @@ class ExportedModel:
         self.manifest, self.tensors, self._signature = manifest, tensors, signature
         self._locks = (StateLock(),)
         self._adapters = PackageAdapters(manifest, tensors, self._locks) if manifest["banks"] else None
+        self._tables: list[tuple[torch.Tensor, dict[str, Any]]] = []
         if self._adapters is not None:
             check_slots(self._adapters)
+            self._tables = [(self._adapters.tensor(f"{p}.gates.table.entries"), {}) for p in self._adapters.banks]
 
     @property
     def adapters(self) -> PackageAdapters:
@@ -79,6 +82,13 @@ class ExportedModel:
             how = "apply one that has, load_pass('lora', slots=4), then export"
             raise SpecError(f"no pass of this {self.noun} has slots: {how}")
         return self._adapters
+
+    def _check_samples(self, flat: Sequence[torch.Tensor]) -> None:
+        """Raises SpecError where samples have entries of their own, and no input has so many samples."""
+        for table, known in self._tables:
+            sizes = [tensor.shape[0] for tensor in flat if tensor.dim()]
+            if (entries := read_count(table, known)) and sizes and entries not in sizes:
+                raise SpecError(other_batch(entries, sizes[0]))
 
     def _described(self, more: str) -> str:
         names = cut(", ".join(self.manifest["passes"]), LONGEST // 2) or "no passes"
@@ -111,14 +121,19 @@ class Package(ExportedModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the module, without gradients; result classes are dicts of their fields.
 
-        Raises what `Signature.flatten` does, and FxplugError when the program itself fails.
+        Raises what `Signature.flatten` does, SpecError where adapters were chosen for another number of samples, and
+        FxplugError when the program itself fails.
         """
         flat = self._signature.flatten(args, kwargs)
         try:
-            out = call_with_read_lock(self._locks, self._loader.boxed_run, flat)
+            out = call_with_read_lock(self._locks, self._run, flat)
         except RuntimeError as error:
             raise FxplugError(f"the package failed in this call: {first_line(error)}") from error
         return self._signature.unflatten(out)
+
+    def _run(self, flat: list[torch.Tensor]) -> Any:
+        self._check_samples(flat)
+        return self._loader.boxed_run(flat)
 
     def state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """List the constants of the program and the tensors of the passes: their names, dtypes and shapes."""

@@ -13,7 +13,7 @@ from ..core.clock import Clock
 from ..core.errors import SpecError
 from ..core.ir import ops
 from ..core.ir.containers import leaves
-from ..core.ir.graph import Graph, insert, meta_of
+from ..core.ir.graph import Graph, check_samples, insert, meta_of
 from ..core.ir.traced_module import TracedModule, shell
 from ..core.locks import call_with_read_lock, choices_of, locks_of
 from ..core.torch_internals.modules import TABLES
@@ -127,7 +127,12 @@ class Stepped(nn.Module):
         if self._before is not None:
             self._before(self.module, args, kwargs)
             self._before = None  # later inputs may differ by rounding
-        return call_with_read_lock(self._locks, self._step, *args, **kwargs)
+        return call_with_read_lock(self._locks, self._checked_step, *args, **kwargs)
+
+    def _checked_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._locks:
+            check_samples(self.module, args, kwargs)  # which parts behind the first do not see
+        return self._step(*args, **kwargs)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError

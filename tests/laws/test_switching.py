@@ -122,7 +122,7 @@ def test_every_sample_has_an_adapter_of_its_own(traced, loaded, files):
     close(out, torch.stack(expected))
     loaded.adapters.use(torch.tensor([0, -1, 1, 0]))
     assert torch.equal(loaded(x), out)
-    with pytest.raises(RuntimeError, match="one entry per sample"):
+    with pytest.raises(SpecError, match=r"use\(\) got . entries but the batch has \d+ samples: give one entry per sample"):
         loaded(x[:3])
     loaded.adapters.use("ink")
     close(loaded(x[:3]), files["ink"][1][:3])
@@ -166,7 +166,7 @@ def test_compiled_code_switches(loaded, files):
         loaded.adapters.use(name)
         close(call(x), files[name][1])
     loaded.adapters.use(["ink", "clay"])
-    with pytest.raises(RuntimeError, match="one entry per sample"):
+    with pytest.raises(SpecError, match=r"use\(\) got . entries but the batch has \d+ samples: give one entry per sample"):
         call(x)
 
 
@@ -620,7 +620,7 @@ def test_the_first_tensor_carries_the_samples_where_no_option_names_another(list
     gm, inputs = listed
     new = wired(gm, "lora")
     new.adapters.use(["ink", None, "film"])
-    with pytest.raises(RuntimeError, match="one entry per sample"):
+    with pytest.raises(SpecError, match=r"use\(\) got . entries but the batch has \d+ samples: give one entry per sample"):
         new(**inputs)
 
 

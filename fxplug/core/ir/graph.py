@@ -282,7 +282,7 @@ def in_turn(forward: Any) -> Any:
         run = _offloaded(forward) if HOOKED in self.__dict__ else forward
         if "_tied" in self.__dict__:
             check_tied(self)
-        return call_with_read_lock(own, run, self, *args, **kwargs) if own else run(self, *args, **kwargs)
+        return call_with_read_lock(own, _with_slots, run, self, args, kwargs) if own else run(self, *args, **kwargs)
 
     return wrapper
 
@@ -291,6 +291,69 @@ def _offloaded(forward: Any) -> Any:
     from .offload import with_parts_loaded  # for few modules
 
     return with_parts_loaded(forward)
+
+
+def _with_slots(forward: Any, module: TracedModule, args: Any, kwargs: Any) -> Any:
+    """A call of a module with slots, whose blocks look at what comes in and what goes out."""
+    graph, known = module.__dict__.get("_graph"), module.__dict__.get("_slots")
+    if graph is None:  # the plain module of an export
+        return forward(module, *args, **kwargs)
+    if known is None or known[0] is not graph:
+        known = module.__dict__["_slots"] = _slots(module)
+    _, tables, watchers = known
+    for table in tables:
+        if table.count_entries():
+            check_samples(module, args, kwargs)
+            break
+    out = forward(module, *args, **kwargs)
+    for watcher in watchers:
+        watcher.after_call(out)
+    return out
+
+
+@without_compiler
+def _slots(module: TracedModule) -> tuple[fx.Graph, list[Any], list[Any]]:
+    """The graph, the blocks in it that may have an entry for each sample, and those that look at a result."""
+    graph = module.__dict__["_graph"]
+    tables = [module.get_submodule(str(node.target)) for node in _tables(graph, module)]
+    return graph, tables, [m for m in module.modules() if hasattr(type(m), "after_call")]
+
+
+def _tables(graph: fx.Graph, module: nn.Module) -> list[fx.Node]:
+    calls = graph.find_nodes(op="call_module")
+    return [node for node in calls if hasattr(type(module.get_submodule(str(node.target))), "count_entries")]
+
+
+@without_compiler
+def check_samples(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises SpecError where blocks have an entry for each sample, and a call has another number of samples."""
+    graph = _graph(module)
+    known: Any = module.__dict__.get("_samples")
+    if known is None or known[0] is not graph:
+        known = module.__dict__["_samples"] = graph, *_samples(graph, module)
+    _, tables, inputs = known
+    if inputs is None:
+        return
+    try:
+        values = inputs(*args, **kwargs)
+    except (TypeError, LookupError, AttributeError):  # of a call that the graph does not take, as it says itself
+        return
+    for table, value in zip(tables, values, strict=True):
+        table.check_samples(value)
+
+
+def _samples(graph: fx.Graph, module: nn.Module) -> tuple[list[Any], Callable[..., Any] | None]:
+    """The blocks that may have an entry for each sample, and a function from a call's arguments to their inputs."""
+    head, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        read = node.op == "call_function" and node.target in OF_INPUTS and all(n in values for n in node.all_input_nodes)
+        if node.op == "placeholder" or node.op == "get_attr" or read:
+            copy_nodes([node], head, values)
+    found = [(node, values[x]) for node in _tables(graph, module) for x in node.all_input_nodes if x in values]
+    insert(head, "output", "output", (tuple(value for _, value in found),))
+    head.eliminate_dead_code()
+    tables = [module.get_submodule(str(node.target)) for node, _ in found]
+    return tables, fx.GraphModule(module, head).forward if found else None
 
 
 def by_regions(forward: Any) -> Any:
@@ -319,6 +382,7 @@ def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
 # these frames are not compiled, what they call is; all wrappers have one code
 leave_frame(in_turn(nn.Module.forward).__code__)
 leave_frame(by_regions(nn.Module.forward).__code__)
+leave_frame(_with_slots.__code__)
 leave_module(locks)
 
 
@@ -371,6 +435,7 @@ def _at(module: nn.Module, steps: tuple[str, ...]) -> Any:
 # what checks how a graph is called, before it computes anything
 ENTRY = (ops.check_constants, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_numbers)
 AT_ENTRY = (*ENTRY, operator.getitem, ops.edge, ops.device_of, ops.input_or_default)
+OF_INPUTS = (operator.getitem, ops.edge, ops.input_or_default)
 HARMLESS = (
     *ENTRY, ops.guard, ops.tried, ops.check_state, ops.check_added, ops.any_gradients, ops.enter_grad, ops.exit_grad,
     ops.enter_autocast, ops.exit_autocast,

@@ -123,7 +123,7 @@ def _check_order(graph: fx.Graph) -> None:
 
 
 OWN_STATE = set(
-    "_graph _twin _extras _origin _code _graph_mode _accessors _locks _block _steps _variants _entry".split()  # noqa
+    "_graph _twin _extras _origin _code _graph_mode _accessors _locks _block _steps _variants _entry _slots _samples".split()  # noqa
 ) | {LOADED}
 MODES = (ops.enter_grad, ops.enter_autocast)
 FORWARDS = {True: "_forward_train", False: "_forward_eval"}  # the forward of a class with a graph for each mode

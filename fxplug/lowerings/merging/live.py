@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,12 @@ from ...blocks.lora import Lora
 from ...blocks.low_rank import in_slot
 from ...blocks.weight_update import Update
 from ...core.errors import SpecError
-from ...core.ir.containers import tensor_at
+from ...core.ir.containers import leaves, tensor_at
 from ...core.ir.graph import copy_graph
 from ...core.ir.traced_module import TracedModule, shell
 from ...core.locks import with_read_lock
 from ...core.rewriter.networks import GATES
+from ...core.torch_internals.modules import without_compiler
 from .fold import FoldPlan, check_unlowered, slotted, uniform
 from .updates import ParameterUse, accumulator, mapped, updated, weight_of
 
@@ -125,6 +127,7 @@ class Shadows(nn.Module):
         self.passes = list(passes)
         self.rows: list[Row] = []
         self.state: dict[str, list[Parts]] = {}  # what each shadow was made of, by banks
+        self.writes = 0  # of all shadows
 
     def add(self, use: ParameterUse, base: nn.Parameter, paths: dict[str, str]) -> None:
         """Keep the base of one weight."""
@@ -139,6 +142,21 @@ class Shadows(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError("this module only has merged weights: call the model")
+
+    @without_compiler
+    def after_call(self, result: Any) -> None:
+        """See that a backward pass through the result of a call reads the weights that the call read."""
+        if torch.is_grad_enabled():
+            for value in leaves(result):
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    value.grad_fn.register_prehook(functools.partial(self._check_unchanged, self.writes))
+
+    def _check_unchanged(self, writes: int, _: Any) -> None:
+        if writes != self.writes:
+            raise SpecError(
+                "the adapters of a live merge were changed between a forward pass and its backward pass, which reads the "
+                "merged weights too: call backward() before use(...), or lower without merge='live'"
+            )
 
     @torch.no_grad()
     def switched(self, root: nn.Module) -> None:
@@ -167,6 +185,7 @@ class Shadows(nn.Module):
 
     def make(self, root: nn.Module, row: Row, now: list[Parts], gates: dict[str, list[float]]) -> None:
         """Write one shadow weight, from its base and what goes into it now."""
+        self.writes += 1
         name = getattr(root, "meta", {}).get("originals", {}).get(row.name, row.name)
         shadow = root.get_parameter(name)
         base = self.get_parameter(row.base)
