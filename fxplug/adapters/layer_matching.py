@@ -15,6 +15,7 @@ from .tables import PARTS, table
 from .updates import AdapterFile, Entry, with_projections
 
 _COMFYS_TEXT = re.compile(r"text_encoders\.((\w+)\.)transformer\.")
+DENOISERS = ("unet", "transformer", "diffusion_model")  # what tools call the one denoiser of a pipeline
 EMBEDDED = ("<", "emb_params", "bundle_emb.", "string_to_param")  # learned words lie beside the layers in some files
 
 
@@ -132,11 +133,12 @@ def fit(
 
     Tried in this order, for each entry by itself: the path as it is; without what says the part of a pipeline, kohya's with
     underscores; the names that the model's own code has (see families); then for all together the path without further
-    components at its beginning, or with more. Parts of which nothing fits are others', once another part fits. `part` names
-    the one to take. `model` gives all weights of the model by path, where `layers` are only some: families are told by them,
-    and an entry for a layer that is not among `layers` is said to be that. `guess` takes the layers by shape and order where
-    no name fits any (see `by_order`). `beside` has the shapes of parameters other than weights that have a home, such as
-    `blocks.0.norm1.bias`, and `here` the names of all that the model has; None takes them without looking.
+    components at its beginning, or with more. Parts of other models, of which nothing fits, are others', once a part fits.
+    `part` names the one to take. `model` gives all weights of the model by path, where `layers` are only some: families are
+    told by them, and an entry for a layer that is not among `layers` is said to be that. `guess` takes the layers by shape and
+    order where the file numbers them and has no names (see `by_order`). `beside` has the shapes of parameters beside weights
+    that have a home, such as `blocks.0.norm1.bias`, and `here` the names of all that the model has; None takes them without
+    looking.
 
     Raises ArtifactError for a part that the file has not, and where more than one layer or entry could be meant.
     """
@@ -159,7 +161,10 @@ def fit(
         found = {p: max(found[p], finder.deep(groups[p], shapes), key=_Hits.rank) for p in wanted}
     some = any(hits.good for hits in found.values())
     taken = [p for p in wanted if found[p].good or not some]
-    models = [p for p in taken if p in PARTS and any(home and f".{p}." not in f".{home[0]}" for home in found[p].homes)]
+    if some and part is None:
+        taken += [p for p in wanted if p not in taken and not _is_of_another_model(p, groups[p], taken, shapes)]
+    placing = [p for p in taken if p in PARTS and found[p].good]
+    models = [p for p in placing if any(home and f".{p}." not in f".{home[0]}" for home in found[p].homes)]
     if models == ["transformer_2"] and "" in taken:  # names without a part are those of the first
         models = ["", *models]
     if some and len(models) > 1:  # as the two transformers of Wan 2.2
@@ -173,6 +178,8 @@ def fit(
     if not some and not any(found[p].named for p in taken):
         ordered = {path: shapes[path] for path in finder.shapes if path in shapes}
         for p in taken:
+            if not all(":" in e.name for e in groups[p]):
+                continue  # what has a name is not another layer by its shape
             try:
                 hits = by_order(groups[p], ordered, file.source)
             except ArtifactError:
@@ -223,6 +230,21 @@ def fit(
             placed[key] = entry
     others = {p: tuple(entries) for p, entries in groups.items() if p not in taken}
     return Fit(file, shapes, placed, tuple(missing), mismatched, others, outside, guessed, homeless)
+
+
+def _is_of_another_model(part: str, entries: Sequence[Entry], taken: Sequence[str], layers: Iterable[str]) -> bool:
+    """Whether layers of which none is here may be those of another model of the pipeline than that of the parts `taken`.
+
+    The name of its part says so. A denoiser has one of several such names, and none in files of old, where text encoders have
+    theirs: layers without a part beside those of a denoiser, or that end as layers that are here, are no other model's.
+    """
+    text = all(p.startswith("text_encoder") for p in taken)
+    if part in DENOISERS:
+        return not any(p in ("", *DENOISERS) for p in taken)
+    if part in PARTS:
+        return True
+    ends = {"_" + path.replace(".", "_") for path in layers}
+    return text and not any(f"_{e.path}".replace(".", "_").endswith(tuple(ends)) for e in entries)
 
 
 def by_order(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]], source: str) -> _Hits:

@@ -289,8 +289,7 @@ class Adapters:
         of a pipeline that this module is; `config` is PEFT's adapter configuration where none lies beside (without it and
         without alphas in the source, the scale is 1). `partial` leaves out layers that are not here; `replace` takes the slot
         of an adapter of that name, and is used as that was. `guess` takes layers by shape and order where a file numbers its
-        layers or names none that is here. `limits` bounds what is read of a file. Gives what went where: see
-        `layer_matching.Fit`.
+        layers and does not name them. `limits` bounds what is read of a file. Gives what went where: see `layer_matching.Fit`.
 
         Raises ArtifactError for a file that cannot be read or has layers that are not here; SpecError for a name that is
         taken, full slots, a rank above theirs, or an update of another kind than they hold. Nothing is changed then.

@@ -104,7 +104,7 @@ def inspect(
     ] = None,
     adapter: Adapter = None,
     part: Part = None,
-    guess: Annotated[bool, typer.Option("--guess", help="Take layers by shape and order, where no name tells them.")] = False,
+    guess: Annotated[bool, typer.Option("--guess", help="Take layers by shape and order, where these are numbered.")] = False,
     set: Set = None,
     allow: Allow = None,
     debug: Debug = False,
