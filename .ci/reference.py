@@ -12,6 +12,7 @@ import typer
 
 from fxplug.__main__ import app
 from fxplug.core.spec.pass_file import open_pass, shipped
+from fxplug.core.spec.rules import NUMERICS
 from fxplug.core.spec.schema import page as keys
 
 VERBS = """# Verbs of the command line
@@ -28,8 +29,10 @@ PASSES = """# Passes
 Written by `make pages`. Each pass has a page with its parameters and the diff that it makes on a small model;
 `fxplug passes NAME --page` prints it. How to write a pass: [guide](../guides/passes.md).
 
-| pass | |
-|---|---|
+Numerics of a pass: {numerics}.
+
+| pass | numerics | |
+|---|---|---|
 """
 
 
@@ -37,8 +40,10 @@ def pages() -> dict[str, str]:
     """The text of each page by its name."""
     command: Any = typer.main.get_command(app)
     verbs = "\n".join(line for name in command.list_commands(None) for line in verb(name, command.get_command(None, name)))
-    rows = [f"| [{name}](passes/{name}.md) | {cell(open_pass(name).source.data['about'])} |" for name in shipped("passes")]
-    return {"verbs.md": f"{VERBS}\n{verbs}", "passes.md": PASSES + "\n".join(rows) + "\n", "keys.md": keys()}
+    files = {name: open_pass(name).source.data for name in shipped("passes")}
+    rows = [f"| [{name}](passes/{name}.md) | {data['numerics']} | {cell(data['about'])} |" for name, data in files.items()]
+    passes = PASSES.replace("{numerics}", "; ".join(f"*{word}*, {text}" for word, text in NUMERICS.items()))
+    return {"verbs.md": f"{VERBS}\n{verbs}", "passes.md": passes + "\n".join(rows) + "\n", "keys.md": keys()}
 
 
 def verb(path: str, command: Any, level: int = 2) -> Iterator[str]:

@@ -178,6 +178,7 @@ def passes(
 ) -> None:
     """List the passes that come with fxplug, or the parameters of one."""
     from .core.spec.pass_file import REQUIRED, open_pass, shipped
+    from .core.spec.rules import NUMERICS
 
     if pages is not None:
         from .core.cli.pages import write
@@ -194,12 +195,15 @@ def passes(
 
     if name is None:
         for each, path in shipped("passes").items():
-            print(f"{each:18} {open_pass(path).source.data.get('about', '')}")
+            data = open_pass(path).source.data
+            print(f"{each:18} {data.get('numerics', ''):8}  {data.get('about', '')}")
         return
     from .core.spec.schema import parameters as explained
 
     draft = open_pass(name)
     print(draft.source.data.get("about", draft.name))
+    if numerics := draft.source.data.get("numerics"):
+        print(f"numerics: {numerics} ({NUMERICS[numerics]})")
     told = {key: "required" if default == REQUIRED else json.dumps(default) for key, default, _, _ in explained(draft)}
     rows = [(key, told[key], text) for key, _, text, _ in explained(draft)]
     keys, defaults = (max(len(row[column]) for row in rows) for column in (0, 1))

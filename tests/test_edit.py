@@ -303,7 +303,7 @@ def test_inserted_nodes_know_where_they_come_from(net):
     assert {k: told[k] for k in ("name", "site", "place", "block")} == {
         "name": "lora", "site": "head", "place": "after", "block": "Lora",
     }  # fmt: skip
-    assert told["where"].endswith("lora.yaml:17")
+    assert told["where"].endswith("lora.yaml:18")
     assert isinstance(new.get_submodule(node.target), Lora)
 
 

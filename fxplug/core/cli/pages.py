@@ -15,6 +15,7 @@ from ..ir.containers import parameters as counted
 from ..ir.text import diff
 from ..reading import about, reported
 from ..spec.pass_file import REQUIRED, Draft, open_pass, shipped
+from ..spec.rules import NUMERICS
 from ..spec.schema import parameters
 
 LINES = 24  # so much of the diff is shown
@@ -40,7 +41,7 @@ def page(name: str | Path) -> str:
         "passes": [{str(name): given} if given else str(name)],
     }
     result = rewrite(config, dry_run=True)
-    sections = [f"# {draft.name}", str(data.get("about", "")), *_papers(data), *_parameters(draft)]
+    sections = [f"# {draft.name}", str(data.get("about", "")), *_numerics(data), *_papers(data), *_parameters(draft)]
     return "\n\n".join([*sections, *_inputs(result), *_example(str(name), given, result)]) + "\n"
 
 
@@ -54,6 +55,10 @@ def write(folder: str | Path) -> list[Path]:
             file.write_text(text, "utf-8")
         files.append(file)
     return files
+
+
+def _numerics(data: dict[str, Any]) -> list[str]:
+    return [f"Numerics: {data['numerics']} ({NUMERICS[data['numerics']]})."] if "numerics" in data else []
 
 
 def _papers(data: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import extensions
 from ..errors import ClashError, SpecError, below, brief_fields, did_you_mean
-from .rules import COMMON, Match, Pass, Rule, check_common, check_name, check_target, is_target
+from .rules import COMMON, Match, Pass, Rule, check_common, check_name, check_numerics, check_target, is_target
 from .yaml_source import NOWHERE, Source, Where, braces, check_finite, read_yaml, shown
 
 # where files that were written by earlier versions have classes of the package, and where these are now
@@ -239,7 +239,8 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
     else:
         raise SpecError(f"a pass is a name, a path, a mapping or a Pass, not {shown(source)}")
     data = read.data if isinstance(read.data, Mapping) else {}
-    known = ["about", "params"] if "make" in data else [f.name for f in fields(Pass) if f.name not in ("where", "loads")]
+    made = ["about", "params", "numerics"]
+    known = made if "make" in data else [f.name for f in fields(Pass) if f.name not in ("where", "loads")]
     ruled = not {"make", "parallel"} & data.keys()
     read.keys([*known, "make", *PAGE_KEYS], ["rules"] if ruled else [])
     rules = read.data.get("rules", [])
@@ -250,6 +251,8 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
         known = [f.name for f in fields(Rule) if f.name != "where"]
         read.keys(known, ["match"], "rules", index)
         read.keys([f.name for f in fields(Match)], [], "rules", index, "match")
+    with read.inside():
+        check_numerics(data.get("numerics"))
     if not isinstance(read.data.get("params", {}), Mapping):
         raise read.error(f"must be a mapping, not {shown(read.data['params'])}", "params")
     for key in read.data.get("params", {}):
@@ -296,7 +299,7 @@ class Draft:
         for index, rule in enumerate(made.rules):
             _check_allowed(rule.use, allow, rule.where, ("rules", index, "use"))
             _check_options(rule.options, allow, rule.where, ("rules", index, "options"))
-        return made
+        return replace(made, numerics=self.source.data.get("numerics", made.numerics))
 
     def bind(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The defaults with `given` in their place, checked; SpecError's path or key names the parameter."""

@@ -151,6 +151,13 @@ class Rule:
         return self.expect not in ((">=", 0), (">=", 1))
 
 
+NUMERICS = {
+    "exact": "just the operation that it states, to the bit; the output stays `torch.equal` where a new pass is neutral",
+    "rounding": "the same result, summed in another order",
+    "lossy": "an approximation of the result",
+}
+
+
 @dataclass(frozen=True)
 class Pass:
     """A named list of rules; `params` are the values its parameters got. Raises SpecError.
@@ -166,6 +173,8 @@ class Pass:
 
     A pass with `loads` has slots, gets its rules when it meets a model, from the adapter files that it lists, and has them
     loaded and in use when it is applied: see `adapters.file_passes`.
+
+    `numerics` says how near its results are to what it stands for, one of `NUMERICS`; None does not say.
     """
 
     name: str
@@ -183,6 +192,7 @@ class Pass:
     samples: str | None = None
     loads: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
     expect: str | int | None = None
+    numerics: str | None = None
 
     __repr__ = brief_fields
 
@@ -197,6 +207,7 @@ class Pass:
             raise SpecError(found, path=("samples",))
         if self.samples is not None and not self.slots:
             raise SpecError("requires 'slots': it names the input whose samples choose among them", path=("samples",))
+        check_numerics(self.numerics)
         validate(PlanOptions, self.parallel, "parallel")
         if self.parallel:
             for key in ("rules", "inputs", "networks", "slots", "lr", "weight_decay", "expect"):
@@ -234,6 +245,13 @@ class Pass:
         """Say whether `expect` of the pass allows this many sites of all its rules together; its rules have their own."""
         sign, number = _check_expect(">=0" if self.expect is None else self.expect)
         return _COUNTS[sign](count, number)
+
+
+def check_numerics(value: Any) -> None:
+    """Raise SpecError unless a value is one of `NUMERICS`, or None."""
+    if value is not None and value not in [*NUMERICS]:
+        near = did_you_mean(value, NUMERICS) if isinstance(value, str) else ""
+        raise SpecError(f"must be one of {', '.join(NUMERICS)}, not {shown(value)}{near}", path=("numerics",))
 
 
 def check_common(settings: Mapping[str, Any]) -> None:
