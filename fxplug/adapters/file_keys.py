@@ -29,7 +29,7 @@ _FORMS = [
         (rf"(?:{_BEHIND})\.(?P<half>down|up)\.(?P<what>weight|bias)$", ""),
         (r"(?:\.lora|\.lora_linear_layer|(?P<old>_lora))\.(?P<half>down|up)\.(?P<what>weight|bias)$", ""),
         (r"\.(?P<name>hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)){a}$", "factor"),
-        (r"\.dora_scale$", "magnitude"),
+        (r"\.dora_scale$|\.magnitude(?:\.weight)?$", "magnitude"),  # LyCORIS', and ai-toolkit's
         (r"(?<=query_norm)\.scale$|(?<=key_norm)\.scale$", "set_weight"),  # of Flux, as its control LoRAs have them
         (r"\.oft_R\.(?P<name>scaled_oft)$", "other"),
         (r"(?:\.token_adapter)?\.(?P<name>" + _NAMES + r"){a}(?:\.weight)?$", "other"),

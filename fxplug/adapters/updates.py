@@ -188,6 +188,18 @@ class Entry:
         up = whole.reshape(len(up), -1, *up.shape[2:])
         return replace(self, tensors={**self.tensors, "up": up}, rank=groups * self.rank)
 
+    def with_scale_in_factor(self) -> Entry:
+        """The same update with a scale of 1: in one of its factors, and in its bias, for readers that take alpha for the rank.
+
+        Exact for a power of two, and else but for rounding.
+        """
+        key = next((name for name in ("up", "hada_w1_a", "lokr_w1", "lokr_w1_a") if name in self.tensors), "")
+        if self.scale == 1 or self.method or not key:
+            return self
+        own = {name: self.tensors[name] for name in (key, "bias") if name in self.tensors}
+        scaled = {name: (tensor.double() * self.scale).to(tensor.dtype) for name, tensor in own.items()}
+        return replace(self, tensors={**self.tensors, **scaled}, scale=1.0)
+
     def product_rank(self) -> int:
         """The rank of the update as one low-rank product (`as_lora`), without making it."""
         if "up" in self.tensors or self.method:

@@ -20,6 +20,7 @@ from ..core.weight_files import save_file
 from ..core.writing import new_file, new_folder
 from . import formats
 from .contents import AdapterContents, ModelLayer, layers_of, trained
+from .find_tensors import PICKLED, SAFE
 from .formats import CONFIGURED, alpha_of, part_of, refused, tensors_of
 from .loading import ZERO, is_table, tensor_of, without_slots
 from .own_files import OWN, described
@@ -196,7 +197,8 @@ def content(
         elif why := single.get(entry.key(entry.path), "") or refused(entry, as_, layer):
             left[entry.key(entry.path)] = why
         else:
-            entries.append(_in_dtype(entry if as_ == "fxplug" else entry.as_one_group(), dtype))
+            one = entry if as_ == "fxplug" else entry.as_one_group()
+            entries.append(_in_dtype(one.with_scale_in_factor() if as_ == "diffusers" else one, dtype))
     if as_ in CONFIGURED:
         left |= formats.unlike([(entry.path, entry) for entry in entries], model.layers)
         entries = [entry for entry in entries if entry.path not in left]
@@ -250,6 +252,10 @@ def write(made: Content, path: str | os.PathLike[str], as_: str) -> Saved:
         return ArtifactError(f"{target} {finding}")
 
     with reported(raises, "cannot be written"):
+        no_folder = (*SAFE, *PICKLED) if as_ == "peft" else PICKLED
+        if "file" in FORMATS[as_] and target.suffix in no_folder and not target.is_dir():
+            other = "as_='diffusers', 'comfy' or 'kohya' for one file" if as_ == "peft" else "a name that ends in .safetensors"
+            raise raises(f"ends as a file does, and an adapter of {as_} is a folder: give the name of a folder, or {other}")
         is_folder = "file" in FORMATS[as_] and (as_ == "peft" or target.suffix != ".safetensors")
         if not is_folder and target.suffix != ".safetensors":
             target = target / f"{target.name or 'adapter'}.safetensors" if target.is_dir() else Path(f"{target}.safetensors")
