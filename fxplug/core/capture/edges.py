@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import keyword
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -115,6 +116,12 @@ class RegionEdges:
         self.called.add(path)
         node = recording.node("call_module", path, nodes, node_kw, identifier(key))
         node.meta["port"] = Port(key, "out")
+        if (
+            path in self.leaves
+            and not type(module).__module__.startswith("torch.nn.")
+            or isinstance(module, torch.jit.ScriptModule)
+        ):
+            recording.guard_structure(node, out)
         result = recording.bind(out, node)
         recording.frame = outer
         return result
@@ -284,13 +291,14 @@ class _InputBinding:
         kinds = {type(x) for x in leaves(value)}
         if not has_tensor(value) and kinds.isdisjoint(OPAQUE) and not (open_here and kinds & KINDS.keys()):
             if not _printable(value):
-                raise TraceError(f"argument '{name}' is a {type(value).__name__}: {CAN_BE_INPUTS}")
-            self.checks[ops.check_constants].append((node, value, name))
+                odd = next((x for x in leaves(value) if not isinstance(x, torch.Size) and type(x) not in PRINTABLE), value)
+                raise TraceError(f"argument '{name}' is {_described(value, odd)}: {CAN_BE_INPUTS}")
+            self.checks[ops.check_constants].append((node, _as_plain(value), name, ops.kind_of(value)))
             return self.contained(node, copy.deepcopy(value), name)
         if not isinstance(value, (tuple, list, dict)):
             raise TraceError(f"argument '{name}' is a {type(value).__name__}: {CAN_BE_INPUTS}")
         members = dict(children(value) or ())
-        args = (node, tuple(members), name)
+        args = (node, tuple(members), name, ops.kind_of(value)[0])
         self.recording.node("call_function", ops.check_members, args, {}, "check_members", effect=True)
         new = {}
         for key, member in members.items():
@@ -360,7 +368,24 @@ def _writable_default(value: Any, name: str) -> Any:
 def _printable(value: Any) -> bool:
     if isinstance(value, (tuple, list, dict)):
         return all(_printable(member) for _, member in children(value) or ())
-    return isinstance(value, PRINTABLE)
+    return type(value) in PRINTABLE or isinstance(value, torch.device)
+
+
+def _as_plain(value: Any) -> Any:
+    """A plain value in tuples, lists and dicts of Python's own, which code can be written of."""
+    if isinstance(value, dict):
+        return {key: _as_plain(member) for key, member in value.items()}
+    if isinstance(value, (tuple, list)):
+        return (tuple if isinstance(value, tuple) else list)(map(_as_plain, value))
+    return value
+
+
+def _described(value: Any, odd: Any) -> str:
+    """An argument that cannot be an input, what in it is the reason, and what can be given in its place."""
+    kind = f"a {type(value).__name__}" + (f" with a {type(odd).__name__}" if odd is not value else "")
+    plain = odd.item() if isinstance(odd, np.generic) else odd
+    same = next((k for k in (bool, int, float, str) if isinstance(plain, k)), None)
+    return kind + (f" (give {same.__name__}(...) in its place)" if same else "")
 
 
 def _result(recording: Recording, value: Any, path: str = "") -> Any:
@@ -395,4 +420,5 @@ def _result(recording: Recording, value: Any, path: str = "") -> Any:
     name = identifier(type(value).__name__)
     if hasattr(value, "_fields"):
         return recording.node("call_function", type(value), tuple(new.values()), {}, name)
-    return recording.node("call_function", type(value), (), new, name)
+    named = all(isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key) for key in new)
+    return recording.node("call_function", type(value), () if named else (new,), new if named else {}, name)

@@ -63,16 +63,31 @@ class TensorClass:
         return getattr(self.original, name)
 
 
-def tensor_classes(is_recording: Callable[[], bool]) -> Iterator[tuple[Any, str, Any]]:
+class FloatInfo(TensorClass):
+    """What stands for torch.finfo, which tells of the default dtype where it is given none."""
+
+    def __init__(self, is_recording: Callable[[], bool], reads_default_dtype: Callable[[], None]) -> None:
+        super().__init__(torch.finfo, is_recording)
+        self.reads_default_dtype = reads_default_dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and self.is_recording() and asker(sys._getframe(1)) is not None:
+            self.reads_default_dtype()
+        return self.original(*args, **kwargs)
+
+
+def tensor_classes(is_recording: Callable[[], bool], reads_default_dtype: Callable[[], None]) -> Iterator[tuple[Any, str, Any]]:
     """What stands for torch's classes where the model's own code calls them: owner, name and value."""
     original = torch.Tensor.__new__
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is not torch.Tensor or kwargs or not is_recording() or asker(sys._getframe(1)) is None:
             return original(cls, *args, **kwargs)
+        reads_default_dtype()
         return _made(args, torch.get_default_dtype())
 
     yield torch.Tensor, "__new__", new
+    yield torch, "finfo", FloatInfo(is_recording, reads_default_dtype)
     yield from ((torch, name, TensorClass(getattr(torch, name), is_recording)) for name in TENSOR_CLASSES)
 
 

@@ -25,7 +25,7 @@ from .fake_tensors import recorded_math
 from .graph_builder import tensor_classes
 from .isolation import calls
 from .module_state import MISSING
-from .reads import PLAIN, STAND_INS
+from .reads import KINDS_REPLACED, PLAIN, STAND_INS
 from .recorder import Recording
 from .user_code import asker, gives_types, is_foreign
 
@@ -136,7 +136,7 @@ def mode_patches(recording: Recording) -> Iterator[Patch]:
     They are replaced where they are defined, and in the source files of the model's packages that import them by name. What
     a class or a closure has kept of them before is not seen.
     """
-    for listed in LISTS:
+    for listed in (*LISTS, functions.names):
         listed()
     new: dict[int, Any] = {}
     for owner, name, value in _replaced(recording):
@@ -147,9 +147,9 @@ def mode_patches(recording: Recording) -> Iterator[Patch]:
         space = vars(module)
         for name in [n for n, v in space.items() if id(v) in new]:
             yield module, name, new[id(space[name])]
-        if STAND_INS.keys().isdisjoint(space):
+        if KINDS_REPLACED.isdisjoint(space):
             whole = recording.stand_ins and not gives_types(getattr(module, "__file__", None) or "")
-            yield from ((module, name, value) for name, value in (STAND_INS if whole else PLAIN).items())
+            yield from ((module, name, value) for name, value in (STAND_INS if whole else PLAIN).items() if name not in space)
 
 
 def _replaced(recording: Recording) -> Iterator[Patch]:
@@ -241,7 +241,7 @@ def patched(recording: Recording, regions: RegionEdges, training: bool | None) -
         (type(nn.Parameter), "__instancecheck__", recording.instance_check(type(nn.Parameter).__instancecheck__)),
         *((torch, name, recording.from_numpy(getattr(torch, name))) for name in ("from_numpy", "frombuffer")),
         *((math, name, recorded_math(name)) for name in functions.MATH),
-        *tensor_classes(recording.recording_here),
+        *tensor_classes(recording.recording_here, recording.reads_default_dtype),
         (nn.Module, "training", property(read_training, write_training)),
     ]
     before = []

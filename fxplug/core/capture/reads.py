@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,10 +19,21 @@ from ..errors import TraceError
 from ..ir import functions, ops
 from ..ir.graph import meta_of, redirect
 from ..spec.addresses import identifier
-from ..torch_internals.tensors import DisableTorchFunction, FakeTensor
+from ..torch_internals.tensors import DisableTorchFunction, FakeTensor, OpOverload, OpOverloadPacket
 from .fake_tensors import KINDS, NeedsValues, Number, lacks_values, record
 from .graph_builder import NUMBERS, Nodes
-from .user_code import ORDERED, asker, decides_nothing, describe, position, source_line, tree_of, user_frame
+from .user_code import (
+    ORDERED,
+    asker,
+    counts_distinct,
+    decides_nothing,
+    describe,
+    position,
+    source_line,
+    tree_of,
+    unpacked,
+    user_frame,
+)
 
 Place = tuple[int, int, int, int]  # line, column, last line, last column
 NAMESPACES = {"torch", "F", "nn", "functional"}
@@ -254,25 +266,34 @@ class RecordedNumbers(Nodes):
                 self.decide(self.size_of(new, "size", size, dim))
             self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
 
-    def guard_parts(self, short: str, args: Any, kwargs: Any) -> None:
-        """Hold the sizes that decide how many results, or how many dimensions, a function gives."""
-        tensor = args[0] if args else kwargs.get("input", kwargs.get("self"))
-        if not isinstance(tensor, torch.Tensor) or self.recorded(tensor) is None:
-            return
-        sizes = self.shape(tensor)
-        given = [*args[1:], *kwargs.values()]
-        if short == "squeeze":
-            dims = given[0] if given else range(len(sizes))
-            for dim in (dims,) if isinstance(dims, int) else dims:
-                bool(sizes[dim] == 1)
-            return
-        count = None if short == "unbind" else given[0]
-        dim = kwargs.get("dim", (given[0] if given else 0) if short == "unbind" else args[2] if len(args) > 2 else 0)
-        size = tensor.shape[dim]
-        if count is None or (short == "chunk" and -(-size // -(-size // count)) < count):  # fewer chunks than asked for
-            self.decide(sizes[dim])
-        elif short == "split" and isinstance(count, int):
-            self.decide((sizes[dim] + count - 1) // count)
+    def guard_parts(self, func: Any, name: str, node: fx.Node, out: Any, sized: bool, frame: FrameType) -> None:
+        """Hold how many results, or dimensions, a function gives where sizes decide that, and no list among its arguments.
+
+        Of operators and functions that are not torch's everything is held that Python can see.
+        """
+        foreign = isinstance(func, (OpOverload, OpOverloadPacket)) and not str(func).startswith(("aten.", "prims."))
+        if foreign or ops.is_applied(func) or name in functions.BY_SIZES:
+            self.guard_structure(node, out)
+        elif isinstance(out, (tuple, list)):
+            whole = name.endswith("chunk") and unpacked(frame) == len(out)  # which gives no more, and Python refuses fewer
+            if functions.takes_apart(name) and not sized and not whole:
+                self.guard_answer(ops.number_of_parts, node, len(out))
+        elif name in functions.SQUEEZING and isinstance(out, torch.Tensor):
+            dims = self.node("call_method", "dim", (node,), {}, f"{node.name}_dim", after=node)
+            dims.meta["value"] = out.dim()
+            self.guard_after(dims, out.dim(), (*source_line(), describe(dims)))
+
+    def guard_structure(self, node: fx.Node, out: Any) -> None:
+        """Hold all that Python can see of a result beside the numbers in it."""
+        with DisableTorchFunction():
+            structure = ops.structure_of(out)
+        self.guard_answer(ops.structure_of, node, structure)
+
+    def guard_answer(self, question: Callable[..., Any], node: fx.Node, answer: Any) -> None:
+        """Hold what a function of ours says of a result."""
+        asked = self.node("call_function", question, (node,), {}, f"{node.name}_{question.__name__}", after=node)
+        asked.meta["value"] = answer
+        self.guard_after(asked, answer, (*source_line(), describe(asked)))
 
     def value(self, func: Any, name: str, args: Any) -> Any:
         """A number read out of a tensor: recorded where it depends on the inputs, else known."""
@@ -378,16 +399,59 @@ class _TypeStandIn(_StandIn):
         return cls if issubclass(kind, _StandIn) else cls.classes.get(kind, kind)
 
 
+class Distinct(NamedTuple):
+    """What `len(set(numbers))` counts."""
+
+    count: Any
+
+
+class _SetStandIn(_StandIn):
+    def __call__(cls, *args: Any) -> Any:
+        items = list(args[0]) if len(args) == 1 else []
+        if any(map(_is_value, items)) and counts_distinct(sys._getframe(1)) and all(isinstance(x, (int, float)) for x in items):
+            return Distinct(record(ops.number_of_distinct, *items))
+        return set(items) if args else set()
+
+
 # numpy asks a class for its dtype; torch takes none but Python's own, see `Tries.stand_ins`
 Int: Any = _IntStandIn("int", (int,), {"dtype": np.dtype(int)})
 Float: Any = _FloatStandIn("float", (float,), {"dtype": np.dtype(float)})
-Type: Any = _TypeStandIn("type", (type,), {"classes": {int: Int, float: Float}})
+Set: Any = _SetStandIn("set", (set,), {})
+Type: Any = _TypeStandIn("type", (type,), {"classes": {int: Int, float: Float, set: Set}})
+
+
+def _is_value(number: Any) -> bool:
+    """Whether a number was read out of a tensor's values: what Python asks of it is a part of the graph, and not a guard."""
+    todo = [number.fx_node] if isinstance(number, Number) and number.recorder.active else []
+    while todo:
+        node = todo.pop()
+        if node.op == "call_method" and node.target in ("item", "tolist"):
+            return True
+        todo += [n for n in node.all_input_nodes if "value" in n.meta or n.target in ("item", "tolist")]
+        if node.target is operator.getitem:
+            todo += [n for n in node.all_input_nodes if n.target is operator.getitem]
+    return False
+
+
+def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`max` or `min`, recorded for numbers that were read out of a tensor's values."""
+
+    def extreme(*args: Any, **kwargs: Any) -> Any:
+        items = list(args[0]) if len(args) == 1 and isinstance(args[0], (list, tuple)) and not kwargs else args
+        if kwargs or not any(map(_is_value, items)) or not all(isinstance(x, (int, float)) for x in items):
+            return function(*args, **kwargs)
+        return record(function, *items) if len(items) > 1 else items[0]
+
+    return extreme
 
 
 def length(value: Any) -> Any:
-    """`len`, recorded for a tensor."""
+    """`len`, recorded for a tensor, and for a set of numbers that were read out of one."""
+    if type(value) is Distinct:
+        return value.count
     return len(value) if not isinstance(value, torch.Tensor) else value.__len__()  # type: ignore[no-untyped-call]
 
 
-STAND_INS = {"int": Int, "float": Float, "type": Type, "len": length}
+STAND_INS = {"int": Int, "float": Float, "type": Type, "len": length, "set": Set, "max": _extreme(max), "min": _extreme(min)}
+KINDS_REPLACED = {"int", "float", "type", "len"}  # a file with any of these names of its own keeps them all
 PLAIN = {"type": _TypeStandIn("type", (type,), {"classes": {}})}  # where the model gives `int` to what takes no other

@@ -54,6 +54,7 @@ from .user_code import (
     user_frame,
 )
 
+default_dtype = torch.get_default_dtype  # torch's own, whatever a run puts in its place
 LEAVING |= {"apply_", "map_", "map2_", "__cuda_array_interface__"}
 
 
@@ -98,6 +99,8 @@ class Recording(RecordedNumbers):
             return func(*args, **kwargs)
         if name == "__deepcopy__":
             return self.copied(args[0])
+        if name == "__reversed__":
+            return self.call(torch.Tensor.flip, "flip", (args[0], 0), {}) if args[0].dim() else args[0]
         return self.call(func, name, args, kwargs)
 
     def copied(self, tensor: torch.Tensor) -> Any:
@@ -154,8 +157,6 @@ class Recording(RecordedNumbers):
         plain, nodes = self.lower(tuple(args))
         plain_kw, node_kw = self.lower(dict(kwargs))
         short = str(method or getattr(func, "__name__", "")).strip("_")
-        if short in ("squeeze", "unbind", "split", "chunk"):
-            self.guard_parts(short, args, kwargs)
         several = [x if type(x) in (list, tuple) else (x,) for x in (*plain, *plain_kw.values())]
         given = [x for some in several for x in some if isinstance(x, torch.Tensor)]
         called = str(method or getattr(func, "__name__", ""))
@@ -192,6 +193,8 @@ class Recording(RecordedNumbers):
         if isinstance(out, (str, torch.dtype)) or short == "can_cast":
             for x in given:
                 self.dtypes.read(x, x.dtype, sys._getframe(2))
+            if isinstance(out, torch.dtype):  # of an integer and a float
+                self.reads_default_dtype()
         if out is NotImplemented or isinstance(out, KIND_ANSWERS) or short in KIND_QUESTIONS | KIND_TESTS:
             return out
         if isinstance(out, bool) and short.startswith(("is_", "has_", "can_", "_")) and asker(sys._getframe(2)) is None:
@@ -204,6 +207,7 @@ class Recording(RecordedNumbers):
             return None
         if isinstance(func, OpOverload) and func.namespace == "aten" and not kwargs:  # as scripted functions call them
             method = functions.method_names().get(getattr(torch.Tensor, func.overloadpacket.__name__, None), method)
+        operator_name = functions.operator_name(func, called)
         op, target, nodes = self.target(func, method, nodes)
         short = functions.short_name(target)
         in_place = bool(changed) or getattr(target, "__name__", str(target)).endswith("_")
@@ -219,6 +223,9 @@ class Recording(RecordedNumbers):
         if remembered is None and not in_place and not (any(views) and self.is_view_of_parameter(out)):
             self.results.put(key, out, given)
         node = self.node(op, target, nodes, node_kw, self.named(short), effect)
+        if any(self.recorded(x) is not None for x in given):  # a weight has the sizes it has
+            sized = any(isinstance(x, (list, tuple)) for x in (*plain, *plain_kw.values()))
+            self.guard_parts(func, operator_name, node, out, sized, sys._getframe(2))
         if short in ITSELF and isinstance(out, torch.Tensor) and given and tells_apart(user_frame()):
             self.guard_itself(node, out, given[0])
             if out is given[0]:
@@ -330,7 +337,13 @@ class Recording(RecordedNumbers):
             return None
         with unset_fake_temporarily(), DisableTorchFunction():
             real = func(*args, **{k: v for k, v in kwargs.items() if k not in ("device", "requires_grad")})
+        if not isinstance(data, np.ndarray) and kwargs.get("dtype") is None and (real.is_floating_point() or real.is_complex()):
+            self.reads_default_dtype()
         return self.fresh(real)
+
+    def reads_default_dtype(self) -> None:
+        """Hold the default dtype, in which a constant is made, to what it is now."""
+        self.state("torch.get_default_dtype", (), default_dtype())
 
     def fresh(self, real: torch.Tensor) -> torch.Tensor:
         """A constant as the new tensor that each call gets."""

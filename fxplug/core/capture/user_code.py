@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 import inspect
+import io
+import itertools
 import linecache
 import logging
 import os
@@ -63,6 +66,8 @@ OWN = tuple(folder + os.sep for folder in FOLDERS)
 THROUGH = tuple(os.path.join(os.path.dirname(str(torch.__file__)), name) for name in ("_tensor.py", "overrides.py", "_ops.py"))
 SPEAKING = tuple(STDLIB + name for name in ("logging" + os.sep, "importlib" + os.sep, "warnings.py", "traceback.py"))
 KEEPING = ("catch_warnings", "redirect_stdout", "redirect_stderr")  # what is told to people meanwhile can be read again
+# context managers that pass errors on
+PASSING = {"no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "autocast", "nullcontext", "record_function"}
 HEAP_TYPE = 1 << 9  # the flag of classes that Python code makes
 FOREIGN = ("torch", "numpy", "fxplug", "_pytest", "pytest", "pluggy")
 MISSING = object()
@@ -94,10 +99,13 @@ def asker(frame: FrameType | None) -> FrameType | None:
 
     Standard functions in between, such as `json.dumps`, ask for the model.
     """
+    kept = False
     while frame is not None:
         file = frame.f_code.co_filename
         own = file.startswith(THROUGH) or (file.startswith(STDLIB) and "-packages" not in file)
-        if not own or file.startswith(SPEAKING):
+        speaks = file.startswith(SPEAKING)
+        kept = kept or (speaks and _is_kept(frame))
+        if not own or (speaks and not kept):
             return frame if is_user_code(frame) else None
         frame = frame.f_back
     return None
@@ -105,7 +113,35 @@ def asker(frame: FrameType | None) -> FrameType | None:
 
 def is_text_for_people(frame: FrameType) -> bool:
     """Whether the text that a frame is making goes into a check, a log or an error, and nothing else hangs on it."""
-    return any(function is None or _speaks(_resolved(frame, function)) for function in _around(frame, _texts))
+    return any(function is None or _is_for_people(frame, function) for function in _around(frame, _texts))
+
+
+def _is_for_people(frame: FrameType, function: ast.expr) -> bool:
+    """Whether a call tells people something, and not a text in memory or a class of the model's."""
+    logger = _resolved(frame, function.value) if isinstance(function, ast.Attribute) else logging.root
+    while isinstance(logger, logging.Logger):
+        if any(map(_keeps, logger.handlers)):
+            return False
+        logger = logger.parent if logger.propagate else None
+    called = _resolved(frame, function)
+    return _speaks(called) and not (called is builtins.print and type(sys.stdout) is io.StringIO)
+
+
+def _keeps(handler: logging.Handler) -> bool:
+    """Whether the model can read again what a handler of a log is given."""
+    in_memory = type(handler) is logging.StreamHandler and isinstance(handler.stream, io.StringIO)
+    return in_memory or not is_foreign(type(handler))
+
+
+def _is_kept(frame: FrameType | None) -> bool:
+    """Whether a frame makes the text of a log for a handler that keeps it."""
+    while frame is not None:
+        if isinstance(handler := frame.f_locals.get("self"), logging.Handler):
+            return _keeps(handler)
+        if not frame.f_code.co_filename.startswith(SPEAKING):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def decides_nothing(frame: FrameType) -> bool:
@@ -113,14 +149,16 @@ def decides_nothing(frame: FrameType) -> bool:
 
     Either an `if` that does no more than make tensors contiguous: both ways give the same values (diffusers' upsampling does
     so above a batch of 64, because of a kernel that was wrong once). Or one part of `a and self.flag`, where the flag is off:
-    the whole is false whatever `a` is, as where diffusers asks for gradients to checkpoint.
+    the whole is false whatever `a` is, as where diffusers asks for gradients to checkpoint. Only the plainest of such tests,
+    in which nothing can keep the answer, see `_is_plain`.
     """
     if any(_around(frame, _layout_tests)):
         return True
-    for stop, others in _around(frame, _operands):
+    for stop, others, tested in _around(frame, _operands):
         for other in others:
             value = _resolved(frame, other)
-            if (value is None or type(value) in (bool, int, float, str)) and bool(value) is stop:
+            plain = type(value) is bool or (tested and (value is None or type(value) in (int, float, str)))
+            if plain and bool(value) is stop:
                 return True
     return False
 
@@ -129,16 +167,47 @@ def is_tried(frame: FrameType | None, error: str = "") -> bool:
     """Whether a frame is in a `try` whose handlers let the code go on; with `error` in one that has a handler of that name."""
     if frame is None or not _lines_in_try(frame.f_code.co_filename):
         return False
-    return any(error in ("", *names) for names in _around(frame, _lines_in_try))
+    return any(error in ("", *names) and _swallows(frame, items) for items, names in _around(frame, _lines_in_try))
 
 
 @lru_cache(maxsize=64)
 def _lines_in_try(file: str) -> list[Any]:
-    """What stands in each `try` with a handler that does not end by raising, with the names of what is handled."""
+    """What stands in each `try` with a handler that does not end by raising, with the names of what is handled.
+
+    And in each `with` whose manager may swallow an error, as `suppress` does: all that are not known to pass errors on.
+    """
     tries = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.Try)]
     passing = [n for n in tries if not all(isinstance(handler.body[-1], ast.Raise) for handler in n.handlers)]
     kinds = [[n.id for h in t.handlers if h.type for n in ast.walk(h.type) if isinstance(n, ast.Name)] for t in passing]
-    return [_place(part, names) for n, names in zip(passing, kinds, strict=True) for part in n.body]
+    withs = [w for w in ast.walk(tree_of(file)) if isinstance(w, (ast.With, ast.AsyncWith))]
+    swallowing = [w for w in withs if not all(_called(item.context_expr) in PASSING for item in w.items)]
+    places = [_place(part, (None, names)) for n, names in zip(passing, kinds, strict=True) for part in n.body]
+    return places + [_place(part, (w.items, _names(w.items))) for w in swallowing for part in w.body]
+
+
+def _names(items: list[ast.withitem]) -> list[str]:
+    """The names among the arguments of context managers."""
+    return [
+        n.id
+        for item in items
+        if isinstance(item.context_expr, ast.Call)
+        for a in item.context_expr.args
+        for n in ast.walk(a)
+        if isinstance(n, ast.Name)
+    ]
+
+
+def _swallows(frame: FrameType, items: list[ast.withitem] | None) -> bool:
+    """Whether a `try`, or one of these context managers, may let the code go on behind an error; torch's own do not."""
+    if items is None:
+        return True
+    for item in items:
+        made = item.context_expr
+        value = _resolved(frame, made.func if isinstance(made, ast.Call) else made)
+        module = getattr(value, "__module__", None) or type(value).__module__
+        if value is MISSING or module == "contextlib" or not _is_foreign_name(module):
+            return True
+    return False
 
 
 @cache
@@ -179,6 +248,31 @@ def _positions(code: CodeType) -> list[tuple[int | None, int | None, int | None,
     return list(code.co_positions())
 
 
+def counts_distinct(frame: FrameType) -> bool:
+    """Whether a frame is at the inner call of `len(set(...))`."""
+    at = position(frame)
+    return at is not None and at in _counted_sets(frame.f_code.co_filename)
+
+
+@lru_cache(maxsize=64)
+def _counted_sets(file: str) -> set[tuple[int, int, int, int]]:
+    """The places of the calls of `set` of which nothing but the length is asked."""
+    counts = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "len" and n.args]
+    sets: list[Any] = [n.args[0] for n in counts if isinstance(n.args[0], ast.Call) and _called(n.args[0]) == "set"]
+    return {(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset) for n in sets}
+
+
+def unpacked(frame: FrameType) -> int | None:
+    """Into how many names a frame takes what it is calling apart, `a, b = x.chunk(2)`; None where it does something else."""
+    return _unpacking(frame.f_code).get(frame.f_lasti)
+
+
+@lru_cache(maxsize=4096)
+def _unpacking(code: CodeType) -> dict[int, int]:
+    found = list(dis.get_instructions(code))
+    return {a.offset: b.arg or 0 for a, b in itertools.pairwise(found) if b.opname == "UNPACK_SEQUENCE"}
+
+
 def _around(frame: FrameType, find: Any) -> list[Any]:
     """What `find` notes of the places in a source file around the expression that a frame is at."""
     at = position(frame)
@@ -207,7 +301,20 @@ def tree_of(file: str) -> Any:
 def _layout_tests(file: str) -> list[Any]:
     """The tests of each `if` that makes tensors contiguous."""
     ifs = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.If) and not n.orelse and all(map(_makes_contiguous, n.body))]
-    return [_place(n.test, True) for n in ifs]
+    return [_place(n.test, True) for n in ifs if _is_plain(n.test)]
+
+
+PLAIN = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Attribute, ast.Name, ast.Constant, ast.Subscript, ast.Tuple)
+PLAIN += (ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context)  # type: ignore[assignment]
+
+
+def _is_plain(test: ast.expr) -> bool:
+    """Whether a test is made of names, numbers, comparisons and calls without arguments: its answer goes nowhere else."""
+    parts = list(ast.walk(test))
+    calls = [n for n in parts if isinstance(n, ast.Call)]
+    if any(n.keywords or not all(isinstance(a, ast.Constant) for a in n.args) for n in calls):
+        return False
+    return all(isinstance(n, (*PLAIN, ast.Call)) for n in parts)
 
 
 def _makes_contiguous(statement: ast.stmt) -> bool:
@@ -221,15 +328,42 @@ def _makes_contiguous(statement: ast.stmt) -> bool:
 
 @lru_cache(maxsize=64)
 def _operands(file: str) -> list[Any]:
-    """The parts of each `and` and `or`, with what settles the whole and the names among the parts that follow."""
+    """The plain parts of each `and` and `or` that is a test, with what settles the whole and the names that follow.
+
+    Elsewhere such an expression gives one of its parts, so that only those which are true or false may be left out.
+    """
+    tree = tree_of(file)
+    tests = {
+        id(part)
+        for n in ast.walk(tree)
+        if isinstance(n, (ast.If, ast.While, ast.IfExp, ast.Assert))
+        for part in _tested(n.test)
+    }
     found = []
-    for node in ast.walk(tree_of(file)):
-        if isinstance(node, ast.BoolOp):
-            for index, part in enumerate(node.values):
-                names = [p for p in node.values[index + 1 :] if isinstance(p, (ast.Name, ast.Attribute))]
-                if names:
-                    found.append(_place(part, (isinstance(node.op, ast.Or), names)))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.BoolOp):
+            continue
+        for index, part in enumerate(node.values):
+            names = [p for p in node.values[index + 1 :] if isinstance(p, (ast.Name, ast.Attribute))]
+            tested = id(node) in tests
+            if names and _is_plain(part) and (tested or _is_truth(part)):
+                found.append(_place(part, (isinstance(node.op, ast.Or), names, tested)))
     return found
+
+
+def _tested(test: ast.expr) -> list[ast.expr]:
+    """The parts of a test of which nothing matters but whether they are true."""
+    inner = test.values if isinstance(test, ast.BoolOp) else [test.operand] if isinstance(test, ast.UnaryOp) else []
+    return [test, *(part for value in inner for part in _tested(value))]
+
+
+def _is_truth(part: ast.expr) -> bool:
+    """Whether an expression gives True or False."""
+    return (
+        isinstance(part, ast.Compare)
+        or (isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not))
+        or _called(part).startswith("is_")
+    )
 
 
 @lru_cache(maxsize=64)
@@ -243,7 +377,7 @@ def _texts(file: str) -> list[Any]:
     caught |= {id(n) for w in kept for part in w.body for n in ast.walk(part)}
     for node in ast.walk(tree_of(file)):
         call = node.exc if isinstance(node, ast.Raise) else node.value if isinstance(node, ast.Expr) else None
-        if isinstance(call, ast.Call) and id(node) not in caught:
+        if isinstance(call, ast.Call) and id(node) not in caught and not any(map(_is_stream, call.keywords)):
             function = None if isinstance(node, ast.Raise) else call.func
             todo: list[ast.expr] = [*call.args[_called(call) in CHECKS :], *(k.value for k in call.keywords)]
             while todo:
@@ -256,6 +390,11 @@ def _texts(file: str) -> list[Any]:
                 if percent or isinstance(part, ast.JoinedStr) or _called(part) in ("str", "repr", "format"):
                     found.append(_place(part, function))
     return found
+
+
+def _is_stream(keyword: ast.keyword) -> bool:
+    """`file=...`, which may be a text that is read again, as those of a process are not."""
+    return keyword.arg == "file" and ast.unparse(keyword.value) not in ("None", "sys.stdout", "sys.stderr")
 
 
 def _resolved(frame: FrameType, name: ast.expr) -> Any:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..errors import GuardError
 from ..torch_internals import tensors as kernels
 from ..torch_internals.modules import DropoutNd
-from ..torch_internals.tensors import DisableTorchFunction, FakeTensor
+from ..torch_internals.tensors import DisableTorchFunction, FakeTensor, OpOverload, OpOverloadPacket
 from . import ops
 
 
@@ -105,9 +105,9 @@ NAMESPACES = {
 }
 OPERATORS = """add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor neg pos abs invert eq ne lt le gt ge
 getitem setitem contains iadd isub imul itruediv""".split()  # noqa: SIM905
-OPS = """edge guard check_state autograd_query dtype_of check_constants is_same same_dtype tried check_inputs check_numbers
-check_members put_members check_generator check_added input_or_default device_of any_gradients enter_autocast exit_autocast
-enter_grad exit_grad""".split()  # noqa: SIM905
+OPS = """edge guard check_state autograd_query dtype_of check_constants is_same same_dtype number_of_parts
+number_of_distinct structure_of tried check_inputs check_numbers check_members put_members check_generator check_added
+input_or_default device_of any_gradients enter_autocast exit_autocast enter_grad exit_grad""".split()  # noqa: SIM905
 OLD_OPS = {"asked": "autograd_query", "same": "check_constants", "given": "input_or_default"}  # in earlier versions' artifacts
 MATH = "sqrt log log2 log10 exp pow sin cos tan atan ceil floor trunc gcd fabs".split()  # noqa: SIM905
 # kept from the import: while a model is traced, `math` itself has functions that record
@@ -172,6 +172,12 @@ ITSELF = {"getitem", "edge", "float", "half", "bfloat16", "double", "type", "typ
 ITSELF |= {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"}
 
 
+# the operators whose results have dimensions by the sizes of their arguments, as all samples that torch has of its operators
+# show: by a rank that one may see, and by more than that
+SQUEEZING = {"squeeze", "squeeze_copy", "cov", "corrcoef"}
+BY_SIZES = {"linalg_lstsq"}
+
+
 @cache
 def may_alias(name: str) -> bool:
     """Whether the result of a function or method of this name may be in the memory of its first argument."""
@@ -179,6 +185,24 @@ def may_alias(name: str) -> bool:
     overloads = () if packet is None else (getattr(packet, overload) for overload in packet.overloads())
     returns = (value.alias_info for overload in overloads for value in kernels.schema(overload).returns)
     return name in ITSELF or any(alias is not None and not alias.is_write for alias in returns)
+
+
+def operator_name(function: Any, name: str) -> str:
+    """The name of the operator behind a function or method of this name, or behind one of its overloads."""
+    packet = function.overloadpacket if isinstance(function, OpOverload) else function
+    return str(packet.__name__) if isinstance(packet, OpOverloadPacket) else name.strip("_")
+
+
+@cache
+def takes_apart(name: str) -> bool:
+    """Whether a function gives as many tensors as the sizes of one say: by its operator's schemas, a list out of no list."""
+    packet = getattr(torch.ops.aten, name, None)
+    for overload in packet.overloads() if isinstance(packet, OpOverloadPacket) else ():
+        schema = kernels.schema(getattr(packet, overload))
+        given, gives = ([str(value.type) for value in values] for values in (schema.arguments, schema.returns))
+        if "List[Tensor]" in gives and "List[Tensor]" not in given:
+            return True
+    return False
 
 
 def draws(layer: nn.Module, training: bool) -> bool:
@@ -210,6 +234,7 @@ def functions() -> dict[str, Callable[..., Any]]:
     table.update({name: function for name, (_, function) in CHECKED.items()})
     table["builtins.round"] = builtins.round
     table["builtins.pow"] = builtins.pow
+    table["builtins.max"], table["builtins.min"] = builtins.max, builtins.min
     table.update({f"fxplug.ops.{n}": getattr(ops, n) for n in OPS})
     table.update({f"fxplug.ops.{old}": getattr(ops, n) for old, n in OLD_OPS.items()})
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from ..errors import GuardError, brief
 from ..torch_internals import modules as torch_modes
 from ..torch_internals.tensors import check
+from .containers import children
 
 # functions that answer about the modes of torch, and whose answer may be another one at the next call
 READERS = """is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled is_autocast_cache_enabled
@@ -136,16 +138,68 @@ def same_dtype(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype
 
 
+def number_of_parts(parts: Any) -> int:
+    """How many tensors a function that takes a tensor apart gave at this call."""
+    return len(parts)
+
+
+def number_of_distinct(*values: Any) -> int:
+    """How many of some numbers are different, `len(set(values))`."""
+    return len(set(values))
+
+
+def structure_of(value: Any) -> Any:
+    """What Python can see of a result beside numbers: dimensions; types, keys and members of containers; None, texts."""
+    if isinstance(value, torch.Tensor):
+        return value.dim()
+    found = children(tuple(value) if isinstance(value, torch.Size) else value)
+    if found is None:
+        return value if value is None or isinstance(value, str) else type(value).__name__
+    return (type(value).__name__, *((key, structure_of(member)) for key, member in found))
+
+
 def tried(x: Any) -> None:
     """Keep an operation that the model's code has in a `try`: where it fails, the model goes on, and the graph must not."""
 
 
-def check_constants(values: tuple[Any, ...], expected: tuple[Any, ...], names: tuple[str, ...]) -> None:
-    """Hold the arguments that are no tensors to the values they were traced with. Raises GuardError."""
-    for value, old, name in zip(values, expected, names, strict=True):
-        alike = type(value) is type(old) or any(isinstance(value, k) and isinstance(old, k) for k in (list, dict))  # FX's own
-        if isinstance(value, torch.Tensor) or not alike or value != old:
+# FX has lists and dicts of its own
+KINDS = {"immutable_list": "list", "immutable_dict": "dict"}
+
+
+def kind_of(value: Any) -> Any:
+    """The type of a plain value, and for a container the types of its members in their order: (type, key, type, ...)."""
+    name = KINDS.get(type(value).__name__, type(value).__name__)
+    if isinstance(value, dict):
+        return (name, *[x for key, member in value.items() for x in (type(key).__name__, key, kind_of(member))])
+    if isinstance(value, (tuple, list)):
+        return (name, *[kind_of(member) for member in value])
+    return name
+
+
+def _is_alike(value: Any, old: Any) -> bool:
+    """Whether two plain values of one kind are the same; NaN is like NaN, and -0.0 unlike 0.0."""
+    if isinstance(old, dict):
+        return all(_is_alike(value[key], member) for key, member in old.items())
+    if isinstance(old, (tuple, list)):
+        return all(_is_alike(a, b) for a, b in zip(value, old, strict=True))
+    if isinstance(old, float):
+        return old != old and value != value or value == old and math.copysign(1.0, value) == math.copysign(1.0, old)
+    return bool(value == old)
+
+
+def check_constants(
+    values: tuple[Any, ...], expected: tuple[Any, ...], names: tuple[str, ...], kinds: tuple[Any, ...] | None = None
+) -> None:
+    """Hold the arguments that are no tensors to the values they were traced with. Raises GuardError.
+
+    `kinds` has for each what `kind_of` says of it; artifacts of earlier versions have none.
+    """
+    for index, (value, old, name) in enumerate(zip(values, expected, names, strict=True)):
+        kind = kind_of(old) if kinds is None else kinds[index]
+        if isinstance(value, torch.Tensor) or kind_of(value) != kind or not _is_alike(value, old):
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else brief(value)
+            if got == brief(old):
+                got += f" of the kind {brief(kind_of(value))} instead of {brief(kind)}"
             raise GuardError(
                 f"argument '{name}' was {brief(old)} when the model was traced and is part of the graph; "
                 f"now it is {got}: trace again with that value"
@@ -228,13 +282,27 @@ def check_numbers(values: tuple[Any, ...], kinds: tuple[str, ...], names: tuple[
             raise GuardError(f"argument '{name}' was a {kind} when the model was traced; now it is {got}: trace again")
 
 
-def check_members(value: Any, keys: tuple[Any, ...], name: str) -> None:
-    """Hold a list, tuple or dict among the arguments to the members it was traced with. Raises GuardError."""
+def check_members(value: Any, keys: tuple[Any, ...], name: str, kind: str | None = None) -> None:
+    """Hold a list, tuple or dict among the arguments to its type and the members it was traced with, in their order.
+
+    Raises GuardError. A `kind` of None, as artifacts of earlier versions have it, is not checked.
+    """
     found = tuple(value) if isinstance(value, dict) else tuple(range(len(value))) if isinstance(value, (tuple, list)) else None
     if found is None or set(found) != set(keys):
         got = brief(value) if found is None else f"{len(found)}: {brief(list(found))}"
         had = f"argument '{name}' had {len(keys)} members when the model was traced: {brief(list(keys))}"
         raise GuardError(f"{had}; now it has {got}: trace again")
+    if found != keys and kind is not None:
+        raise GuardError(
+            f"argument '{name}' had its members in the order {brief(list(keys))} when the model was traced; now it has them in "
+            f"the order {brief(list(found))}, which forward can see: give them in the order of the trace, or trace again"
+        )
+    own = KINDS.get(type(value).__name__, type(value).__name__)
+    if kind is not None and own != kind:
+        raise GuardError(
+            f"argument '{name}' was a {kind} when the model was traced; now it is a {own}, which forward can see: give it as "
+            f"{kind}, or trace again"
+        )
 
 
 def put_members(value: Any, members: Any) -> None:
