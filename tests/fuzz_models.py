@@ -25,6 +25,7 @@ import threading
 import traceback
 import types
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,6 +88,8 @@ WAYS = [
     Way("half frozen", before="half", training=True, backward=True),
     Way("double", before="double", grad=False),
     Way("default double", around="double", grad=False),
+    Way("parts in other modes", before="modes", training=True, backward=True, calls=2),
+    Way("other parts in other modes", before="more modes", grad=False),
     Way("weight grads", before="grads", backward=True),
     Way("other values", given="values", grad=False),
     Way("scale", given="scale", grad=False),
@@ -189,6 +192,10 @@ def prepare(model: nn.Module, way: Way) -> None:
             parameter.requires_grad_(len(name) % 2 == 0)
     elif way.before == "double":
         model.double()
+    elif way.before.endswith("modes"):
+        for name, module in model.named_modules():
+            if name and (zlib.crc32(name.encode()) + len(way.before)) % 3:
+                module.train(not module.training)
     elif way.before == "grads":
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

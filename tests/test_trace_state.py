@@ -648,7 +648,7 @@ def test_the_check_can_be_left_out() -> None:
     assert torch.equal(gm(X()), gm(X()))
 
 
-def test_a_mode_that_differs_is_not_claimed() -> None:
+def test_the_modes_that_a_model_gives_its_parts_itself() -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -662,9 +662,10 @@ def test_a_mode_that_differs_is_not_claimed() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.norm(x)
 
-    gm = fxplug.trace(Frozen().eval(), X())
-    with pytest.raises(fxplug.TraceError, match="in training"):
-        gm.train()
+    model = Frozen().eval()
+    gm, before = fxplug.trace(model, X()), model.norm.running_mean.clone()
+    assert torch.equal(gm.train()(X()), model(X())) and not gm.norm.training  # as its own `train` does
+    assert torch.equal(before, model.norm.running_mean)
 
 
 # --- threads and processes

@@ -209,7 +209,7 @@ def _slots(module: TracedModule, facts: Mapping[str, Any]) -> dict[str, torch.Te
 
 def _program(module: TracedModule) -> tuple[nn.Module, tuple[str, ...]]:
     """The graph in force as a plain module on the same weights, whose result is made of tuples, lists and dicts only."""
-    graph = copy_graph(module.graphs.get(module.training, module.graph))
+    graph = copy_graph(module.graph_in_force)
     notes: list[str] = []
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is torch.Size:

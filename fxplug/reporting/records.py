@@ -10,8 +10,8 @@ from typing import Any
 from torch import fx
 
 from ..core.ir import functions, ops
-from ..core.ir.graph import without_edges
-from ..core.ir.regions import Regions, added
+from ..core.ir.graph import added, without_edges
+from ..core.ir.regions import Regions
 from ..core.ir.text import line
 from ..core.ir.traced_module import TracedModule
 

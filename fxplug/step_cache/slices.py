@@ -15,9 +15,8 @@ from ..blocks.step_marks import Gauge, Join, Keep, Mark
 from ..core.errors import SpecError
 from ..core.ir import ops
 from ..core.ir.functions import is_random
-from ..core.ir.graph import Graph, copy_graph, copy_nodes, insert, redirect, replace
+from ..core.ir.graph import MODES, Graph, copy_graph, copy_nodes, insert, redirect, replace
 from ..core.ir.subgraphs import SWITCHES, aliases, written
-from ..core.ir.traced_module import MODES
 from .steps import put, put_check
 
 CALLS = ("call_module", "call_function", "call_method")

@@ -222,6 +222,7 @@ ELSEWHERE |= {"_shared_state", "_reset_state", "_ParameterKind"}  # of accelerat
 REACHED = {
     # its class is a GraphModule, and keeps one of each for each mode; the others are its own, set by name
     "core.ir.traced_module": {"_graph", "_code", "_apply", "_codes", "_forward_train", "_forward_eval"},
+    "core.ir.graph": {"_graph"},  # the same graph in another GraphModule, which is not to be its owner
     "step_cache.steps": {"_apply"},  # a module that hands `to` and its kin on
     "lowerings.merging.live": {"_load_from_state_dict"},  # a module that is loaded otherwise
     # their own, though tensors have one of the name

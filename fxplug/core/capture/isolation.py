@@ -187,6 +187,7 @@ class Recorded(NamedTuple):
     reads_training: bool
     leaves_read_training: bool
     written: list[StatePlace]
+    modes_read: set[tuple[str, str]]
     checkpointed: str  # where code is recorded that the model's backward runs again
 
     def text(self, without: tuple[fx.Node, ...] = ()) -> str:

@@ -189,18 +189,23 @@ def _trace(job: _Job) -> TracedModule:
     job.has_values = self_check.has_values([t for _, t in job.tensors], call)
     checked = job.check and job.has_values
     job.one_or_two = checked and self_check.tells_one_input_from_two(model, call, job.state)
-    first = _settled(job, None)
+    # a graph holds one mode: those of parts are put together from both when it is called
+    mixed = any(module.training != model.training for module in model.modules())
+    first = _settled(job, model.training if mixed else None)
     graphs = {model.training: first}
-    twin_error = None
+    twin_error, other_modes_read = None, set[tuple[str, str]]()
     if first.reads_training:
         try:
             second = _settled(job, not model.training)
         except Exception as error:  # the model's, or torch's
             twin_error = str(error)
         else:
+            other_modes_read = second.modes_read
             if second.text() != first.text():
                 graphs[not model.training] = second
     gm = assemble(model, graphs, twin_error)
+    notes = {"modes": _modes_given_by_train(job), "modes_read": sorted(map(list, first.modes_read | other_modes_read))}
+    gm.meta.update({key: note for key, note in notes.items() if note})
     if not checked:
         moving = (name for name, m in model.named_modules() if m.training and getattr(m, "running_mean", None) is not None)
         if first.checkpointed and (name := next(moving, None)) is not None:
@@ -222,10 +227,27 @@ def _trace(job: _Job) -> TracedModule:
                 self_check.check(model, gm, call, state)
                 self_check.check_gradients(model, gm, call, state, second)
         except Exception as error:  # as above
-            return assemble(model, {model.training: first}, str(error))
+            alone = assemble(model, {model.training: first}, str(error))
+            alone.meta.update(gm.meta)
+            return alone
         finally:
             journal.put_back()
     return gm
+
+
+def _modes_given_by_train(job: _Job) -> dict[str, list[str]]:
+    """The modules that the model's own `train()` and `eval()` put into the other mode, by the name of the method."""
+    if all(type(module).train is nn.Module.train and "train" not in vars(module) for module in job.model.modules()):
+        return {}
+    found, journal = {}, Journal()
+    try:
+        for name, mode in (("train", True), ("eval", False)):
+            with restore_after(job.state), journal, contextlib.suppress(Exception):  # the model's: it cannot be in that mode
+                job.model.train(mode)
+                found[name] = [path for path, module in job.model.named_modules() if module.training != mode]
+    finally:
+        journal.put_back()
+    return {name: paths for name, paths in found.items() if paths}
 
 
 def _settled(job: _Job, training: bool | None) -> Recorded:
@@ -353,7 +375,7 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
     recording.finish()
     return Recorded(
         recording.graph, recording.constants, regions.called, recording.reads_training, results.reads_training, written,
-        recording.checkpointed,
+        recording.modes_read, recording.checkpointed,
     )
 
 

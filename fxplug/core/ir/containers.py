@@ -109,6 +109,14 @@ def tensor_at(module: nn.Module, name: str) -> Tensor | None:
     return owner._buffers.get(key) if found is None else found
 
 
+def module_at(root: nn.Module, path: str) -> nn.Module | None:
+    """The module at a path; None where there is none."""
+    try:
+        return root.get_submodule(path)
+    except AttributeError:
+        return None
+
+
 def parameters(module: nn.Module) -> str:
     """How many numbers a module has, and how many each applied pass added."""
     seen: dict[int, int] = {id(p): p.numel() for p in module.parameters()}

@@ -128,6 +128,11 @@ def rewire(node: fx.Node, table: Mapping[fx.Node, Any]) -> None:
     change(node, args=args, kwargs=kwargs)
 
 
+def added(node: fx.Node) -> bool:
+    """Whether a pass put a node in and it is no part of a region: the blocks, not the networks of a pass."""
+    return "pass" in node.meta and not node.meta["pass"].get("region")
+
+
 # --- who reads a value
 
 
@@ -230,6 +235,7 @@ def without_edges(graph: fx.Graph) -> fx.Graph:
     return new
 
 
+MODES = (ops.enter_grad, ops.enter_autocast)
 AROUND = (
     "a program that is compiled around a module with slots does not see adapters.using(...): compile the module itself, or "
     "remove fullgraph=True"
@@ -259,6 +265,19 @@ def guarded(forward: Any, switches: bool, tried: bool) -> Any:
             raise GuardError(f"an operation of the graph fails, which the model may catch in a `try`: {text}") from error
 
     return wrapper
+
+
+def written(graph: fx.Graph) -> tuple[fx.GraphModule, Any, Any]:
+    """A graph as code, in a module whose class gets the bare forward, which no call in another thread may run; and a forward
+    for it.
+    """
+    blank = fx.GraphModule({}, fx.Graph())
+    blank._graph = graph
+    code = blank.recompile()
+    forward: Any = type(blank).forward
+    switches = any(node.target in MODES for node in graph.nodes if node.op == "call_function")
+    tried = bool(graph.find_nodes(op="call_function", target=ops.tried))
+    return blank, code, guarded(forward, switches, tried) if switches or tried else forward
 
 
 def in_turn(forward: Any) -> Any:
@@ -485,6 +504,8 @@ def _graph(module: TracedModule) -> fx.Graph:
 @without_compiler
 def repeatable(module: TracedModule) -> bool:
     """Whether a call that a guard ended can be made again in another way: nothing was written or drawn that stays."""
+    if module.has_mixed_modes:
+        return all(computes_only(graph.nodes, module, mode) for mode in (False, True) for graph in module.graphs.values())
     return computes_only(_graph(module).nodes, module, module.training)
 
 

@@ -16,6 +16,7 @@ from torch import fx, nn
 from ..errors import MatchError, brief_fields, did_you_mean
 from ..spec.addresses import EACH, NAMED, Port
 from . import ops
+from .graph import added
 from .traced_module import TracedModule, class_names
 
 SHOWN = 5  # so many examples are listed in a message
@@ -37,11 +38,6 @@ class Region:
     def path(self) -> str:
         """The path of its module: the key without the number of the call."""
         return self.key.partition("@")[0]
-
-
-def added(node: fx.Node) -> bool:
-    """Whether a pass put a node in and it is no part of a region: the blocks, not the networks of a pass."""
-    return "pass" in node.meta and not node.meta["pass"].get("region")
 
 
 class Regions:

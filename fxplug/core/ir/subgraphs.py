@@ -17,9 +17,7 @@ from ..torch_internals.modules import DropoutNd
 from . import functions, ops
 from .containers import leaves
 from .functions import REGION, is_random
-from .graph import Graph, copy_nodes, erase, insert, meta_of, move, redirect
-from .regions import added
-from .traced_module import MODES
+from .graph import MODES, Graph, added, copy_nodes, erase, insert, meta_of, move, redirect
 
 SWITCHES = (*MODES, ops.exit_grad, ops.exit_autocast)
 # layers that may give the memory of their argument

@@ -19,10 +19,11 @@ from .. import extensions
 from ..errors import LONGEST, SpecError, TraceError, cut, did_you_mean, shown
 from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import is_packed, is_transposed, weight_shape
-from ..torch_internals.modules import COMPILED, leave_frame, without_compiler
+from ..torch_internals.modules import COMPILED, break_graph, leave_frame, without_compiler
 from . import ops
-from .containers import LOADED, RESERVED, Container, SharedCode, TracedPart, child_of
-from .graph import OF_THE_ROOT, Graph, by_regions, change, copy_graph, guarded, in_turn, insert, redirect, still_tied
+from .containers import LOADED, RESERVED, Container, SharedCode, TracedPart, child_of, module_at
+from .graph import OF_THE_ROOT, Graph, by_regions, change, copy_graph, in_turn, insert, redirect, still_tied, written
+from .part_modes import PartModes
 
 
 def check_traced(gm: Any, caller: str) -> None:
@@ -123,9 +124,9 @@ def _check_order(graph: fx.Graph) -> None:
 
 
 OWN_STATE = set(
-    "_graph _twin _extras _origin _code _graph_mode _accessors _locks _block _steps _variants _entry _slots _samples".split()  # noqa
+    "_graph _twin _extras _origin _code _graph_mode _accessors _locks _block _steps _variants _entry _slots _samples "  # noqa
+    "_parts _mixed _part_modes".split()  # noqa: SIM905
 ) | {LOADED}
-MODES = (ops.enter_grad, ops.enter_autocast)
 FORWARDS = {True: "_forward_train", False: "_forward_eval"}  # the forward of a class with a graph for each mode
 WRITTEN = ("_code", "_lineno_map", "_prologue_start")  # what FX notes of a code; dynamo asks for the second
 Step = Callable[["TracedModule"], "TracedModule"]
@@ -203,6 +204,9 @@ class TracedModule(TracedPart, fx.GraphModule):
     _steps: tuple[Step, ...] | None  # what was done to the trace since, each to any trace of the model; None: not known
     _kind: type[TracedModule]
     _codes: dict[bool, str]  # by training mode, as far as it was asked for
+    _parts: tuple[nn.Module, ...]  # those whose code differs between training and evaluation
+    _part_modes: PartModes | None  # what is known of them, None before the first call
+    _mixed: dict[tuple[bool, ...], Any]  # the forward for each mixture of the modes of the root and these, as far as called
     classes: tuple[str, ...]
 
     def __init__(
@@ -228,6 +232,7 @@ class TracedModule(TracedPart, fx.GraphModule):
         self._origin, self._extras = origin, dict(extras or {})
         self._steps = None
         self.twin_error: str | None = None
+        self._parts, self._part_modes, self._mixed = (), None, {}
         self._graph_mode = mode
         self._twin = graphs[not mode] if len(graphs) == 2 else None
         self._graph = graphs[mode]
@@ -261,6 +266,7 @@ class TracedModule(TracedPart, fx.GraphModule):
     def recompile(self) -> Any:
         """Write the code of the graph anew; with a graph for each mode `forward` takes that of the mode it is in."""
         self._steps = None  # whoever calls this has edited the graph, and an edit by hand cannot be made in another graph
+        self._part_modes = None
         return self._compile()
 
     @without_compiler  # the first call of a variant comes here
@@ -269,22 +275,45 @@ class TracedModule(TracedPart, fx.GraphModule):
         graphs = self.graphs if "_twin" in vars(self) else {True: self._graph}
         in_force = next(iter(graphs))
         mode = in_force if mode is None else mode
-        blank = fx.GraphModule({}, fx.Graph())  # whose class gets the bare forward, which no call in another thread may run
-        blank._graph = graph = graphs[mode]
-        code = blank.recompile()
-        cls, forward = type(self), type(blank).forward
+        blank, code, forward = written(graphs[mode])
+        cls = type(self)
         if mode == in_force:
             vars(self).update({key: value for key, value in vars(blank).items() if key in WRITTEN})
         cls._codes[mode] = blank._code
-        switches = any(node.target in MODES for node in graph.nodes if node.op == "call_function")
-        tried = bool(graph.find_nodes(op="call_function", target=ops.tried))
-        if switches or tried:
-            forward = guarded(forward, switches, tried)
+        own = vars(self)
+        may_differ = len(graphs) == 2 or own.get("twin_error") or "modes_read" in own.get("meta", ())
+        if may_differ and own["_part_modes"] is None:
+            self._part_modes = PartModes(self)
+            self._parts, self._mixed = tuple(self._part_modes.modules.values()), {}
         if len(graphs) == 2:
             setattr(cls, FORWARDS[mode], forward)
-            forward = _by_mode(forward)
+        if len(graphs) == 2 or own.get("_parts"):
+            forward = _by_mode(forward, len(graphs) == 2)
         cls.forward = self._wrap(forward)
         return code
+
+    @property
+    def has_mixed_modes(self) -> bool:
+        """Whether a part whose code differs between training and evaluation is in another mode than the module."""
+        if self._part_modes is None:
+            self._compile()
+        return any(part.training != self.training for part in self._parts)
+
+    @property
+    def graph_in_force(self) -> fx.Graph:
+        """The graph that a call runs: that of the mode, or one in which each part is in its own. Raises GuardError."""
+        if self.has_mixed_modes:
+            assert self._part_modes is not None
+            return self._part_modes.compose(self.training)
+        return self.graphs.get(self.training, self._graph)
+
+    @without_compiler
+    def _forward_of_parts(self) -> Any:
+        """The forward for the modes that the parts are in now. Raises GuardError where there can be none."""
+        key = (self.training, *[part.training for part in self._parts])
+        if key not in self._mixed:
+            self._mixed[key] = written(self.graph_in_force)[2]
+        return self._mixed[key]
 
     def _wrap(self, forward: Any) -> Any:
         return in_turn(by_regions(forward))
@@ -299,13 +328,21 @@ class TracedModule(TracedPart, fx.GraphModule):
         return bind(self, inputs)
 
     def train(self, mode: bool = True) -> TracedModule:
-        """Go into training, or out of it, with the graph of that mode. Raises TraceError where the model has none for it."""
+        """Go into training, or out of it, with all parts, or as far as the model's own `train` puts them into it.
+
+        Raises TraceError where the model has no graph for it.
+        """
+        others = self.meta.get("modes", {}).get("train" if mode else "eval", ())
+        given, mode = mode, (not mode if "" in others else mode)
         if self._twin is None and mode != self._graph_mode and self.twin_error:
             raise TraceError(
                 f"this module has no graph for {'training' if mode else 'evaluation'}, because the model could not be traced "
                 f"in it: {self.twin_error}"
             )
-        super().train(mode)
+        super().train(given)
+        for path in others:
+            if (part := module_at(self, path)) is not None:
+                part.training = not given
         if self._twin is not None and mode != self._graph_mode:
             self._graph_mode, self._graph, self._twin = mode, self._twin, self._graph
             if mode in self._codes:
@@ -461,14 +498,27 @@ class TracedModule(TracedPart, fx.GraphModule):
 OF_THE_ROOT.update(RESERVED, OWN_STATE, dir(TracedModule), vars(fx.GraphModule(nn.Module(), fx.Graph())))
 
 
-def _by_mode(signed: Any) -> Any:
-    """A forward, with the signature of one, that runs the graph of the mode that a module is in."""
+AROUND_PARTS = "a program that is compiled around a module whose parts are in mixed modes: call the module once before"
+
+
+def _by_mode(only: Any, both: bool) -> Any:
+    """A forward that runs the graph of the mode that a module and its parts are in; `only` is the one for all, or of `both`."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for part in self._parts:
+            if part.training != self.training:
+                mixed = self._mixed.get((self.training, *[each.training for each in self._parts]))
+                if mixed is None:
+                    if torch.compiler.is_dynamo_compiling():
+                        break_graph(AROUND_PARTS)
+                    mixed = self._forward_of_parts()
+                return mixed(self, *args, **kwargs)
+        if not both:
+            return only(self, *args, **kwargs)
         return self._forward_train(*args, **kwargs) if self.training else self._forward_eval(*args, **kwargs)
 
-    forward.__signature__ = inspect.signature(signed)  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.signature(only)  # type: ignore[attr-defined]
     return forward
 
 
-leave_frame(_by_mode(torch.nn.Module.forward).__code__)  # as those of the other wrappers
+leave_frame(_by_mode(nn.Module.forward, True).__code__)  # as those of the other wrappers

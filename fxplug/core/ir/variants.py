@@ -19,6 +19,7 @@ from ..torch_internals.modules import TABLES, is_listening, leave_frame, without
 from . import ops
 from .containers import Container, SharedCode, tensor_at
 from .graph import Graph, change, refusal, repeatable
+from .part_modes import MixedModes
 from .traced_module import Step, TracedModule, copied_graphs, shell
 
 DECIDED = "decided: "  # before what is no argument
@@ -238,7 +239,7 @@ def _answer(module: Variants, forward: Any, args: Args, kwargs: Kwargs) -> Any:
         try:
             return forward(module, *args, **kwargs)
         except GuardError as error:
-            if isinstance(error, ops.AddedInput) or not repeatable(module):
+            if isinstance(error, (ops.AddedInput, MixedModes)) or not repeatable(module):
                 raise
             traceback.clear_frames(error.__traceback__)  # they hold what was computed so far
             why = str(error)

@@ -15,9 +15,9 @@ from ..capture.tracer import trace
 from ..errors import SpecError, TraceError
 from ..ir import ops
 from ..ir.containers import Container, leaves, map_leaves, named_tensors, plain_attributes
-from ..ir.graph import ENTRY, Graph, insert, meta_of, redirect
-from ..ir.regions import Region, Regions, added
-from ..ir.traced_module import MODES, TracedModule
+from ..ir.graph import ENTRY, MODES, Graph, added, insert, meta_of, redirect
+from ..ir.regions import Region, Regions
+from ..ir.traced_module import TracedModule
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass
 from ..torch_internals.tensors import memory_id

@@ -12,7 +12,8 @@ from torch import fx
 
 from ..errors import MatchError, brief_fields
 from ..ir import functions
-from ..ir.regions import Region, Regions, added, listed
+from ..ir.graph import added
+from ..ir.regions import Region, Regions, listed
 from ..spec.addresses import Port, chosen, is_pattern, parse_port
 from ..spec.rules import Match, Pass, Rule
 

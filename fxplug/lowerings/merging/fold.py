@@ -15,8 +15,8 @@ from ...core import quantised
 from ...core.errors import SpecError, did_you_mean
 from ...core.ir import ops
 from ...core.ir.containers import tensor_at
-from ...core.ir.graph import Graph, copy_graph, erase_unused, insert, meta_of, redirect, replace, set_argument
-from ...core.ir.regions import Regions, added, listed
+from ...core.ir.graph import Graph, added, copy_graph, erase_unused, insert, meta_of, redirect, replace, set_argument
+from ...core.ir.regions import Regions, listed
 from ...core.ir.traced_module import TracedModule, check_traced, shell
 from ...core.locks import with_read_lock
 from ...core.rewriter.networks import GATES

@@ -15,7 +15,7 @@ from ...blocks.scale import Scale, Ssf
 from ...blocks.weight_update import Delta
 from ...core.ir import ops
 from ...core.ir.containers import tensor_at
-from ...core.ir.regions import added
+from ...core.ir.graph import added
 from ..linear.layers import LAYERS, PRODUCTS, Layer, argument, following_blocks, inside, layer_of, misfit, readers, result_read
 from .numeric_check import Unfoldable, compared
 from .updates import FoldStep, ParameterUse

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from ...core.errors import SpecError
 from ...core.ir import functions
-from ...core.ir.regions import added
+from ...core.ir.graph import added
 from ...core.ir.subgraphs import RegionCut, aliases
 from ...core.ir.traced_module import check_traced, class_names
 
