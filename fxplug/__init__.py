@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .core.ir.text import diff, show
     from .core.ir.traced_module import TracedModule
     from .core.rewriter.applying import apply
+    from .core.rewriter.features import features
     from .core.rewriter.matcher import find
     from .core.rewriter.sites import Site
     from .core.spec.pass_file import load_pass
@@ -117,6 +118,7 @@ __all__ = [
     "export",
     "extract",
     "fastest_plan",
+    "features",
     "find",
     "fuse",
     "in_steps",
@@ -169,6 +171,7 @@ _CORE = {
     "core.ir.text": ["diff", "show"],
     "core.ir.traced_module": ["TracedModule"],
     "core.rewriter.applying": ["apply"],
+    "core.rewriter.features": ["features"],
     "core.rewriter.matcher": ["find"],
     "core.rewriter.sites": ["Site"],
     "core.spec.pass_file": ["load_pass"],
