@@ -257,7 +257,7 @@ def assemble(model: nn.Module, recordings: dict[bool, Recorded], twin_error: str
 
 
 # what pipelines and trainers note on a model, also where its forward looks into it
-NOTES = {"config", "_internal_dict", "peft_config", "hf_device_map", HOOKED, "_old_forward"}
+NOTES = {"config", "_internal_dict", "peft_config", "hf_device_map", "_diffusers_hook", HOOKED, "_old_forward"}
 OF_ALL = {*vars(nn.Module()), *dir(nn.Module)}  # what every module has
 BY_NAME = {"getattr", "hasattr"}  # functions that read an attribute whose name is a string
 
