@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import SpecError
-from .low_rank import decomposed, norm_except, product
-from .weight_update import Update, in_place_of, output_dim, weight_at
+from .low_rank import decomposed, expert_products, norm_except, product
+from .weight_update import Update, check_single, experts_of, in_place_of, output_dim, weight_at
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -23,9 +23,13 @@ class LoraWeight(Update):
     For parameters that no layer of their own reads, such as `in_proj_weight`, and where many tokens make the side path of
     Lora the slower way. `down` is (rank, in, *kernel), `up` (out, rank, 1, ...), zero when new: the shapes that PEFT and
     kohya's files have. With `transposed` the weight is (in, out), as that of transformers' Conv1D.
+
+    With `experts` the parameter is (experts, n, m), the weights of as many experts, each with an update of this rank: `down`
+    is (rank, experts, m), `up` (n, rank, experts).
     """
 
     asks = "a low-rank update"
+    by_expert = True
 
     def __init__(
         self,
@@ -36,20 +40,35 @@ class LoraWeight(Update):
         alpha_auto_scale: bool = True,
         slots: int = 0,
         transposed: bool = False,
+        experts: int = 0,
     ) -> None:
-        """As Update; with `transposed`, `shape` is (out, in), and the parameter's the other way round."""
+        """As Update; with `transposed`, `shape` is (out, in), and the parameter's the other way round.
+
+        Raises SpecError where `experts` is not the first of three numbers of `shape`.
+        """
         super().__init__(shape, rank, alpha, rslora, alpha_auto_scale, slots)
-        self.transposed = transposed
+        self.transposed, self.experts = transposed, experts
+        if experts and (len(self.shape) != 3 or self.shape[0] != experts):
+            raise SpecError(f"experts is {experts}, and the shape {self.shape}: it must be [{experts}, n, m]")
         self.down = nn.Parameter(torch.empty(rank, *self.shape[1:]))
         self.up = nn.Parameter(torch.zeros(self.shape[0], rank, *[1] * (len(self.shape) - 2)))
-        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
+        if experts:
+            self.down = nn.Parameter(torch.empty(rank, experts, self.shape[2]))
+            self.up = nn.Parameter(torch.zeros(self.shape[1], rank, experts))
+        nn.init.kaiming_uniform_(self.down.flatten(0, 1) if experts else self.down, a=math.sqrt(5))
         self.banked()
 
     @classmethod
     def at(cls, site: Site, rank: int = 8, slots: int = 0, rank_max: int | None = None, **options: Any) -> Self:
-        return super().at(site, rank, slots, rank_max, transposed="TransposedLinear" in site.classes, **options)
+        options |= {"transposed": "TransposedLinear" in site.classes, "experts": experts_of(site)}
+        return super().at(site, rank, slots, rank_max, **options)
+
+    def bank(self) -> dict[str, Any]:
+        return {**super().bank(), **({"experts": self.experts} if self.experts else {})}
 
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
+        if self.experts:
+            return expert_products(own["up"], own["down"])
         made = product(own["up"], own["down"], self.shape)
         return made.T if self.transposed else made
 
@@ -106,6 +125,7 @@ class Dora(LoraWeight):
         if by not in ("output", "input"):
             raise SpecError(f"by must be output or input, not {by!r}")
         value = weight_at(site, "a low-rank update")
+        check_single(site, "a low-rank update with magnitudes")
         dim = output_dim(site) if by == "output" else 1 - output_dim(site)
         rank = rank_max if slots and rank_max is not None else rank
         turned = "TransposedLinear" in site.classes

@@ -89,6 +89,11 @@ def product(up: Tensor, down: Tensor, shape: Sequence[int]) -> Tensor:
     return (up.flatten(1) @ down.flatten(1)).reshape(*shape)
 
 
+def expert_products(up: Tensor, down: Tensor) -> Tensor:
+    """(experts, n, m): up @ down of each expert, of up (n, rank, experts) and down (rank, experts, m)."""
+    return torch.bmm(up.permute(2, 0, 1), down.transpose(0, 1))
+
+
 def in_groups(half: Tensor, groups: int) -> Tensor:
     """A half of an update with the groups of its convolution first: (groups, n, m) of (groups * n, ...)."""
     return half.reshape(groups, half.shape[0] // groups, -1)

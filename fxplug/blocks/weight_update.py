@@ -35,6 +35,26 @@ def output_dim(site: Site) -> int:
     return int("Embedding" in site.classes or "_ConvTransposeNd" in site.classes)
 
 
+def experts_of(site: Site) -> int:
+    """How many weights a parameter of three dimensions holds, as that of the experts of a mixture; 0 for any other one.
+
+    A layer's own weight, and one of torch.nn's modules, is a single one, whatever its dimensions.
+    """
+    value = site.parameter
+    single = str(site.port.keys[0]) == "weight" and not {"_ConvNd", "Bilinear"}.isdisjoint(site.classes)
+    return value.shape[0] if value.dim() == 3 and not single else 0
+
+
+def check_single(site: Site, what: str) -> None:
+    """Raises SpecError for a parameter that holds the weights of several experts, of which `what` has no form."""
+    if (experts := experts_of(site)) > 1:
+        shape = list(site.parameter.shape)
+        raise SpecError(
+            f"{what} is for one weight, and '{site.port}' is {shape}, the weights of {experts} experts: use lora_weight, which "
+            "has an update for each, or delta"
+        )
+
+
 def in_place_of(result: Tensor, value: Tensor) -> Tensor:
     """`result`, of the shape of a parameter, in its dtype and with its strides, so that it takes the parameter's place.
 
@@ -69,6 +89,7 @@ class Update(LowRank):
 
     asks: ClassVar[str]
     hands_on = True
+    by_expert = False  # whether it has an update for each of several experts
 
     def __init__(
         self, shape: Sequence[int], rank: int, alpha: float | None, rslora: bool, alpha_auto_scale: bool, slots: int = 0
@@ -82,6 +103,8 @@ class Update(LowRank):
         """An update for any parameter of two or more dimensions; with `slots`, of adapters of ranks up to `rank_max`."""
         rank = rank_max if slots and rank_max is not None else rank
         shape = weight_at(site, cls.asks).shape
+        if not cls.by_expert:
+            check_single(site, cls.asks)
         return cls(shape[::-1] if options.get("transposed") else shape, rank, slots=slots, **options)
 
     def banked(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -82,6 +82,12 @@ class Regions:
         if "shape" in region.leaf.meta:
             return [(Port(region.key, "out"), region.leaf)]
         return list(_members(region.leaf, region.key, ()))
+
+    def with_modules(self, paths: Iterable[str]) -> Regions:
+        """The same regions, and modules that no call of the graph runs, each as a region without edges."""
+        new = Regions(self.graph, self.root)
+        new.by_key = {**self.by_key, **{path: Region(path) for path in paths if path not in self.by_key}}
+        return new
 
     @cached_property
     def ran(self) -> list[str]:
@@ -406,6 +412,11 @@ def no_region(regions: Regions, path: str) -> str:
         for place, (name, _) in regions.replaced.items():
             if f"{path}.".startswith(f"{place}."):
                 return f"'{path}' is no longer in the graph: pass '{name}' replaced '{place}'"
+        if isinstance(modules.get(path.rpartition(".")[0]), nn.MultiheadAttention):
+            return (
+                f"'{path}' is never called by the model, as MultiheadAttention reads its weight itself: use a pass that maps "
+                "parameters, such as lora_weight"
+            )
         inner = [k for k in regions.ran if k.startswith(f"{path}.")]
         inside = f"; regions inside it: {listed(inner)}" if inner else ""
         return f"'{path}' ({class_names(modules[path])[0]}) is never called by the model, so it is not a region{inside}"

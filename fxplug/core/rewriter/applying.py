@@ -166,7 +166,8 @@ def _param(site: Site) -> dict[str, Any]:
 
 def _bank(site: Site, block: nn.Module | None) -> dict[str, Any]:
     found: Any = block
-    turned = {"transposed": True} if quantised.is_transposed(site.module) else {}
+    experts = bool(getattr(found, "experts", 0)) and getattr(site.module, "is_transposed", False) is True
+    turned = {"transposed": True} if experts or quantised.is_transposed(site.module) else {}
     return {"bank": {**found.bank(), **turned, **_param(site)}} if getattr(block, "slots", 0) else {}
 
 

@@ -307,7 +307,7 @@ class Editor(OpenedGraph):
         full = f"param:{path}.{own}"
         for region in self.regions.calls.get(path, []):
             if region.leaf is not None:
-                self.open(region, own)
+                self.open(region, f"its parameter '{own}'")
         if full in self.behind:
             value: fx.Node | None = self.behind[full]
             users = [(self.behind[full], user) for user in self.behind[full].users]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -210,6 +210,18 @@ def head(graph: fx.Graph) -> fx.Node:
     return last
 
 
+def check_nested(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], what: str) -> None:
+    """Raises SpecError for a TransformerEncoder that leaves out padded tokens, in evaluation without gradients alone."""
+    if not isinstance(module, nn.TransformerEncoder) or not module.use_nested_tensor:
+        return
+    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    if given.get("src_key_padding_mask") is not None:
+        raise SpecError(
+            f"{what} gets a src_key_padding_mask, and gives zeros for padded tokens where no gradients are computed, as a "
+            "nested tensor: make it with enable_nested_tensor=False and trace again"
+        )
+
+
 class BothModes(Exception):
     """What is put in differs between training and evaluation, and the graph so far does not."""
 
@@ -237,14 +249,15 @@ class OpenedGraph:
             node = self.behind[node.name]
         return node
 
-    def open(self, region: Region, parameter: str) -> None:
-        """Put a leaf's own code in the place of its call."""
+    def open(self, region: Region, reason: str) -> None:
+        """Put a leaf's own code in the place of its call; `reason` says for what."""
         leaf = region.leaf
         assert leaf is not None
         module = self.tree.get_submodule(region.path)
         self.add_edges(region)
         args, kwargs = list(leaf.args), dict(leaf.kwargs)
-        what = f"{self.p.name}: '{region.path}' ({type(module).__name__}), opened for its parameter '{parameter}',"
+        what = f"{self.p.name}: '{region.path}' ({type(module).__name__}), opened for {reason},"
+        check_nested(module, args, kwargs, what)
         sub = self.traces.of(module, args, kwargs, what)
         if module.training != self.tree.training and len(sub.graphs) > 1:
             own, other = [{True: "training", False: "evaluation"}[mode] for mode in (module.training, self.tree.training)]

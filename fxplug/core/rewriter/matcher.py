@@ -28,7 +28,7 @@ from ..ir.regions import members as port_members
 from ..ir.traced_module import TracedModule
 from ..spec.addresses import SLICE, WHOLE, Port, compile_pattern, each_name, is_pattern, parse_port, parse_relative, select
 from ..spec.rules import Pass, Rule
-from .matches import Hit, at, hits, is_exact, operations
+from .matches import Hit, admitted, at, composites, hits, is_a, is_exact, of_any_class, operations
 from .sites import Site, Sites, Value, flat_ports, input_name, local, map_ports, own_inputs
 
 
@@ -46,6 +46,10 @@ def find(gm: TracedModule, p: Pass) -> Sites:
         from .networks import join
 
         gm, p = join(gm, p)
+    if composites(gm):
+        from .opening import open_for
+
+        gm = open_for(gm, p)
     views = regions_of(gm)
     sites: list[Site] = []
     for rule in p.rules:
@@ -88,6 +92,10 @@ class _Finder:
     """The sites of one rule in one graph."""
 
     def __init__(self, regions: Regions, gm: TracedModule, p: Pass, rule: Rule) -> None:
+        if rule.place == "param":
+            read = (name.rpartition(".")[0] for name in regions.readers)
+            if unread := [path for path in dict.fromkeys(read) if path not in regions.calls]:
+                regions = regions.with_modules(unread)  # whose weights other code reads
         self.regions = regions
         self.rule = rule
         self.p = p
@@ -96,7 +104,8 @@ class _Finder:
 
     def sites(self) -> list[Site]:
         try:
-            places = [place for hit in hits(self.regions, self.rule.match) for place in self.places(hit)]
+            found = hits(self.regions, of_any_class(self.rule.match))
+            places = [place for hit in found for place in self.places(hit)]
             if any(parse.each for parse in map(self.wanted, places)):
                 places.sort(key=lambda place: self.order(place.port))
             paired = self.paired(places)
@@ -162,9 +171,10 @@ class _Finder:
         if len(hit.port.keys) > 1:
             raise MatchError(f"'{hit.port}' must be one name of a parameter, such as '{path}:param.weight'")
         pattern = str(hit.port.keys[0]) if named and hit.port.keys else self.rule.port or "weight"
-        names = self.regions.parameters(path, pattern)
-        if not names and is_exact(self.rule.match, path, hit.key):
-            there = self.regions.parameters(path, "*")
+        names = admitted(self.regions, path, self.rule.match, pattern)
+        there = self.regions.parameters(path, "*")
+        of_class, of_that_name = is_a(self.regions, path, self.rule.match.module), self.regions.parameters(path, pattern)
+        if not names and is_exact(self.rule.match, path, hit.key) and (of_class or (there and not of_that_name)):
             raise MatchError(
                 f"'{path or 'the model'}' ({self.regions.classes(path)[0]}) has no parameter '{pattern}'; "
                 f"it has {', '.join(there) or 'none of its own'}"
@@ -392,7 +402,8 @@ def _check_each(gm: TracedModule, p: Pass, rule: Rule) -> None:
         tried |= {f"'{name}' of the braces in '{pattern}'": text for name, text in each_name(pattern).items()}
         for what, text in tried.items():
             one = replace(rule.match, path=text)
-            found = ((finder, replace(hit, pattern=number)) for finder in finders for hit in hits(finder.regions, one))
+            near = ((finder, hit) for finder in finders for hit in hits(finder.regions, of_any_class(one)))
+            found = ((finder, replace(hit, pattern=number)) for finder, hit in near)
             if not any(finder.places(hit) for finder, hit in found):
                 from .near_misses import misses
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torch import fx
+from torch import fx, nn
 
 from ..errors import MatchError, brief_fields
 from ..ir import functions
@@ -145,6 +145,36 @@ def hits(regions: Regions, match: Match) -> list[Hit]:
                 continue
             found.setdefault((key, port), Hit(key, groups, replace(port, path=key), number))
     return list(found.values())
+
+
+def composites(root: nn.Module) -> dict[str, nn.Module]:
+    """The modules of torch.nn that have layers within and are one call each, as MultiheadAttention, by path."""
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return {
+        path: module
+        for path, module in root.named_modules()
+        if module._modules and type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, containers)
+    }
+
+
+def catches_all(pattern: str) -> bool:
+    """Whether a pattern names no place, but means every one that the model calls."""
+    return parse_port(pattern).path.lower() in ("*", "**", "re:.*", ALL_LINEAR)
+
+
+def of_any_class(match: Match) -> Match:
+    """A match of a rule that maps parameters, which looks at their modules' classes itself: see `admitted`."""
+    return replace(match, module=()) if match.bare else match
+
+
+def admitted(regions: Regions, path: str, match: Match, pattern: str) -> list[str]:
+    """The parameters of a module that a rule with place `param` takes, by a pattern for their names."""
+    names = regions.parameters(path, pattern)
+    if not match.bare or is_a(regions, path, match.module):
+        return names
+    own, of_torch = regions.module(path)._parameters, any(hasattr(nn, kind) for kind in regions.classes(path))
+    matrix = (value := own.get("weight")) is not None and value.dim() > 1 and not of_torch
+    return [name for name in names if name not in ("weight", "bias") or (matrix and name == "weight")]
 
 
 def all_linear(regions: Regions, names: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from ..errors import FxplugError, did_you_mean
 from ..ir import functions
 from ..ir.regions import SHOWN, Regions, listed, no_region
 from ..spec.addresses import alternatives, is_bare, parse_port, select
 from ..spec.rules import Match, Pass, Rule
-from .matches import ALL_LINEAR, Hit, at, hits, operations
+from .matches import ALL_LINEAR, Hit, at, hits, of_any_class, operations
 from .sites import Site
 
 
@@ -31,7 +32,12 @@ def wrong_count(regions: Regions, p: Pass, rule: Rule, found: Sequence[Site]) ->
     if found:
         more = [f"  ... {len(found) - 2 * SHOWN} more"] if len(found) > 2 * SHOWN else []
         return "\n".join([head, *(f"  {s.node or s.path}" for s in found[: 2 * SHOWN]), *more])
-    if rule.place == "param" and (near := hits(regions, match)):
+    near = hits(regions, match) if rule.place == "param" else []
+    if rule.place == "param" and match.bare and not near:
+        others = hits(regions, of_any_class(match))
+        own = {name for hit in others for name in _own(regions, hit)}
+        near = others if own and not any(fnmatchcase(name, rule.port or "weight") for name in own) else []
+    if near:
         rows = [f"    {regions.by_key[h.key].path}: {', '.join(_own(regions, h)) or 'none'}" for h in near[:SHOWN]]
         return "\n".join([head, f"  none of {len(near)} regions has a parameter '{rule.port or 'weight'}'; they have", *rows])
     return "\n".join([head, *misses(regions, match)])

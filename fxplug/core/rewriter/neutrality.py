@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,12 +17,14 @@ from ..capture.isolation import in_mode
 from ..capture.self_check import ValueNotSaved, save_nothing
 from ..errors import TraceError, VerifyError, first_line
 from ..ir.containers import leaves, map_leaves, named_tensors
+from ..ir.regions import listed
 from ..ir.traced_module import TracedModule
 from ..quantised import is_packed
 from ..spec.rules import Match, Pass, Rule
 from ..torch_internals.modules import DropoutNd, NormBase
 from ..torch_internals.tensors import version
-from .applying import apply
+from .matches import composites
+from .opening import opened
 from .probe import (
     Call,
     CallDifference,
@@ -195,21 +197,22 @@ class _Comparison:
             return _run_calls(module, call, mode, self.written, run, frugal=False)
 
     def explain(self, mode: CallMode, base: list[CallOutcome], new: list[CallOutcome]) -> str | None:
-        """Why a difference is none of the passes': random numbers that they draw too, or an opened MultiheadAttention."""
+        """Why a difference is none of the passes': random numbers that they draw too, or an opened composite of torch.nn."""
 
         def isolated(module: TracedModule, index: int, call: Call) -> Any:
             return Probe(module, module.graph, call, isolated=True).run_graph()
 
-        opened = _opened_attentions(self.gm, self.new)
+        found = _opened(self.gm, self.new)
         for draws in (False, True):
             ours = self.call(self.new, mode, isolated) if draws else new
             drawn = "random numbers that the passes draw are drawn separately" if draws else ""
             if draws and first_difference(base, ours) is None:
                 return drawn
-            if opened:
-                control = self.call(apply(self.gm, _identity_pass(opened)), mode)
+            if found:
+                control = self.call(_as_opened(self.gm, found), mode)
                 if first_difference(control, ours) is None and close_enough(base, control):
-                    text = f"outputs agree within rounding where {', '.join(opened)} was opened: MultiheadAttention computes "
+                    kinds = " and ".join(dict.fromkeys(found.values()))
+                    text = f"outputs agree within rounding where {listed(list(found))} was opened: {kinds} computes "
                     return text + "in another order there" + (f"; {drawn}" if draws else "")
         return None
 
@@ -310,35 +313,25 @@ def _has_space(module: TracedModule) -> bool:
     return any(n.meta["pass"].get("place") == "param" or len(n.meta.get("shape") or ()) > 3 for n in put_in)
 
 
-# --- an opened MultiheadAttention
+# --- torch.nn's composite modules, opened
 
 
-class _Identity(nn.Module):
-    """The parameter as it is, put where a pass put a block, so that the layer is opened and nothing else happens."""
+def _opened(gm: TracedModule, new: TracedModule) -> dict[str, str]:
+    """The classes of MultiheadAttentions and the like that are one call in the model and their code in the rewritten one.
 
-    neutral = True
-
-    @classmethod
-    def at(cls, site: Any) -> _Identity:
-        return cls()
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value
-
-
-def _opened_attentions(gm: TracedModule, new: TracedModule) -> list[str]:
-    """The MultiheadAttentions that stand in the model as they are and in the rewritten one as their code.
-
-    torch's own way through them depends on gradients, and on whether q, k and v are one object, which an argument of a
-    graph is not.
+    By path, the outer ones first. torch's own way through them depends on gradients, and on whether q, k and v are one object,
+    which an argument of a graph is not.
     """
     put_in = [n.meta["pass"] for n in new.graph.nodes if n.meta.get("pass", {}).get("region")]
     paths = {str(made_by.get("site", "")).partition("@")[0] for made_by in put_in}  # an input of a pass has no site
-    modules = dict(gm.named_modules(remove_duplicate=False))
     kept = {str(n.target) for n in gm.graph.nodes if n.op == "call_module"}
-    return sorted(p for p in paths & kept if isinstance(modules.get(p), nn.MultiheadAttention))
+    around = {".".join(path.split(".")[:n]) for path in paths for n in range(1, path.count(".") + 2)}
+    whole = {path: type(module).__name__ for path, module in composites(gm).items() if path in around}
+    return {path: kind for path, kind in whole.items() if any(f"{path}.".startswith(f"{one}.") for one in kept)}
 
 
-def _identity_pass(paths: list[str]) -> Pass:
-    rule = Rule(Match(tuple(paths)), _Identity, place="param", port="*", args=("value",))
-    return Pass("opened_for_comparison", [rule])
+def _as_opened(gm: TracedModule, paths: Iterable[str]) -> TracedModule:
+    """The model with these composites opened, and nothing else done."""
+    for path in paths:
+        gm = opened(gm, {path}, Pass("opened_for_comparison", [Rule(Match(path), args=("y",))]))
+    return gm

@@ -20,6 +20,7 @@ from ..ir.regions import Regions, regions_of
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass, Rule
 from .matches import unmatched_siblings
+from .unreached import unreached
 
 if TYPE_CHECKING:
     from ..ir.traced_module import TracedModule
@@ -138,9 +139,14 @@ class Sites(list[Site]):
         return unmatched_siblings(regions_of(self.joined), self.p, self)
 
     @property
+    def unreached(self) -> str:
+        """Which weights a pattern that means everything leaves out, why, and what reaches them; an empty text for none."""
+        return unreached(regions_of(self.joined), self.p, self)
+
+    @property
     def summary(self) -> str:
         """How many sites there are, and what was left."""
-        return "; ".join(filter(None, [f"{len(self)} site{'s' * (len(self) != 1)}", self.left]))
+        return "; ".join(filter(None, [f"{len(self)} site{'s' * (len(self) != 1)}", self.left, self.unreached]))
 
     def __str__(self) -> str:
         """The first sites and how many there are; `for site in sites` gives all."""

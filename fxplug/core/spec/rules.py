@@ -41,17 +41,22 @@ class Match:
 
     `path` is an exact path, a glob (`*`, `**`, `{i}`, `{0:12}`) or `re:...`, or several of them; `module` names
     classes (or is classes); `op` names functions or methods (or is them). With `within` (class names or classes)
-    the rule acts on every layer of such a class among and below the regions of `path`. Raises SpecError.
+    the rule acts on every layer of such a class among and below the regions of `path`. `bare` is for a rule with place
+    `param`: `module` says then whose `weight` and `bias` are meant among the classes of torch.nn. A parameter of another name
+    is taken whatever module has it, and a matrix `weight` of a class that is none of torch.nn's. Raises SpecError.
     """
 
     path: str | Sequence[str] = "**"
     module: Any = ()
     op: Any = None
     within: Any = ()
+    bare: bool = False
 
     __repr__ = brief_fields
 
     def __post_init__(self) -> None:
+        if not isinstance(self.bare, bool):
+            raise SpecError(f"must be true or false, not {shown(self.bare)}", path=("bare",))
         patterns = self.path if isinstance(self.path, str) else tuple(_many(self.path, "path", "a path"))
         classes = tuple(_many(() if self.module is None else self.module, "module", "a class name", type))
         ops = tuple(_many(() if self.op is None else self.op, "op", "a function name", Callable))

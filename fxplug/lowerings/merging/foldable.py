@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ class FoldableGraph:
             parameter = node.op == "get_attr" or node.meta.get("behind", "").startswith("param:")
             for user in node.users if parameter else ():
                 # what reads no values, as `weight.dtype` does, is not concerned
-                if user not in mapping and user not in products and "shape" in user.meta and user.target is not ops.edge:
+                if user not in mapping and user not in products and _gives_tensors(user) and user.target is not ops.edge:
                     name, steps, _ = self.mapped(node)
                     if name:
                         self.note(ParameterUse(name, "", "", user, steps))
@@ -258,6 +259,12 @@ class FoldableGraph:
         return None
 
 # --- walking through a graph
+
+
+def _gives_tensors(node: fx.Node) -> bool:
+    """Whether a node's result is a tensor, or a tuple with one."""
+    members = (user for user in node.users if user.target is operator.getitem)
+    return "shape" in node.meta or any("shape" in member.meta for member in members)
 
 
 def sums(block: nn.Module | None) -> bool:
