@@ -29,6 +29,8 @@ from fxplug.core.ir import ops
 from fxplug.core.ir.containers import leaves
 from fxplug.core.torch_internals import SCRIPTED
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*a checkpoint saves memory in the model, and not in its graph")
+
 
 class Model(nn.Module):
     """A model whose forward is a function of itself and its inputs."""

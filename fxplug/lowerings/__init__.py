@@ -14,9 +14,19 @@ EXTENSION = Extension(
         "prune": "fxplug.lowerings.pruning:prune",
     },
     hooks={
+        "checkpointed": "fxplug.lowerings.regions.checkpointing:checkpointed",
         "table_of_forms": "fxplug.lowerings.pipeline:table_of_forms",
         "relowered": "fxplug.lowerings.pipeline:relowered",
         "unlowered": "fxplug.lowerings.merging.live:unlowered",
+    },
+    accessors={
+        "enable_gradient_checkpointing": "fxplug.lowerings.regions.checkpointing:enable",
+        "gradient_checkpointing_enable": "fxplug.lowerings.regions.checkpointing:enable",
+        "activation_checkpointing_enable": "fxplug.lowerings.regions.checkpointing:enable",
+        "activation_checkpointing_disable": "fxplug.lowerings.regions.checkpointing:disable",
+        "disable_gradient_checkpointing": "fxplug.lowerings.regions.checkpointing:disable",
+        "gradient_checkpointing_disable": "fxplug.lowerings.regions.checkpointing:disable",
+        "set_grad_checkpointing": "fxplug.lowerings.regions.checkpointing:switch",
     },
     verbs={"tune": "fxplug.lowerings.verbs:tune"},
 )

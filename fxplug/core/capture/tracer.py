@@ -144,6 +144,12 @@ def _checked_trace(
                 f"{type(model).__name__} ({': '.join(source_line(error))}) fails while it is traced, and runs otherwise: "
                 f"{text}; keep the module that fails whole: leaf: [its path]{', or remove real=False' * (real is False)}"
             ) from error
+    if job.checkpointed:
+        try:
+            gm.keep_checkpointing()
+        except FxplugError as error:
+            text = f"{job.checkpointed} saves memory in the model, and not in its graph: {getattr(error, 'finding', error)}"
+            warnings.warn(text, stacklevel=3)
     for reason in dict.fromkeys(job.reasons):
         warnings.warn(f"{type(model).__name__} was traced on its real tensors: {reason}", stacklevel=3)
     return gm
@@ -180,6 +186,7 @@ class _Job:
         self.state = State(self.model)
         self.results = Results()
         self.reasons: list[str] = []  # why real tensors were needed
+        self.checkpointed = ""  # where the model runs code again in its backward
         self.has_values = False  # whether weights and inputs have, so that the graph can be checked
         self.one_or_two = False  # whether it matters to the model that two inputs are one tensor
 
@@ -194,6 +201,7 @@ def _trace(job: _Job) -> TracedModule:
     first = _settled(job, model.training if mixed else None)
     graphs = {model.training: first}
     twin_error, other_modes_read = None, set[tuple[str, str]]()
+    job.checkpointed = first.checkpointed
     if first.reads_training:
         try:
             second = _settled(job, not model.training)
@@ -201,6 +209,7 @@ def _trace(job: _Job) -> TracedModule:
             twin_error = str(error)
         else:
             other_modes_read = second.modes_read
+            job.checkpointed = job.checkpointed or second.checkpointed
             if second.text() != first.text():
                 graphs[not model.training] = second
     gm = assemble(model, graphs, twin_error)

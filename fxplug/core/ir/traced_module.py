@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from .. import extensions
-from ..errors import LONGEST, SpecError, TraceError, cut, did_you_mean, shown
+from ..errors import LONGEST, GuardError, SpecError, TraceError, cut, did_you_mean, shown
 from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import is_packed, is_transposed, weight_shape
 from ..torch_internals.modules import COMPILED, break_graph, leave_frame, without_compiler
@@ -34,6 +34,7 @@ def check_traced(gm: Any, caller: str) -> None:
 
 HOME = "bound"  # the child that holds them
 TRAINED = "trained"  # the key in `meta` of the names of the base's parameters that were made trainable
+CHECKPOINTING = "checkpointing"  # the key in `meta` that says that regions are computed again in the backward pass
 BEFORE_TRAINING = "values_before_training"  # an attribute: what these were then, by name
 
 
@@ -125,7 +126,7 @@ def _check_order(graph: fx.Graph) -> None:
 
 OWN_STATE = set(
     "_graph _twin _extras _origin _code _graph_mode _accessors _locks _block _steps _variants _entry _slots _samples "  # noqa
-    "_parts _mixed _part_modes".split()  # noqa: SIM905
+    "_parts _mixed _part_modes checkpointing".split()  # noqa: SIM905
 ) | {LOADED}
 FORWARDS = {True: "_forward_train", False: "_forward_eval"}  # the forward of a class with a graph for each mode
 WRITTEN = ("_code", "_lineno_map", "_prologue_start")  # what FX notes of a code; dynamo asks for the second
@@ -267,6 +268,7 @@ class TracedModule(TracedPart, fx.GraphModule):
         """Write the code of the graph anew; with a graph for each mode `forward` takes that of the mode it is in."""
         self._steps = None  # whoever calls this has edited the graph, and an edit by hand cannot be made in another graph
         self._part_modes = None
+        vars(self).pop(CHECKPOINTING, None)
         return self._compile()
 
     @without_compiler  # the first call of a variant comes here
@@ -315,7 +317,29 @@ class TracedModule(TracedPart, fx.GraphModule):
             self._mixed[key] = written(self.graph_in_force)[2]
         return self._mixed[key]
 
+    def keep_checkpointing(self, on: bool = True) -> None:
+        """Compute repeated regions again in the backward pass, or do not. Raises SpecError where there are none."""
+        view = extensions.need_hook("checkpointed", "lowerings")(self) if on else None
+        for table in (vars(self), self.meta):
+            table.pop(CHECKPOINTING, None)
+        if on:
+            vars(self)[CHECKPOINTING], self.meta[CHECKPOINTING] = view, True
+        self._forget_code()
+
+    def _forget_code(self) -> None:
+        """Write the code anew when it is next asked for: the graphs are as they were, and what is around them is not."""
+        cls = type(self)
+        vars(self).pop("_code", None)
+        cls._codes, cls.forward = {}, _LazyForward(self)  # type: ignore[assignment]
+        for name in FORWARDS.values():
+            if name in vars(cls):
+                delattr(cls, name)
+
     def _wrap(self, forward: Any) -> Any:
+        if vars(self).get("meta", {}).get(CHECKPOINTING):
+            if CHECKPOINTING not in vars(self):
+                vars(self)[CHECKPOINTING] = extensions.need_hook("checkpointed", "lowerings")(self)
+            forward = _by_gradients(forward)
         return in_turn(by_regions(forward))
 
     def bind(self, **inputs: Any) -> TracedModule:
@@ -343,6 +367,10 @@ class TracedModule(TracedPart, fx.GraphModule):
         for path in others:
             if (part := module_at(self, path)) is not None:
                 part.training = not given
+        view: Any = vars(self).get(CHECKPOINTING)
+        for part in () if view is None else view.modules():
+            if isinstance(part, TracedModule):  # its layers are those of this module
+                part.training = given
         if self._twin is not None and mode != self._graph_mode:
             self._graph_mode, self._graph, self._twin = mode, self._twin, self._graph
             if mode in self._codes:
@@ -427,7 +455,8 @@ class TracedModule(TracedPart, fx.GraphModule):
         accessors = self.__dict__.setdefault("_accessors", {})
         if name in accessors:
             return accessors[name]
-        if found is None and (accessor := extensions.import_part("accessors", name)) is not None:
+        own = found is None or callable(found)  # a method that works on the model's code, which an extension has for a graph
+        if own and (accessor := extensions.import_part("accessors", name)) is not None:
             try:
                 return accessors.setdefault(name, accessor(self))
             except SpecError as error:
@@ -521,4 +550,25 @@ def _by_mode(only: Any, both: bool) -> Any:
     return forward
 
 
+MIXED_CHECKPOINTS = (
+    "gradient checkpointing computes whole regions again in one mode, and a part of this module is in another mode than the "
+    "module: call disable_gradient_checkpointing(), or train() or eval() of the module"
+)
+
+
+def _by_gradients(signed: Any) -> Any:
+    """A forward, with the signature of one, that computes regions again in the backward pass where there will be one."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+            if any(part.training != self.training for part in self.__dict__.get("_parts") or ()):
+                raise GuardError(MIXED_CHECKPOINTS)
+            return vars(self)[CHECKPOINTING](*args, **kwargs)
+        return signed(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(signed)  # type: ignore[attr-defined]
+    return forward
+
+
 leave_frame(_by_mode(nn.Module.forward, True).__code__)  # as those of the other wrappers
+leave_frame(_by_gradients(nn.Module.forward).__code__)

@@ -16,7 +16,7 @@ from ...core.ir.functions import REGION
 from ...core.ir.graph import copy_graph, erase_unused
 from ...core.ir.regions import regions_of
 from ...core.ir.subgraphs import RegionCut, changed_input, extract, members, plan, unique_names, written
-from ...core.ir.traced_module import TracedModule, class_names, shell
+from ...core.ir.traced_module import CHECKPOINTING, TracedModule, class_names, shell
 from ...core.rewriter.near_misses import misses
 from ...core.spec.addresses import select
 from ...core.spec.rules import Match
@@ -40,6 +40,7 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
     region that cannot be cut out or checkpointed, with the reason.
     """
     check_outlinable(gm, regions, "outline")
+    checkpoint = checkpoint or bool(gm.meta.get(CHECKPOINTING))
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     inside = {mode: members(graph) for mode, graph in graphs.items()}
 
@@ -206,7 +207,7 @@ def _assembled(
         where.setdefault(id(tensor), name)
     old = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
     new.meta = {
-        **gm.meta,
+        **{key: value for key, value in gm.meta.items() if key != CHECKPOINTING},
         "regions": {key: f"{home}.{names[key]}" for key in made},
         "originals": {name: where[id(tensor)] for name, tensor in old.items()},
     }
