@@ -144,10 +144,9 @@ class Adapters:
     def change(self) -> Iterator[None]:
         """Make several changes one: all are made, or where the block ends with an error, none is.
 
-        Other threads call the module before or after it. Another asyncio task of this thread that calls it, or reads its
-        adapters, while the block awaits something gets a SpecError. The tensors of the slots may be written too, as an
-        optimizer does; what is merged is made anew at the end, and an error does not put these tensors back: only what
-        `load`, `use`, `unload` and `load_adapter` have written. Raises SpecError within a call of this thread.
+        Other threads call the module before or after it; another asyncio task that does so while the block awaits gets a
+        SpecError. Tensors of the slots may be written too, as an optimizer does, and what is merged is made anew at the end; an
+        error does not put them back, only what `load`, `use`, `unload`, `load_adapter` did. Raises SpecError within a call.
         """
         with self._changing():
             yield
@@ -159,17 +158,13 @@ class Adapters:
 
         def write(target: Tensor, value: Any) -> None:
             before.append((target, target.clone()))
-            if isinstance(value, Tensor):
-                target.copy_(value)
-            else:
-                target.fill_(value)
+            (target.copy_ if isinstance(value, Tensor) else target.fill_)(value)
 
         locks, fault = self.locks, self._half_made("KeyboardInterrupt")
         with write_lock(locks):
             outer = locks[0].written  # of a change around this one, which also puts back what this one has written
             try:
-                for one in locks:
-                    one.written = before
+                self._mark(written=before)
                 yield write
                 self._changed()
                 if outer is not None:
@@ -180,9 +175,8 @@ class Adapters:
                 self._undo(before)
                 raise
             finally:
-                for one in locks:
-                    one.written = outer
-            self._set_fault("")
+                self._mark(written=outer)
+            self._mark(fault="")
 
     @torch.no_grad()
     def _undo(self, before: list[tuple[Tensor, Tensor]]) -> None:
@@ -193,12 +187,12 @@ class Adapters:
                 for target, old in reversed(before):
                     target.copy_(old)
                 self._changed()
-                self._set_fault("")
+                self._mark(fault="")
                 done = True
             except KeyboardInterrupt:
                 pass
             except Exception as error:  # torch's, as of no memory, raised again at the next call
-                self._set_fault(self._half_made(type(error).__name__))
+                self._mark(fault=self._half_made(type(error).__name__))
                 done = True
 
     def _half_made(self, why: str) -> str:
@@ -210,11 +204,9 @@ class Adapters:
         for watcher in self.watchers:
             watcher.switched(self.module)
 
-    def _set_fault(self, text: str) -> None:
+    def _mark(self, **values: Any) -> None:
         for lock in self.locks:
-            lock.fault = text
-
-    # --- names
+            vars(lock).update(values)
 
     @property
     def names(self) -> list[str]:

@@ -3,55 +3,162 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .errors import SpecError, did_you_mean
+from .torch_internals.tensors import version
 
 AT_ONCE = 8  # so many calls at one time are told apart
+RELATED = 0.3  # the least correlation of a step's sample with the last step's; of unrelated pictures it is near 0
+VARYING = re.compile(r"(?<!encoder_)hidden_states|sample|latent|residual")  # names of inputs that differ from step to step
+
+
+@dataclass
+class _Stream:
+    """The calls of a run with one condition: the time and the inputs of the last one."""
+
+    number: int
+    time: float = math.nan
+    sample: Tensor | None = None
+    others: list[tuple[str, Tensor, int]] = field(default_factory=list)  # name, value, and how often it was written
+    fixed: list[bool] = field(default_factory=list)  # which of these must stay as they are
+
+    def goes_on(self, sample: Tensor | None, others: list[tuple[str, Tensor, int]]) -> bool:
+        """Whether a call may be this stream's next one: its conditions are the same, and its sample comes from the last."""
+        if [name for name, *_ in others] != [name for name, *_ in self.others] or not _are_related(self.sample, sample):
+            return False
+        same = [_is_same(*old[1:], *new[1:]) for old, new in zip(self.others, others, strict=True)]
+        return all(equal for equal, fixed in zip(same, self.fixed, strict=True) if fixed)
+
+    def note(self, time: float, sample: Tensor | None, others: list[tuple[str, Tensor, int]]) -> None:
+        """Keep what the next call is compared with. What was equal twice must stay so."""
+        if len(self.others) == len(others):
+            again = [_is_same(*old[1:], *new[1:]) for old, new in zip(self.others, others, strict=True)]
+            self.fixed = [fixed or equal for fixed, equal in zip(self.fixed, again, strict=True)]
+        else:
+            self.fixed = [not _may_vary(name, value) for name, value, _ in others]
+        self.time, self.others = time, others
+        self.sample = None if sample is None else sample.detach().clone()  # a sampler may write into it
 
 
 class Clock:
-    """Reads a run off one of the inputs, such as the timestep.
+    """Reads a run off the inputs of its calls: one of them, such as the timestep, says the time.
 
-    As long as it moves in one direction the run goes on; where it goes back a new one begins. Calls at one time (with and
-    without a condition, say) are numbered. Without a name every call is the next step until somebody says that a run begins.
+    A run begins with the first call, where the time goes back, and where a pipeline of diffusers that calls has begun one: its
+    scheduler has another schedule. A run has streams, such as the calls with and without a condition at one time, which are
+    told apart by their conditions. A call that goes on with no stream, as its conditions are others or its sample does not
+    come from the last one, begins a stream. Without a name every call is the next step until somebody says that a run begins.
     Raises SpecError for a name that no input has.
     """
 
-    def __init__(self, name: str | None, names: Sequence[str]) -> None:
+    def __init__(self, name: str | None, names: Sequence[str], samples: bool = True) -> None:
+        """Without `samples` no input is read that differs from step to step, as one that is computed later cannot be."""
         if name is not None and name not in names:
             raise SpecError(
                 f"the model has no input '{name}', which would tell the step of a call{did_you_mean(name, names)}: give one of "
                 f"{', '.join(names)} as clock=, or clock=None and call reset() or new_image() before each run"
             )
-        self.name, self.position = name, -1 if name is None else list(names).index(name)
+        self.name, self.position, self.names = name, -1 if name is None else list(names).index(name), list(names)
+        self.samples = samples
         self.reset()
 
     def reset(self) -> None:
         """Forget where a run is: the next call of a clock with a name begins one."""
         self.time: float | None = None
         self.direction = 0.0
-        self.number = 0
+        self.schedule: Any = None
+        self.streams: list[_Stream] = []
+        self.begun = 0
 
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of the streams that may go on."""
+        return {stream.number for stream in self.streams} if self.name is not None else {0}
+
+    @torch.no_grad()
     def tick(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, int]:
-        """Whether a run begins with this call, and the call's number among those of its time."""
+        """Whether a run begins with this call, and the number of its stream, which is a new one where a stream begins."""
         if self.name is None:
             return False, 0
         value = args[self.position] if len(args) > self.position else kwargs.get(self.name)
         if value is None:
             raise SpecError(f"the call has no '{self.name}', which is needed to see where a run begins")
         now = float(value.flatten()[0]) if isinstance(value, Tensor) else float(value)
-        before, self.time = self.time, now
-        if before is None:
-            return True, 0
-        if now == before:
-            self.number += 1
-            if self.number < AT_ONCE:
-                return False, self.number
-        moved = math.copysign(1.0, now - before)
-        back = now == before or (self.direction != 0 and moved != self.direction)
-        self.direction, self.number = 0.0 if back else moved, 0
-        return back, 0
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        tensors = [row for name, each in given.items() if name != self.name for row in _tensors(name, each)]
+        at = next((i for i, (_, x, _) in enumerate(tensors) if x.is_floating_point() and x.dim() > 1), None)
+        sample = None if at is None else tensors.pop(at)[1]
+        if not self.samples:
+            sample, tensors = None, [row for row in tensors if not _may_vary(*row[:2])]
+
+        before, self.time, schedule = self.time, now, _schedule()
+        moved = 0.0 if before is None or now == before else math.copysign(1.0, now - before)
+        back = moved != 0 and self.direction != 0 and moved != self.direction
+        crowded = moved == 0 and sum(stream.time == now for stream in self.streams) >= AT_ONCE
+        begins = before is None or back or crowded or schedule is not self.schedule
+        self.schedule = schedule
+        if begins:
+            self.streams, self.direction = [], 0.0
+        elif moved:
+            self.direction = moved
+            self.streams = [stream for stream in self.streams if stream.time == before]
+        waiting = [stream for stream in self.streams if stream.time != now]
+        stream = next((stream for stream in waiting if stream.goes_on(sample, tensors)), None)
+        if stream is None:
+            stream, self.begun = _Stream(self.begun), self.begun + 1
+            self.streams.append(stream)
+        stream.note(now, sample, tensors)
+        return begins, stream.number
+
+
+def _schedule() -> Any:
+    """The times of the scheduler of the pipeline that makes this call, made anew for each run; None where none calls."""
+    frame = sys._getframe(2)  # nothing plainer: a pipeline tells its models nothing when a run begins
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__call__" and code.co_varnames[:1] == ("self",):
+            times = getattr(getattr(frame.f_locals["self"], "scheduler", None), "timesteps", None)
+            if times is not None:
+                return times
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor, int]]:
+    """The tensors of an input with their names, and how often each was written."""
+    if isinstance(value, Tensor):
+        yield name, value, -1 if value.is_inference() else version(value)
+    elif isinstance(value, Mapping):
+        for key, member in value.items():
+            yield from _tensors(f"{name}.{key}", member)
+    elif isinstance(value, (list, tuple)):
+        for i, member in enumerate(value):
+            yield from _tensors(f"{name}.{i}", member)
+
+
+def _may_vary(name: str, value: Tensor) -> bool:
+    """Whether an input is no condition, as samples, residuals of a ControlNet and single numbers are not."""
+    return value.dim() > 3 or (value.dim() < 2 and value.is_floating_point()) or bool(VARYING.search(name))
+
+
+def _is_same(old: Tensor, old_writes: int, new: Tensor, writes: int) -> bool:
+    if old is new:
+        return old_writes == writes
+    alike = (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+    return alike and torch.equal(old, new)
+
+
+def _are_related(old: Tensor | None, new: Tensor | None) -> bool:
+    """Whether a sample comes from another one: not where it is of another shape, or correlates with it in nothing."""
+    if old is None or new is None or (old.shape, old.device) != (new.shape, new.device):
+        return old is new
+    a, b = old.flatten().float(), new.flatten().float()
+    product, norms = torch.stack([a @ b, a.norm() * b.norm()]).tolist()
+    return not abs(product) < RELATED * norms  # zeros and NaN tell nothing

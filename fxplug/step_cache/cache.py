@@ -50,11 +50,12 @@ class StepCache(Stepped):
     One that is `gauged` is asked between `first` and the others, for which the module must have a gauge. The default is
     `Threshold()` where there is one, else `Every()`.
 
-    `clock` names the input that says where in a run a call is: as long as it moves in one direction the run goes on, when it
-    goes back a new one begins, and calls at one time (conditional and unconditional ones, up to 8) are kept apart. It is
-    read on the host. With None every call is the next step until `reset()`; call that too when a run was broken off. A call
-    with other shapes begins a run, and the first one after a change of adapters is computed in full. One thread at a time
-    calls it; others may change its adapters meanwhile.
+    `clock` names the input that says where in a run a call is, and is read on the host. A run begins where the time goes back,
+    with `reset()`, and where a pipeline of diffusers begins one, which is seen by its scheduler's schedule. Calls at one time
+    (conditional and unconditional ones, up to 8) are told apart by their conditions. A call takes nothing from earlier ones
+    whose conditions were others, or whose sample its own does not come from, and is computed in full then: so is the first
+    one after a change of adapters, and one with other shapes. With None every call is the next step until `reset()`. One
+    thread at a time calls it; others may change its adapters meanwhile.
 
     Of a module that `parallelize` has written each process has a cache of its own, and they decide as one: a gauge is measured
     over all parts, and a step is computed in full everywhere if it has to be anywhere.

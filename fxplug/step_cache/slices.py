@@ -82,12 +82,30 @@ class DataFlow:
             found |= networkx.ancestors(needs, END)
             needs.remove_node(END)
             found.update(end for start, end in self.ends.items() if start in found)
-            found.update(n for n in self.nodes if self.checks(n) and found.issuperset(n.all_input_nodes))
+            for node in [n for n in self.nodes if n not in found and self.checks(n)]:
+                found.update(self._sizes_for(node, found))
             if first:
                 found.update(reader for reader, writer in self.late if writer in found)
                 nested = {n for n in found if "shape" not in n.meta}
                 found.update(n for n in self.nodes if n.target is operator.getitem and n.args[0] in nested)
         return found
+
+    def _sizes_for(self, check: fx.Node, found: set[fx.Node]) -> set[fx.Node]:
+        """A check and the sizes and numbers that it needs; nothing where it needs a tensor that is not found."""
+        made, todo = {check}, [check]
+        while todo:
+            for node in self.needs.predecessors(todo.pop()):
+                if node not in found and node not in made:
+                    if not self.is_plain(node):
+                        return set()
+                    made.add(node)
+                    todo.append(node)
+        return made
+
+    def is_plain(self, node: fx.Node) -> bool:
+        """Whether a node gives a size, a number or the start of a scope, which is made again at no cost."""
+        plain = node.op in CALLS[1:] and not is_random(node, self.root) and not written(node, self.root)
+        return plain and "shape" not in node.meta
 
     def checks(self, node: fx.Node) -> bool:
         """Whether a node only looks at values."""
@@ -235,15 +253,11 @@ class Slices:
         todo = list(found)
         while todo:
             for node in needs.predecessors(todo.pop()):
-                if node not in found and (node.op == "get_attr" or self._recomputed(node)):
+                if node not in found and (node.op == "get_attr" or self.flow.is_plain(node)):
                     more = [node, *([self.flow.ends[node]] if node in self.flow.ends else [])]
                     found.update(more)
                     todo.extend(more)
         return found
-
-    def _recomputed(self, node: fx.Node) -> bool:
-        plain = node.op in CALLS[1:] and not is_random(node, self.root) and not written(node, self.root)
-        return plain and "shape" not in node.meta
 
     def _write(self, nodes: Iterable[fx.Node], carried: bool = False, takes: bool = False, gives: bool = False) -> Graph:
         """A graph of these nodes. With `takes` the cut values are inputs, with `gives` they are results too."""

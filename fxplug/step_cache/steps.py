@@ -121,6 +121,10 @@ class Stepped(nn.Module):
         self._streams: dict[int, Any] = {}  # runs
         self._clock.reset()
 
+    def _reset_stateful_cache(self, recurse: bool = True) -> None:
+        """As pipelines of diffusers call it on each of their models at the end of a run."""
+        self.reset()
+
     @between
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One step, for what the module takes."""
@@ -132,7 +136,11 @@ class Stepped(nn.Module):
     def _checked_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._locks:
             check_samples(self.module, args, kwargs)  # which parts behind the first do not see
-        return self._step(*args, **kwargs)
+        try:
+            return self._step(*args, **kwargs)
+        except BaseException:  # what a step has kept that was broken off is no step's
+            self.reset()
+            raise
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -156,8 +164,7 @@ class Stepped(nn.Module):
     def _advance(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, tuple[Any, ...], Any]:
         """Which of the calls at one time this is, its shapes, and its run; None for one that begins, which has nothing kept."""
         begins, number = self._clock.tick(args, kwargs)
-        if begins:
-            self._streams = {}
+        self._streams = {} if begins else {n: run for n, run in self._streams.items() if n in self._clock.numbers}
         shapes = tuple((x.shape, x.dtype, x.device) for x in leaves((args, kwargs)) if isinstance(x, Tensor))
         run = self._streams.get(number)
         return number, shapes, run if run is not None and run.shapes == shapes else None

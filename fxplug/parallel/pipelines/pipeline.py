@@ -40,8 +40,8 @@ class PipeFusion(nn.Module):
     In between each stage runs one patch after the other, and hands it on while it takes the next; attention and all else where
     tokens meet takes what the other patches gave last. What is kept between calls are inputs and results of the stages' graphs.
 
-    A new image begins where the clock, an input such as the timestep, goes back, where the shapes of the inputs change, and
-    with `new_image()`. Calls at one time, such as those with and without a condition, are kept apart.
+    A new image begins where the clock, an input such as the timestep, goes back, where the shapes of the inputs change, where
+    a pipeline of diffusers begins one, and with `new_image()`. Calls with other conditions are kept apart.
 
     Every process holds the weights of its own stage alone; one without torch.distributed runs all. No gradients.
     """
@@ -57,7 +57,7 @@ class PipeFusion(nn.Module):
         self.signature = inspect.signature(gm.forward)
         self.plan, self.peers, self.links = stages, links, links if self.by_stages else None
         self.patches, self.warmup, self.correct, self.steps = patches, warmup, correct, steps
-        self.clock = Clock(clock, list(self.signature.parameters))
+        self.clock = Clock(clock, list(self.signature.parameters), samples=False)  # which may be computed later
         self.mine = range(len(stages.stages)) if self.links is None else [self.links.rank]
         self.stages = nn.ModuleList(nn.ModuleList((s.entire, s.early, s.late)) for s in (stages.stages[i] for i in self.mine))
         self.tail = stages.tail
@@ -79,6 +79,10 @@ class PipeFusion(nn.Module):
         """Forget what is kept: the next call begins an image."""
         self.forget()
         self.clock.reset()
+
+    def _reset_stateful_cache(self, recurse: bool = True) -> None:
+        """As pipelines of diffusers call it on each of their models at the end of a run."""
+        self.new_image()
 
     def forget(self) -> None:
         """Drop what is kept of an image's calls."""
@@ -115,6 +119,7 @@ class PipeFusion(nn.Module):
         shapes = tuple((x.shape, x.dtype) for x in leaves(inputs) if isinstance(x, Tensor))
         if new:
             self.forget()
+        self.runs = {n: run for n, run in self.runs.items() if n in self.clock.numbers}
         if number not in self.runs or self.runs[number].shapes != shapes:
             self.runs[number] = ImageRun(shapes)
         return self.runs[number]
