@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .adapters.slots import Adapters
     from .adapters.writing import save_adapter
     from .compat.zhijian.blitz import blitz
-    from .core.artifacts.artifact import load, save
+    from .core.artifacts.artifact import digest, load, save
     from .core.capture.retracer import variants
     from .core.capture.tracer import trace
     from .core.errors import (
@@ -115,6 +115,7 @@ __all__ = [
     "controlnet_of",
     "convert_adapter",
     "diff",
+    "digest",
     "export",
     "extract",
     "fastest_plan",
@@ -162,7 +163,7 @@ __all__ = [
 ]
 
 _CORE = {
-    "core.artifacts.artifact": ["load", "save"],
+    "core.artifacts.artifact": ["digest", "load", "save"],
     "core.capture.retracer": ["variants"],
     "core.capture.tracer": ["trace"],
     "core.errors": [name for name in __all__ if name.endswith("Error")] + ["Limits"],

@@ -135,6 +135,7 @@ def show(
     subject: Subject,
     modules: Annotated[bool, typer.Option("--modules", help="The tree of modules instead of the graph.")] = False,
     code: Annotated[bool, typer.Option("--code", help="The generated Python instead of the graph.")] = False,
+    digest: Annotated[bool, typer.Option("--digest", help="The digest of a saved rewrite, for load(digest=...).")] = False,
     forms: Annotated[bool, typer.Option("--forms", help="Which form each layer takes when it is lowered.")] = False,
     merge: Annotated[str | None, typer.Option("--merge", help="With --forms: fold, live or auto.")] = None,
     pack: Annotated[bool, typer.Option("--pack", help="Without effect, as in `lower`.")] = False,
@@ -147,10 +148,15 @@ def show(
     debug: Debug = False,
 ) -> None:
     """Print a rewritten model: its graph, its modules, its code, or the forms of its layers; or write it for other tools."""
-    if modules + code + forms + (to is not None) > 1:
-        raise typer.BadParameter("use only one of --modules, --code, --forms and --to")
+    if modules + code + digest + forms + (to is not None) > 1:
+        raise typer.BadParameter("use only one of --modules, --code, --digest, --forms and --to")
     if to is None and (region or out):
         raise typer.BadParameter("--region and --out are only for --to")
+    if digest:
+        from .core.artifacts.artifact import digest as digest_of
+
+        print(digest_of(subject))
+        return
     dry = not forms  # live merge reads weights
     if Path(subject).is_dir():
         module = load_saved(subject, set, allow)

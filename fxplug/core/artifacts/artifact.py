@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 
 from ... import __version__
 from ...blocks.base import LowRank
-from ..errors import DEFAULT, ArtifactError, Limits, shown
+from ..errors import DEFAULT, ArtifactError, Limits, SpecError, shown
 from ..extensions import need_hook
 from ..ir.containers import Container
 from ..ir.graph import note_tied
@@ -54,6 +55,7 @@ def check_passes(passes: Any, modules: Collection[str]) -> None:
 
 
 MODES = {"eval": False, "train": True}
+DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}\Z")
 DROPPED = ("said", "lost")  # of a bank of slots in artifacts of version 0.1: what it kept of the files of its adapters
 
 
@@ -104,29 +106,50 @@ def load(
     allow: Sequence[str] = (),
     device: torch.device | str | None = None,
     limits: Limits = DEFAULT,
+    digest: str | None = None,
 ) -> TracedModule:
     """Read a folder that `save` wrote. Nothing is unpickled, and only torch, fxplug and what `allow` names is imported.
 
     `allow` lists modules or packages whose classes may be imported: of result classes, which `ops.Record` stands in
     for otherwise, and of modules that were kept whole or put in by a pass. `device` is where the weights go. A folder that
-    another process replaces meanwhile is read as it was before or as it is after.
+    another process replaces meanwhile is read as it was before or as it is after. With `digest`, as `fxplug.digest` gives it of
+    the folder, any other folder is refused, and one of which a byte was changed.
 
     What a folder asks of the reader is bounded by `limits`. A call of what was loaded calculates with tensors, as any model
     does, and takes the memory and the time that they need: whoever does not know where a graph comes from gives its process
     a limit of its own. What else it can do is bounded: it calls functions of a closed list, reads nothing but its tensors,
     and its whole numbers have an end.
 
-    Raises ArtifactError for a folder that is damaged, incomplete, newer than this version, or asks for more.
+    Raises ArtifactError for a folder that is damaged, incomplete, newer than this version, or asks for more, and for one with
+    another digest; SpecError for a `digest` that is none.
     """
     if isinstance(allow, str):
         allow = [allow]
+    if digest is not None and not (isinstance(digest, str) and DIGEST.match(digest)):
+        raise SpecError(f"digest must be 'sha256:' and 64 hexadecimal digits, as fxplug.digest gives it, not {shown(digest)}")
     with snapshot(Path(folder), limits) as files, wrapped(f"{folder} cannot be read"):
+        if digest is not None and digest.lower() != files.digest:
+            raise ArtifactError(
+                f"{folder} has the digest {files.digest}, not {digest}: it was changed or is another one. If this one is to be "
+                "trusted, take its digest (fxplug.digest)"
+            )
         document = files.json("graph.json")
         for name in files.files:
             if name != "graph.json" and name not in files.weights:
                 files.check(name)
         with wrapped("graph.json cannot be used"):
             return _build(document, files.tensors(), allow, device, files.limits)
+
+
+def digest(folder: str | os.PathLike[str]) -> str:
+    """Give the digest of a saved folder for `load(folder, digest=...)`: `sha256:` and that of its manifest.
+
+    The manifest has the SHA-256 of each of the other files, and `load` compares these with what it reads.
+
+    Raises ArtifactError for a folder that is no artifact, or incomplete.
+    """
+    with snapshot(Path(folder)) as files:
+        return files.digest
 
 
 # --- the document

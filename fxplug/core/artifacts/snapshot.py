@@ -92,8 +92,8 @@ TRIES = 100  # how often a folder may be replaced while its files are opened
 class Snapshot:
     """An artifact whose files are open: a save into its folder that ends later changes nothing here."""
 
-    def __init__(self, files: dict[str, tuple[BinaryIO, str]], limits: Limits) -> None:
-        self.files, self.limits = files, limits
+    def __init__(self, files: dict[str, tuple[BinaryIO, str]], limits: Limits, digest: str) -> None:
+        self.files, self.limits, self.digest = files, limits, digest
 
     @property
     def weights(self) -> list[str]:
@@ -174,7 +174,8 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Sn
         # no link that leads out of the folder, and nothing that waits or does something when opened
         return stack.enter_context(opened(folder / name, raises=about(name), links=False))
 
-    files = listed(parse(_text(open_file(MANIFEST), MANIFEST, limits), MANIFEST, limits), folder)
+    manifest = _text(open_file(MANIFEST), MANIFEST, limits)
+    files = listed(parse(manifest, MANIFEST, limits), folder)
     found_files = {}
     for name, record in files.items():
         if name not in names:
@@ -190,7 +191,7 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Sn
             raise ArtifactError(
                 f"{printable(name)} is in the folder of the artifact, and the manifest does not list it: remove it"
             )
-    return Snapshot(found_files, limits)
+    return Snapshot(found_files, limits, f"sha256:{hashlib.sha256(manifest).hexdigest()}")
 
 
 def _text(file: BinaryIO, name: str, limits: Limits) -> bytes:
