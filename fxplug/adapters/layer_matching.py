@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ..core.errors import ArtifactError, brief_fields, did_you_mean
-from .layer_names import SWAPPED, first_names, looks_like
+from .layer_names import SWAPPED, first_names, fused_names, looks_like
 from .own_files import check_no_own
 from .tables import PARTS, table
-from .updates import AdapterFile, Entry, with_projections
+from .updates import AdapterFile, Entry, joined, with_projections
 
 _COMFYS_TEXT = re.compile(r"text_encoders\.((\w+)\.)transformer\.")
 DENOISERS = ("unet", "transformer", "diffusion_model")  # what tools call the one denoiser of a pipeline
@@ -195,6 +195,7 @@ def fit(
     mismatched: dict[str, str] = {}
     outside: dict[str, str] = {}
     owner: dict[str, Entry] = {}
+    fused: dict[tuple[str, Home], dict[str, Entry]] = {}
     more: dict[str, Entry] = {}
     homeless: dict[str, str] = {}
     for p in taken:
@@ -209,6 +210,9 @@ def fit(
                 mismatched[path] = f"is {list(shape)}, and '{entry.name}' is for {_for(entry)}{_new_head(entry, shape)}"
             else:
                 for path, piece in finder.pieces(entry, home):
+                    if path in finder.fused:
+                        fused.setdefault(finder.fused[path], {})[path] = piece
+                        continue
                     if path not in shapes:
                         outside[path] = entry.name
                         continue
@@ -218,6 +222,18 @@ def fit(
                         raise ArtifactError(f"{file.source}: {both}{choose}")
                     owner[path] = entry
                     placed[path] = piece.shaped(shapes[path])
+    for (path, parts), some_of in fused.items():
+        first = next(iter(some_of.values()))
+        if (why := _unfusable(some_of.values())) or path in owner:
+            why = why or f"is beside '{owner[path].name}' for all of them"
+            way = "trace the model after unfuse_qkv_projections()"
+            mismatched[path] = f"is {', '.join(parts)} in one, and '{first.name}' {why}: {way}"
+        elif path not in shapes:
+            outside[path] = first.name
+        else:
+            whole_of = {p: entry.as_lora(finder.shapes[p]) for p, entry in some_of.items()}
+            made = joined(whole_of, {p: finder.shapes[p][0] for p in parts})
+            placed[path] = replace(made, path=path).shaped(shapes[path])
     for key, entry in more.items():
         if beside is None:
             placed |= {} if entry.optional else {key: entry}
@@ -230,6 +246,11 @@ def fit(
             placed[key] = entry
     others = {p: tuple(entries) for p, entries in groups.items() if p not in taken}
     return Fit(file, shapes, placed, tuple(missing), mismatched, others, outside, guessed, homeless)
+
+
+def _unfusable(entries: Iterable[Entry]) -> str:
+    """Why the updates of layers that are one layer cannot be joined; an empty text where they can."""
+    return next((f"is {e.method or e.kind}" for e in entries if e.method or e.kind not in ("lora", "loha", "lokr")), "")
 
 
 def _is_of_another_model(part: str, entries: Sequence[Entry], taken: Sequence[str], layers: Iterable[str]) -> bool:
@@ -331,8 +352,15 @@ class _LayerFinder:
         return made
 
     @cached_property
+    def fused(self) -> Mapping[str, tuple[str, Home]]:
+        """Of each layer that the model has fused with others the one that it calls instead, and all of which that is."""
+        here = {name: paths for name, paths in fused_names(self.shapes).items() if name in self.shapes}
+        same = {name: paths for name, paths in here.items() if self.joint_shape(paths) == tuple(self.shapes[name])}
+        return {path: (name, paths) for name, paths in same.items() for path in paths}
+
+    @cached_property
     def names(self) -> Mapping[str, Home]:
-        found = first_names(self.shapes, also=True) if self.old else {}
+        found = {**fused_names(self.shapes), **first_names(self.shapes, also=True)} if self.old else {}
         return found | {name.replace(".", "_"): home for name, home in found.items()}
 
     def joint_shape(self, home: Home) -> tuple[int, ...]:

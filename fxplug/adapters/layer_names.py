@@ -16,6 +16,11 @@ from .tables import table
 
 # any vision transformer has them: they tell no family
 SHARED_WITH_TIMM = tuple(f"blocks.{{i}}.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"))
+# what diffusers' `fuse_qkv_projections` calls several layers as one
+FUSED = {
+    "to_qkv": ("to_q", "to_k", "to_v"), "to_kv": ("to_k", "to_v"),
+    "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"), "to_added_kv": ("add_k_proj", "add_v_proj"),
+}  # fmt: skip
 SWAPPED = "~"  # the two halves of the outputs change places
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a path
@@ -69,6 +74,15 @@ def first_names(layers: Iterable[str], also: bool = False) -> dict[str, tuple[st
         return {}
     family, start = found
     return _names({**family.names, **family.also} if also else family.names, known, start)
+
+
+def fused_names(layers: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """What `FUSED` calls the layers of a graph, whether it has that layer or not, and these layers in order."""
+    known = dict.fromkeys(layers)
+    owners = dict.fromkeys(path.rpartition(".")[0] for path in known if path.endswith(("to_k", "add_k_proj")))
+    pairs = [(owner, fused) for owner in owners for fused in FUSED]
+    rows = {f"{owner}.{fused}": tuple(f"{owner}.{name}" for name in FUSED[fused]) for owner, fused in pairs}
+    return {fused.removeprefix("."): paths for fused, paths in rows.items() if all(path in known for path in paths)}
 
 
 def family_of(layers: Iterable[str]) -> tuple[Family, str] | None:

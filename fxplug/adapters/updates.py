@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -272,6 +273,36 @@ class AdapterFile:
     def parts(self) -> tuple[str, ...]:
         """The parts of a pipeline that the file has layers for."""
         return tuple(dict.fromkeys(entry.part for entry in self.entries))
+
+
+def joined(entries: Mapping[str, Entry], widths: Mapping[str, int]) -> Entry:
+    """The LoRAs of some of several layers as one of the layer whose outputs are all of theirs, one after the other.
+
+    With one `down` and scale for all it is that one; else the ranks add up, and `up` has a block for each. Exact, but for the
+    rounding of a block whose scale is not the largest.
+    """
+    entries = {path: entries[path] for path in widths if path in entries}  # a file may have them in another order
+    first = max(entries.values(), key=lambda entry: abs(entry.scale))
+    downs = [entry.tensors["down"] for entry in entries.values()]
+    alike = all(entry.scale == first.scale and torch.equal(entry.tensors["down"], downs[0]) for entry in entries.values())
+    rank = first.rank if alike else sum(entry.rank for entry in entries.values())
+    dtype = functools.reduce(torch.promote_types, (entry.tensors["up"].dtype for entry in entries.values()))
+    rows: list[Tensor] = []
+    start = 0
+    for path, width in widths.items():
+        up = torch.zeros(width, rank, dtype=dtype)
+        if path in entries:
+            entry = entries[path]
+            own = entry.tensors["up"].flatten(1)
+            if entry.scale != first.scale:
+                own = own.float() * (entry.scale / first.scale)
+            up[:, start : start + entry.rank] = own
+            start += 0 if alike else entry.rank
+        rows.append(up)
+    down = downs[0] if alike else torch.cat([down.to(dtype) for down in downs])
+    shape = [1] * (down.dim() - 2)
+    tensors = {"down": down, "up": torch.cat(rows).reshape(-1, rank, *shape)}
+    return replace(first, tensors=tensors, rank=rank)
 
 
 def largest(tensors: Mapping[str, Tensor], scale: float) -> float:
