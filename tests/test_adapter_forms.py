@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fxplug
+from fxplug.adapters.base_weights import digest_of
 from fxplug.core.errors import ArtifactError
 
 
@@ -130,3 +132,49 @@ def test_no_folder_has_the_name_of_a_file(how, name, tmp_path):
     if name != "both.safetensors":
         with pytest.raises(ArtifactError, match="an adapter of diffusers is a folder: .* or a name that ends in .safetensors"):
             fxplug.save_adapter(new, target, as_="diffusers")
+
+
+# --- the base that a file names
+
+
+def on(base, **options):
+    gm = fxplug.trace(base, WORDS)
+    return fxplug.apply(gm, fxplug.load_pass("lora", at=["to_q", "to_k", "conv"], rank=4, **options))
+
+
+@pytest.mark.parametrize("as_", ["peft", "diffusers", "kohya", "comfy", "lycoris", "fxplug"])
+def test_a_file_names_its_base_and_another_warns(as_, tmp_path):
+    path = tmp_path / "it" if as_ == "peft" else tmp_path / "it.safetensors"
+    fxplug.save_adapter(trained("lora", at=["to_q", "to_k"], rank=2), path, as_=as_)
+    again = fxplug.apply(on(net(), slots=2), fxplug.load_pass("scale", at="to_q"))  # other passes do not matter
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.adapters.load("it", path)
+        fxplug.load_adapter(on(net()), path)
+    again.adapters.save("it", tmp_path / "second.safetensors", as_="kohya")
+    other = net()
+    with torch.no_grad():
+        other.conv.weight += 1  # of no layer of the file
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on(other, slots=1).adapters.load("it", tmp_path / "second.safetensors")
+    with torch.no_grad():
+        other.to_k.weight += 1e-3
+    for load in (on(other, slots=1).adapters.load, lambda _, file: fxplug.load_adapter(on(other), file)):
+        with pytest.warns(UserWarning, match=r"beside weights with the digest 'sha256:(\w{64})', and .* have sha256:(?!\1)"):
+            load("it", path)
+
+
+def test_a_base_in_another_dtype_is_another_and_one_without_values_has_no_digest(tmp_path):
+    new = trained("lora", at=["to_q", "to_k"], rank=2)
+    fxplug.save_adapter(new, tmp_path / "it.safetensors", as_="fxplug")
+    with pytest.warns(UserWarning, match="another base model, or the same in another dtype"):
+        on(net().double(), slots=1).adapters.load("it", tmp_path / "it.safetensors")
+    rows = {"to_q.weight": torch.ones(4, 4), "int.weight": torch.ones(4, 4).int()}
+    rows["meta.weight"] = torch.ones(4, 4, device="meta")
+    known = digest_of(["to_q"], rows.get)
+    assert known and known == digest_of(["to_q"], {"to_q.weight": torch.ones(4, 4).t()}.get)  # whatever its memory is like
+    assert known != digest_of(["to_q"], {"to_q.weight": torch.ones(2, 8)}.get)
+    assert not any(digest_of(["to_q", name], rows.get) for name in ("meta", "int", "absent"))
+    both = {**rows, "b.weight": torch.ones(1)}.get
+    assert digest_of(["to_q", "b"], both) == digest_of(["b", "to_q"], both) != known

@@ -19,6 +19,7 @@ from ..core.reading import reported
 from ..core.weight_files import save_file
 from ..core.writing import new_file, new_folder
 from . import formats
+from .base_weights import named_base
 from .contents import AdapterContents, ModelLayer, layers_of, trained
 from .find_tensors import PICKLED, SAFE
 from .formats import CONFIGURED, alpha_of, part_of, refused, tensors_of
@@ -234,7 +235,8 @@ def content(
         saved = {key.rpartition(".")[0] for key in heads if not key.endswith(BIAS)}
         biases = any(key.endswith(BIAS) for key in heads)
         made |= {"modules_to_save": sorted(saved) or None, "bias": "lora_only" if biases else "none"}
-    about = {"format": "pt", **_metadata(as_, rows, model, name), **(metadata or {})}
+    base = named_base((entry.path for entry in entries), there)
+    about = {"format": "pt", **_metadata(as_, rows, model, name), **base, **(metadata or {})}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}
         about["lora_adapter_metadata"] = json.dumps(packed, indent=2, sort_keys=True)
