@@ -586,6 +586,56 @@ def test_new_inputs_are_arguments_with_names_checks_and_defaults(outer):
     assert torch.equal(second(*args, more=more, q_more=more * 0, q_amount=0), new(*args, more=more))
 
 
+class Means(Block):
+    """Adds the mean over boxes of any number [b, k, 4], weighted where there are weights."""
+
+    inline = True
+
+    @classmethod
+    def at(cls, site):
+        return cls()
+
+    def forward(self, y: torch.Tensor, boxes: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        boxes = boxes if weights is None else boxes * weights.reshape(*boxes.shape[:2], 1)
+        return y + boxes.mean(1, keepdim=True)
+
+
+class Kept(Means):
+    inline = False
+
+
+@pytest.mark.parametrize("block", [Means, Kept])
+@pytest.mark.parametrize(
+    "shapes, args",
+    [
+        ({"boxes": ["n", "k", 4]}, ["boxes"]),
+        ({"boxes": ["n", "k", 4], "weights": ["n", "k"]}, ["boxes", "weights"]),
+        ({"weights": ["n", "2*k"], "boxes": ["n", "2*k", 4]}, ["boxes", "weights"]),
+        ({"boxes": ["n", "k", 4], "weights": ["k", "n"]}, ["boxes", "weights"]),
+        ({"weights": ["n", "k"], "boxes": ["n", "k", 4]}, ["boxes", "weights"]),
+    ],
+)
+def test_a_size_that_nothing_says_is_free(outer, block, shapes, args):
+    inputs = {"tokens": {"shape": ["n", "l"]}, **{name: {"shape": shape} for name, shape in shapes.items()}}
+    ratio = "2*k" in str(shapes)
+    new = fxplug.apply(outer.gm, Pass("p", [rule(block, "blocks.0", port="y[0]", args=["value", *args])], inputs=inputs))
+    for k in (16,) if ratio else (3, 8, 11):
+        given = {"boxes": torch.rand(2, k, 4), "weights": torch.rand(2, k)}
+        if shapes.get("weights") == ["k", "n"]:
+            given["weights"] = given["weights"].reshape(k, 2)
+        model = copy.deepcopy(outer.model)
+        fed = [given[name] for name in args]
+        model.blocks[0].register_forward_hook(lambda m, x, y, fed=fed: (Means()(y[0], *fed), *y[1:]))
+        assert torch.equal(new(*outer.args, **{name: given[name] for name in args})[0], model(*outer.args)[0])
+    if "weights" in args:
+        given["weights"] = torch.rand(k + 1, 2) if shapes["weights"][0] == "k" else torch.rand(2, k + 1)
+        with pytest.raises(fxplug.GuardError, match="input '(weights|boxes)' must have the shape"):
+            new(*outer.args, **given)
+    if ratio:  # what is a factor first is found by trying, and fixed
+        with pytest.raises(fxplug.GuardError, match="input '(weights|boxes)' must have the shape"):
+            new(*outer.args, boxes=torch.rand(2, 6, 4), weights=torch.rand(2, 6))
+
+
 def test_the_models_own_inputs_are_read_by_address(outer):
     new = fxplug.apply(outer.gm, one(Sum, "blocks.2", port="y[0]", args=["value", ":in.bias"]))
     model = copy.deepcopy(outer.model)

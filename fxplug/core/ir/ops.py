@@ -435,10 +435,12 @@ def check_added(
         value = torch.full((), value, dtype=dtype, device=like.device if isinstance(like, torch.Tensor) else None)
     if expected is None or not isinstance(value, torch.Tensor) or torch.compiler.is_compiling():
         return value
+    if value.dim() != len(expected):
+        raise AddedInput(f"input '{name}' must have the shape {text}; it has {list(value.shape)}")
     sizes = [e[0].shape[e[1]] * e[2] if isinstance(e, tuple) else e for e in expected]
-    if value.dim() == len(sizes) and sizes and value.shape[0] == 1 != sizes[0] and _is_batch(expected[0]):
+    if sizes and value.shape[0] == 1 != sizes[0] and _is_batch(expected[0]):
         value = value.expand(sizes[0], *value.shape[1:])
-    if value.dim() != len(sizes) or any(s is not None and s != n for s, n in zip(sizes, value.shape, strict=True)):
+    if any(s is not None and s != n for s, n in zip(sizes, value.shape, strict=True)):
         shown = ["any" if s is None else int(s) for s in sizes]
         raise AddedInput(f"input '{name}' must have the shape {text}, here {shown}; it has {list(value.shape)}")
     return value

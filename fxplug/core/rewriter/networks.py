@@ -56,6 +56,19 @@ def named_sizes(gm: TracedModule, p: Pass) -> tuple[dict[str, int], dict[str, li
     return bound, free
 
 
+def names_alone(own: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """The names that are the whole of a size where the inputs of a pass have them first: nothing else depends on such a size.
+
+    A name that is a factor first, as f in `f*h`, is a ratio that the blocks of the pass decide; it is found by trying.
+    """
+    first: dict[str, bool] = {}
+    for spec in own.values():
+        for size in spec["shape"] or ():
+            for factor in factors(size):
+                first.setdefault(str(factor), factor == size and factor not in spec["try"])
+    return {name for name, whole in first.items() if whole and name.isidentifier()}
+
+
 CHECKS = (ops.check_inputs, ops.check_numbers, ops.check_constants, ops.check_added)  # of inputs, at a graph's head
 TRIES = [8, 4, 2, 16, 1, 32]  # what a size that nothing binds may be: how much larger a condition is than a latent
 
@@ -210,6 +223,7 @@ def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int
     """New arguments of the model, each with a check and an edge, as its own inputs have them."""
     dtypes = [n.meta["dtype"] for n in graph.nodes if n.op == "placeholder" and "dtype" in n.meta]
     floating = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
+    alone = names_alone(own_inputs(gm, p))
     for name, spec in own_inputs(gm, p).items():
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         called = input_name(gm, p, name)
@@ -225,7 +239,7 @@ def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int
         if not isinstance(dtype, torch.dtype):
             raise SpecError(f"input '{name}': no dtype '{spec['dtype']}'; float32 or int64, for example")
         own = {str(n.target): n for n in placeholders}
-        expected, text = _expected(graph, p, spec, own, sizes)
+        expected, text = _expected(node, p, spec, own, sizes, alone)
         like = next((n for n in placeholders if "shape" in n.meta), None)
         args = (node, called, expected, text, spec["default"] is None, None if shape is None else dtype, like)
         after = max([head(graph), *(n for n in graph.nodes if n.target in CHECKS)])
@@ -238,9 +252,12 @@ def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int
 
 
 def _expected(
-    graph: Graph, p: Pass, spec: Mapping[str, Any], own: Mapping[str, fx.Node], sizes: Mapping[str, int]
+    node: fx.Node, p: Pass, spec: Mapping[str, Any], own: Mapping[str, fx.Node], sizes: Mapping[str, int], alone: set[str]
 ) -> tuple[tuple[Any, ...] | None, str]:
-    """The sizes an input must have: numbers, None where any will do, (input, dimension, factor) where another input says."""
+    """The sizes an input must have: numbers, None where any will do, (input, dimension, factor) where another input says.
+
+    A name of those `alone` that no input before has may be any size; from then on this input says it.
+    """
     if spec["shape"] is None:
         return None, ""
     bound = {
@@ -250,7 +267,11 @@ def _expected(
         if isinstance(size, str)
     }
     found: list[Any] = []
-    for size in spec["shape"]:
+    for dim, size in enumerate(spec["shape"]):
+        if size in alone and size not in bound:
+            found.append(None)
+            bound[size] = (node, dim)
+            continue
         names = [f for f in factors(size) if f in bound]
         factor = math.prod(f if isinstance(f, int) else sizes[f] for f in factors(size) if f not in bound)
         if not names:
