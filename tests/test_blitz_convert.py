@@ -15,6 +15,8 @@ from torch import nn
 import fxplug
 from fxplug.compat.zhijian import AddinBase, model_config, reuse_keys, stand_in
 from fxplug.core.errors import SpecError
+from fxplug.core.spec.train_section import Train
+from fxplug.training.param_groups import make_optimizer, make_scheduler
 
 GAIN = """
     import torch
@@ -111,6 +113,37 @@ def test_a_file_is_converted_and_is_what_its_add_ins_say(modules):
     assert not torch.equal(result.module(x), result.base(x))
 
 
+@pytest.mark.parametrize(
+    ("file", "kind", "steps", "epochs"),
+    [
+        ({}, lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 30), 4, 30),
+        ({"max_epoch": 3}, lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 3, eta_min=0), 4, 3),
+        ({"max_epoch": 5, "lr": 0.1}, lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5), 1, 5),
+        ({"max_epoch": 4, "eta_min": 1e-3}, lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 4, eta_min=1e-3), 7, 4),
+        ({"max_epoch": 6, "lr_scheduler": "step", "step_size": 2, "gamma": 0.5},
+         lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5), 3, 6),
+        ({"max_epoch": 6, "lr_scheduler": "multistep", "step_size": "1,4", "gamma": 0.1, "optimizer": "sgd", "mom": 0.8},
+         lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 4], 0.1), 2, 6),
+    ],
+)  # fmt: skip
+def test_the_learning_rate_falls_by_epoch_as_in_zhijian(modules, file, kind, steps, epochs):
+    assert converted(modules, {**FILE, **file}).exit_code == 0
+    given = yaml.safe_load((modules / "ours.yaml").read_text())["train"]
+    own = Train.model_validate(given)
+    weight = [nn.Parameter(torch.zeros(1))]
+    here = make_optimizer(own.optimizer, [{"name": "base", "params": weight, "lr": own.lr, "weight_decay": own.weight_decay}])
+    scheduler, by_epoch = make_scheduler(own.scheduler, here, epochs * steps, steps)
+    there = torch.optim.SGD(weight, lr=file.get("lr", 0.01))
+    course = kind(there)
+    assert own.epochs == epochs and by_epoch and here.defaults.get("momentum", 0.8) == 0.8
+    for _ in range(epochs):
+        for optimizer, its in ((here, scheduler), (there, course)):
+            for _ in range(steps):
+                optimizer.step()
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(there.param_groups[0]["lr"], rel=1e-9, abs=1e-15)
+            its.step()
+
+
 def test_lines_and_what_trains_in_text_are_converted_too(modules):
     file = {"config_blitz": "(Gain.adapt): ...->(blocks[0:2].mlp){inout1}->...", "reuse_keys_blitz": "head,blocks[0:1]"}
     assert converted(modules, file, "--model", str(modules / "model.yaml")).exit_code == 0
@@ -126,6 +159,9 @@ def test_lines_and_what_trains_in_text_are_converted_too(modules):
         ({"addins": [{"name": "Gian", "location": [["head"]], "hook": [["adapt", "post"]]}]}, "did you mean"),
         ({"addins": {"name": "Gain"}}, "must be a list of add-ins, not a mapping"),
         ({"addins": [{"name": "Gain", "hook": []}]}, "theirs.yaml:2: addins[0]: missing key 'location'"),
+        ({"lr_scheduler": "plateau"}, "lr_scheduler: 'plateau' is stepped without a loss there"),
+        ({"optimizer": "lamb"}, "optimizer: ZhiJian has no optimizer 'lamb'"),
+        ({"lr_scheduler": "step", "gamma": 0.1}, "step_size: must be a number of epochs, not null"),
         ({"reuse_keys": [["haed"]]}, "'haed' matches no module of the model (did you mean 'head'?)"),
     ],
 )

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 MODULES = "zhijian.models.addin.module"
 # ZhiJian's settings of a run: what a configuration calls them, and what they are on its command line
 TRAINING = {"max_epoch": ("epochs", 30), "batch_size": ("batch", 128), "lr": ("lr", 0.01), "wd": ("weight_decay", 1e-5)}
-FIXED = {"task": "classify", "optimizer": "adam", "scheduler": "cosine", "mode": "eval"}
+FIXED = {"task": "classify", "mode": "eval"}
+COURSE = {"optimizer": "adam", "mom": 0.9, "lr_scheduler": "cosine", "eta_min": 0, "step_size": None, "gamma": None}
 READ = ("addins", "config_blitz", "reuse_keys", "reuse_keys_blitz")
 
 
@@ -49,9 +50,12 @@ def convert(file: str | Path, *, model: str | None = None, out: str | Path | Non
     trainable, trains = _trainable(source, built, notes)
     entry = {"line": lines, "addin": addins, **({} if trains else {"train": False})}
     run = {name: source.data.get(key, default) for key, (name, default) in TRAINING.items()}
-    train = {**FIXED, **run, "trainable": trainable}
+    course = {key: source.data.get(key, default) for key, default in COURSE.items()}
+    with source.inside():
+        chosen = {"optimizer": _optimizer(course), "scheduler": _scheduler(course)}
+    train = {**FIXED, **chosen, **run, "trainable": trainable}
     config = {**head, "passes": [{"blitz": entry}] if lines else [], "train": train}
-    used.update(TRAINING)
+    used.update(TRAINING, COURSE)
     left = [str(key) for key in source.data if key not in used]
     if left:
         notes.append(f"left out, because no add-in reads it: {', '.join(left)}")
@@ -59,6 +63,35 @@ def convert(file: str | Path, *, model: str | None = None, out: str | Path | Non
         notes.append(f"{PLACEHOLDER} marks a value that depends on the model: convert with --model, or write it")
     comments = [f"{Path(file).name} of ZhiJian, by `fxplug convert zhijian`.", *(f"Note: {note}" for note in notes)]
     return Converted(dump_configuration(comments, config, (Mapping,)), notes)
+
+
+def _optimizer(course: Mapping[str, Any]) -> Any:
+    """The optimizer that ZhiJian makes of its settings."""
+    name = course["optimizer"]
+    if name not in ("adam", "adamw", "sgd"):
+        raise SpecError(f"ZhiJian has no optimizer {shown(name)}; it has adam, adamw, sgd", path=("optimizer",))
+    return {"sgd": {"momentum": course["mom"], "nesterov": True}} if name == "sgd" else name
+
+
+def _scheduler(course: Mapping[str, Any]) -> dict[str, Any]:
+    """The scheduler that ZhiJian makes of its settings, which it steps once an epoch."""
+    name, gamma, size = course["lr_scheduler"], course["gamma"], course["step_size"]
+    if name == "cosine":
+        floor = course["eta_min"]
+        return {"CosineAnnealingLR": {"per": "epoch", "eta_min": floor}} if floor else {"cosine": {"per": "epoch"}}
+    if name not in ("step", "multistep"):
+        why = "is stepped without a loss there, which torch refuses" if name == "plateau" else "is no scheduler of ZhiJian's"
+        raise SpecError(f"{shown(name)} {why}: use cosine, step or multistep", path=("lr_scheduler",))
+    try:
+        steps = (
+            {"milestones": [int(part) for part in str(size).split(",")]} if name == "multistep" else {"step_size": int(size)}
+        )
+    except (TypeError, ValueError):
+        wanted = "a number of epochs" if name == "step" else "epochs with commas between them"
+        raise SpecError(f"must be {wanted}, not {shown(size)}", path=("step_size",)) from None
+    if not isinstance(gamma, (int, float)):
+        raise SpecError(f"must be a number, not {shown(gamma)}", path=("gamma",))
+    return {"StepLR" if name == "step" else "MultiStepLR": {"per": "epoch", **steps, "gamma": gamma}}
 
 
 def _lines(source: Source) -> tuple[list[str], list[Any]]:
