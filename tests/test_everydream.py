@@ -16,6 +16,7 @@ from checkouts import checkout_of
 from PIL import Image
 from sweeps import sweep
 
+import fxplug
 from fxplug.compat.everydream import BasePlugin
 from fxplug.core.errors import TrainError
 from fxplug.core.spec.train_section import Data
@@ -194,6 +195,104 @@ def test_what_a_plugin_freezes_stays_as_it_was(tmp_path, plugin, changed):
     assert len(frozen) > 10 and all(frozen.values()), "weight decay and momentum do not move them either"
     assert "lora.blocks.1.attn.qkv.Lora.up.weight" in others
     assert any(name.startswith("blocks.1.") for name in others) == ("train__trainable" in changed)
+
+
+class Swaps(BasePlugin):
+    """Puts other values into the weights at the end, as EveryDream saves afterwards."""
+
+    def on_training_end(self, module, **kwargs):
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.data.mul_(2).add_(1)
+
+
+ENDS = [{}, {"train__ema": 0.9}, {"train__precision": "bf16", "dtype": "bfloat16"}, {"train__trainable": ["**"]},
+        {"data__test": "runs:Digits", "train__test": {"every": 1, "best": True}}, {"train__fuse": False}]  # fmt: skip
+
+
+@sweep("changed", ENDS, 2, ids=str)
+def test_what_a_plugin_does_to_the_weights_in_the_end_is_saved(tmp_path, changed):
+    plain, run = train(tmp_path / "a", **changed), train(tmp_path / "b", Swaps, **changed)
+    before, now = runs.trained(plain.module), runs.trained(run.module)
+    saved = dict(fxplug.load(tmp_path / "b" / "module").named_parameters())
+    assert before and all(torch.equal(now[name], value * 2 + 1) for name, value in before.items())
+    assert all(torch.equal(saved[name], value) for name, value in now.items())
+
+
+class Sees(torch.nn.Module):
+    """A denoiser that is told words."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 3, 1)
+
+    def forward(self, sample, timestep, encoder_hidden_states):
+        return self.conv(sample) + encoder_hidden_states.mean(1)[:, :, None, None] + timestep[:, None, None, None] * 0
+
+
+SAID: list[str] = []
+
+
+def words(captions):
+    SAID.extend(captions)
+    return torch.tensor([[[float(len(caption))] * 3] for caption in captions])
+
+
+def denoising(value, hook="on_training_start", own=None, attribute="conditional_dropout", dropout=0.0):
+    """The captions of the 4 samples of the epoch after `hook`, as the text encoder gets them."""
+    gm = fxplug.trace(Sees(), (torch.randn(2, 3, 4, 4), torch.tensor([1, 2]), torch.randn(2, 1, 3)))
+
+    def act(self, ed_state, **kwargs):
+        setattr(ed_state.train_batch, attribute, value)
+        assert ed_state.train_batch.conditional_dropout == value and ed_state.train_batch.steps == 2
+        SAID.clear()
+
+    own = {} if own is None else {"cond_dropout": own}
+    data = [{"image": torch.rand(3, 4, 4), "caption": f"disc {n}", **own} for n in range(4)]
+    task = {"denoise": {"samples": 0, "text": "test_everydream:words", "dropout": dropout}}
+    plugin = type("Sets", (), {hook: act})
+    fxplug.Trainer(gm, task, data, epochs=2, batch=2, trainable=["**"], plugins=[plugin], quiet=True).fit()
+    return SAID[:4]
+
+
+@pytest.mark.parametrize(
+    "value, given, dropped",
+    [
+        (1.0, {}, 4),
+        (1, {"hook": "on_epoch_start"}, 4),
+        (0.0, {"dropout": 0.99}, 0),
+        (1.0, {"own": 0.0}, 0),
+        (0.0, {"own": 1.0}, 4),
+        (0.0, {}, 0),
+    ],
+)
+def test_the_share_of_captions_that_is_dropped_is_what_a_plugin_sets(value, given, dropped):
+    said = denoising(value, **given)
+    assert [text == "" for text in said] == [True] * dropped + [False] * (4 - dropped)
+
+
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        ({"value": 1.5}, "conditional_dropout must be from 0 to 1, not 1.5"),
+        ({"value": "many"}, "conditional_dropout must be from 0 to 1, not 'many'"),
+        ({"value": 0.1, "attribute": "conditional_dropot"}, r"conditional_dropot .*did you mean 'conditional_dropout'"),
+        ({"value": True, "attribute": "shuffle_tags"}, "train_batch.shuffle_tags cannot be set by a plugin.*section 'data'"),
+        ({"value": 3, "attribute": "seed"}, "train_batch.seed cannot be set by a plugin"),
+    ],
+)  # fmt: skip
+def test_what_a_plugin_cannot_set_of_the_data_is_an_error(given, text):
+    with pytest.raises(TrainError, match=text):
+        denoising(**given)
+
+
+def test_a_task_that_drops_nothing_says_so(tmp_path):
+    def sets(self, ed_state):
+        ed_state.train_batch.conditional_dropout = 1
+
+    plugin = type("Mine", (), {"on_training_start": sets})
+    with pytest.raises(TrainError, match="conditional_dropout is for the task denoise; Classify drops no captions or labels"):
+        train(tmp_path / "run", plugin)
 
 
 def test_the_image_is_seen_before_its_caption(tmp_path):

@@ -81,7 +81,7 @@ class BasePlugin:
         """A checkpoint or the trained model was written to the folder `path`, which has two more names."""
 
     def on_training_end(self, **kwargs: Any) -> None:
-        """The last step is done and the trained model is saved."""
+        """The last step is done; `module/` is written next, with what a plugin changes in the weights here."""
 
     def transform_caption(self, caption: Any) -> Any:
         """Gives the caption that the model is to see. Runs where data are loaded, perhaps in a worker process."""

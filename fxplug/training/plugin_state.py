@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.errors import did_you_mean
 from .tasks.task import Task
 
 
@@ -44,13 +45,40 @@ class Optimizers:
         return getattr(self.__dict__["optimizer_unet"], name)
 
 
+class TrainBatch:
+    """The loader of the training data, as plugins see it.
+
+    It answers whatever the loader does. Of what EveryDream2trainer's plugins set there, `conditional_dropout` is the share of
+    samples, from 0 to 1, that lose their caption or label from now on; a sample with a share of its own keeps that.
+    """
+
+    def __init__(self, loader: Any, task: Task) -> None:
+        vars(self).update(_loader=loader, _task=task)
+
+    def __getattr__(self, name: str) -> Any:
+        loader, task = vars(self)["_loader"], vars(self)["_task"]
+        return task.caption_dropout if name == "conditional_dropout" else getattr(loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "conditional_dropout":
+            raise AttributeError(
+                f"train_batch.{name} cannot be set by a plugin{did_you_mean(name, ['conditional_dropout'])}: the run would not "
+                "use it; set what the data is read with in the section 'data', and change samples in transform_caption, "
+                "transform_pil_image or on_step_start"
+            )
+        self._task.set_caption_dropout(value)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
 @dataclass(eq=False, repr=False)
 class TrainingState:
     """`unet` is the module that trains, whatever it is. What a run does not have is None.
 
     `text_encoder`, `tokenizer`, `scheduler` (of noise) and `vae` are the task's; `optimizer` is None until it is made, and an
-    `Optimizers` then; `train_batch` is the loader of the training data. There are no models with averaged weights: `unet_ema`
-    is None.
+    `Optimizers` then; `train_batch` is the loader of the training data (`TrainBatch`). There are no models with averaged
+    weights: `unet_ema` is None.
     """
 
     optimizer: Any = None

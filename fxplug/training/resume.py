@@ -108,7 +108,7 @@ def rescue(trainer: Trainer, error: BaseException) -> None:
             lost = f"it cannot be written: {other}"
     try:
         if lost is None:
-            _write_modules(trainer)
+            _write_modules(trainer, _collect(trainer))
     except Exception as other:  # as above
         module = f"; the module could not be written: {other}"
     text = f"{'stopped' if isinstance(error, KeyboardInterrupt) else 'the run ended'} after step {step}"
@@ -121,14 +121,20 @@ def rescue(trainer: Trainer, error: BaseException) -> None:
 
 
 def export(trainer: Trainer) -> None:
-    """Write the trained module, and the one with averaged weights, as artifacts: `module/` and `ema/`."""
-    _write_modules(trainer)
+    """Write the trained module, and the one with averaged weights, as artifacts: `module/` and `ema/`.
+
+    Plugins see the end of the training before, with the weights that will be written: what they change is in the module.
+    """
+    averages = _collect(trainer)
+    trainer.plugins.call("on_training_end", global_step=trainer.progress.seen)
+    _write_modules(trainer, averages)
     trainer.saved = True
     if trainer.out is not None and trainer.first:
         _tell(trainer, trainer.out / "module")
 
 
-def _write_modules(trainer: Trainer) -> None:
+def _collect(trainer: Trainer) -> dict[str, Any]:
+    """Put the trained weights, whole and in their own dtype, into the module, and give the averaged ones by name."""
     named = {**trainer.trained, **dict(trainer.module.named_parameters())}
     trained, averages = tree_map(_gather_full, (trainer.trained, trainer.ema.average if trainer.ema else {}))
     if trainer.sharded is not None:  # the module itself still has the weights it began with
@@ -136,8 +142,13 @@ def _write_modules(trainer: Trainer) -> None:
     for name, dtype in trainer.dtypes.items():  # so that the module is of one dtype again, and can be called
         named[name].data = named[name].data.to(dtype)
     trainer.module.eval()
+    return dict(averages)
+
+
+def _write_modules(trainer: Trainer, averages: dict[str, Any]) -> None:
     if trainer.out is None or not trainer.first:
         return
+    named = {**trainer.trained, **dict(trainer.module.named_parameters())}
     with _reported(trainer, "trained module"):
         save(trainer.module, trainer.out / "module", config=trainer.config)
     if averages:

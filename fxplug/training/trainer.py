@@ -27,7 +27,7 @@ from .distributed import gathered, launched, prepared, set_mode
 from .monitor import RunMonitor
 from .optimizer_step import Batch, Stepper
 from .param_groups import Ema, check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
-from .plugin_state import Optimizers, TrainingState, plugin_batch
+from .plugin_state import Optimizers, TrainBatch, TrainingState, plugin_batch
 from .plugins import Plugins
 from .progress import Progress
 from .random_draws import Draws, mixed, preserve_random_state, random_state_dict, seeded
@@ -106,7 +106,9 @@ class Trainer:
         self._set_up(Path(base or Path.cwd()), timm)
         self._check_first_batch()  # before plugins see the module, which may hook it
         parts = self.task.parts()
-        self.state = TrainingState(train_batch=self.data, unet=module, write_checkpoint=lambda path: keep(self, path), **parts)
+        self.state = TrainingState(
+            train_batch=TrainBatch(self.data, self.task), unet=module, write_checkpoint=lambda path: keep(self, path), **parts
+        )
         self._tell_of_the_model()
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
         self.progress = Progress(self.settings, self.data.steps)
@@ -270,7 +272,6 @@ class Trainer:
             raise
         finally:
             self._close()
-        self.plugins.call("on_training_end", global_step=self.progress.seen)
 
     def counts(self) -> tuple[int, int]:
         """Count the parameters that train, and all."""

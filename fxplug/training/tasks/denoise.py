@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError
+from ...core.errors import SpecError, shown
 from ...core.spec.train_section import read_use
 from ...core.spec.yaml_source import check_number
 from ..random_draws import Draws
@@ -99,6 +99,7 @@ class Denoise(Task):
         self._check_inputs(inputs)
         label = next((name for name, source in self.call.mapping.items() if source == "label"), None)
         self.rows = embedding_rows(module, label) if label else None
+        self.takes_label = label is not None
         if label and (self.dropout or self.guidance != 1) and self.null_label is None:
             self.null_label = self._null_label()
         if texts and not any(self.call.uses(name) for name in ("text", *(f"text.{name}" for name in texts))):
@@ -111,6 +112,19 @@ class Denoise(Task):
             key = "negative" if self.train_guidance is None else "train_guidance"
             raise SpecError(f"{key} needs captions: give 'text'", path=(key,))
         self.shape = self._shape(inputs)
+
+    @property
+    def caption_dropout(self) -> float:
+        return self.dropout
+
+    def set_caption_dropout(self, share: float) -> None:
+        if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise SpecError(f"conditional_dropout must be from 0 to 1, not {shown(share)}")
+        if share and self.text is None and not self.takes_label:
+            raise SpecError("conditional_dropout needs captions or labels, and the call of the model uses none")
+        if share and self.takes_label and self.null_label is None:
+            self.null_label = self._null_label()
+        self.dropout = float(share)
 
     def parts(self) -> dict[str, Any]:
         scheduler = getattr(self.noise, "scheduler", None) or self.noise.sampler()

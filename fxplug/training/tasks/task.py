@@ -71,6 +71,15 @@ class Task:
         """Compute the mean loss of a batch, a scalar in float32; numbers to be logged may come with it."""
         raise NotImplementedError(f"{type(self).__name__} needs a method 'loss(module, batch, draw)'")
 
+    @property
+    def caption_dropout(self) -> float:
+        """The share of samples that are trained without their caption or label."""
+        return 0.0
+
+    def set_caption_dropout(self, share: float) -> None:
+        """Set that share, from 0 to 1, for the steps that follow. Raises SpecError for a task that has no such samples."""
+        raise SpecError(f"conditional_dropout is for the task denoise; {type(self).__name__} drops no captions or labels")
+
     def parts(self) -> dict[str, Any]:
         """List what plugins may look at beside the module: `text_encoder`, `tokenizer`, `scheduler` (of noise), `vae`."""
         return {}
