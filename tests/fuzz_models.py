@@ -95,6 +95,10 @@ WAYS = [
     Way("scale", given="scale", grad=False),
     Way("flag", given="flag", grad=False),
     Way("mask", given="mask", grad=False),
+    Way("a dict in another order", given="order", grad=False),
+    Way("keywords in another order", given="keywords", grad=False),
+    Way("another kind of dict", given="kind", grad=False),
+    Way("a float for an int", given="float", grad=False),
     Way("input not leaf", given="not leaf", backward=True),
     Way("tensor attribute", given="attribute", grad=False),
     Way("parameter as input", given="parameter", backward=True),
@@ -141,6 +145,14 @@ def inputs(first: str, way: Way, seed: int) -> tuple[tuple[Any, ...], dict[str, 
         kwargs["flag"] = True
     if way.given == "mask":
         kwargs["mask"] = torch.arange(x.shape[1] * n).view(n, -1) % 3 == 0
+    if way.given == "order":
+        kwargs["extra"] = dict(reversed(extra.items()))
+    if way.given == "kind":
+        kwargs["extra"] = collections.OrderedDict(extra)
+    if way.given == "float":
+        extra["gain"] = 2.0
+    if way.given == "keywords":
+        kwargs = {"flag": False, **kwargs, "mask": None, "scale": 1.0}
     if way.given == "attribute":
         x.mark = 2.0  # type: ignore[attr-defined]
     if way.given == "sparse":

@@ -85,6 +85,19 @@ x = torch.cat((a{n} * 2, b{n}.neg()), dim=1)
 # image split_in_parts
 parts{n} = x.split(3, dim=1)
 x = torch.cat([p * (i + 1) for i, p in enumerate(parts{n})], 1)
+# any parts_by_operator | d=1,-1 f=split.Tensor(x, 3,unsafe_split.Tensor(x, 3,chunk.default(x, 3,unsafe_chunk.default(x, 3,tensor_split.sections(x, 3
+parts{n} = torch.ops.aten.{f}, {d})
+x = torch.cat([p * (i + 1) for i, p in enumerate(parts{n})], {d})
+# any parts_by_keywords | d=1,-1 f=x.chunk(dim=D, chunks=3);torch.chunk(chunks=3, input=x, dim=D);torch.split(dim=D, split_size_or_sections=3, tensor=x);x.tensor_split(dim=D, indices_or_sections=3)
+D = {d}
+parts{n} = {f}
+x = torch.cat([p * (i + 1) for i, p in enumerate(parts{n})], D)
+# any counted_parts | f=x.chunk(3, -1),x.split(5, -1),torch.unbind_copy(x, -1),x.unsafe_chunk(4, 1),torch.ops.aten.unbind.int(x, 1)
+x = x * (1 + 0.1 * len({f}))
+# any squeezed_rank | f=torch.ops.aten.squeeze.default(y{n}),torch.squeeze(input=y{n}),torch.squeeze_copy(y{n}),y{n}.squeeze(0)
+y{n} = x[:1, :, -1:]
+x = x * (1 + 0.1 * {f}.dim())
+# any reversed_rows: x = torch.stack([r * (1 + 0.1 * i) for i, r in enumerate(reversed(x))])
 # any stack_unbind: x = torch.stack([x, x.flip(1)], 0).mean(0) + torch.stack(x.unbind(1), 1) * 0.1
 # image coordinates
 h{n}, w{n} = x.shape[-2:]
