@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pipelines
 import pytest
 import timm
 import torch
@@ -306,3 +307,32 @@ def test_a_graph_is_computed_on_one_device():
         add_hook_to_module(part, AlignDevicesHook(execution_device=device))
     with pytest.raises(fxplug.SpecError, match="several devices"):
         gm(X)
+
+
+def test_backward_hooks_are_kept_or_refused(tmp_path):
+    model = nn.Sequential(Block(), nn.Linear(4, 4))
+    model[1].register_full_backward_hook(lambda part, grads, out: (grads[0] * 2,))
+    gm, results = fxplug.trace(model, X), []
+    for module in (model, gm):
+        x = X.clone().requires_grad_()
+        module.eval()(x).sum().backward()
+        results.append(x.grad)
+    assert torch.equal(*results)
+    with pytest.raises(fxplug.ArtifactError, match="'1' has hooks"):
+        fxplug.save(gm, tmp_path / "layer")
+    plain = fxplug.trace(nn.Sequential(nn.Linear(4, 4)), X)
+    plain.register_forward_hook(lambda *_: None)
+    with pytest.raises(fxplug.ArtifactError, match="the module has hooks"):
+        fxplug.save(plain, tmp_path / "root")
+    model[0].register_full_backward_pre_hook(lambda part, out: None)
+    with pytest.raises(fxplug.TraceError, match=r"'0' \(Block\) has backward hooks"):
+        fxplug.trace(model, X)
+    fxplug.trace(model, X, leaf=["0"])
+
+
+def test_a_part_of_a_pipeline_is_offloaded():
+    case = pipelines.flux()
+    want = case()
+    case.pipe.transformer = fxplug.trace(case.pipe.transformer, *case.called_with())
+    case.pipe.enable_model_cpu_offload(device="cpu")
+    assert torch.equal(case(), want) and torch.equal(case(), want)

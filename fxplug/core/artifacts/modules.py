@@ -21,7 +21,7 @@ from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
 from ..ir.containers import PLAIN_TYPES, RESERVED, Container, FixedNames, is_plain_attribute, plain_attributes
 from ..ir.traced_module import TracedModule
 from ..spec.pass_file import present
-from ..torch_internals.modules import WEIGHT_LISTS, forward_hooks, list_weights
+from ..torch_internals.modules import WEIGHT_LISTS, is_hooked, list_weights
 from .document import ModuleRecord
 from .tensor_records import check_layer
 from .value_json import (
@@ -139,6 +139,8 @@ def write_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
             records[path] = {"kind": "none"} if module is None else {"kind": "same", "as": seen[id(module)]}
             return
         seen[id(module)] = path
+        if not path and is_hooked(module):
+            raise ArtifactError("the module has hooks, which cannot be saved: remove them, and register them on what is loaded")
         if not path or isinstance(module, (Container, TracedModule)) or type(module) is nn.Module:
             records[path] = _container(module)
         else:
@@ -157,8 +159,8 @@ def write_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
 
 def _constructor_arguments(module: nn.Module, path: str, built: dict[Any, dict[str, Any] | str]) -> dict[str, Any]:
     """The constructor arguments that give an equal module, and attributes to set afterwards; else what the module holds."""
-    if any(forward_hooks(module)):
-        raise ArtifactError(f"'{path}' has forward hooks, which cannot be saved: trace again without it as a leaf")
+    if is_hooked(module):
+        raise ArtifactError(f"'{path}' has hooks, which cannot be saved: remove them, or trace again without it as a leaf")
     if quantised.is_own_layer(module):
         arguments, attributes = quantised.rebuilding(module)
         return {"arguments": _encode_all(arguments), "attributes": _encode_all(attributes)}

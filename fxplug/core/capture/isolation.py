@@ -23,7 +23,7 @@ from ..ir import ops
 from ..ir.containers import HOOKED, RESERVED, Container, FixedNames, plain_attributes
 from ..ir.graph import Graph, note_tied
 from ..ir.traced_module import OWN_STATE, TracedModule, class_names
-from ..torch_internals.modules import CALL, COMPILED, call_with_hooks
+from ..torch_internals.modules import CALL, COMPILED, backward_hooks, call_with_hooks
 from ..torch_internals.tensors import memory_id
 from .module_state import Journal, State, StatePlace, keys_of, storage_of
 
@@ -230,6 +230,12 @@ def assemble(model: nn.Module, recordings: dict[bool, Recorded], twin_error: str
             new.__dict__ = {k: v.copy() if type(v) in COPIED else v for k, v in vars(module).items()}
             whole = True
         else:
+            if any(backward_hooks(module)):
+                where = f"'{path}' ({type(module).__name__})" if path else type(module).__name__
+                raise TraceError(
+                    f"{where} has backward hooks, and a graph does not call it: remove them for the trace, put them on a layer "
+                    "or on the traced module, or keep the module whole: leaf: [its path]"
+                )
             new = Container(class_names(module), kept(module, plain_attributes(module)))
             new.__dict__["training"] = module.training
             new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)

@@ -36,7 +36,8 @@ from .tensors import DisableTorchDispatch, DisableTorchFunction
 
 __all__ = [
     "BatchNorm", "CALL", "COMPILED", "CONTEXT_VARIABLES", "ConvNd", "DecoratorContextManager", "DropoutNd", "GLOBAL_HOOKS",
-    "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "as_listened", "autocast_settings", "break_graph", "call_uncompiled",
+    "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "as_listened", "autocast_settings", "backward_hooks", "break_graph",
+    "call_uncompiled",
     "call_with_hooks", "constant_floats", "conv_forward", "enter_autocast", "exit_autocast", "forward_hooks", "is_compiling",
     "is_erased", "is_hooked", "is_listening", "leave_frame", "leave_module", "list_weights", "qualified_name",
     "set_grad_enabled", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_structure", "tree_unflatten",
@@ -53,6 +54,8 @@ call_with_hooks: Callable[..., Any] = nn.Module._call_impl
 COMPILED = "_compiled_call_impl"
 # what is called before and after a module's forward
 forward_hooks: Callable[[nn.Module], tuple[Any, Any]] = attrgetter("_forward_hooks", "_forward_pre_hooks")
+# what is called in a module's backward
+backward_hooks: Callable[[nn.Module], tuple[Any, Any]] = attrgetter("_backward_hooks", "_backward_pre_hooks")
 _ALL_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # hooks that all modules of a process have, by the name of the dict in which they are
 GLOBAL_HOOKS = {
