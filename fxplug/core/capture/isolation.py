@@ -295,7 +295,7 @@ def _names(cls: type, start: str) -> tuple[frozenset[str], frozenset[str]]:
     todo = [start]
     while todo:
         for function in _functions(inspect.getattr_static(cls, todo.pop(), None)):
-            if function.__module__.partition(".")[0] == "torch" or function.__code__ in seen:
+            if (function.__module__ or "").partition(".")[0] == "torch" or function.__code__ in seen:
                 continue
             seen.add(function.__code__)
             more, texts = _code_names(function.__code__)
