@@ -211,8 +211,8 @@ def assemble(model: nn.Module, recordings: dict[bool, Recorded], twin_error: str
     # an attribute that forward writes would stay what it was before the trace
     stale = {(id(place.owner), place.key) for place in places}
     written: dict[int, set[Any]] = {}
-    for owner, key in stale:
-        written.setdefault(owner, set()).add(key)
+    for space, name in stale:
+        written.setdefault(space, set()).add(name)
     owners = {id(place.owner) for place in places if place.key is None or isinstance(place.owner, dict)}
 
     def kept(module: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:
@@ -275,15 +275,19 @@ def fixed_names(module: nn.Module, is_root: bool) -> frozenset[str]:
     the code around it may read.
     """
     own = {name for name, value in vars(module).items() if not isinstance(value, (torch.Tensor, nn.Module))}
-    names, strings = _names(type(module), "forward")
+    names, strings = _names(type(module), "forward")  # type: ignore[arg-type]
     for value in vars(module).values():
         if callable(value) and not isinstance(value, (type, nn.Module)):  # diffusers' attention processors get the module
-            more = _names(type(value), "__call__") if not isinstance(value, FunctionType) else _code_names(value.__code__)
+            more = _code_names(value.__code__) if isinstance(value, FunctionType) else _called_names(value)
             names, strings = names | more[0], strings | more[1]
     found = {name for name in names if name in own or hasattr(type(module), name)} | strings
     if not is_root:
         found |= {name for name in own if not name.startswith("_")}
     return frozenset(found - OF_ALL - NOTES)
+
+
+def _called_names(value: Any) -> tuple[frozenset[str], frozenset[str]]:
+    return _names(type(value), "__call__")  # type: ignore[arg-type]
 
 
 @functools.lru_cache(1 << 12)

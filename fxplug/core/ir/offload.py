@@ -33,7 +33,8 @@ def _parts(root: Any) -> list[nn.Module]:
     """The parts that have a hook and are not called. Raises SpecError where hooks are for several devices."""
     graphs = [graph for module in root.modules_by_form for graph in module.graphs.values()]
     called = {str(node.target) for graph in graphs for node in graph.find_nodes(op="call_module")}
-    found, devices = [], set()
+    found: list[nn.Module] = []
+    devices: set[str] = set()
     for path, part in root.named_modules():
         if not path or vars(part).get(HOOKED) is None:
             continue
