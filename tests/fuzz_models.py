@@ -205,12 +205,17 @@ def prepare(model: nn.Module, way: Way) -> None:
     elif way.before == "double":
         model.double()
     elif way.before.endswith("modes"):
-        for name, module in model.named_modules():
-            if name and (zlib.crc32(name.encode()) + len(way.before)) % 3:
-                module.train(not module.training)
+        mix_modes(model, len(way.before))
     elif way.before == "grads":
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
+
+
+def mix_modes(model: nn.Module, number: int) -> None:
+    """Put parts into other modes than the model, by their names; another number chooses others."""
+    for name, module in model.named_modules():
+        if name and (zlib.crc32(name.encode()) + number) % 3:
+            module.train(not module.training)
 
 
 @dataclasses.dataclass

@@ -155,6 +155,7 @@ class Trial:
     def passes(self, rng: random.Random, gm: Any) -> str | None:
         bits = {k: v.clone() for k, v in gm.state_dict().items()}
         ways = [self.example, Way("train", training=True), Way("batch 3", "batch3"), Way("tall", "tall")]
+        ways.append(Way("mixed modes", training=True, before="modes"))
         before = {way.name: self.call(gm, way) for way in ways}
         new, texts = gm, []
         for index in range(rng.randint(1, 4)):
@@ -252,6 +253,8 @@ class Trial:
         args, kwargs = fuzz_models.inputs(self.first, dataclasses.replace(way, before="double"), self.seed)
         state = {k: v.clone() for k, v in module.state_dict().items()} if way.training else {}
         module.train(way.training)
+        if way.before == "modes":
+            fuzz_models.mix_modes(module, self.seed)
         try:
             torch.default_generator.manual_seed(self.seed)
             with torch.no_grad():

@@ -274,6 +274,18 @@ class Agrees(Asks):
         return x if self.drop.training == self.part.training else -x
 
 
+class Sets(Asks):
+    """Puts its parts into evaluation for a while."""
+
+    def forward(self, x):
+        was = self.training
+        x = self.drop(x)
+        self.eval()
+        x = self.part.layer(x)
+        self.train(was)
+        return x
+
+
 class Tuples(nn.Module):
     """A part with another number of results in training."""
 
@@ -328,8 +340,9 @@ class OneMode(Net):
 
 REFUSED = {
     "a": (Aside, "neither an argument nor a result"),
-    "drop": (Asks, "the code of the model asks for that mode"),
-    "part": (Agrees, "asks for that mode"),
+    "drop": (Asks, "the code of the model reads or sets that mode"),
+    "part": (Agrees, "reads or sets that mode"),
+    "set": (Sets, "the code of the model reads or sets that mode"),
     "results": (Tuples, "in one mode alone it has 'part:out"),
     "call": (Sometimes, "the model does not call it in evaluation"),
     "arguments": (Told, "the model calls it with other arguments in the two modes"),
@@ -340,7 +353,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_part_that_no_graph_can_follow_is_named(name):
     kind, why = REFUSED[name]
-    path = name if name not in ("results", "call", "arguments") else "part"
+    path = name if name not in ("set", "results", "call", "arguments") else "part"
     model, x = kind().eval(), torch.randn(3, 4)
     gm = fxplug.trace(model, x)
     assert same(model, gm, x)

@@ -150,7 +150,7 @@ class Nodes(TorchFunctionMode):
         self.device_node: fx.Node | None = None
         self.first_tensor: fx.Node | None = None
         self.reads_training = False
-        self.modes_read: set[tuple[str, str]] = set()  # a region's module, and another whose mode its code asks for
+        self.modes_read: set[tuple[str, str]] = set()  # a region's module, and another whose mode its code reads or sets
         self.autograd = tries.autograd or mode is None
         self.one_or_two = tries.one_or_two
         self.states: set[Any] = set()

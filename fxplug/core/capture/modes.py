@@ -224,14 +224,19 @@ def patched(recording: Recording, regions: RegionEdges, training: bool | None) -
             recording.results.reads_training = True
         else:
             recording.reads_training = True
-            reader = recording.modules[-1]
-            if module is not reader and id(module) in recording.paths:
-                recording.modes_read.add((recording.paths[id(reader)], recording.paths[id(module)]))
+            note(module)
         if recording.paused and recording.fake and type(module).__module__.startswith("torch."):
             return False  # shapes are the same, and no statistics are asked of fake tensors
         return own if training is None else training
 
+    def note(module: nn.Module) -> None:
+        reader = recording.modules[-1]
+        if module is not reader and id(module) in recording.paths:
+            recording.modes_read.add((recording.paths[id(reader)], recording.paths[id(module)]))
+
     def write_training(module: nn.Module, value: bool) -> None:
+        if not recording.paused and recording.recording_here():
+            note(module)
         module.__dict__["training"] = value
 
     apply = vars(torch.autograd.Function)["apply"]

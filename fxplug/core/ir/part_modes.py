@@ -130,7 +130,7 @@ class PartModes:
     """The parts of a module whose code is another in training than in evaluation, and graphs for them in mixed modes.
 
     `modules` has them by the key of their region. Where there is a graph for one mode alone these are all parts with code of
-    their own, as nothing is known of the other mode. With them are those whose mode the code of others asks for.
+    their own, as nothing is known of the other mode. With them are those whose mode the code of others reads or sets.
     """
 
     def __init__(self, module: TracedModule) -> None:
@@ -160,7 +160,7 @@ class PartModes:
         for reader, path in self.read:
             one, two = (modes.get(key, root_mode) for key in (reader, path))
             if one != two:
-                why = f"the code of {f'{reader!r}' if reader else 'the model'} asks for that mode"
+                why = f"the code of {f'{reader!r}' if reader else 'the model'} reads or sets that mode"
                 raise refused(path or reader, two if path else one, why, "put both into one mode")
         if len(self.codes) == 1 and not self.error:
             return copy_graph(next(iter(self.codes.values())).graph)
@@ -187,6 +187,8 @@ def class_of(module: nn.Module) -> str:
 
 def _inside_outlined(module: TracedModule) -> Iterator[tuple[str, nn.Module]]:
     """The parts whose code is in modules that regions share, which is another one for each mode."""
+    if "nested" not in module.meta:
+        return
     calls = [_shared(graph, module) for graph in module.graphs.values()]
     if len(calls) < 2 or calls[0] == calls[1]:
         return

@@ -283,8 +283,7 @@ class TracedModule(TracedPart, fx.GraphModule):
             vars(self).update({key: value for key, value in vars(blank).items() if key in WRITTEN})
         cls._codes[mode] = blank._code
         own = vars(self)
-        may_differ = len(graphs) == 2 or own.get("twin_error") or "modes_read" in own.get("meta", ())
-        if may_differ and own["_part_modes"] is None:
+        if self._may_differ(len(graphs)) and own["_part_modes"] is None:
             self._part_modes = PartModes(self)
             self._parts, self._mixed = tuple(self._part_modes.modules.values()), {}
         if len(graphs) == 2:
@@ -294,10 +293,15 @@ class TracedModule(TracedPart, fx.GraphModule):
         cls.forward = self._wrap(forward)
         return code
 
+    def _may_differ(self, graphs: int) -> bool:
+        """Whether it matters to so many graphs that a part is in another mode."""
+        own = vars(self)
+        return graphs == 2 or bool(own.get("twin_error")) or "modes_read" in own.get("meta", ())
+
     @property
     def has_mixed_modes(self) -> bool:
         """Whether a part whose code differs between training and evaluation is in another mode than the module."""
-        if self._part_modes is None:
+        if self._part_modes is None and self._may_differ(len(self.graphs)):
             self._compile()
         return any(part.training != self.training for part in self._parts)
 
