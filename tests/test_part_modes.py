@@ -140,6 +140,7 @@ def test_in_a_rewrite_and_in_what_is_saved_of_it(tmp_path):
     model, x = timm_model("efficientnet_b0")()
     gm = fxplug.trace(copy.deepcopy(model).eval(), x)
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="**.conv_pw", dropout=0.5), fxplug.load_pass("bitfit", at="blocks.1.**"))
+    new = fxplug.apply(new, fxplug.load_pass("scale", at="blocks.*.*"))
     for put in (frozen_norms, at_random(5)):
         assert same(model, _without_dropout(new), x, put, True)
     fxplug.save(new, tmp_path / "artifact")

@@ -43,7 +43,7 @@ class RegionCode:
         self._stacks: dict[str, tuple[str, ...]] = {"": ()}  # the regions around each region, and itself
         self._named = {node.name: node for node in graph.nodes}
         calls = [node for node in graph.find_nodes(op="call_module") if "port" in node.meta]
-        self._layers = {node.meta["port"].path for node in calls}  # have no code here
+        self._layers = {node.meta["port"].path: node for node in calls}  # have no code here
         for node in graph.nodes:
             self._note_region(node)
         for node in graph.nodes:
@@ -59,10 +59,11 @@ class RegionCode:
     def _around(self, node: fx.Node) -> tuple[str, ...]:
         """The keys of the regions that a node is in, the innermost last."""
         if added(node):
-            made_by = node.meta["pass"]
-            site = str(made_by.get("site", ""))
+            site = str(node.meta["pass"].get("site", ""))
+            if site in self._layers:
+                return self._around(self._layers[site])
             if site in self._stacks:
-                return self._stacks[site] if made_by.get("place") == "param" else self._stacks[site][:-1]
+                return self._stacks[site]  # within the edges
             if site in self._named and not added(self._named[site]):
                 return self._around(self._named[site])
             while site and site not in self._stacks:
