@@ -88,7 +88,7 @@ x = torch.cat([p * (i + 1) for i, p in enumerate(parts{n})], 1)
 # any parts_by_operator | d=1,-1 f=split.Tensor(x, 3,unsafe_split.Tensor(x, 3,chunk.default(x, 3,unsafe_chunk.default(x, 3,tensor_split.sections(x, 3
 parts{n} = torch.ops.aten.{f}, {d})
 x = torch.cat([p * (i + 1) for i, p in enumerate(parts{n})], {d})
-# any parts_by_keywords | d=1,-1 f=x.chunk(dim=D, chunks=3);torch.chunk(chunks=3, input=x, dim=D);torch.split(dim=D, split_size_or_sections=3, tensor=x);x.tensor_split(dim=D, indices_or_sections=3)
+# any parts_by_keywords | d=1,-1 f=x.chunk(dim=D, chunks=3);torch.chunk(chunks=3, input=x, dim=D);torch.split(dim=D, split_size_or_sections=3, tensor=x);x.tensor_split(dim=D, sections=3)
 D = {d}
 parts{n} = {f}
 x = torch.cat([p * (i + 1) for i, p in enumerate(parts{n})], D)

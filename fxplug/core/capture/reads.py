@@ -266,7 +266,7 @@ class RecordedNumbers(Nodes):
                 self.decide(self.size_of(new, "size", size, dim))
             self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
 
-    def guard_parts(self, func: Any, name: str, node: fx.Node, out: Any, sized: bool, frame: FrameType) -> None:
+    def guard_parts(self, func: Any, name: str, node: fx.Node, out: Any, call: Any, frame: FrameType) -> None:
         """Hold how many results, or dimensions, a function gives where sizes decide that, and no list among its arguments.
 
         Of operators and functions that are not torch's everything is held that Python can see.
@@ -275,6 +275,7 @@ class RecordedNumbers(Nodes):
         if foreign or ops.is_applied(func) or name in functions.BY_SIZES:
             self.guard_structure(node, out)
         elif isinstance(out, (tuple, list)):
+            sized = any(isinstance(x, (list, tuple)) for x in (*call[0], *call[1].values()))
             whole = name.endswith("chunk") and unpacked(frame) == len(out)  # which gives no more, and Python refuses fewer
             if functions.takes_apart(name) and not sized and not whole:
                 self.guard_answer(ops.number_of_parts, node, len(out))

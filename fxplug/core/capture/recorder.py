@@ -224,8 +224,7 @@ class Recording(RecordedNumbers):
             self.results.put(key, out, given)
         node = self.node(op, target, nodes, node_kw, self.named(short), effect)
         if any(self.recorded(x) is not None for x in given):  # a weight has the sizes it has
-            sized = any(isinstance(x, (list, tuple)) for x in (*plain, *plain_kw.values()))
-            self.guard_parts(func, operator_name, node, out, sized, sys._getframe(2))
+            self.guard_parts(func, operator_name, node, out, (plain, plain_kw), sys._getframe(2))
         if short in ITSELF and isinstance(out, torch.Tensor) and given and tells_apart(user_frame()):
             self.guard_itself(node, out, given[0])
             if out is given[0]:

@@ -196,8 +196,8 @@ def operator_name(function: Any, name: str) -> str:
 @cache
 def takes_apart(name: str) -> bool:
     """Whether a function gives as many tensors as the sizes of one say: by its operator's schemas, a list out of no list."""
-    packet = getattr(torch.ops.aten, name, None)
-    for overload in packet.overloads() if isinstance(packet, OpOverloadPacket) else ():
+    packet: Any = getattr(torch.ops.aten, name, None)
+    for overload in packet.overloads() if isinstance(packet, OpOverloadPacket) else ():  # type: ignore[no-untyped-call]
         schema = kernels.schema(getattr(packet, overload))
         given, gives = ([str(value.type) for value in values] for values in (schema.arguments, schema.returns))
         if "List[Tensor]" in gives and "List[Tensor]" not in given:
