@@ -591,7 +591,6 @@ def test_an_initialisation_that_changes_the_base_is_refused_and_any_other_exact(
 MEANING = [
     ({"alora_invocation_tokens": [1]}, "behind certain words only"),
     ({"layer_replication": [[0, 4]]}, "some of whose layers were repeated"),
-    ({"target_parameters": ["w"]}, "parameters of modules that are no layers"),
     ({"use_qalora": True}, "pools what its layers read"),
     ({"arrow_config": {"top_k": 2}}, "chooses among adapters"),
     ({"peft_type": "VERO"}, "its peft_type is 'VERO' .did you mean 'VERA'..; supported are LORA, LOHA, LOKR"),

@@ -224,13 +224,17 @@ class Projected(nn.Module):
         return self.last(self.attend(x, x, x, need_weights=False)[0])
 
 
-def test_a_layer_that_is_read_and_not_called_is_told():
+def test_a_layer_that_is_read_and_not_called_is_changed_by_its_weight():
     model, x = Projected().train(), torch.randn(2, 3, 8)
     gm = fxplug.trace(model, (x,))
     state = lora(model, {"out_proj": 2, "last": 2}, start="")
-    with pytest.raises(ArtifactError, match=r"'attend\.out_proj' is never called, because the module around"):
-        fxplug.pass_for(state, gm)
-    assert [rule.match.patterns for rule in fxplug.pass_for(state, gm, partial=True).rules] == [("last",)]
+    p = fxplug.pass_for(state, gm)
+    assert [(rule.match.patterns, rule.place) for rule in p.rules] == [(("last",), "after"), (("attend.out_proj",), "param")]
+    new = fxplug.apply(gm, p).eval()
+    new.adapters.load("a", state)
+    before = new(x)
+    new.adapters.use("a")
+    assert not torch.allclose(new(x), before)
 
 
 def test_no_weights_are_needed(ink):

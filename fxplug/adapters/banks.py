@@ -41,7 +41,8 @@ class Bank:
     `path` is the layer, `block` the module that holds the bank, `kind` the kind of layer beside which a low-rank update runs
     (Linear, Conv2d, Embedding), or the class of block that maps the parameter `param`, one of `MAPS`; `shape` is the
     parameter's, `dim` that of the channels that have magnitudes. The layer of one that is `transposed` holds its weight as
-    (in, out); `shape` is (out, in), but that of a change of the whole.
+    (in, out); `shape` is (out, in), but that of a change of the whole. With `experts` it is (experts, n, m), and an update for
+    each of them.
     """
 
     path: str
@@ -55,6 +56,7 @@ class Bank:
     param: str = "weight"
     dim: int = 0
     transposed: bool = False
+    experts: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)  # of a block without slots: what the tensors mean there
 
     __repr__ = brief_fields
@@ -83,7 +85,7 @@ class Bank:
     @property
     def key(self) -> str:
         """What the place is called: the layer's path, with the parameter's name where that is another than the weight."""
-        return f"{self.path}.{self.param}" if self.kind == "Delta" and self.param != "weight" else self.path
+        return f"{self.path}.{self.param}" if self.maps and self.param != "weight" else self.path
 
     @property
     def plain(self) -> bool:
@@ -172,6 +174,8 @@ def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict
                 f"{', '.join(sorted(bank.names))}: apply the pass with the options that the adapter was trained with"
             )
         return rank, tensors
+    if entry.experts and bank.kind == "LoraWeight":
+        return entry.rank, entry.by_expert(bank.transposed)
     if (rank := entry.rank if bank.kind == "Dora" else entry.product_rank()) > bank.rank:
         return rank, {}
     magnitude = entry.tensors.get("magnitude")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ..blocks.low_rank import lokr_shapes
 from ..core.errors import DEFAULT, ArtifactError, ClashError, Limits, SpecError, did_you_mean, shown
 from ..core.ir.regions import regions_of
 from ..core.ir.traced_module import TracedModule
+from ..core.rewriter.opening import unopened
 from ..core.spec.pass_file import import_target, load_pass, open_pass
 from ..core.spec.rules import COMMON, Match, Pass, Rule, is_target
 from .banks import is_finite
@@ -41,17 +42,22 @@ class Form:
     rest: tuple[tuple[str, Any], ...] = ()
 
 
-def forms_of(entry: Entry, layer: ModelLayer | None, called: bool, slots: bool, beside: bool = False) -> list[Form] | str:
-    """The passes that hold an update as it is, or why there are none; `called` says that its layer is.
+def forms_of(
+    entry: Entry, layer: ModelLayer | None, called: bool | None, slots: bool, beside: bool = False
+) -> list[Form] | str:
+    """The passes that hold an update as it is, or why there are none; `called` says that its layer is, rather than that its
+    weight is read, None that neither is.
 
     What is no low-rank product of a layer's weight is a change of the whole parameter, as the bias beside a LoRA is in slots. A
     parameter that the file has whole is held as it is, where there are no slots and no update of its layer is `beside` it.
     """
-    if not called:
-        return "is never called, because the module around it reads its weight directly, so no pass can change it"
+    if called is None:
+        return "is never called, and nothing reads its weight, so no pass can change it"
     kind, *more = entry.kind.split("+")
     if entry.method == "whole" and not slots and not beside:
         return [Form(WHOLE, 0, (("param", entry.param),))]
+    if kind == "lora" and not more and not entry.method and (entry.param != "weight" or not called):
+        return [Form("lora_weight", entry.rank, (("param", entry.param),))]
     if entry.param != "weight" or layer is None or layer.kind not in LAYERS or any("dora" in one for one in more):
         return [Form("delta", 0, (("param", entry.param),))]
     if kind == "lora":
@@ -134,12 +140,13 @@ def parameters_of(module: Any) -> dict[str, tuple[int, ...]]:
 def plan_for(
     files: Iterable[tuple[AdapterFile, Mapping[str, Any]]],
     module: Any,
-    called: Container[str] | None = None,
+    called: Mapping[str, bool] | None = None,
     slots: bool = True,
 ) -> FormPlan:
     """Where the adapters of some files go in a module, and as what; beside each file its `part`, `partial` and `guess`.
 
-    `called` are the layers that are called, rather than read by another; None is all. `slots` says that the passes will have
+    `called` are the layers that a pass can change, with whether they are called, rather than read by another; None is all,
+    called. `slots` says that the passes will have
     some.
 
     Raises ArtifactError for layers that are not here and for updates that no pass with slots holds, but with `partial`.
@@ -161,14 +168,14 @@ def plan_for(
                 f"{file.source}: '{norm.key(norm.path)}' is a statistic of a norm, which no pass holds: apply the passes, call "
                 f"fxplug.trainable(new, '{norm.path}'), and load the file with load_adapter"
             )
-        found = fit(file, weights, ways.get("part"), None, bool(ways.get("guess")), others, set(named))
+        found = fit(file, weights, ways.get("part"), None, bool(ways.get("guess")), others, named)
         if not ways.get("partial"):
             found.check()
         fits.append(found)
         updated = {key for key, entry in found.placed.items() if entry.method != "whole" and entry.param == "weight"}
         for key, entry in found.placed.items():
             path = key if entry.param == "weight" else key.removesuffix(entry.param).removesuffix(".")
-            is_called = called is None or path in called
+            is_called = True if called is None else called.get(path)
             made = forms_of(entry, layers.get(path), is_called, slots, path in updated)
             if slots and entry.kind == "lora+bias" and f"{path}.bias" not in named:
                 made = "has a bias beside its LoRA and the layer has none, which slots do not support; use lora without slots"
@@ -189,9 +196,13 @@ def plan_for(
     return FormPlan(dict(sorted(forms.items(), key=lambda item: (item[0].name, -item[0].rank))), fits, unheld, apart)
 
 
-def _called(module: TracedModule) -> set[str]:
-    """The layers that are called, rather than read by another."""
-    return {region.path for regions in regions_of(module) for region in regions.by_key.values()}
+def _called(module: TracedModule) -> dict[str, bool]:
+    """The layers that a pass can change, with whether they are called, rather than read by another or within one call."""
+    views = regions_of(module)
+    within = {inner for regions in views for names in unopened(regions).values() for inner in names}
+    read = {name.rpartition(".")[0] for regions in views for name in regions.readers}
+    called = {region.path for regions in views for region in regions.by_key.values()}
+    return {**dict.fromkeys(read | within, False), **dict.fromkeys(called, True)}
 
 
 def pass_for(

@@ -24,7 +24,7 @@ from . import peft_config
 from .file_keys import SHARED, LayerKeys, find_saved_module, place
 from .file_kinds import INTEGERS, LayerFacts, UpdateKind, changes_of, nearest_kind
 from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable
-from .layer_matching import Fit, fit, split_part
+from .layer_matching import WRAPPED, Fit, fit, split_part
 from .own_files import OWN, checked
 from .tables import PARTS
 from .updates import PRODUCT, AdapterFile, Entry, base_of, has_lokr_of_3_dims, largest, rank_of
@@ -114,6 +114,7 @@ class _AdapterFileReader:
             placed |= {key: find_saved_module(key, config, self.state) for key, found in placed.items() if found is None}
         if adapter is None and len(adapters) > 1:
             raise ArtifactError(f"{self.where} has several adapters: give one of {', '.join(sorted(adapters))} as adapter=")
+        self.mark_wrapped(placed)
         layers: dict[str, LayerKeys] = {}
         for found in placed.values():
             if found is None or not found.keys:
@@ -134,6 +135,47 @@ class _AdapterFileReader:
         entries = [entry for layer in layers.values() for entry in self.entries(layer)]
         ours = {"software": "fxplug"} if all(layer.own for layer in layers.values()) else {}
         return AdapterFile(self.where, tuple(entries), rest, {**ours, **self.about, **self.configs.get("", {})})
+
+    def mark_wrapped(self, placed: Mapping[str, LayerKeys | None]) -> None:
+        """Keep the updates of several parameters of one module apart, which PEFT wraps one around the other."""
+        targets = self.configs.get("", {}).get("target_parameters") or []
+        if not isinstance(targets, (list, tuple)) or not all(isinstance(one, str) for one in targets):
+            raise ArtifactError(f"{self.where}: target_parameters of its configuration must be a list of names")
+        self.targets = [one for one in targets if one.rpartition(".")[2] != "weight"]
+        owners = {f".{one.rpartition('.')[0]}" for one in self.targets}
+        for key, found in placed.items():
+            if found is not None and any(f".{found.name}".endswith(owner) for owner in owners):
+                found.name = f"{found.name}{WRAPPED}{key.count('.base_layer.')}"
+
+    def wrapped(self, layer: LayerKeys, config: Mapping[str, Any]) -> Entry:
+        """The update of a parameter, which the model tells; a number of experts times the rank is what its tensors have."""
+        name, _, depth = layer.name.partition(WRAPPED)
+        tensors = {role: self.tensor(key) for role, key in layer.keys.items()}
+        _, part, path = split_part(name)
+        if tensors.keys() != {"down", "up"} or any(t.dim() != 2 for t in tensors.values()):
+            raise ArtifactError(f"{self.where}: '{name}' has {', '.join(sorted(tensors))} for a parameter: it must be a LoRA")
+
+        def of(key: str) -> Entry:
+            about = reading.about(f"{self.where}: its configuration")
+            tables = [config.get("alpha_pattern") or {}, config.get("rank_pattern") or {}]
+            alphas, ranks = by_ending(tables, [key], about, self.limits)
+            rank, alpha = ranks.get(key, config.get("r", 8)), alphas.get(key, config.get("lora_alpha", 8))
+            rows = len(tensors["down"])
+            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or rows % rank or tensors["up"].shape[1] != rows:
+                shapes = " and ".join(str(list(t.shape)) for t in tensors.values())
+                raise ArtifactError(f"{self.where}: the tensors of '{key}' are {shapes}, which are not of rank {shown(rank)}")
+            alpha = _number(alpha, f"{self.where}: its configuration: the alpha of '{key}'")
+            scale = low_rank.scaling(rank, alpha, config.get("use_rslora") is True)
+            if largest(tensors, scale) > self.limits.update:
+                raise ArtifactError(
+                    f"{self.where}: the update of '{key}' can change a weight by more than {self.limits.update:g}, which is "
+                    "the limit; fxplug.Limits can raise it"
+                )
+            more = {"experts": rows // rank} if rows > rank else {}
+            return Entry(name, path, part, "lora", tensors, scale, rank, param=key.rpartition(".")[2], options=more)
+
+        options = {"targets": self.targets, "depth": int(depth), "of": of}
+        return Entry(name, path, part, "lora", tensors, 1.0, 1, param=WRAPPED, options=options)
 
     def read_patterns(self, layers: Iterable[LayerKeys]) -> None:
         """Look up what PEFT's configurations say of single layers, all at once."""
@@ -158,6 +200,8 @@ class _AdapterFileReader:
 
     def entries(self, layer: LayerKeys) -> list[Entry]:
         """What a layer gets, a parameter each."""
+        if WRAPPED in layer.name:
+            return [self.wrapped(layer, self.configs[""])]
         keys = {role: key for role, key in layer.keys.items() if role not in ("alpha", "scale")}
         tensors = {role: self.tensor(key) for role, key in keys.items()}
         part = layer.group if layer.own else split_part(layer.name)[1]
@@ -223,6 +267,8 @@ class _AdapterFileReader:
         word = f"{word}+bias" if "bias" in tensors else word
         scale = self.scale(layer, tensors, rank, part_path[0])
         assumed, scale = scale is None, 1.0 if scale is None else scale
+        if ".base_layer.out_proj." in keys.get("down", ""):
+            scale *= 2  # PEFT's MultiheadAttention adds this update twice, when it is called and when it is merged
         if largest(tensors, scale) > self.limits.update:
             raise ArtifactError(
                 f"{self.where}: the update of '{layer.name}' is scaled by {scale:g} and can change a weight by more than "

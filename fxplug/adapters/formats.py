@@ -127,6 +127,9 @@ def refused(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
         if entry.method == "whole":
             return f"is a whole parameter, which {as_} cannot represent: peft and fxplug can"
         return f"is {entry.method}, which cannot be converted without its model: load the file, and save the adapter"
+    if entry.param != "weight":
+        what = f"is an update of {entry.param}, which is no layer's weight"
+        return f"{what}, and fxplug writes no {as_} file of it: save the module"
     if layer is None:
         return "is not a layer with a weight"
     if not entry.fits(layer.shape) and not (layer.kind == "Embedding" and entry.fits(layer.shape[::-1])):

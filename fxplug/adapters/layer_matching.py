@@ -16,6 +16,7 @@ from .updates import AdapterFile, Entry, joined, with_projections
 
 _COMFYS_TEXT = re.compile(r"text_encoders\.((\w+)\.)transformer\.")
 DENOISERS = ("unet", "transformer", "diffusion_model")  # what tools call the one denoiser of a pipeline
+WRAPPED = "(by target_parameters)"  # stands for the parameter of an entry that only the model tells
 EMBEDDED = ("<", "emb_params", "bundle_emb.", "string_to_param")  # learned words lie beside the layers in some files
 
 
@@ -144,6 +145,7 @@ def fit(
     """
     check_no_own(file, "this")
     shapes = {path: tuple(int(n) for n in shape) for path, shape in layers.items()}
+    file, bare = take_parameters(file, shapes, beside or {}, here)
     if part is not None and part not in file.parts:
         known = ", ".join(name or "(no name)" for name in file.parts)
         raise ArtifactError(f"{file.source} has nothing for '{part}'{did_you_mean(part, file.parts)}; it has {known}")
@@ -190,7 +192,7 @@ def fit(
             guessed |= {e.name: home[0] for e, home in zip(groups[p], hits.homes, strict=True) if home}
     for p in taken:
         groups[p] = with_projections(groups[p], [finder.joint_shape(home) if home else None for home in found[p].homes])
-    placed: dict[str, Entry] = {}
+    placed: dict[str, Entry] = dict(bare)
     missing: list[Entry] = []
     mismatched: dict[str, str] = {}
     outside: dict[str, str] = {}
@@ -266,6 +268,46 @@ def _is_of_another_model(part: str, entries: Sequence[Entry], taken: Sequence[st
         return True
     ends = {"_" + path.replace(".", "_") for path in layers}
     return text and not any(f"_{e.path}".replace(".", "_").endswith(tuple(ends)) for e in entries)
+
+
+def take_parameters(
+    file: AdapterFile, shapes: Container[str], beside: Mapping[str, Sequence[int]], here: Container[str]
+) -> tuple[AdapterFile, dict[str, Entry]]:
+    """What PEFT has for parameters that are no layer's weight, by the parameter's name; and the file without that.
+
+    That is `in_proj_weight` of a MultiheadAttention, whose update PEFT names by the module, and with `target_parameters`
+    those that they name, of which a module's first is the innermost. Raises ArtifactError where more of a module are named
+    than the file has, or other ones.
+    """
+    found: dict[str, Entry] = {}
+    groups: dict[str, list[Entry]] = {}
+    for entry in file.entries:
+        path = entry.path.removeprefix("base_model.model.")
+        if entry.param == "weight" and path not in shapes and f"{path}.in_proj_weight" in beside and not entry.method:
+            found[f"{path}.in_proj_weight"] = replace(entry, param="in_proj_weight")
+        elif entry.param == WRAPPED:
+            groups.setdefault(path, []).append(entry)
+        else:
+            continue
+        file = replace(file, entries=tuple(one for one in file.entries if one is not entry))
+    for path, entries in groups.items():
+        known = here if isinstance(here, Mapping) and here else beside
+        own = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == path]
+        targets = entries[0].options["targets"]
+        named = [name for name in own if any(f".{path}.{name}".endswith(f".{one}") for one in targets)]
+        if len(named) != len(entries):
+            names = ", ".join(own) or "no parameter"
+            raise ArtifactError(
+                f"{file.source}: '{path}' has {len(entries)} updates by target_parameters, which name {len(named)} of its "
+                f"parameters here; it has {names}"
+            )
+        entries.sort(key=lambda entry: -entry.options["depth"])  # the innermost wrapper is that of the first parameter
+        for name, entry in zip(named, entries, strict=True):
+            found[f"{path}.{name}"] = entry.options["of"](f"{path}.{name}")
+    for key, entry in found.items():
+        if key in beside and not entry.fits(beside[key]):
+            raise ArtifactError(f"{file.source}: '{key}' is {list(beside[key])}, and '{entry.name}' is for another shape")
+    return file, found
 
 
 def by_order(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]], source: str) -> _Hits:

@@ -165,9 +165,10 @@ def bank_of(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
         options = {"side": "output" if site["place"] == "after" else "input"}
         weight = getattr(layer, "weight", None)
         shape = weight_shape(layer, weight) if layer is not None and isinstance(weight, Tensor) else shape
-    turned = layer is not None and is_transposed(layer)
+    experts = getattr(block, "experts", 0)
+    turned = layer is not None and (is_transposed(layer) or bool(experts and getattr(layer, "is_transposed", False)))
     rank, dim, param = getattr(block, "rank", 1), getattr(block, "dim", 0), site.get("param", "weight")
-    return Bank(path, site["block"], kind, 0, rank, shape, 1, own, param, dim, turned, options)
+    return Bank(path, site["block"], kind, 0, rank, shape, 1, own, param, dim, turned, experts, options)
 
 
 def _new(bank: Bank, there: Callable[[str], Tensor | None]) -> list[tuple[Tensor, Tensor]]:
@@ -247,5 +248,5 @@ def fit_to(
     beside |= {f"{bank.path}.bias": bank.shape[:1] for bank in homes if bank.kind == "Scale"}  # it scales both
     if not any(entry.param != "weight" or "+bias" in entry.kind for entry in file.entries):
         return fit(file, shapes, part, weights, guess, beside)
-    here = {name for name, _ in module.named_parameters()} if module is not None else set()
+    here = {name: tuple(p.shape) for name, p in module.named_parameters()} if module is not None else {}
     return fit(file, shapes, part, weights, guess, beside, here)

@@ -60,8 +60,31 @@ class Entry:
 
     __repr__ = brief_fields
 
+    @property
+    def experts(self) -> int:
+        """How many experts have an update of this rank in the tensors, as PEFT's `target_parameters` has them; 0 for none.
+
+        `down` is (experts * rank, in) then, `up` (out, rank * experts).
+        """
+        return int(self.options.get("experts", 0)) if self.kind == "lora" else 0
+
+    def by_expert(self, transposed: bool) -> dict[str, Tensor]:
+        """The tensors as blocks.LoraWeight has them for a parameter (experts, out, in), or (experts, in, out)."""
+        if "by_expert" in self.options:
+            return dict(self.tensors)
+        down = torch.unflatten(self.tensors["down"], 0, (self.experts, self.rank))  # (experts, rank, in)
+        up = torch.unflatten(self.tensors["up"], 1, (self.rank, self.experts))  # (out, rank, experts)
+        if transposed:
+            return {"down": up.permute(1, 2, 0), "up": down.permute(2, 1, 0)}
+        return {"down": down.transpose(0, 1), "up": up}
+
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether this is an update of a weight of that shape; sizes of 1 at the end do not count."""
+        if self.experts:
+            if "by_expert" in self.options:
+                return tuple(shape) == (self.experts, len(self.tensors["up"]), self.tensors["down"].shape[2])
+            sizes = {self.tensors["up"].shape[0], self.tensors["down"].shape[1]}
+            return len(shape) == 3 and shape[0] == self.experts and sizes == {*shape[1:]}
         if self.method in METHODS:
             return METHODS[self.method].fits(self.tensors, self.options, shape)
         if self.method == "miss":
