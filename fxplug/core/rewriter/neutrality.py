@@ -24,7 +24,6 @@ from ..spec.rules import Match, Pass, Rule
 from ..torch_internals.modules import DropoutNd, NormBase
 from ..torch_internals.tensors import version
 from .matches import composites
-from .opening import opened
 from .probe import (
     Call,
     CallDifference,
@@ -332,6 +331,8 @@ def _opened(gm: TracedModule, new: TracedModule) -> dict[str, str]:
 
 def _as_opened(gm: TracedModule, paths: Iterable[str]) -> TracedModule:
     """The model with these composites opened, and nothing else done."""
+    from .opening import opened  # which few models need
+
     for path in paths:
         gm = opened(gm, {path}, Pass("opened_for_comparison", [Rule(Match(path), args=("y",))]))
     return gm

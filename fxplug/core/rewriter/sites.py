@@ -20,7 +20,6 @@ from ..ir.regions import Regions, regions_of
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass, Rule
 from .matches import unmatched_siblings
-from .unreached import unreached
 
 if TYPE_CHECKING:
     from ..ir.traced_module import TracedModule
@@ -141,6 +140,8 @@ class Sites(list[Site]):
     @property
     def unreached(self) -> str:
         """Which weights a pattern that means everything leaves out, why, and what reaches them; an empty text for none."""
+        from .unreached import unreached  # which only a listing needs
+
         return unreached(regions_of(self.joined), self.p, self)
 
     @property
