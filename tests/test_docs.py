@@ -81,8 +81,8 @@ def inline(name):
 def test_commands_and_names_in_the_text_exist(name):
     for code in inline(name):
         for path in re.findall(r"\bfxplug\.(\w+)", code):
-            # config: a key of metadata; extensions: the group of entry points
-            assert path in {*fxplug.__all__, *LAYERS, "config", "extensions", "NAME"}, f"{name}: `{code}`"
+            # config, base: keys of metadata; extensions: the group of entry points
+            assert path in {*fxplug.__all__, *LAYERS, "base", "config", "extensions", "NAME"}, f"{name}: `{code}`"
         verb = re.match(r"fxplug (\w+)(.*)", code)
         if verb and verb[1] not in ("VERB", "halve"):  # any; one of the package in guides/extending.md
             command = VERBS.get_command(None, verb[1])
