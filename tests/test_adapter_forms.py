@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fxplug
+from fxplug.adapters import files
 from fxplug.adapters.base_weights import digest_of
 from fxplug.core.errors import ArtifactError
 
@@ -178,3 +179,19 @@ def test_a_base_in_another_dtype_is_another_and_one_without_values_has_no_digest
     assert not any(digest_of(["to_q", name], rows.get) for name in ("meta", "int", "absent"))
     both = {**rows, "b.weight": torch.ones(1)}.get
     assert digest_of(["to_q", "b"], both) == digest_of(["b", "to_q"], both) != known
+
+
+# --- convolutions in groups
+
+
+@pytest.mark.parametrize(
+    ("groups", "width", "rank", "kernel"), [(2, 8, 4, 3), (4, 8, 4, 1), (8, 8, 8, 3), (2, 4, 2, 5), (2, 16, 8, 1)]
+)
+def test_a_lora_of_groups_that_reads_all_channels_is_refused_with_the_reason(groups, width, rank, kernel):
+    """As PEFT has it, whose rank is that of all groups together."""
+    state = {"conv.lora_A.weight": torch.ones(rank, width, kernel, kernel)}
+    state["conv.lora_B.weight"] = torch.ones(16, rank // groups, 1, 1)
+    file = files.read(state, config={"peft_type": "LORA", "r": rank, "lora_alpha": rank})
+    assert file.entries[0].rank == rank and file.entries[0].scale == 1
+    with pytest.raises(ArtifactError, match=f"the layer has {groups} groups, and PEFT's LoRA of it reads all channels"):
+        files.fit(file, {"conv": (16, width // groups, kernel, kernel)}).check()

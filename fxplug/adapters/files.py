@@ -256,6 +256,8 @@ class _AdapterFileReader:
                     f"{self.where}: '{keys['mid']}' times '{keys['down']}' has numbers out of range for {low.dtype}"
                 )
         rank = rank_of(tensors)
+        if facts.config and "down" in tensors:
+            rank = len(tensors["down"])  # PEFT's, also of a convolution in groups
         part_path = (layer.group, layer.name.partition(".")[2]) if layer.own else split_part(layer.name)[1:]
         word = base
         if "magnitude" in tensors:

@@ -209,7 +209,7 @@ def fit(
                     more[piece.key(path)] = piece
             elif not entry.fits(shape := finder.joint_shape(home)):
                 path = home[0].removesuffix(SWAPPED)
-                mismatched[path] = f"is {list(shape)}, and '{entry.name}' is for {_for(entry)}{_new_head(entry, shape)}"
+                mismatched[path] = f"is {list(shape)}, and '{entry.name}' is for {_for(entry)}{_way(entry, shape)}"
             else:
                 for path, piece in finder.pieces(entry, home):
                     if path in finder.fused:
@@ -339,8 +339,15 @@ def by_number(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(text), "") if text.isdecimal() else (1, 0, text) for text in re.split(r"(\d+)", name) if text]
 
 
-def _new_head(entry: Entry, shape: Sequence[int]) -> str:
-    """What to do about a layer that the file has whole, for another number of classes."""
+def _way(entry: Entry, shape: Sequence[int]) -> str:
+    """What to do about a convolution in groups of PEFT's, or a layer that the file has whole, for another number of classes."""
+    down, up = entry.tensors.get("down"), entry.tensors.get("up")
+    groups = len(down) // up.shape[1] if down is not None and up is not None else 1
+    if groups > 1 and down is not None and [shape[0], down.shape[1]] == [entry.sizes()[0], groups * shape[1]]:
+        return (
+            f" (the layer has {groups} groups, and PEFT's LoRA of it reads all channels: it is no change of the weight, and "
+            "PEFT cannot merge it either. partial=True leaves it out; LoKr or fxplug's lora can train the layer)"
+        )
     value = entry.tensors.get("whole")
     if value is None or list(value.shape[1:]) != list(shape[1:]):
         return ""
