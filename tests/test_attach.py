@@ -723,3 +723,33 @@ def test_lora_at_a_layer_that_is_only_called_as_torchs():
     assert len(fxplug.find(gm, fxplug.load_pass("lora", at="last"))) == 1
     new = fxplug.apply(gm, fxplug.load_pass("lora_weight"))
     fxplug.verify(gm, new, args=x)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.arange(4).float(), lambda: torch.randn(4), lambda: torch.ones(4), lambda: torch.zeros(4, dtype=torch.bool),
+    lambda: torch.randn(2, 4)[1], lambda: torch.tensor(2.0),
+])  # fmt: skip
+def test_a_buffer_of_a_block_that_is_not_saved_stays_with_it(make, tmp_path):
+    class Own(Block):
+        inline = True
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("freq", make(), persistent=False)
+
+        @classmethod
+        def at(cls, site):
+            return cls()
+
+        def forward(self, y):
+            return y + self.freq
+
+    gm, x = fxplug.trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)), torch.randn(2, 4)
+    new = fxplug.apply(gm, Pass("own", [rule(Own, "*", port="y", args=["y"])]))
+    found = dict(new.named_buffers())
+    value = x
+    for name in ("0", "1", "2"):
+        value = gm.get_submodule(name)(value) + found[f"own.{name}.Own.freq"]
+    assert torch.equal(new(x), value) and not any("freq" in key for key in new.state_dict())
+    fxplug.save(new, tmp_path / "m")
+    assert torch.equal(fxplug.load(tmp_path / "m")(x), value)

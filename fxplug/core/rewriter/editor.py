@@ -145,7 +145,8 @@ class Editor(OpenedGraph):
         own = shell(sub)
         self.tree.get_submodule(owner)._modules[last_name] = own
         graft = Graft(self.graph, name, name, ROOT, self.made_by(site, type(block).__name__), after=last)
-        graft.base = {**self.traces.weights_of_base(own, self.tree), **self.traces.share_weights(name, block, own, self.tree)}
+        graft.base = self.traces.weights_of_base(name, own, self.tree)
+        graft.base |= self.traces.share_weights(name, block, own, self.tree)
         inputs = inspect.signature(block.forward).bind(*args)
         inputs.apply_defaults()
         return graft.put(self.of_mode(sub), inputs.arguments), graft.nodes

@@ -86,19 +86,21 @@ class Traces:
             found.update({f"{child}.{key}": f"{home}.{key}" for key, _ in inside})
         return found
 
-    def weights_of_base(self, own: nn.Module, tree: nn.Module) -> dict[str, str]:
+    def weights_of_base(self, name: str, own: nn.Module, tree: nn.Module) -> dict[str, str]:
         """Those constants of a trace that are weights of the model, with the model's names; `own` has them no longer.
 
+        `own` stands at `name` in `tree`: its own buffers that are not saved look like constants, and stay.
         A block that reads the layer it was made for (`site.module.weight`) finds the layer's own weight that way.
         """
         if not self._base:
             self._base = {_memory(tensor): name for name, tensor in reversed(list(named_tensors(tree)))}
         found = {}
-        for name, tensor in list(own.named_buffers()):
-            path, _, last = name.rpartition(".")
+        for key, tensor in list(own.named_buffers()):
+            path, _, last = key.rpartition(".")
             owner = own.get_submodule(path)
-            if last in owner._non_persistent_buffers_set and _memory(tensor) in self._base:
-                found[name] = self._base[_memory(tensor)]
+            home = self._base.get(_memory(tensor)) if last in owner._non_persistent_buffers_set else None
+            if home is not None and not home.startswith(f"{name}."):
+                found[key] = home
                 del owner._buffers[last]
                 owner._non_persistent_buffers_set.discard(last)
         return found
