@@ -75,9 +75,9 @@ def load_adapter(
     for bank, key, name, value in ready:
         target = there(name)
         assert target is not None
-        whole = torch.zeros_like(target)
-        bank.views(key, whole, 0)[tuple(slice(n) for n in value.shape)] = value
-        writes.append((target, whole))
+        values = torch.zeros_like(target)
+        bank.views(key, values, 0)[tuple(slice(n) for n in value.shape)] = value
+        writes.append((target, values))
         if (scale := there(f"{bank.block}.scale")) is not None and bank.kind != "Scale":
             writes.append((scale, torch.full_like(scale, scales[bank.block])))
     _write(module, writes + heads)

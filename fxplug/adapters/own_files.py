@@ -137,7 +137,8 @@ def _named_code(rules: Mapping[str, Any]) -> list[tuple[str, str]]:
     for key, rows in (("block", rules.get("rules")), ("network", rules.get("networks"))):
         for row in (rows.values() if isinstance(rows, dict) else rows) or ():
             row = row if isinstance(row, dict) else {}
-            options = row.get("options") if isinstance(row.get("options"), dict) else {}
+            given = row.get("options")
+            options = given if isinstance(given, dict) else {}
             found += [(key, str(row["use"]))] if row.get("use") is not None else []
             found += [("file", str(value)) for name, value in options.items() if name == "weights" and value is not None]
     return found

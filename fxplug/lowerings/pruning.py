@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from ..core.ir.bound_inputs import HOME
 from ..core.ir.graph import copy_graph
-from ..core.ir.traced_module import HOME, TracedModule, shell
+from ..core.ir.traced_module import TracedModule, shell
 from ..core.ir.variants import Variants
 from ..core.locks import with_read_lock
 from .merging.fold import check_unlowered

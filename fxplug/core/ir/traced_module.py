@@ -9,20 +9,18 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from .. import extensions
-from ..errors import LONGEST, GuardError, SpecError, TraceError, cut, did_you_mean, shown
+from ..errors import LONGEST, GuardError, SpecError, TraceError, cut
 from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import is_packed, is_transposed, weight_shape
 from ..torch_internals.modules import COMPILED, break_graph, leave_frame, without_compiler
-from . import ops
 from .containers import LOADED, RESERVED, Container, SharedCode, TracedPart, child_of, module_at
-from .graph import OF_THE_ROOT, Graph, by_regions, change, copy_graph, in_turn, insert, redirect, still_tied, written
+from .graph import OF_THE_ROOT, Graph, by_regions, copy_graph, in_turn, still_tied, written
 from .part_modes import PartModes
 
 
@@ -32,96 +30,9 @@ def check_traced(gm: Any, caller: str) -> None:
         raise SpecError(f"{caller} takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
 
 
-HOME = "bound"  # the child that holds them
 TRAINED = "trained"  # the key in `meta` of the names of the base's parameters that were made trainable
 CHECKPOINTING = "checkpointing"  # the key in `meta` that says that regions are computed again in the backward pass
 BEFORE_TRAINING = "values_before_training"  # an attribute: what these were then, by name
-
-
-def bind(module: TracedModule, inputs: Mapping[str, Any]) -> TracedModule:
-    """See `TracedModule.bind`."""
-    nodes = {str(node.target).lstrip("*"): node for node in module.graph.find_nodes(op="placeholder")}
-    home = module._modules.get(HOME)
-    if home is not None and not (isinstance(home, Container) and home.classes == (HOME,)):
-        raise SpecError(f"bind: the model has a module '{HOME}' of its own, and that name is needed for its inputs")
-    held = home._buffers if home is not None else {}
-    values = {name: _value(module, name, value, nodes, held.get(name)) for name, value in inputs.items()}
-    new = {name: value for name, value in values.items() if name not in held}
-    made = _with(module, new) if new else module
-    owner = made.get_submodule(HOME) if values else None
-    with write_lock(locks_of(module)):
-        for name, value in values.items():
-            if owner is not None and name not in new:
-                _set(owner._buffers, name, value)
-    if not new:
-        return made
-    made.meta.pop("lowered", None)  # what is lowered again would have to be given these inputs
-    return made.made_by(partial(bind, inputs=new), module)
-
-
-def _set(held: dict[str, Any], name: str, value: torch.Tensor) -> None:
-    """Another value in the place of one that is held: in its memory where it fits, as compiled programs know that."""
-    before = held[name]
-    if before.shape == value.shape:
-        with torch.no_grad():
-            before.copy_(value)
-    else:
-        held[name] = value.to(before.device, before.dtype if before.is_floating_point() else value.dtype)
-
-
-def _value(
-    module: TracedModule, name: str, value: Any, nodes: Mapping[str, fx.Node], held: torch.Tensor | None
-) -> torch.Tensor:
-    """The value of an input as a tensor. Raises SpecError."""
-    if name not in nodes or str(nodes[name].target).startswith("*"):
-        near = did_you_mean(name, nodes)
-        raise SpecError(f"bind: the model has no input '{name}'{near}; it has {', '.join(nodes)}")
-    if isinstance(value, (bool, int, float)) and held is not None and held.dim() == 0:
-        return torch.full_like(held, value)
-    checks = [node for node in nodes[name].users if node.target is ops.check_added]
-    if isinstance(value, (bool, int, float)) and checks and isinstance(checks[0].args[5], torch.dtype):
-        like = next(module.parameters(), None)
-        return torch.full((), value, dtype=checks[0].args[5], device=None if like is None else like.device)
-    if not isinstance(value, torch.Tensor):
-        raise SpecError(
-            f"bind: '{name}' is {shown(value)}, a {type(value).__name__}: only tensors can be bound, and numbers for inputs "
-            "that a pass has added; for another value of any other input trace again"
-        )
-    return value.detach().clone()
-
-
-def _with(module: TracedModule, values: Mapping[str, torch.Tensor]) -> TracedModule:
-    """The module with further inputs in it."""
-    made = module.copied()
-    if HOME not in made._modules:
-        made.add_module(HOME, Container((HOME,)))
-    for name, value in values.items():
-        made.get_submodule(HOME).register_buffer(name, value, persistent=False)
-    for graph in made.graphs.values():
-        for node in graph.find_nodes(op="placeholder"):
-            if (name := str(node.target)) in values:
-                _add_default(graph, node, name, values[name])
-        _check_order(graph)
-    return module.derived(made, made.graphs)  # type: ignore[arg-type]
-
-
-def _add_default(graph: fx.Graph, node: fx.Node, name: str, value: torch.Tensor) -> None:
-    meta: dict[str, Any] = {key: node.meta[key] for key in ("nn_module_stack", "shape", "dtype") if key in node.meta}
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    held = insert(graph, "get_attr", f"{HOME}.{name}", after=last, name=f"{HOME}_{name}", meta=meta)
-    given = insert(graph, "call_function", ops.input_or_default, (node, held), after=held, name=f"{name}_given", meta=meta)
-    redirect(node, given)
-    change(node, args=(None,))
-
-
-def _check_order(graph: fx.Graph) -> None:
-    """Raises SpecError where an input that has to be given by position stands behind one that is held."""
-    seen = ""
-    for node in graph.find_nodes(op="placeholder"):
-        if node.args:
-            seen = seen or str(node.target)
-        elif seen and not str(node.target).startswith("*"):
-            raise SpecError(f"bind: the input '{node.target}' comes after '{seen}' and has no default: bind it as well")
 
 
 OWN_STATE = set(
@@ -353,6 +264,8 @@ class TracedModule(TracedPart, fx.GraphModule):
         module. An input that is given in a call comes before what is held. To bind what is bound already changes the value, in
         this module, and a value of the same shape asks for no new compilation. Raises SpecError for what is no such input.
         """
+        from .bound_inputs import bind  # for few modules
+
         return bind(self, inputs)
 
     def train(self, mode: bool = True) -> TracedModule:
