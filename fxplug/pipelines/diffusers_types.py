@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -36,7 +37,22 @@ INSTEAD = {
     "unfuse_lora": "keep the module that was lowered",
     "save_lora_adapter": "module.adapters.save, or fxplug.save_adapter",
     "generate": "generate with the model, which has the loop; save_checkpoint writes the weights of passes for it",
-    "set_attn_processor": "set it on the model before tracing",
+}
+_ATTENTION = (
+    "attention is part of the graph, and no processor of it can be read or set any more: set processors, fuse projections and "
+    "load IP-Adapters on the model before tracing, and use pipelines that change none while they run (PAG and SAG do)"
+)
+# what reads or sets attention processors. It is an error also where somebody asks whether it is there, and goes on without it
+PROCESSORS = {
+    "attn_processors": _ATTENTION,
+    "set_attn_processor": _ATTENTION,
+    "set_default_attn_processor": _ATTENTION,
+    "fuse_qkv_projections": _ATTENTION,
+    "unfuse_qkv_projections": _ATTENTION,
+    "set_attention_backend": _ATTENTION,
+    "_load_ip_adapter_weights": _ATTENTION,
+    "set_use_memory_efficient_attention_xformers": _ATTENTION,
+    "enable_xformers_memory_efficient_attention": _ATTENTION,
 }
 # arguments of diffusers' models in which "scale" is the strength of LoRA that PEFT has put in
 SCALED = ("cross_attention_kwargs", "joint_attention_kwargs", "attention_kwargs")
@@ -54,6 +70,8 @@ class PipelinePart(Variants):
         save(self, folder)
 
     def __getattr__(self, name: str) -> Any:
+        if name in PROCESSORS:
+            check_processors(self, name)
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -75,6 +93,31 @@ class PipelinePart(Variants):
                 f"{INSTEAD['set_adapters']}"
             )
         return super().add_variant(args, kwargs)
+
+
+def check_processors(module: TracedModule, name: str) -> None:
+    """Raises SpecError where the class of a traced model has such an attribute for its attention processors."""
+    if any(name in vars(kind) for kind in type(module).__mro__):
+        raise SpecError(f"'{name}' of the traced {module.classes[0]}: {PROCESSORS[name]}")
+
+
+def check_pipeline(pipe: Any) -> None:
+    """Raises SpecError for a pipeline whose call reads or sets attention processors, as those of PAG and SAG do."""
+    kind, todo, seen = type(pipe), ["__call__"], set[str]()
+    while todo:
+        name = todo.pop()
+        function: Any = getattr(kind, name, None)
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+        if name in seen or code is None:
+            continue
+        seen.add(name)
+        found = next((each for each in ("attn_processors", "set_attn_processor") if each in code.co_names), None)
+        if found is not None:
+            raise SpecError(
+                f"{kind.__name__}.{name} uses '{found}' of its models while it runs, and in a traced model attention is "
+                "part of the graph: use the pipeline without it (of PAG and SAG the plain one), or leave this one as it is"
+            )
+        todo += code.co_names
 
 
 def pipeline_part(gm: TracedModule, model: nn.Module | None = None, limit: int = LIMIT) -> PipelinePart:

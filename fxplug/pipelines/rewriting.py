@@ -14,6 +14,7 @@ from ..core.ir.traced_module import TracedModule
 from ..core.rewriter.applying import apply
 from ..core.spec.rules import Pass
 from .control import controlnet_of
+from .diffusers_types import check_pipeline
 from .tracing import models_of, trace_pipeline
 
 P = TypeVar("P", bound=Callable[..., Any])
@@ -41,13 +42,15 @@ def rewrite_pipeline(
     there on `pipe.set_adapters` and its kin work as ever. `join` and `variants` are those of `trace_pipeline`. Without passes
     and adapters every model that the call calls is traced and put in.
 
-    Raises SpecError for other things than these, TraceError as `trace_pipeline` does, ArtifactError for a file that cannot be
-    read or has layers for a model that is not there, and as `apply` does; the pipeline is as it was then.
+    Raises SpecError for other things than these, and for a pipeline whose call changes attention processors; TraceError as
+    `trace_pipeline` does, ArtifactError for a file that cannot be read or has layers for a model that is not there, and as
+    `apply` does; the pipeline is as it was then.
     """
     for what, given in (("passes", passes), ("adapters", adapters)):
         if not isinstance(given, (Mapping, type(None))):
             named = "the models' names" if what == "passes" else "their own names"
             raise SpecError(f"{what} must be a mapping by {named}, not {shown(given)}: {EXAMPLES[what]}")
+    check_pipeline(pipe)
     wanted = {name: list(_listed(given, name)) for name, given in (passes or {}).items()}
     for name, files in _by_part(pipe, adapters or {}).items():
         settings = {"files": files, "name": _free(getattr(pipe, name)), **({} if slots is None else {"slots": slots})}
