@@ -474,3 +474,13 @@ def test_a_repeat_stands_for_its_members():
     one = Box("0", "region", "Block", inner=3)
     assert Box("{0:2}", "repeat", "Block", members=[[one], [one]]).unfolded == [one, one]
     assert one.unfolded == [one]
+
+
+@pytest.mark.parametrize("name", ["page.pdf", "page.PDF", "page.png", "page.md", "page.htm.gz", "run.yaml"])
+def test_a_page_is_html_or_json(name, tmp_path):
+    """No file of another kind is written, and nothing is worked out for it."""
+    for out in (tmp_path / name, str(tmp_path / name)):
+        with pytest.raises(SpecError, match=r"ends with \.\w+, and a page is HTML or JSON: write .*\.html"):
+            fxplug.report(None, fxplug.trace(nn.Linear(2, 2), torch.ones(1, 2)), out)
+    done = small.command("report", tmp_path, "--out", tmp_path / name)
+    assert done.exit_code == 1 and "a page is HTML or JSON" in done.stderr and not (tmp_path / name).exists()

@@ -305,3 +305,10 @@ def test_many_and_large_shapes_are_measured_with_fewer_rows(monkeypatch, folder)
     assert {case._replace(rows=1) for case in kept} == {fewer._replace(rows=1) for fewer in asked}
     assert sum(fewer.rows * fewer.inner * fewer.outer for fewer in asked) < 10 * measurement.PRODUCTS
     assert all(32 <= fewer.rows < 10**7 for fewer in asked)
+
+
+@pytest.mark.parametrize("turns", [-1, 0, 10_001, 1.5, True, "3"])
+def test_the_number_of_turns_has_bounds(turns):
+    gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4))
+    with pytest.raises(fxplug.SpecError, match="turns must be a whole number from 1 to 10000, not"):
+        measurement.tune(gm, turns=turns)

@@ -13,7 +13,7 @@ from ..core.cli.verbs import Allow, Debug, Set, Subject, load_saved, progress, r
 def tune(
     subject: Subject,
     compiled: Annotated[bool, typer.Option("--compiled", help="Measure the forms as torch.compile makes them.")] = False,
-    turns: Annotated[int, typer.Option("--turns", help="How often each form is measured.")] = 15,
+    turns: Annotated[int, typer.Option("--turns", min=1, max=10_000, help="How often each form is measured.")] = 15,
     set: Set = None,
     allow: Allow = None,
     debug: Debug = False,

@@ -35,11 +35,13 @@ def report(
     the hashes of its files, and the run. `out` is the file to write: HTML, or the page's contents as JSON where it ends with
     `.json`. Gives the contents. Nothing is run and no value of a weight is read.
 
-    Raises SpecError for what is no traced module, and for a file that cannot be written.
+    Raises SpecError for what is no traced module, for a file of another kind, and for one that cannot be written.
     """
     for what, module in (("base", base), ("new", new)):
         if not isinstance(module, TracedModule) and not (module is None and what == "base"):
             raise SpecError(f"report takes traced modules, and {what} is a {type(module).__name__}: use fxplug.trace first")
+    if out is not None:
+        check_kind(out)
     home = None if folder is None else Path(folder)
     saved = home and next((path for path in (home / "module", home) if (path / "manifest.json").is_file()), None)
     page = contents(base, new, checks=checks, manifest=manifest_of(saved) if saved else None)
@@ -62,6 +64,8 @@ def report_folder(
 
     Raises SpecError for a folder that is neither, and for a file that cannot be written.
     """
+    if out is not None:
+        check_kind(out)
     home = Path(folder)
     saved = next((path for path in (home / "module", home) if (path / "manifest.json").is_file()), None)
     run = run_of(home)
@@ -87,10 +91,24 @@ def report_folder(
     return page
 
 
+KINDS = ("", ".html", ".htm", ".json")  # the endings of what can be written
+
+
+def check_kind(out: str | os.PathLike[str]) -> Path:
+    """The file to write. Raises SpecError for the ending of another kind than HTML or JSON."""
+    target = Path(out)
+    if target.suffix.lower() not in KINDS:
+        raise SpecError(
+            f"'{target}' ends with {target.suffix}, and a page is HTML or JSON: write {target.with_suffix('.html')}"
+            f"{', and print it from a browser' if target.suffix.lower() == '.pdf' else ''}"
+        )
+    return target
+
+
 def write(page: Page, out: str | os.PathLike[str]) -> None:
     """Write a page as HTML, or its contents as JSON where the name ends so. Raises SpecError where that cannot be."""
-    target = Path(out)
-    text = as_json(page) if target.suffix == ".json" else html(page)
+    target = check_kind(out)
+    text = as_json(page) if target.suffix.lower() == ".json" else html(page)
     safe = text.encode("utf-8", "backslashreplace").decode()
     write_text(target, safe, lambda finding: SpecError(f"{target} {finding}; give the file to write with --out"))
 

@@ -22,13 +22,14 @@ def report(
     debug: Debug = False,
 ) -> None:
     """Write a page about a rewrite or a training run: what it is, what changed where, what it costs, how it was checked."""
+    from .reports import check_kind, report_folder
     from .reports import report as page_of
-    from .reports import report_folder
 
     path = Path(subject)
     target = out or Path(f"{path.absolute().name if path.is_dir() else path.stem}.html")
     if target.is_dir():
         raise SpecError(f"'{target}' is a folder, and the page is one file: write --out {target / 'page.html'}")
+    check_kind(target)
     if path.is_dir():
         if set:
             raise typer.BadParameter("--set changes a configuration, and this is a folder")

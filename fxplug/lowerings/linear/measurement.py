@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...blocks.low_rank import side
-from ...core.errors import SpecError, brief_fields, outline
+from ...core.errors import SpecError, brief_fields, outline, shown
 from ...core.ir.containers import tensor_at
 from ...core.ir.traced_module import TracedModule, check_traced
 from . import forms, operators
@@ -29,6 +29,7 @@ TURNS, FEWEST = 24, 4  # of `settle`: at most, and at least
 CERTAIN = 1.05  # the most that a form may surely take over any other if it is to be kept
 BUSY = 1.2  # of the time that measuring took, over that in which this thread had the processor: nothing is kept
 BRIEF = 2e-4  # seconds that one turn takes at least there
+MOST = 10_000  # turns that may be asked for
 BUDGET = 2.0  # seconds of this process that all cases together may take before they get no more turns than the fewest
 HOPELESS = 1.3  # a form that takes so much longer than the fastest in the best of two turns gets no other
 PRODUCTS = 1.5e9  # multiplications of one call of all cases there: what has more is measured with fewer rows
@@ -93,9 +94,11 @@ def tune(
     tensors of their own, without gradients, on the device of their weights, in alternation with the stock form; `compiled`
     measures each form as torch.compile makes it. Slots are measured with one adapter for the whole batch. A form is taken only
     where it was faster than stock by 3 % in the median of the turns, and faster at all in three quarters of them.
-    Raises SpecError for what is no traced module, or has no such layer.
+    Raises SpecError for what is no traced module, or has no such layer, and for a number of turns that is none.
     """
     check_traced(gm, "tune")
+    if not isinstance(turns, int) or isinstance(turns, bool) or not 1 <= turns <= MOST:
+        raise SpecError(f"turns must be a whole number from 1 to {MOST}, not {shown(turns)}")
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     rows = rows_of(gm, args, kwargs or {}) if args or kwargs else {}
     found: dict[Case, list[Any]] = {}
