@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .core.rewriter.applying import apply
     from .core.rewriter.features import features
     from .core.rewriter.matcher import find
+    from .core.rewriter.removing import remove
     from .core.rewriter.sites import Site
     from .core.spec.pass_file import load_pass
     from .core.spec.rules import Match, Pass, Rule
@@ -141,6 +142,7 @@ __all__ = [
     "pipefusion",
     "pipeline_part",
     "prune",
+    "remove",
     "report",
     "resize_adapter",
     "rewrite",
@@ -174,6 +176,7 @@ _CORE = {
     "core.rewriter.applying": ["apply"],
     "core.rewriter.features": ["features"],
     "core.rewriter.matcher": ["find"],
+    "core.rewriter.removing": ["remove"],
     "core.rewriter.sites": ["Site"],
     "core.spec.pass_file": ["load_pass"],
     "core.spec.rules": ["Match", "Pass", "Rule"],

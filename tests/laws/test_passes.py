@@ -319,6 +319,22 @@ def test_what_is_learned_is_saved_alone_and_loaded_into_the_pass_or_into_what_th
     torch.testing.assert_close(run(again, learner.base), run(learner.new, learner.base), rtol=1e-4, atol=1e-5)
 
 
+def test_it_is_taken_out_again_also_of_a_loaded_module(case, tmp_path):
+    if any(site["place"] == "replace" for site in case.new.meta["passes"][-1]["sites"]):
+        with pytest.raises(fxplug.SpecError, match="has replaced '.*', which is no longer in the graph"):
+            fxplug.remove(case.new, case.made.name)
+        return
+    opened = any(site["place"] == "param" for site in case.new.meta["passes"][-1]["sites"])
+    for module in (case.new, fxplug.load(fxplug.save(case.new, tmp_path / "it"))):
+        again = fxplug.remove(module, case.made.name)
+        assert list(again.state_dict()) == list(case.base.gm.state_dict()) and again.meta["passes"] == []
+        assert opened or fxplug.diff(case.base.gm, again).strip() == ""
+        torch.testing.assert_close(
+            run(again, case.base), run(case.base.gm, case.base), **({} if opened else {"rtol": 0, "atol": 0})
+        )
+        assert fxplug.apply(again, case.made).meta["passes"][0]["name"] == case.made.name
+
+
 def test_verify_finds_nothing(case):
     report = fxplug.verify(case.base.gm, case.new, *case.call, compile=False)
     status = {c.name: c.status for c in report.checks}
