@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -72,6 +73,13 @@ def weight_shape(layer: nn.Module, weight: Tensor) -> tuple[int, ...]:
     """The shape of a layer's weight as its product has it, (out, in) for a linear layer, however it is held."""
     shape = tuple(weight.shape[::-1] if is_transposed(layer) else weight.shape)
     return (layer.out_features, layer.in_features) if is_own_layer(layer) else shape  # type: ignore[return-value]
+
+
+def count_parameters(root: nn.Module) -> tuple[int, int]:
+    """Count the parameters of a module that require a gradient, and all; a packed layer has as many as its weight."""
+    owners = {id(p): (module, p) for module in root.modules() for p in module._parameters.values() if p is not None}
+    counts = [(p, math.prod(weight_shape(owner, p)) if is_packed(p) else p.numel()) for owner, p in owners.values()]
+    return sum(n for p, n in counts if p.requires_grad), sum(n for _, n in counts)
 
 
 def result_like(layer: Any, x: Tensor) -> Tensor:

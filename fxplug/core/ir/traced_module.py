@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from torch import fx, nn
 from .. import extensions
 from ..errors import LONGEST, GuardError, SpecError, TraceError, cut
 from ..locks import holds_lock, locks_of, read_lock, write_lock
-from ..quantised import is_packed, is_transposed, weight_shape
+from ..quantised import count_parameters, is_transposed
 from ..torch_internals.modules import COMPILED, break_graph, leave_frame, without_compiler
 from .containers import LOADED, RESERVED, Container, SharedCode, TracedPart, child_of, module_at
 from .graph import OF_THE_ROOT, Graph, by_regions, copy_graph, in_turn, still_tied, written
@@ -321,20 +320,13 @@ class TracedModule(TracedPart, fx.GraphModule):
 
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
         """Count the parameters that require a gradient, and all, as PEFT does: a packed layer has as many as its weight."""
-        rows = self._owned_parameters()
-        every = [(p, math.prod(weight_shape(owner, p)) if is_packed(p) else p.numel()) for owner, p in rows]
-        return sum(n for p, n in every if p.requires_grad), sum(n for _, n in every)
+        return count_parameters(self)
 
     def print_trainable_parameters(self) -> None:
         """Print these two numbers and their ratio, PEFT's line. `fxplug.trainable` freezes all that no pass put in."""
         some, every = self.get_nb_trainable_parameters()
         share = 100 * some / every if every else 0.0
         print(f"trainable params: {some:,d} || all params: {every:,d} || trainable%: {share:.4f}")
-
-    def _owned_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
-        """Each parameter once, with a module that has it."""
-        rows = {id(p): (m, p) for m in self.modules() for p in m._parameters.values() if p is not None}
-        return list(rows.values())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Do as torch's `load_state_dict`, between calls: those that run are waited for.
