@@ -55,8 +55,8 @@ def load_adapter(
     """
     file = _read(source, module, adapter, config, limits)
     if file.own:
-        whole = {**trained_layers(module), **resized_layers(module)}
-        _write(module, homes_of(module, without_slots(module, passes), whole, file))
+        homes = {**trained_layers(module), **resized_layers(module)}
+        _write(module, homes_of(module, without_slots(module, passes), homes, file))
         return Fit(file, {key: tuple(value.shape) for key, value in file.own.items()}, {})
     file, heads = without_heads(file, module)
     banks = blocks_of(module, passes) if file.entries else {}

@@ -43,7 +43,7 @@ def remove(module: TracedModule, name: str) -> TracedModule:
     for graph in graphs.values():
         _take_out(graph, name)
     tree._modules.pop(name, None)
-    new = module.derived(tree, graphs, passes=[other for other in entries if other is not entry])  # type: ignore[arg-type]
+    new = module.derived(tree, graphs, passes=[other for other in entries if other is not entry])
     return new.made_by(partial(remove, name=name), module)
 
 
