@@ -186,13 +186,13 @@ MISTAKES = {
     "a skip backward": (
         skip("blocks.1.mlp", "blocks.0.mlp"),
         fxplug.MatchError,
-        "skip.yaml:4: skip: the value 'blocks.1.mlp' cannot flow to 'blocks.0.mlp': 'blocks.0.mlp' runs first, and "
+        "skip.yaml:5: skip: the value 'blocks.1.mlp' cannot flow to 'blocks.0.mlp': 'blocks.0.mlp' runs first, and "
         "'blocks.1.mlp' depends on it, so it would flow backward; a value can only flow to what runs later",
     ),
     "a skip of another length": (
         skip("blocks.0.attn:in.mask", "head"),
         fxplug.SpecError,
-        "skip.yaml:4: skip: head: a skip from blocks.0.attn:in.mask [5, 5] to head [2, 5, 3]: only the widths "
+        "skip.yaml:5: skip: head: a skip from blocks.0.attn:in.mask [5, 5] to head [2, 5, 3]: only the widths "
         "(dimension -1) may differ; use a block of your own that reshapes",
     ),
     "a class without at": (
@@ -219,12 +219,12 @@ MISTAKES = {
     "a rank of none": (
         lora(at="head", rank=0),
         fxplug.SpecError,
-        "lora.yaml:17: lora: head: rank must be a whole number, 1 or more, not 0",
+        "lora.yaml:18: lora: head: rank must be a whole number, 1 or more, not 0",
     ),
     "a dropout of all": (
         lora(at="head", dropout=1.0),
         fxplug.SpecError,
-        "lora.yaml:17: lora: head: dropout must be at least 0 and below 1, not 1.0",
+        "lora.yaml:18: lora: head: dropout must be at least 0 and below 1, not 1.0",
     ),
     "LoRA where it does not fit": (
         one("fxplug.blocks:Lora", path="act", args=["x", "y"]),
@@ -234,7 +234,7 @@ MISTAKES = {
     "a module class that torch.nn has not": (
         fxplug.load_pass("replace", at="act", module="GELU", **{"with": "PRelu"}),
         fxplug.SpecError,
-        "replace.yaml:4: replace: act: torch.nn has no module class 'PRelu' (did you mean 'PReLU'?)",
+        "replace.yaml:5: replace: act: torch.nn has no module class 'PRelu' (did you mean 'PReLU'?)",
     ),
     "a parameter that is not there": (
         one(path="head", place="param", port="wieght"),
@@ -337,7 +337,9 @@ def test_a_pass_that_is_not_neutral_is_found_at_its_first_region(net):
     text = refused(net, one(Loud, path="blocks.*.mlp"))
     head, _, rest = text.partition("\n")
     assert head.startswith("p says it is neutral, but outputs differ by ")
-    assert rest == "  first region to differ: blocks.0.mlp (Loud)"
+    first, hint = rest.splitlines()
+    assert first == "  first region to differ: blocks.0.mlp (Loud)"
+    assert "verify the module as apply gave it" in hint
 
 
 def test_a_parameter_without_gradient_is_found(net):
