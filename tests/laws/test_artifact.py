@@ -214,7 +214,7 @@ def test_meta_survives(tmp_path: Path) -> None:
     said = {"about": "", "train": True, "neutral": False, "sites": [], "inputs": [], "networks": []}
     gm.meta["passes"] = [{"name": "extra", "params": {"rank": 4}, "lr": 1e-4, **said}]
     gm._modules["extra"] = Container(("Added",))
-    gm.extra.register_parameter("weight", nn.Parameter(torch.randn(3)))
+    gm.extra._parameters["weight"] = nn.Parameter(torch.randn(3))
     node = next(n for n in gm.graph.nodes if n.op == "call_module")
     node.meta["pass"] = {"name": "extra", "rule": 0, "site": "a"}
     fxplug.save(gm, tmp_path / "out")
