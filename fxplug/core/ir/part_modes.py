@@ -42,7 +42,7 @@ class RegionCode:
         self.edges: dict[str, dict[Port, fx.Node]] = {}
         self._stacks: dict[str, tuple[str, ...]] = {"": ()}  # the regions around each region, and itself
         self._named = {node.name: node for node in graph.nodes}
-        calls = [node for node in graph.find_nodes(op="call_module") if "port" in node.meta]
+        calls = [node for node in graph.find_nodes(op="call_module") if "port" in node.meta and not added(node)]
         self._layers = {node.meta["port"].path: node for node in calls}  # have no code here
         for node in graph.nodes:
             self._note_region(node)
