@@ -101,7 +101,9 @@ def _write_target(node: fx.Node) -> Any:
     record = _result_class(node.target, node.meta) if isinstance(node.target, type) else None
     if record is None:
         if ops.is_applied(node.target):
-            called = f"{node.target.__module__}.{node.target.__qualname__}"  # type: ignore[union-attr]
+            of = node.target.of  # type: ignore[union-attr]
+            of = of[0] if isinstance(of, tuple) else of
+            called = f"{of.__module__}.{of.__qualname__}"
         else:
             called = torch.overrides.resolve_name(node.target) or repr(node.target)
         region = next(reversed(node.meta.get("nn_module_stack") or {"": None})) or "a submodule"

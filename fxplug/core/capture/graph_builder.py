@@ -320,7 +320,7 @@ class Nodes(TorchFunctionMode):
         if isinstance(value, np.ndarray) and value.size <= SMALL and value.dtype != object:
             return value, value.tolist()
         if id(value) in self.opaque:
-            return value, self.opaque[id(value)]
+            return vars(value).get("_fxplug_of", value) if hasattr(value, "__dict__") else value, self.opaque[id(value)]
         what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
         raise TraceError(
             f"{self.place()}: {what} is passed to a torch function and cannot be an argument in a graph; {self.way_out()}"

@@ -32,6 +32,7 @@ from ..torch_internals.modules import TABLES
 from ..torch_internals.tensors import (
     DisableTorchFunction,
     FakeTensor,
+    OpOverload,
     TorchDispatchMode,
     gradient_hooks,
     kept_on_fakes,
@@ -52,6 +53,8 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     that the model holds.
     """
 
+    supports_higher_order_operators = True  # such as flex_attention; they have no schema, and write nothing
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dispatching = False  # whether an operation runs that came as such, and not from a function
@@ -60,7 +63,7 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for index, argument in enumerate(schema(func).arguments):
+        for index, argument in enumerate(schema(func).arguments if isinstance(func, OpOverload) else ()):
             # batch norms do not say that they move their running statistics
             if argument.name.startswith("running_") or (argument.alias_info and argument.alias_info.is_write):
                 for value in leaves(args[index] if index < len(args) else kwargs.get(argument.name)):

@@ -7,6 +7,7 @@ import math
 import operator
 import re
 from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -118,9 +119,50 @@ def applied(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
+def with_functions(function: Callable[..., Any], given: tuple[tuple[int | str, FunctionType], ...]) -> Callable[..., Any]:
+    """A call of `function` some of whose arguments, by position or name, are Python functions.
+
+    In their places it takes the values of their free variables and defaults, with which it makes them anew. One and the same
+    for all that are made of one code.
+    """
+    key = (function, tuple((at, f.__code__, id(f.__globals__), len(f.__defaults__ or ())) for at, f in given))
+    if key not in _CALLS:
+        makers = [(at, _maker(own)) for at, own in given]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            into = list(args)
+            for at, make in makers:
+                if isinstance(at, int):
+                    into[at] = make(*into[at])
+                else:
+                    kwargs[at] = make(*kwargs[at])
+            return function(*into, **kwargs)
+
+        call.__name__ = call.__qualname__ = function.__name__  # and no module of torch's, under which FX would look it up
+        call.of = key  # type: ignore[attr-defined]
+        _CALLS[key] = call
+    return _CALLS[key]
+
+
+_CALLS: dict[Any, Callable[..., Any]] = {}
+
+
+def _maker(function: FunctionType) -> Callable[..., Any]:
+    """What makes a function anew of the values of its free variables and defaults, in words that torch.compile takes."""
+    own, free = function.__code__, ", ".join(function.__code__.co_freevars)
+    given = [f"default_{n}_" for n in range(len(function.__defaults__ or ()))]
+    names, defaults = ", ".join(filter(None, (free, *given))), ", ".join(f"{name}={name}" for name in given)
+    # the inner function has the same free variables and defaults as ours, whose code goes in its place
+    module = compile(f"def make({names}):\n def made({defaults}): return [{free}]\n return made", "<function>", "exec")
+    outer = next(c for c in module.co_consts if isinstance(c, CodeType))
+    outer = outer.replace(co_consts=tuple(own if isinstance(c, CodeType) else c for c in outer.co_consts))
+    return FunctionType(outer, function.__globals__)
+
+
 def is_applied(function: Any) -> bool:
-    """Whether `applied` has made a function."""
-    return hasattr(function, "of") and applied(function.of) is function
+    """Whether `applied` or `with_functions` has made a function."""
+    of = getattr(function, "of", None)
+    return of is not None and (_CALLS.get(of) if isinstance(of, tuple) else applied(of)) is function
 
 
 def dtype_of(x: torch.Tensor) -> torch.dtype:

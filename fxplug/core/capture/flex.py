@@ -1,0 +1,118 @@
+"""Calls of torch's flex_attention and create_block_mask, which are given Python functions: one node each."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+from ..errors import TraceError
+from ..ir import ops
+from ..ir.containers import leaves
+from .recorder import Recording
+
+FLEX = "torch.nn.attention.flex_attention"
+
+
+def flex_patches(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
+    """What stands for both functions during one run: owner, name and function."""
+    if (owner := sys.modules.get(FLEX)) is not None:
+        kind = _recorded_kind(owner.BlockMask)
+        yield owner, "create_block_mask", _create(recording, owner.create_block_mask, kind)
+        yield owner, "flex_attention", _attend(recording, owner.flex_attention, kind)
+
+
+@functools.cache
+def _recorded_kind(base: type) -> Any:
+    """The class of a BlockMask as the model's code sees it: it has a block size, and a graph could not follow the rest."""
+
+    def read(mask: Any, name: str) -> Any:
+        recording = mask._fxplug_in
+        raise TraceError(
+            f"{recording.place()}: reads BlockMask.{name}, which cannot be captured in a graph; {recording.way_out()}"
+        )
+
+    unread = {name: property(functools.partial(read, name=name)) for name in ("shape", "numel", "sparsity", "to_dense", "to")}
+    return type(base.__name__, (base,), {**unread, "__module__": base.__module__, "__getattr__": read})
+
+
+def _create(recording: Recording, original: Callable[..., Any], kind: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        if not recording.recording_here():
+            return original(*args, **kwargs)
+        for size in leaves(kwargs.get("BLOCK_SIZE", args[6:7])):
+            recording.decide(size)
+        target, given, named, cells = _opened(recording, original, args, kwargs)
+        (plain, plain_kw), (nodes, node_kw) = recording.lower((given, named))
+        recording.paused = True
+        try:
+            made = target(*plain, **plain_kw)
+        finally:
+            recording.paused = False
+        mask = kind.__new__(kind)
+        node = recording.node("call_function", target, nodes, node_kw, recording.named("block_mask"))
+        vars(mask).update(BLOCK_SIZE=made.BLOCK_SIZE, _fxplug_of=made, _fxplug_cells=cells, _fxplug_in=recording)
+        recording.opaque[id(mask)] = node
+        recording.kept.append(mask)
+        return mask
+
+    return create
+
+
+def _attend(recording: Recording, original: Callable[..., Any], kind: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        if not recording.recording_here():
+            return original(*args, **kwargs)
+        for mask in (x for x in (*args, *kwargs.values()) if isinstance(x, kind.__base__)):
+            if id(mask) not in recording.opaque:
+                raise TraceError(
+                    f"{recording.place()}: flex_attention is given a BlockMask that create_block_mask did not make in this "
+                    f"forward, and a graph cannot hold one; {recording.way_out()}"
+                )
+            if changed := [name for name, cell, value in mask._fxplug_cells if cell.cell_contents is not value]:
+                raise TraceError(
+                    f"{recording.place()}: the variable '{changed[0]}' that a mask_mod reads was assigned anew after "
+                    f"create_block_mask, which cannot be captured in a graph; {recording.way_out()}"
+                )
+        target, given, named, _ = _opened(recording, original, args, kwargs)
+        return recording.call(target, None, given, named)
+
+    return attend
+
+
+def _opened(
+    recording: Recording, original: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Any]]:
+    """A call with the values that its functions read in the place of the functions; and the variables that hold them."""
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    functions = {at: value for at, value in given.items() if callable(value)}
+    variables = []
+    for at, function in functions.items():
+        if not isinstance(function, FunctionType) or function.__kwdefaults__:
+            raise TraceError(
+                f"{recording.place()}: {original.__name__} is given a {type(function).__name__} to call, and a graph can hold "
+                f"a plain Python function only, without keyword-only arguments; {recording.way_out()}"
+            )
+        try:
+            free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            cells = [(name, cell, cell.cell_contents) for name, cell in free]
+        except ValueError:  # an empty cell
+            raise TraceError(f"{recording.place()}: a variable of {function.__name__} has no value yet") from None
+        defaults = function.__defaults__ or ()
+        for name, value in [*((n, v) for n, _, v in cells), *zip(function.__code__.co_varnames[4:], defaults, strict=False)]:
+            try:
+                recording.lower(value)
+            except TraceError as error:
+                raise TraceError(
+                    f"{recording.place()}: {function.__name__}, which {original.__name__} calls, reads the variable '{name}', "
+                    f"a {type(value).__name__}: only tensors and plain values can be passed to it in a graph; "
+                    f"{recording.way_out()}"
+                ) from error
+        given[at] = (*(v for _, _, v in cells), *defaults)
+        variables += cells
+    target = ops.with_functions(original, tuple(functions.items()))
+    return target, tuple(given[n] for n in range(len(args))), {name: given[name] for name in kwargs}, variables
