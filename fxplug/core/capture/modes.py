@@ -28,9 +28,10 @@ from .isolation import calls
 from .module_state import MISSING
 from .reads import KINDS_REPLACED, PLAIN, STAND_INS
 from .recorder import Recording
-from .user_code import asker, gives_types, is_foreign
+from .user_code import asker, gives_types, is_foreign, says
 
 Patch = tuple[Any, str, Any]
+NAMES = frozenset(STAND_INS)
 
 
 def grad_patches(recording: Recording) -> Iterator[Patch]:
@@ -149,8 +150,9 @@ def mode_patches(recording: Recording) -> Iterator[Patch]:
         for name in [n for n, v in space.items() if id(v) in new]:
             yield module, name, new[id(space[name])]
         if KINDS_REPLACED.isdisjoint(space):
-            whole = recording.stand_ins and not gives_types(getattr(module, "__file__", None) or "")
-            yield from ((module, name, value) for name, value in (STAND_INS if whole else PLAIN).items() if name not in space)
+            file = getattr(module, "__file__", None) or ""
+            found = STAND_INS if recording.stand_ins and not gives_types(file) else PLAIN
+            yield from ((module, name, found[name]) for name in says(file, NAMES) if name in found and name not in space)
 
 
 def _replaced(recording: Recording) -> Iterator[Patch]:

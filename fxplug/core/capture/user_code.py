@@ -213,10 +213,21 @@ def _swallows(frame: FrameType, items: list[ast.withitem] | None) -> bool:
 @cache
 def gives_types(file: str) -> bool:
     """Whether a source file gives `int` or `float` as a dtype, for which torch takes no other class, in any thread."""
+    return bool(re.search(r"(dtype\s*=|\.(to|type)\()\s*(int|float)\b", _text(file)))
+
+
+@cache
+def says(file: str, names: frozenset[str]) -> frozenset[str]:
+    """Which of some names of Python stand in a source file; all where that is not known."""
+    words = set(re.findall(r"\w+", _text(file)))
+    return names if not words or words & {"exec", "eval", "compile"} else names & words
+
+
+def _text(file: str) -> str:
     try:
-        return bool(re.search(r"(dtype\s*=|\.(to|type)\()\s*(int|float)\b", Path(file).read_text("utf-8")))
+        return Path(file).read_text("utf-8")
     except (OSError, ValueError):
-        return False
+        return ""
 
 
 def tells_apart(frame: FrameType | None) -> bool:
