@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from functools import cache
 
@@ -93,6 +94,38 @@ def test_the_names_are_those_that_diffusers_converts(name):
     found, whole = convert(Checkpoint(as_the_family_has_it(name)), **options), weights(name)
     for path in (f"{layer}.weight" for layer in layers(name)):
         assert torch.equal(found[path], whole[path]), path
+
+
+SCALED = ("Flux", "Chroma", "Krea2")  # families whose code calls the weight of a norm its scale
+
+
+# where the tables have no norms or parameters
+UNNAMED = {"SD3Transformer2DModel", "WanAnimate2Transformer3DModel", "QwenImage21Transformer2DModel"}
+
+
+@pytest.mark.parametrize("name", [name for name in CONVERTERS if name not in UNNAMED])
+def test_the_names_of_norms_and_of_parameters_are_those_that_diffusers_converts(name):
+    if name in WIDE:
+        with torch.device("meta"):
+            model = getattr(diffusers, name)(**WIDE[name])
+    else:
+        model = case(name).build()
+    sizes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    bare = {n for n in sizes if not n.endswith((".weight", ".bias"))}
+    norms = {n.removesuffix(".weight") for n, size in sizes.items() if n.endswith(".weight") and len(size) == 1}
+    state, wanted = as_the_family_has_it(name), {}
+    for n, (old, paths) in enumerate(first_names([*layers(name), *norms, *bare]).items()):
+        if paths[0] in norms | bare:
+            ours = paths[0] if paths[0] in bare else f"{paths[0]}.weight"
+            end = "" if paths[0] in bare else ".scale" if name.startswith(SCALED) else ".weight"
+            wanted[ours] = torch.arange(math.prod(sizes[ours])).double().reshape(sizes[ours]) - 1e6 * (n + 1)
+            state.pop(ours, None)
+            state[f"{old}{end}"] = wanted[ours]
+    convert = getattr(single_file_utils, f"convert_{CONVERTERS[name]}_to_diffusers")
+    options = {"config": {}} if "config" in inspect.signature(convert).parameters else {}
+    found = convert(Checkpoint(state), **options)
+    assert wanted
+    assert [key for key, value in wanted.items() if not torch.equal(found[key], value)] == []
 
 
 # graphs that have another family's layers, and more

@@ -85,7 +85,7 @@ class Bank:
     @property
     def key(self) -> str:
         """What the place is called: the layer's path, with the parameter's name where that is another than the weight."""
-        return f"{self.path}.{self.param}" if self.maps and self.param != "weight" else self.path
+        return f"{self.path}.{self.param}".lstrip(".") if self.maps and self.param != "weight" else self.path
 
     @property
     def plain(self) -> bool:

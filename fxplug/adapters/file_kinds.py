@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -22,7 +22,10 @@ from .updates import Entry
 
 Tensors = Mapping[str, Tensor]
 # changes of a parameter, and what is read in its place
-WHOLE = {"diff": "weight", "w_norm": "weight", "diff_b": "bias", "b_norm": "bias", "beft_bias": "bias"}
+WHOLE = {
+    "diff": "weight", "w_norm": "weight", "diff_b": "bias", "b_norm": "bias", "beft_bias": "bias",
+    "diff_m": "modulation",  # LightX2V's, of Wan's blocks and head
+}  # fmt: skip
 SET = {"set_weight": "weight"}
 WHOLE_OF = "whole_"  # before the name of a parameter that a file has whole
 NUMBER = (int, float)
@@ -145,7 +148,10 @@ def changes_of(facts: LayerFacts, tensors: dict[str, Tensor]) -> list[Entry]:
             raise facts.error(f"has a {role} of shape {list(value.shape)}, which is not that of a parameter")
         method, name = ("diff", "delta") if role in WHOLE else ("whole", "whole")
         own = {name: value.flatten() if role == "beft_bias" else value}
-        made.append(facts.entry("delta", method, own, param={**WHOLE, **SET}.get(role, role.removeprefix(WHOLE_OF))))
+        param, of = {**WHOLE, **SET}.get(role, role.removeprefix(WHOLE_OF)), facts
+        if role == "diff_m":  # by its own name, as other tools have it
+            param, of = "weight", replace(facts, layer=f"{facts.layer}{'.' if '.' in facts.layer else '_'}{param}")
+        made.append(of.entry("delta", method, own, param=param))
     return made
 
 

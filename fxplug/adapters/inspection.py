@@ -14,8 +14,9 @@ from .contents import layers_of
 from .file_passes import FormPlan, plan_for
 from .files import AdapterFile, Source, read
 from .formats import format_of
-from .layer_matching import Fit, fit
+from .layer_matching import Fit
 from .layer_names import looks_like
+from .loading import fit_to
 from .slots import Adapters
 from .tables import FORMATS, table
 
@@ -184,7 +185,7 @@ def _in_slots(file: AdapterFile, model: Any, part: str | None, guess: bool) -> F
     if not any(entry.get("slots") for entry in getattr(model, "meta", {}).get("passes", [])):
         return None
     held = Adapters(model)
-    return fit(file, {bank.path: bank.shape for banks in held.banks.values() for bank in banks}, part, held.shapes, guess)
+    return fit_to(file, held.banks, model, held.shapes, part, guess)
 
 
 def _metadata(about: Mapping[str, Any], keys: Sequence[str], all_: bool = False) -> str:

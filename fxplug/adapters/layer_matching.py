@@ -138,14 +138,15 @@ def fit(
     `part` names the one to take. `model` gives all weights of the model by path, where `layers` are only some: families are
     told by them, and an entry for a layer that is not among `layers` is said to be that. `guess` takes the layers by shape and
     order where the file numbers them and has no names (see `by_order`). `beside` has the shapes of parameters beside weights
-    that have a home, such as `blocks.0.norm1.bias`, and `here` the names of all that the model has; None takes them without
-    looking.
+    that have a home, such as `blocks.0.norm1.bias`, and `here` the names of all that the model has, or their
+    shapes: whole changes may name those that are no layer's as layers. None takes them without looking.
 
     Raises ArtifactError for a part that the file has not, and where more than one layer or entry could be meant.
     """
     check_no_own(file, "this")
     shapes = {path: tuple(int(n) for n in shape) for path, shape in layers.items()}
-    file, bare = take_parameters(file, shapes, beside or {}, here)
+    file, wrapped = take_parameters(file, shapes, beside or {}, here)
+    bare = bare_parameters(file, beside or {}, here)
     if part is not None and part not in file.parts:
         known = ", ".join(name or "(no name)" for name in file.parts)
         raise ArtifactError(f"{file.source} has nothing for '{part}'{did_you_mean(part, file.parts)}; it has {known}")
@@ -153,11 +154,11 @@ def fit(
     for entry in file.entries:
         groups.setdefault(entry.part, []).append(entry)
     wanted = [p for p in groups if part in (None, p)]
-    finder = _LayerFinder(file, shapes)
+    finder = _LayerFinder(file, bare | shapes)
     found = {p: finder.match_by_name(groups[p]) for p in wanted}
     if not all(hits.is_complete for hits in found.values()):
         whole = {path: tuple(int(n) for n in shape) for path, shape in (model() if model else {}).items()}
-        finder = _LayerFinder(file, whole | shapes, old=True)
+        finder = _LayerFinder(file, bare | whole | shapes, old=True)
         found = {p: max(found[p], finder.match_by_name(groups[p]), key=_Hits.rank) for p in wanted}
     if not any(hits.good for hits in found.values()):
         found = {p: max(found[p], finder.deep(groups[p], shapes), key=_Hits.rank) for p in wanted}
@@ -192,7 +193,7 @@ def fit(
             guessed |= {e.name: home[0] for e, home in zip(groups[p], hits.homes, strict=True) if home}
     for p in taken:
         groups[p] = with_projections(groups[p], [finder.joint_shape(home) if home else None for home in found[p].homes])
-    placed: dict[str, Entry] = dict(bare)
+    placed: dict[str, Entry] = dict(wrapped)
     missing: list[Entry] = []
     mismatched: dict[str, str] = {}
     outside: dict[str, str] = {}
@@ -204,9 +205,13 @@ def fit(
         for entry, home in zip(groups[p], found[p].homes, strict=True):
             if not home:
                 missing.append(entry)
-            elif entry.param != "weight":
+            elif entry.param != "weight" or home[0] in bare:
                 for path, piece in finder.pieces(entry, home):
-                    more[piece.key(path)] = piece
+                    if path in bare:
+                        piece = replace(piece, param=path.rpartition(".")[2])
+                    key = path if path in bare else piece.key(path)
+                    if (other := more.setdefault(key, piece)) is not piece:
+                        raise ArtifactError(f"{file.source}: '{other.name}' and '{piece.name}' are both for '{key}'")
             elif not entry.fits(shape := finder.joint_shape(home)):
                 path = home[0].removesuffix(SWAPPED)
                 mismatched[path] = f"is {list(shape)}, and '{entry.name}' is for {_for(entry)}{_way(entry, shape)}"
@@ -247,7 +252,7 @@ def fit(
         else:
             placed[key] = entry
     others = {p: tuple(entries) for p, entries in groups.items() if p not in taken}
-    return Fit(file, shapes, placed, tuple(missing), mismatched, others, outside, guessed, homeless)
+    return Fit(file, bare | shapes, placed, tuple(missing), mismatched, others, outside, guessed, homeless)
 
 
 def _unfusable(entries: Iterable[Entry]) -> str:
@@ -308,6 +313,17 @@ def take_parameters(
         if key in beside and not entry.fits(beside[key]):
             raise ArtifactError(f"{file.source}: '{key}' is {list(beside[key])}, and '{entry.name}' is for another shape")
     return file, found
+
+
+def bare_parameters(
+    file: AdapterFile, beside: Mapping[str, Sequence[int]], here: Container[str]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters that whole changes in a file may name as layers: those that are no layer's weight or bias."""
+    if not any(entry.method in ("diff", "whole") for entry in file.entries):
+        return {}
+    known = {**(here if isinstance(here, Mapping) else {}), **beside}
+    own = {name: shape for name, shape in known.items() if name.rpartition(".")[2] not in ("weight", "bias")}
+    return {name: tuple(int(n) for n in shape) for name, shape in own.items()}
 
 
 def by_order(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]], source: str) -> _Hits:
@@ -475,7 +491,7 @@ class _LayerFinder:
             own = self.underscored(entry, name) or own
         if own and self.takes(own, entry):
             return own
-        old = self.names.get(name, ())
+        old = self.names.get(name) or self.names.get(name.removesuffix(".scale"), ())  # what norms' own code calls the weight
         return old if old and (not own or self.takes(old, entry)) else own
 
     def underscored(self, entry: Entry, name: str) -> Home:

@@ -246,7 +246,7 @@ def fit_to(
     shapes = {bank.key: bank.shape for bank in homes if bank.key == bank.path}
     beside = {bank.key: bank.shape for bank in homes if bank.key != bank.path}
     beside |= {f"{bank.path}.bias": bank.shape[:1] for bank in homes if bank.kind == "Scale"}  # it scales both
-    if not any(entry.param != "weight" or "+bias" in entry.kind for entry in file.entries):
+    if not any(e.param != "weight" or "+bias" in e.kind or e.method in ("diff", "whole") for e in file.entries):
         return fit(file, shapes, part, weights, guess, beside)
     here = {name: tuple(p.shape) for name, p in module.named_parameters()} if module is not None else {}
     return fit(file, shapes, part, weights, guess, beside, here)
