@@ -146,7 +146,7 @@ def fit(
     check_no_own(file, "this")
     shapes = {path: tuple(int(n) for n in shape) for path, shape in layers.items()}
     file, wrapped = take_parameters(file, shapes, beside or {}, here)
-    bare = bare_parameters(file, beside or {}, here)
+    bare = bare_parameters(file, {**(here if isinstance(here, Mapping) else {}), **(beside or {})})
     if part is not None and part not in file.parts:
         known = ", ".join(name or "(no name)" for name in file.parts)
         raise ArtifactError(f"{file.source} has nothing for '{part}'{did_you_mean(part, file.parts)}; it has {known}")
@@ -207,8 +207,7 @@ def fit(
                 missing.append(entry)
             elif entry.param != "weight" or home[0] in bare:
                 for path, piece in finder.pieces(entry, home):
-                    if path in bare:
-                        piece = replace(piece, param=path.rpartition(".")[2])
+                    piece = replace(piece, param=path.rpartition(".")[2]) if path in bare else piece
                     key = path if path in bare else piece.key(path)
                     if (other := more.setdefault(key, piece)) is not piece:
                         raise ArtifactError(f"{file.source}: '{other.name}' and '{piece.name}' are both for '{key}'")
@@ -315,13 +314,10 @@ def take_parameters(
     return file, found
 
 
-def bare_parameters(
-    file: AdapterFile, beside: Mapping[str, Sequence[int]], here: Container[str]
-) -> dict[str, tuple[int, ...]]:
+def bare_parameters(file: AdapterFile, known: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """The shapes of parameters that whole changes in a file may name as layers: those that are no layer's weight or bias."""
     if not any(entry.method in ("diff", "whole") for entry in file.entries):
         return {}
-    known = {**(here if isinstance(here, Mapping) else {}), **beside}
     own = {name: shape for name, shape in known.items() if name.rpartition(".")[2] not in ("weight", "bias")}
     return {name: tuple(int(n) for n in shape) for name, shape in own.items()}
 
