@@ -723,9 +723,9 @@ def test_what_is_not_beside_each_call_of_a_layer_is_left_out(tmp_path):
         with pytest.raises(SpecError, match="that does not run beside every call of the layer, on its input"):
             fxplug.save_adapter(fxplug.apply(gm, given), tmp_path / "b")
     weights_ = fxplug.apply(gm, fxplug.load_pass("lora_weight", at=["attn", "lin"], param="*weight"))
-    finding = "peft cannot represent 1 of 2 layers: 'attn.in_proj_weight' is an update of in_proj_weight, which is no layer's"
+    finding = "diffusers cannot represent 1 of 2 layers: 'attn.in_proj_weight' is an update of in_proj_weight, which is not"
     with pytest.raises(ArtifactError, match=finding):
-        fxplug.save_adapter(weights_, tmp_path / "b")
+        fxplug.save_adapter(weights_, tmp_path / "b", as_="diffusers")
     assert os.listdir(tmp_path) == ["a"]
 
 

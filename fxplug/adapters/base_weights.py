@@ -17,13 +17,14 @@ NUMBERS = 4096  # of each weight so many are read, evenly spaced: those of anoth
 
 
 def digest_of(layers: Iterable[str], there: Callable[[str], Tensor | None]) -> str:
-    """Give the digest of the weights of some layers: of their names, shapes, dtypes and a sample of their numbers.
+    """Give the digest of some layers' weights, or of parameters: of names, shapes, dtypes and a sample of their numbers.
 
     `there` gives a parameter by its name. An empty text where one is not there, has no values, or is packed (quantised).
     """
     found = hashlib.sha256()
     for path in sorted(layers):
         value = there(f"{path}.weight")
+        value = there(path) if value is None else value  # a parameter that is no layer's weight
         if value is None or value.is_meta or not value.is_floating_point() or unreadable(value):
             return ""
         flat = value.detach().flatten()

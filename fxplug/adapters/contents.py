@@ -106,7 +106,7 @@ def _entry(bank: Bank, values: dict[str, Tensor], scale: float, p: str, table: b
         values["down"] = values["down"].T if embedding else values["down"].flatten(0, 1)
     kind = f"{kind}+bias" if "bias" in values else kind
     tensors = {key: value.contiguous() for key, value in values.items()}
-    options = {"experts": bank.experts, "by_expert": True} if bank.experts else {}
+    options = {"experts": bank.experts, "by_expert": True, "transposed": bank.transposed} if bank.experts else {}
     param = bank.param if bank.maps else "weight"
     return Entry(bank.path, bank.path, p, kind, tensors, scale, rank_of(values), embedding, param=param, options=options)
 

@@ -37,6 +37,7 @@ _FORMS = [
         (r"\.alpha$", "alpha"),
     ]
 ]
+INNER = ".base_layer.out_proj"  # of a MultiheadAttention, within PEFT's wrapper around that
 WRAPPED = re.compile(r"\.modules_to_save(?:\.default)?(?=\.)")  # PEFT's wrapper around a layer that it saves whole
 _OWN = re.compile(
     r"^(?P<layer>.*)\.(?P<block>(?P<cls>Lora|LoraWeight|Dora|Loha|Lokr)(?:_\d+)?)\."

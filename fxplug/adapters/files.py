@@ -21,7 +21,7 @@ from ..core import reading
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean, shown
 from ..core.spec.addresses import by_ending
 from . import peft_config
-from .file_keys import SHARED, LayerKeys, find_saved_module, place
+from .file_keys import INNER, SHARED, LayerKeys, find_saved_module, place
 from .file_kinds import INTEGERS, LayerFacts, UpdateKind, changes_of, nearest_kind
 from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable
 from .layer_matching import WRAPPED, Fit, fit, split_part
@@ -92,6 +92,8 @@ class _AdapterFileReader:
         self.state: dict[str, Any] = {}
         self.shared: dict[str, str] = {}  # tensors that belong to all layers
         self.kinds: dict[str, str | None] | None = None  # of our blocks, by path
+        self.halves: set[str] = set()  # the layers of MultiheadAttentions
+        self.weights: list[str] = []  # those of `target_parameters` that have this name
 
     def read(self, state: Mapping[str, Any], adapter: str | None) -> AdapterFile:
         self.state = {str(key).replace("_orig_mod.", ""): value for key, value in state.items()}
@@ -131,6 +133,7 @@ class _AdapterFileReader:
             raise ArtifactError(f"{self.where} has no adapter '{adapter}'{did_you_mean(adapter, adapters)}{has}")
         if not layers:
             raise ArtifactError(f"{self.where} {self.none()}")
+        self.halves = drop_unused(layers, self.state)
         self.read_patterns(layers.values())
         entries = [entry for layer in layers.values() for entry in self.entries(layer)]
         ours = {"software": "fxplug"} if all(layer.own for layer in layers.values()) else {}
@@ -142,10 +145,11 @@ class _AdapterFileReader:
         if not isinstance(targets, (list, tuple)) or not all(isinstance(one, str) for one in targets):
             raise ArtifactError(f"{self.where}: target_parameters of its configuration must be a list of names")
         self.targets = [one for one in targets if one.rpartition(".")[2] != "weight"]
+        self.weights = [one for one in targets if one.rpartition(".")[2] == "weight"]
         owners = {f".{one.rpartition('.')[0]}" for one in self.targets}
         for key, found in placed.items():
             if found is not None and any(f".{found.name}".endswith(owner) for owner in owners):
-                found.name = f"{found.name}{WRAPPED}{key.count('.base_layer.')}"
+                found.name = f"{found.name}{WRAPPED}{key.count('.base_layer')}"
 
     def wrapped(self, layer: LayerKeys, config: Mapping[str, Any]) -> Entry:
         """The update of a parameter, which the model tells; a number of experts times the rank is what its tensors have."""
@@ -179,7 +183,7 @@ class _AdapterFileReader:
 
     def read_patterns(self, layers: Iterable[LayerKeys]) -> None:
         """Look up what PEFT's configurations say of single layers, all at once."""
-        names = list(dict.fromkeys(name for layer in layers for name in _peft_names(layer.name)))
+        names = list(dict.fromkeys(name for layer in layers for name in self.peft_names(layer)))
         tables: dict[tuple[str, str], Mapping[str, Any]] = {}
         for part, config in self.configs.items():
             for key in ("alpha_pattern", "rank_pattern"):
@@ -269,7 +273,11 @@ class _AdapterFileReader:
         word = f"{word}+bias" if "bias" in tensors else word
         scale = self.scale(layer, tensors, rank, part_path[0])
         assumed, scale = scale is None, 1.0 if scale is None else scale
-        if ".base_layer.out_proj." in keys.get("down", ""):
+        if layer.name in self.halves and not tensors["up"].is_meta:
+            last = (tensors["up"].any(0) | tensors["down"].any(1)).nonzero()  # behind it are zeros, up to the other half's rank
+            rank = int(last.max()) + 1 if len(last) else rank
+            tensors |= {"down": tensors["down"][:rank].contiguous(), "up": tensors["up"][:, :rank].contiguous()}
+        if is_inner(layer):
             scale *= 2  # PEFT's MultiheadAttention adds this update twice, when it is called and when it is merged
         if largest(tensors, scale) > self.limits.update:
             raise ArtifactError(
@@ -371,12 +379,35 @@ class _AdapterFileReader:
     def pattern_value(self, part: str, key: str, layer: LayerKeys, default: Any) -> Any:
         """The value of the first of PEFT's patterns that a layer's name matches."""
         found = self.chosen[part, key]
-        return next((found[name] for name in _peft_names(layer.name) if name in found), default)
+        return next((found[name] for name in self.peft_names(layer) if name in found), default)
+
+    def peft_names(self, layer: LayerKeys) -> list[str]:
+        """What PEFT may call a layer of a file: an attention's out_proj like the attention, a parameter by its own name."""
+        name = layer.name.removesuffix(".out_proj") if is_inner(layer) else layer.name
+        names = [split_part(name)[2], name.removeprefix("base_model.model.")]
+        return [f"{one}.weight" if any(f".{one}.weight".endswith(f".{by}") for by in self.weights) else one for one in names]
 
 
-def _peft_names(name: str) -> tuple[str, str]:
-    """What PEFT may call a layer of a file."""
-    return split_part(name)[2], name.removeprefix("base_model.model.")
+def is_inner(layer: LayerKeys) -> bool:
+    """Whether it is the out_proj within PEFT's wrapper around a MultiheadAttention."""
+    return f"{INNER}." in layer.keys.get("down", "")
+
+
+def drop_unused(layers: dict[str, LayerKeys], state: Mapping[str, Any]) -> set[str]:
+    """Take out the half of a MultiheadAttention that has zeros beside one that has not, and give the names of all halves.
+
+    PEFT's files always have both, and of one rank.
+    """
+    halves: set[str] = set()
+    for name in [name for name, layer in layers.items() if is_inner(layer)]:
+        ups = {one: state[layers[one].keys["up"]] for one in (name.removesuffix(".out_proj"), name)
+               if one in layers and "up" in layers[one].keys}  # fmt: skip
+        halves |= ups.keys()
+        used = [one for one, up in ups.items() if not isinstance(up, Tensor) or up.is_meta or up.any()]
+        for one in ups if len(used) == 1 else ():
+            if one not in used:
+                del layers[one]
+    return halves
 
 
 def _number(value: Any, what: str) -> float:

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ..blocks.low_rank import lokr_shapes
 from .contents import ModelLayer
+from .file_keys import INNER
 from .layer_names import SWAPPED, first_names
 from .tables import FORMATS, PARTS
 from .updates import Entry, has_lokr_of_3_dims, joined
+from .wrapped import OUT_PROJ
 
 CONFIGURED = ("peft", "diffusers")  # what says ranks and alphas in a configuration
 OWN = {"lora": "Lora", "loha": "Loha", "lokr": "Lokr", "dora": "Dora"}
@@ -58,7 +60,7 @@ def named(
     """Each update with what the format calls its layer, and what it has no name for, by path, with the reason."""
     start = start_of(as_, part)
     if as_ in ("peft", "diffusers"):
-        return [(start + entry.path, entry) for entry in entries], {}
+        return [(start + entry.options.get("key", entry.path), entry) for entry in entries], {}
     if as_ == "lycoris":
         return _flat([(entry.path, entry) for entry in entries], start)
     # kohya's tools have diffusers' names for the UNets of Stable Diffusion 1 and 2, and the first names for all later models
@@ -127,8 +129,10 @@ def refused(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
         if entry.method == "whole":
             return f"is a whole parameter, which {as_} cannot represent: peft and fxplug can"
         return f"is {entry.method}, which cannot be converted without its model: load the file, and save the adapter"
+    if entry.param != "weight" and as_ == "peft" and "key" in entry.options:
+        return ""
     if entry.param != "weight":
-        what = f"is an update of {entry.param}, which is no layer's weight"
+        what = f"is an update of {entry.param}, which is not the weight of a layer"
         return f"{what}, and fxplug writes no {as_} file of it: save the module"
     if layer is None:
         return "is not a layer with a weight"
@@ -136,6 +140,8 @@ def refused(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
         return f"has an update of another shape than its weight, which is {list(layer.shape)}"
     if as_ == "fxplug":
         return ""
+    if layer.kind == OUT_PROJ and as_ == "diffusers":
+        return "is the out_proj of a MultiheadAttention, which reads its weight itself, so that diffusers' update has no effect"
     if layer.kind == "Embedding" and (as_ not in CONFIGURED or entry.kind != "lora"):
         return f"is an embedding with {entry.kind}, which {as_} cannot represent"
     if layer.groups > 1 and "down" in entry.tensors and as_ in CONFIGURED:
@@ -247,7 +253,10 @@ def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) 
     """What `adapter_config.json` says of the updates by path, all of one kind."""
     base = next(iter(rows))[1].kind.partition("+")[0].replace("dora", "lora")
     ranks, alphas = {}, {}
+    rows = [row for row in rows if not row[1].options.get("key", "").endswith(INNER)]  # has the settings of what is around
+    targets = sorted(entry.options["target"] for _, entry in rows if "target" in entry.options)
     for path, entry in rows:
+        path = entry.options.get("target", path)
         whole = "lokr_w2" in entry.tensors
         ranks[path] = full_lokr_rank(entry) if whole else entry.rank
         alphas[path] = entry.scale * ranks[path] if whole else alpha_of(entry)
@@ -258,12 +267,14 @@ def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) 
         "lora_alpha" if base == "lora" else "alpha": alpha,
         "rank_pattern": {_exactly(path): n for path, n in ranks.items() if n != rank},
         "alpha_pattern": {_exactly(path): n for path, n in alphas.items() if n != alpha},
-        "target_modules": _targets([path for path, _ in rows], layers),
+        "target_modules": _targets([path for path, entry in rows if "target" not in entry.options], layers),
         "task_type": None,
         "base_model_name_or_path": None,
         "inference_mode": True,
         "modules_to_save": None,
     }
+    if targets:
+        made["target_parameters"] = targets
     if base == "lora":
         kinds = {entry.kind for _, entry in rows}
         made |= {"use_dora": "dora" in kinds, "use_rslora": False, "lora_bias": any("bias" in kind for kind in kinds)}
@@ -325,9 +336,12 @@ def _exactly(path: str) -> str:
 
 
 def _targets(paths: Sequence[str], layers: Mapping[str, ModelLayer]) -> list[str] | str:
-    """The layers' paths; as one expression where a path is the end of another layer's, which PEFT would take as well."""
+    """The layers' paths; as one expression where a path is the end of another layer's, which PEFT would take as well.
+
+    So it is where one is a MultiheadAttention, which is not among the layers.
+    """
     others = set(layers) - set(paths)
     endings = {".".join(parts[at:]) for path in others for parts in [path.split(".")] for at in range(1, len(parts))}
-    if endings.isdisjoint(paths):
+    if endings.isdisjoint(paths) and (not layers or layers.keys() >= {*paths}):
         return sorted(paths)
     return f"^(?:{'|'.join(re.escape(path) for path in sorted(paths))})$"

@@ -201,7 +201,7 @@ class Entry:
 
         Where each group has its own, the ranks add up, and each output has zeros for those of other groups.
         """
-        if "down" not in self.tensors or len(self.tensors["down"]) == self.rank:
+        if "down" not in self.tensors or len(self.tensors["down"]) == self.rank or self.experts:
             return self
         down, up = self.tensors["down"], self.tensors["up"]
         parts = torch.unflatten(down, 0, (-1, self.rank))

@@ -28,6 +28,7 @@ from .own_files import OWN, described
 from .saved_heads import BEFORE, BIAS, as_changes, changed_layers, trained_layers
 from .tables import FORMATS, PARTS, table
 from .updates import Entry
+from .wrapped import in_peft_form
 
 SHOWN = 3  # so many layers are named in a message
 
@@ -35,13 +36,15 @@ SHOWN = 3  # so many layers are named in a message
 class About:
     """What is known of the model that an adapter is for: its layers, the names of its classes, and its configuration.
 
-    `named` are all that have a weight, norms too, where more than the layers are known.
+    `named` are all that have a weight, norms too, where more than the layers are known; `parameters` the shapes of all its
+    parameters, each module's in its order.
     """
 
     layers: Mapping[str, ModelLayer]
     classes: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     named: Mapping[str, ModelLayer] = field(default_factory=dict)
+    parameters: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     __repr__ = brief_fields
 
@@ -83,7 +86,10 @@ def about_of(module: Any) -> About:
     config = getattr(module, "config", None)
     known = config if isinstance(config, Mapping) else {}
     classes = tuple(getattr(module, "classes", ()) or (type(module).__name__,))
-    return About(layers_of(module), classes, known, layers_of(module, 1))
+    added = {entry["name"] for entry in getattr(module, "meta", {}).get("passes", [])}
+    rows = module.named_parameters(remove_duplicate=False)
+    parameters = {name: tuple(p.shape) for name, p in rows if name.partition(".")[0] not in added}
+    return About(layers_of(module), classes, known, layers_of(module, 1), parameters)
 
 
 def save_adapter(
@@ -129,7 +135,9 @@ def save_adapter(
 def _is_low_rank(module: Any, held: AdapterContents, passes: Sequence[str] | None) -> bool:
     """Whether all that passes hold is updates of layers, which go into blocks of their kind at any place and of any rank."""
     sites = [site for entry in without_slots(module, passes).values() for site in entry["sites"] if site["block"]]
-    if held.left_out or held.heads or not held.entries or any(entry.method == "whole" for entry in held.entries):
+    if held.left_out or held.heads or not held.entries:
+        return False
+    if any(entry.method == "whole" or (entry.param != "weight" and not entry.method) for entry in held.entries):
         return False
     kinds = {(type(module.get_submodule(site["block"])).__name__, site["path"].partition("@")[0]) for site in sites}
     return all(kind in ZERO and not (kind == "Dora" and is_table(module, path)) for kind, path in kinds)
@@ -191,6 +199,9 @@ def content(
     held_entries = held.entries if as_ in ("peft", "fxplug") else as_changes(held.entries, as_ in CONFIGURED)
     given = held.entries if as_ == "fxplug" else with_biases(held_entries)
     single = formats.biases_alone(given, as_)
+    if as_ == "peft":
+        given, more = in_peft_form(given, model.parameters, model.layers)
+        left |= more
     for entry in given:
         layer = model.layers.get(entry.path)
         if as_ == "peft" and (entry.method == "whole" or (entry.method == "diff" and entry.param in ("weight", "bias"))):
@@ -205,6 +216,10 @@ def content(
         entries = [entry for entry in entries if entry.path not in left]
     heads, more = changed_layers(changes, entries, there)
     heads, left = {**held.heads, **heads}, left | more
+    around = tuple(f"{entry.path}." for entry in entries if "target" in entry.options)
+    if inside := [key for key in heads if around and key.startswith(around)]:
+        left |= dict.fromkeys(inside, "is a whole parameter in a module whose own parameters have updates, which PEFT wraps")
+        heads = {key: value for key, value in heads.items() if key not in left}
     if as_ == "fxplug":
         rows = [(entry.path, entry) for entry in entries]
     else:
@@ -222,7 +237,8 @@ def content(
     tensors: dict[str, Tensor] = {}
     biased = any("bias" in entry.kind for _, entry in rows)
     for key, entry in rows:
-        layer = model.layers.get(entry.path) or ModelLayer("", (1,) if entry.method else tuple(entry.sizes()[1]))
+        known = model.layers.get(entry.path) if entry.param == "weight" else None
+        layer = known or ModelLayer("", (1,) if entry.method else tuple(entry.sizes()[1]))
         tensors |= tensors_of(as_, key, entry, layer, biased)
     if as_ == "peft":
         floats = {key: value for key, value in heads.items() if dtype is not None and value.is_floating_point()}
@@ -235,7 +251,7 @@ def content(
         saved = {key.rpartition(".")[0] for key in heads if not key.endswith(BIAS)}
         biases = any(key.endswith(BIAS) for key in heads)
         made |= {"modules_to_save": sorted(saved) or None, "bias": "lora_only" if biases else "none"}
-    base = named_base((entry.path for entry in entries), there)
+    base = named_base((entry.path if entry.method else entry.key(entry.path) for entry in entries), there)
     about = {"format": "pt", **_metadata(as_, rows, model, name), **base, **(metadata or {})}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}
