@@ -65,8 +65,23 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
+def within(rng: random.Random, gm: nn.Module, index: int, path: str) -> fxplug.Pass:
+    """A pass on what an attention reads itself, or on layers in the encoder layer around it."""
+    layer = path.rpartition(".")[0]
+    if layer and isinstance(gm.get_submodule(layer), nn.TransformerEncoderLayer) and rng.random() < 0.4:
+        name = rng.choice(["lora", "dora", "loha"])
+        at: Any = rng.choice([f"{layer}.linear1", f"{layer}.linear?"])
+        return fxplug.load_pass(name, at=at, name=f"added{index}", **options(rng, name))
+    name = rng.choice(["lora_weight", "lora_weight", "lora_weight", "loha", "lokr"])
+    at, param = rng.choice([(path, "in_proj_weight"), (f"{path}.out_proj", "weight"), ([path, f"{path}.out_proj"], "*weight")])
+    return fxplug.load_pass(name, at=at, param=param, name=f"added{index}", **options(rng, name))
+
+
 def drawn(rng: random.Random, gm: nn.Module, index: int) -> fxplug.Pass | None:
     """A shipped pass at random places, or None where the model has none for it."""
+    attentions = [p for p, m in gm.named_modules() if isinstance(m, nn.MultiheadAttention) and not p.startswith("added")]
+    if attentions and rng.random() < 0.4:
+        return within(rng, gm, index, rng.choice(attentions))
     name = rng.choice(NAMES)
     kinds = KINDS.get(name, (nn.Module,))
     paths = [p for p, m in gm.named_modules() if p and isinstance(m, kinds) and not p.startswith("added")]
@@ -237,6 +252,18 @@ class Trial:
                 fxplug.save(new, folder)
                 return fxplug.load(folder)
 
+        def filed() -> Any:
+            other = copy.deepcopy(new)
+            free = tuple(f"{e['name']}." for e in new.meta["passes"] if not e.get("slots"))
+            with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+                fxplug.save_adapter(new, f"{folder}/adapter")
+                for key, value in other.named_parameters():
+                    if key.startswith(free):
+                        value.zero_()
+                fxplug.load_adapter(other, f"{folder}/adapter")
+            return other
+
+        yield "PEFT's file", CLOSE, 4, filed
         yield "deepcopy", 0, 4, lambda: copy.deepcopy(new)
         yield "save and load", 0, 4, saved
         yield "merge", CLOSE, 4, lambda: merge(new)
@@ -255,6 +282,8 @@ class Trial:
         module.train(way.training)
         if way.before == "modes":
             fuzz_models.mix_modes(module, self.seed)
+            # torch's way through a whole encoder layer in evaluation has no dropout, also of parts in training
+            torch.backends.mha.set_fastpath_enabled(False)
         try:
             torch.default_generator.manual_seed(self.seed)
             with torch.no_grad():
@@ -262,6 +291,7 @@ class Trial:
         except fxplug.GuardError:
             return fxplug.GuardError
         finally:
+            torch.backends.mha.set_fastpath_enabled(True)
             if way.training:  # it moved running statistics
                 module.eval()
                 self.put(module, state)

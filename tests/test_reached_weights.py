@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import nn
 
 import fxplug
@@ -234,3 +235,29 @@ def test_a_nested_tensor_is_refused():
     gm = fxplug.trace(Padded().train(), (images(2, 5, WIDTH), torch.zeros(2, 5, dtype=torch.bool)))
     with pytest.raises(fxplug.SpecError, match="make it with enable_nested_tensor=False and trace again"):
         fxplug.apply(gm, fxplug.load_pass("lora", at="enc.layers.0.linear1"))
+
+
+def test_a_vision_transformer_trains_its_attention():
+    torch.manual_seed(0)
+    model = torchvision.models.VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=4)
+    nn.init.normal_(model.heads.head.weight, std=0.3)
+    x, y = images(8, 3, 16, 16), torch.arange(8) % 4
+    gm = fxplug.trace(model, x)
+    at = ["encoder.layers.*.self_attention", "encoder.layers.*.self_attention.out_proj"]
+    new = fxplug.apply(gm, fxplug.load_pass("lora_weight", at=at, param="*weight", rank=4))
+    optimizer = torch.optim.AdamW(fxplug.trainable(new), lr=3e-2, weight_decay=0)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    free = {key for key, value in new.named_parameters() if value.requires_grad}
+    assert len(free) == 8 and all(key.startswith("lora_weight.") for key in free), "two halves of two weights in two layers"
+    losses = []
+    for _ in range(15):
+        loss = F.cross_entropy(new.train()(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(torch.equal(value, before[key]) for key, value in new.state_dict().items() if key in before)
+    merged = fxplug.merge(new.eval())
+    torch.testing.assert_close(merged(x), new(x), rtol=1e-4, atol=1e-5)
