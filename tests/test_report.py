@@ -484,3 +484,26 @@ def test_a_page_is_html_or_json(name, tmp_path):
             fxplug.report(None, fxplug.trace(nn.Linear(2, 2), torch.ones(1, 2)), out)
     done = small.command("report", tmp_path, "--out", tmp_path / name)
     assert done.exit_code == 1 and "a page is HTML or JSON" in done.stderr and not (tmp_path / name).exists()
+
+
+MULTI = {"plugin": "fxplug.compat.hcp.sample_plugins:Mean", "from_layers": ["pre_hook:blocks.0"], "name": "p"}
+
+
+TO = ["blocks.1.attn", "blocks.1", "head", "pre_hook:blocks.1.mlp", "pre_hook:blocks.1", "pre_hook:norm"]
+
+
+@pytest.mark.parametrize("to", TO)
+def test_a_plugin_between_layers_changes_what_reads_its_values(to):
+    """Its pass puts an edge between two of its own values, which is no port of the model."""
+    base = small.plain_vit().gm
+    path = to.removeprefix("pre_hook:")
+    side = "before" if to != path else "after"
+    values = ["blocks.0:in[:]", f"{path}:in[:]", *([f"{path}:out[:]"] if side == "after" else [])]
+    own = {**MULTI, "to_layers": [to], "values": values, side: [path], f"{side}_values": ["plugin:out[0][:]"]}
+    new = fxplug.apply(base, fxplug.load_pass("hcp/multi", **own))
+    found, after = changes(base, new), listing(new)
+    assert not found["gone"] and found["was"]
+    added = {name for name, record in after.records.items() if record.owner}
+    assert added and all(set(after.records[name].reads) & added for name in found["was"])
+    true = {name: record.reads for name, record in listing(base).records.items()}
+    assert {name: record.reads for name, record in before(after, found).items()} == true

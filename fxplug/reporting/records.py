@@ -65,7 +65,7 @@ def listing(module: TracedModule) -> Listing:
         if node.op == "call_module" and not added(node) and len(stack) > 1:
             stacks[stack[-1]] = stack
             stack = stack[:-1]
-        elif node.target is ops.edge:
+        elif node.target is ops.edge and port is not None:  # one that a pass put between two of its values has no port
             name = ".".join(map(str, port.keys)) or "result"
             ports.setdefault(port.path, {})[f"{port.side}:{_through(node).name}"] = name
         if not added(node):
