@@ -257,6 +257,32 @@ def test_train_guidance_has_each_sample_for_both_halves_of_the_batch(negative):
     assert torch.equal(seen.calls[0]["encoder_hidden_states"], given["encoder_hidden_states"])
 
 
+@pytest.mark.parametrize(
+    "name, value, both",
+    [
+        ("runt_size", 0, 0),  # what a plugin with a step hook is given beside the data
+        ("strength", 0.5, 0.5),
+        ("flag", True, True),
+        ("scale", torch.tensor(2.0), torch.tensor(2.0)),
+        ("paths", ["a", "b", "c"], ["a", "b", "c"] * 2),
+        ("sizes", (1, 2, 3), [1, 2, 3] * 2),
+        ("crops", torch.arange(6).view(3, 2), torch.arange(6).view(3, 2).repeat(2, 1)),
+        ("nothing", None, None),
+    ],
+)
+def test_train_guidance_doubles_what_is_for_each_sample(name, value, both, monkeypatch):
+    """What is one for the whole batch stays one; the loss is that of the batch without it."""
+    module, captions, given = traced(text=8), ["cat", "dog", "owl"], []
+    task = ready(module, text="test_denoise:words", train_guidance=3.0)
+    predict = task._predict
+    monkeypatch.setattr(task, "_predict", lambda *args: given.append(args[-1]) or predict(*args))
+    alone = task.loss(module, batch(3, caption=captions), Draws(0, 7))
+    loss = task.loss(module, batch(3, caption=captions, **{name: value}), Draws(0, 7))
+    assert torch.equal(loss, alone)
+    found = given[-1][name]
+    assert torch.equal(found, both) if isinstance(both, torch.Tensor) else found == both
+
+
 def test_train_guidance_needs_captions():
     for options in ({"train_guidance": 2.0}, {"negative": "blur"}):
         with pytest.raises(SpecError, match=f"{next(iter(options))} needs captions"):

@@ -234,7 +234,7 @@ class Denoise(Task):
         self, module: nn.Module, x: Tensor, time: Tensor, without: Mapping[str, Any], own: Mapping[str, Any], scale: float
     ) -> Tensor:
         """Guidance out of one batch, whose first half has the negative captions (DreamArtist, arXiv 2211.11337)."""
-        both = {key: torch.cat([without[key], v]) if isinstance(v, Tensor) else [*without[key], *v] for key, v in own.items()}
+        both = {key: _joined(without[key], value) for key, value in own.items()}
         negative, positive = self._predict(module, torch.cat([x, x]), torch.cat([time, time]), both).chunk(2)
         return negative + scale * (positive - negative)
 
@@ -324,6 +324,13 @@ class Denoise(Task):
             known = len(self.info.classes or ()) or max(1, (self.rows or 1) - (self.null_label is not None))
             batch["label"] = torch.arange(count) % known
         return {"caption": [""] * count, **batch}
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """The values of two batches as one batch has them; a number, such as `runt_size`, is one of the whole batch."""
+    if isinstance(second, Tensor):
+        return torch.cat([first, second]) if second.dim() else second
+    return [*first, *second] if isinstance(second, (list, tuple)) else second
 
 
 def _rows(values: Any, rows: list[int]) -> Any:
