@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxplug
-from fxplug.compat.hcp import PluginBlock
+from fxplug.compat.hcp import PluginBlock, SinglePluginBlock
 from fxplug.compat.hcp.checkpoint_files import read_sections
 from fxplug.compat.hcp.checkpoints import load_checkpoint, save_checkpoint
 from fxplug.core.errors import ArtifactError, SpecError
@@ -169,6 +169,61 @@ def test_every_plugin_has_a_file_that_gives_it_back(tmp_path, case, suffix):
         load_checkpoint(other, tmp_path / f"{name}{suffix}", passes=[name])
     x = torch.randn(3, 4)
     assert torch.equal(other(x), loud(x))
+
+
+class Hooked(SinglePluginBlock):
+    def __init__(self, name, host, host_model=None, hooked="weight"):
+        super().__init__(name, host, hook_param=hooked, host_model=host_model)
+        self.gain = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, host_param):
+        return host_param * self.gain
+
+
+HOOKED = {
+    "one layer": (["a"], "weight", torch.float32),
+    "two layers": (["a", "b"], "weight", torch.float32),
+    "an expression": ("re:.*", "weight", torch.float32),
+    "a pattern": ("*", "weight", torch.float32),
+    "half precision": (["a"], "weight", torch.float16),
+    "bfloat16, two layers": (["a", "b"], "weight", torch.bfloat16),
+    "a bias": (["b"], "bias", torch.float32),
+}
+
+
+@pytest.mark.parametrize("case", HOOKED)
+def test_a_file_with_the_layers_own_parameter(tmp_path, case):
+    """HCP-Diffusion's plugin with `hook_param` has that as `backup` (plugin.py), so it is in the file beside the weights."""
+    layers, param, dtype = HOOKED[case]
+    plugin = f"{__name__}:Hooked"
+    given = {"name": "p", "plugin": plugin, "layers": layers, "param": param, "options": {"hooked": param}}
+    model = small.seeded(square).eval()
+    new = fxplug.apply(fxplug.trace(small.seeded(square).eval(), torch.randn(2, 4)), fxplug.load_pass("hcp/param", **given))
+    paths = layers if isinstance(layers, list) else ["a", "b"]
+    own = {path: model.get_submodule(path).get_parameter(param).detach().clone() for path in paths}
+    rows = [(f"{path}.___", number, value) for number, (path, value) in enumerate(own.items(), 2)]
+    state = {f"{at}.backup": value for at, _, value in rows} | {f"{at}.gain": torch.tensor(float(n)) for at, n, _ in rows}
+    file = write(tmp_path / "unet-p-1.ckpt", {"plugin": {key: value.to(dtype) for key, value in state.items()}})
+    assert len(load_checkpoint(new, file)) == len(paths)
+    with torch.no_grad():
+        for number, (path, value) in enumerate(own.items(), 2):
+            model.get_submodule(path).get_parameter(param).copy_(value * number)
+    x = torch.randn(3, 4)
+    assert torch.equal(new(x), model(x))
+    for changed in (own[paths[-1]] + 1, own[paths[-1]][:2]):
+        before = {name: value.clone() for name, value in new.state_dict().items()}
+        write(file, {"plugin": {**state, f"{paths[0]}.___.gain": torch.tensor(9.0), f"{paths[-1]}.___.backup": changed}})
+        with pytest.raises(SpecError, match=f"'{paths[-1]}' has the model's own weight beside the plugin's"):
+            load_checkpoint(new, file)
+        assert all(torch.equal(value, before[name]) for name, value in new.state_dict().items())
+
+
+def test_only_a_plugin_with_hook_param_has_a_parameter_of_its_layer_beside_it(tmp_path):
+    new = rewritten(PLUGINS[2])
+    (name,) = [name for name, _ in new.named_parameters() if name.startswith("a.")]
+    backup = {"head.___.backup": new.get_parameter("head.weight"), f"head.___.{name.rpartition('.')[2]}": torch.tensor(1.0)}
+    with pytest.raises(SpecError, match="'head' has no weight 'backup'"):
+        load_checkpoint(new, write(tmp_path / "a.ckpt", {"plugin": backup}))
 
 
 @pytest.mark.slow

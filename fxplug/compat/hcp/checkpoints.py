@@ -20,6 +20,7 @@ from .checkpoint_files import State, keyed, read_sections
 
 WRITTEN = {"down.weight": "layer.W_down", "up.weight": "layer.W_up", "up.bias": "layer.bias", "scale": "alpha"}
 HEAD = "controlnet_cond_embedding"
+BACKUP = "backup"  # where a plugin with `hook_param` keeps the layer's own parameter, in HCP-Diffusion
 
 Homes = dict[tuple[str, str], dict[str, str]]  # of section and layer: the name of each weight there -> in the module
 
@@ -40,6 +41,9 @@ def load_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[
         here = homes[section, path]
         for key, tensor in weights.items():
             said = WRITTEN.get(key, key) if section == "lora" else key
+            if key == BACKUP and key not in here and (name := _hooked(module, path, here)) is not None:
+                _check_backup(file, path, tensor, target[name])
+                continue
             if key not in here:
                 raise SpecError(f"{file}: '{path}' has no weight '{said}' here{did_you_mean(key, here)}")
             name = here[key]
@@ -55,6 +59,27 @@ def load_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[
         for name, tensor in chosen.items():
             target[name].copy_(tensor)
     return list(chosen)
+
+
+def _hooked(module: TracedModule, path: str, here: Mapping[str, str]) -> str | None:
+    """The parameter of the model that a plugin with `hook_param` changes at a layer; None for another plugin."""
+    for entry in module.meta.get("passes", []):
+        for site in entry["sites"]:
+            block = str(site["block"])
+            if site["path"] == path and ".ParamPlugin" in f".{block}" and any(n.startswith(f"{block}.") for n in here.values()):
+                return ".".join(filter(None, [path, str(entry["params"].get("param", "weight"))]))
+    return None
+
+
+def _check_backup(file: str | Path, path: str, found: Tensor, own: Tensor) -> None:
+    """Raises SpecError where the model's weight that HCP-Diffusion wrote beside a plugin's is not the one that is here."""
+    same = found.shape == own.shape and any(torch.equal(found.to(own.device, d), own.to(d)) for d in (found.dtype, own.dtype))
+    if not same:
+        raise SpecError(
+            f"{file}: '{path}' has the model's own weight beside the plugin's ({BACKUP}), and here it is another one: "
+            "HCP-Diffusion trained it too, or the file is for another model; give the model that weight (weights: of the "
+            "configuration), as a checkpoint of plugins does not change the model"
+        )
 
 
 def save_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[str] = ()) -> list[str]:
