@@ -333,8 +333,8 @@ class Wrong(AddinBase):
         self.seen = []
         self.steps = 0
 
-    def adapt_nothing(self, module, inputs, outputs):
-        pass
+    def adapt_kept_only(self, module, inputs, outputs):
+        self.kept = outputs.mean()
 
     def adapt_pair(self, module, inputs, outputs):
         return outputs, outputs
@@ -383,7 +383,6 @@ class Wrong(AddinBase):
 @pytest.mark.parametrize(
     ("method", "finding"),
     [
-        ("adapt_nothing", "Wrong.adapt_nothing returns None after a module that returns tensor"),
         ("adapt_pair", "returns (tensor, tensor) after a module that returns tensor"),
         ("adapt_kept", "Wrong.adapt_kept sets 'kept' of the add-in"),
         ("adapt_counted", "sets 'steps' of the add-in"),
@@ -400,6 +399,47 @@ def test_what_a_graph_cannot_say_is_refused(method, finding):
     assert finding in str(error.value)
     if " of the add-in" in finding:
         assert "buffer that is changed in place" in str(error.value) and "inputs_cache" in str(error.value)
+
+
+class Looks(AddinBase):
+    """Returns nothing, and keeps nothing."""
+
+    def before(self, module, inputs):
+        _ = inputs[0].mean()
+
+    def after(self, module, inputs, outputs):
+        torch.sigmoid(inputs[0])
+
+    def either(self, module, inputs):
+        return None
+
+    def sometimes(self, module, inputs, outputs):
+        if outputs.shape[-1] != 4:
+            return outputs * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "point", "values"),
+    [
+        ("before", "in", ((X,),)),
+        ("before", "in", ((X, Y),)),
+        ("either", "in", ((X,),)),
+        ("either", "out", ((X,), Y)),
+        ("after", "out", ((X,), Y)),
+        ("after", "out", ((X,), (Y, Z))),
+        ("sometimes", "out", ((X, Z), Y)),
+    ],
+)
+def test_a_method_that_returns_nothing_changes_nothing(method, point, values):
+    """As a hook of torch."""
+    found, same = ran(Addin(Looks(), method, point), *values), values[point == "out"]
+    assert type(found) is type(same) and len(found) == len(same)
+    assert all(map(torch.equal, found, same))
+
+
+def test_a_method_that_returns_nothing_and_keeps_a_value_is_refused_for_that():
+    with pytest.raises(SpecError, match=r"Wrong.adapt_kept_only sets 'kept' of the add-in, which a graph cannot change"):
+        Addin(Wrong(), "adapt_kept_only", "out", host=(ModuleView(nn.Linear(4, 4), "fc"),))((X,), Y)
 
 
 def test_a_list_of_arguments_must_have_their_number():

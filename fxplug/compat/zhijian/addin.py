@@ -34,7 +34,8 @@ class Addin(Block):
 
     At a `point` "in" the method gets the module and its arguments; a tensor that it returns takes the place of the first,
     a tuple that of all. At a `point` "out" it gets the result too; a method that takes no outputs gets the result as its
-    inputs there, being what goes into the next module. `across` says that the last value given is the `inputs_cache`.
+    inputs there, being what goes into the next module. A method that returns None changes nothing.
+    `across` says that the last value given is the `inputs_cache`.
 
     With `carries` the add-in has several places: the last value given is what it has kept in its attributes by then, None
     for nothing, and the block returns that beside its result. The blocks of one add-in share it and `read`.
@@ -121,6 +122,8 @@ class Addin(Block):
         finally:
             if not self.carries:
                 setattr(addin, CACHE, None)
+        if result is None:  # as a hook of torch that returns nothing
+            return tuple(given[0]) if self.point == "in" else given[1]
         return self.inputs(result, given[0]) if self.point == "in" else self.outputs(result, given[1])
 
     def called_with(self, addin: nn.Module, given: Sequence[Any]) -> Any:
