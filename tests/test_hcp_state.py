@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import small
 import torch
 from hcp_guide import LoraBlock, PReLUPatch, Skip
 from torch import nn
 
 import fxplug
-from fxplug.compat.hcp import MultiPluginBlock, PatchPluginContainer, SinglePluginBlock, drivers
+from fxplug.compat.hcp import MultiPluginBlock, PatchPluginBlock, PatchPluginContainer, PluginGroup, SinglePluginBlock, drivers
 from fxplug.compat.structures import described
 from fxplug.core.errors import SpecError, TraceError
 
@@ -287,3 +288,36 @@ def test_wrap_model_as_the_base_classes_have_it():
     patched = PReLUPatch.wrap_model("x", net, parent_block=None, host_name=None)
     assert list(patched) == ["act"] and patched["act"].host_name == "act" and patched["act"].parent_block() is net
     assert isinstance(patched["act"].container(), PatchPluginContainer)
+
+
+class ByParent(PatchPluginContainer):
+    """Reads the block that its module is in."""
+
+    def forward(self, *args, **kwargs):
+        return self._host(*args, **kwargs) * len(self.parent_block()._modules)
+
+
+class ReadsParent(PatchPluginBlock):
+    container_cls = ByParent
+
+
+@pytest.mark.parametrize("path, count", [("a", 2), ("b.a", 3), ("b.b", 3), ("b.c.a", 1), ("b", 2)])
+def test_a_container_knows_the_block_that_it_is_in(path, count):
+    inner = nn.ModuleDict({"a": nn.Linear(4, 4)})
+    body = small.net(lambda self, x: self.c["a"](self.b(self.a(x))), a=nn.Linear(4, 4), b=nn.Tanh(), c=inner)
+    net = small.net(lambda self, x: self.b(self.a(x)), a=nn.Linear(4, 4), b=body).eval()
+    x, own = torch.randn(2, 4), net.get_submodule(path)
+    gm = fxplug.trace(net, x, leaf=["b"] if path == "b" else [])
+    new = fxplug.apply(gm, fxplug.load_pass("hcp/patch", name="p", plugin=ReadsParent, layers=path))
+    own.register_forward_hook(lambda module, args, out: out * count)
+    assert torch.equal(new(x), net(x))
+
+
+def test_a_group_has_the_weights_of_its_plugins_as_a_file_names_them():
+    made = {path: LoraBlock(path[-1], nn.Linear(2, 2), 1) for path in ("a", "b.c")}
+    group = PluginGroup(made)
+    own = [f"{path}.___.{key}" for path, plugin in made.items() for key in plugin.state_dict()]
+    assert list(group.state_dict()) == own and group.plugin_name == "lora_block_a" and not group.empty()
+    with pytest.raises(SpecError, match="plugin 'lora_block_a' is part of a graph and cannot be removed"):
+        group.remove()
+    assert PluginGroup({}).state_dict() == {} and PluginGroup({}).plugin_name is None

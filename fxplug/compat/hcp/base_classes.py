@@ -247,6 +247,8 @@ class PatchPluginContainer(nn.Module):
         super().__init__()
         self.__dict__["_host"] = host  # no child: the weights of the host keep their names
         self.host_name = host_name
+        if parent_block is not None:
+            self.__dict__["parent_block"] = Ref(parent_block)
         self.plugin_names: list[str] = []
 
     def add_plugin(self, name: str, plugin: PatchPluginBlock) -> None:
@@ -339,6 +341,16 @@ class PluginGroup:
     def plugin_name(self) -> str | None:
         """The name of the first plugin, None where there is none."""
         return None if self.empty() else next(iter(self.plugin_dict.values())).name
+
+    def remove(self) -> None:
+        """Remove each plugin. Raises SpecError, as for one."""
+        for plugin in self.plugin_dict.values():
+            plugin.remove()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights of all plugins under the names that a file has: `path.___.name`."""
+        states = {path: plugin.state_dict() for path, plugin in self.plugin_dict.items()}
+        return {f"{path}.___.{key}": value for path, state in states.items() for key, value in state.items()}
 
     def empty(self) -> bool:
         """Whether there is no plugin."""
