@@ -96,9 +96,7 @@ def _groups(module: TracedModule, base: Sequence[str], others: bool = False) -> 
         )
     for entry in entries:
         names = [name for name in named if owner.get(name) == entry["name"] and named[name].is_floating_point()]
-        if names and entry["train"]:
-            own = {key: entry[key] for key in ("lr", "weight_decay") if entry[key] is not None}
-            groups.append({"name": entry["name"], "names": names, **own})
+        groups += _of_pass(entry, names)
     every = module.named_parameters(remove_duplicate=False)
     aliases = {name: canonical[id(p)] for name, p in every if p.is_floating_point() and not is_packed(p)}
     chosen = named_by(base, {a: name for a, name in aliases.items() if name not in owner}, "the base", ("train", "trainable"))
@@ -109,6 +107,20 @@ def _groups(module: TracedModule, base: Sequence[str], others: bool = False) -> 
         why = f"{frozen} has train: false" if frozen else "no pass has parameters" if entries else "there is no pass"
         raise TrainError(f"nothing trains: {why}; 'trainable' names parameters of the base ('**' is all of it)")
     return groups
+
+
+def _of_pass(entry: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The groups of a pass whose parameters have these names: one, and one more for each part with a rate of its own."""
+    parts = {f"{site['block']}.{part}.": own for site in entry["sites"] for part, own in site.get("rates", {}).items()}
+    groups: dict[str, dict[str, Any]] = {}
+    for name in names:
+        part = next((part for part in parts if name.startswith(part)), "")
+        said = {"train": entry["train"], "lr": entry["lr"], "weight_decay": entry["weight_decay"], **parts.get(part, {})}
+        if said.pop("train"):
+            called = f"{entry['name']}.{part[:-1].rpartition('.')[2]}" if part else entry["name"]
+            own = {key: value for key, value in said.items() if value is not None}
+            groups.setdefault(called, {"name": called, "names": [], **own})["names"].append(name)
+    return list(groups.values())
 
 
 def trained_beside(task: Task, settings: Train, processes: int) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import SpecError, did_you_mean, nearest
-from ...core.spec.addresses import is_pattern
 from ...core.spec.yaml_source import Source, shown
 from ..configuration import PLACEHOLDER, Converted, build_on_meta, dump_configuration, model_sections, rebase_path
 from .builtin_plugins import lora_passes
@@ -17,7 +16,7 @@ from .config_files import References, read_files
 from .entries import PLACE_KEYS, plugins_of
 from .hosts import PARTS, Host
 from .merge_section import MergeSection, merges, read_merge
-from .plugin_factory import plugin_class
+from .patch_sections import join_patches
 from .train_section import own_layers, training
 
 # what HCP-Diffusion's trainer, or what draws with it, reads from the same file, and a graph has nothing of
@@ -61,7 +60,7 @@ def convert(
         with source.inside(loras, index):
             passes.append(lora_passes(f"lora_block_{index}", entry, host, notes))
     merge = read_merge(source, part, host, notes)
-    passes = _merged([*passes, *merge.passes])
+    passes = join_patches([*passes, *merge.passes], host)
     _check_inputs(host)
     head = merge.head(head, model_sections(model, Path.cwd()), notes)
     more = training(source, notes) if part == "unet" else {}
@@ -164,37 +163,6 @@ def _names_layers(value: Any) -> bool:
     """Whether a value looks like a section of plugins."""
     entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return any(isinstance(entry, Mapping) and any(key in entry for key in PLACE_KEYS) for entry in entries)
-
-
-def _merged(passes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Patches that HCP-Diffusion puts into one container at the same layers as one pass, where two would be something else."""
-    found: list[dict[str, Any]] = []
-    for entry in passes:
-        ((kind, given),) = entry.items()
-        for earlier in found:
-            ((first, there),) = earlier.items()
-            joined = _joined(first, there, kind, given)
-            if joined:
-                more = {"name": given["name"], "plugin": given["plugin"], "options": given.get("options", {})}
-                there.setdefault("also", []).append(more)
-                earlier[joined] = earlier.pop(first)
-                break
-        else:
-            found.append(entry)
-    return found
-
-
-def _joined(first: str, there: Mapping[str, Any], kind: str, given: Mapping[str, Any]) -> str | None:
-    """The pass that two patches are together; None where they stay two, which cannot be at one layer."""
-    patches = ("hcp/patch", "hcp/patch_around", "hcp/patch_after", "hcp/patch_before")
-    keys = ("layers", "within", "wrap", "exclude_key", "lr", "train", "inputs", "feeds")
-    if first not in patches or kind not in patches or any(there.get(key) != given.get(key) for key in keys):
-        return None
-    one, other = (plugin_class(x["plugin"]).container_cls for x in (there, given))  # type: ignore[attr-defined]
-    if not issubclass(one, other) or (kind != first and "args" in {**there, **given}):
-        return None
-    listed = not there.get("within") and not any(map(is_pattern, given["layers"]))
-    return first if first in (kind, "hcp/patch") else "hcp/patch_around" if listed else None
 
 
 def _check_inputs(host: Host) -> None:

@@ -16,7 +16,7 @@ from ..kept_state import ReadNames
 from ..structures import checked
 from .base_classes import PatchPluginBlock, PatchPluginContainer
 from .calls import POSITIONAL, CallArguments, call_of
-from .plugin_factory import patches, running
+from .plugin_factory import TRAINED, patches, running
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Site
@@ -32,6 +32,7 @@ class PatchPlugin(nn.Module):
 
     inline: ClassVar[bool] = True
     neutral: ClassVar[bool] = False
+    rates: Mapping[str, Mapping[str, Any]]
 
     def __init__(
         self,
@@ -43,22 +44,24 @@ class PatchPlugin(nn.Module):
         """`call` says how the model calls the module."""
         super().__init__()
         self.container = container
-        self.call, self.feeds, self.keywords = call, tuple(feeds), tuple(keywords)
+        self.call, self.feeds, self.keywords, self.rates = call, tuple(feeds), tuple(keywords), {}
 
     @classmethod
     def at(
         cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
         exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), feeds: Fed = (), keywords: Sequence[str] = (),
     ) -> Any:  # fmt: skip
-        """`also` has a mapping of `name`, `plugin` and `options` for each further plugin.
+        """`also` has a mapping of `name`, `plugin` and `options` for each further plugin, and `lr` and `train` of its own.
 
         The values behind x and y are `x[**]` and what is fed; in files of earlier versions those that `keywords` names, and
         what is fed.
         """
+        check_alone(site)
         container = patches(site, plugin, options, wrap, exclude_key, also)
         cls.check(container, site)
-        check_alone(site)
-        return cls(container, call_of(site.root, site.path), feeds, keywords)
+        made = cls(container, call_of(site.root, site.path), feeds, keywords)
+        made.rates = rates_of(also)
+        return made
 
     @classmethod
     def check(cls, container: Any, site: Site) -> None:
@@ -163,6 +166,7 @@ class PatchAround(HalfPatch):
             block = super().at(site, **given)
         else:
             block = cls(beside.container, call_of(site.root, site.path), given.get("feeds", ()))
+            block.rates = beside.rates
         block.side, block.read = side, ReadNames() if beside is None else beside.read
         return block
 
@@ -188,6 +192,12 @@ def _keeps_host(container: PatchPluginContainer) -> bool:
     return type(container).forward is PatchPluginContainer.forward
 
 
+def rates_of(also: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How the plugins of `also` are trained that say it themselves, by their place in a driver."""
+    own = {f"container.{more['name']}": {key: more[key] for key in TRAINED if key in more} for more in also}
+    return {part: given for part, given in own.items() if given}
+
+
 def check_alone(site: Site) -> None:
     """Refuse plugins at the place of an earlier pass's: HCP-Diffusion has them in one container, which is one pass."""
     for record in getattr(site.root, "meta", {}).get("passes", []):
@@ -195,7 +205,7 @@ def check_alone(site: Site) -> None:
             if block.rpartition(".")[2].startswith(("PatchPlugin", "PatchAfter", "PatchBefore", "PatchAround")):
                 raise SpecError(
                     f"'{site.path}' has a patch of '{record['name']}' already, and HCP-Diffusion puts both into one container: "
-                    "write one pass with both (also: [...]), as fxplug convert hcp --model does for the same layers and lr"
+                    "write one pass with both (also: [...], each with its lr), as fxplug convert hcp --model does"
                 )
 
 

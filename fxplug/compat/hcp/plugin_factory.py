@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...core.errors import FxplugError, SpecError, TraceError, did_you_mean, shown
+from ...core.errors import FxplugError, SpecError, TraceError, did_you_mean, dotted, shown
 from ...core.spec.addresses import compile_expression
 from ...core.spec.pass_file import accepted_arguments, check_options, import_target
+from ...core.spec.rules import check_common
 from ..kept_state import MethodCall
 from .base_classes import MAKING, BasePluginBlock, Making, MultiPluginBlock, PatchPluginBlock, PluginBlock, SinglePluginBlock
 
 if TYPE_CHECKING:
     from ...core.rewriter.sites import Site
+
+
+TRAINED = ("lr", "train")  # what one of several plugins in a container may have of its own
 
 
 def single(site: Site, plugin: str | type, options: Mapping[str, Any] | None, wrap: bool, exclude_key: str | None) -> Any:
@@ -38,9 +42,13 @@ def patches(
     host, container = site.module, None
     first = {"name": site.pass_name, "plugin": plugin, "options": options, "wrap": wrap}
     for entry in [first, *also]:
-        unknown = [key for key in entry if key not in first]
+        unknown = [key for key in entry if key not in (*first, *TRAINED)]
         if unknown:
-            raise SpecError(f"also: unknown key '{unknown[0]}'{did_you_mean(unknown[0], first)}")
+            raise SpecError(f"also: unknown key '{unknown[0]}'{did_you_mean(unknown[0], (*first, *TRAINED))}")
+        try:
+            check_common({key: entry[key] for key in TRAINED if key in entry})
+        except SpecError as error:
+            raise SpecError(f"also: {dotted(error.path)} of {entry['name']} {error.finding}") from None
         here = {**given, "name": entry["name"], "host": host}
         made = make(entry["plugin"], PatchPluginBlock, here, entry.get("options"), entry.get("wrap", wrap))
         if container is not None and made.container() is not container:

@@ -140,7 +140,8 @@ def record(
         "train": p.train,
         "neutral": made_new and not p.loads and all(getattr(block, "neutral", False) for _, (_, block) in named),
         "sites": [
-            {"path": s.node or s.path, "place": s.rule.place, "block": name, **_apart(s), **_param(s), **_bank(s, block)}
+            {"path": s.node or s.path, "place": s.rule.place, "block": name, **_apart(s), **_param(s), **_bank(s, block),
+             **_rates(block)}  # fmt: skip
             for s, (name, block) in named
         ],
         "slots": p.slots,
@@ -162,6 +163,12 @@ def _param(site: Site) -> dict[str, Any]:
     """Which parameter a block maps, where that is not the weight."""
     name = str(site.port.keys[0]) if site.port.side == "param" else "weight"
     return {} if name == "weight" else {"param": name}
+
+
+def _rates(block: nn.Module | None) -> dict[str, Any]:
+    """How parts of a block are trained that have an `lr` or `train` of their own, by the path in the block."""
+    rates = getattr(block, "rates", None)
+    return {"rates": {part: dict(given) for part, given in rates.items()}} if rates else {}
 
 
 def _bank(site: Site, block: nn.Module | None) -> dict[str, Any]:
