@@ -301,6 +301,9 @@ def users_without_loop(slot: ValueUse, value: fx.Node) -> set[fx.Node]:
         todo.extend(new := [n for n in todo.pop().all_input_nodes if n not in seen and n > slot.value])
         seen.update(new)
     edge = slot.only
+    if edge is None or edge.target is ops.edge:
+        read = slot.value if edge is None else edge
+        delay([user for user in read.users if user <= value and user not in seen], value)
     if edge is None:
         return seen.intersection(slot.value.users)
     if edge.target is ops.edge and edge in seen:
@@ -309,6 +312,29 @@ def users_without_loop(slot: ValueUse, value: fx.Node) -> set[fx.Node]:
         if all(user > value for user in edge.users):
             move(edge, after=value)
     return set()
+
+
+def delay(readers: list[fx.Node], value: fx.Node) -> None:
+    """Put a network's readers of what a value takes the place of, and what it computes from them, behind that value.
+
+    They are for another result of the network, which is computed from the new value. Nothing moves where another part of the
+    graph is among them, or where the network changes a value in place.
+    """
+    late, todo = set(readers), [*readers]
+    while todo:
+        todo.extend(new := [user for user in todo.pop().users if user not in late and user <= value])
+        late.update(new)
+    rows = sorted(late)
+    node = rows[0] if rows else value
+    while node is not value:
+        if node.meta.get("pass", {}).get("place") != "network":
+            if node in late:
+                return
+        elif node.meta.get("effect") or writes(node):
+            return
+        node = node.next
+    for node in reversed(rows):
+        move(node, after=value)
 
 
 # --- the order of a graph
