@@ -65,7 +65,7 @@ def row():
 
 
 def converted(row, tmp_path, kind, sources, targets):
-    text = f"  p: {{_target_: {__name__}.{kind.__name__}, from_layers: {sources}, to_layers: {targets}}}"
+    text = f"  p: {{_target_: {kind.__module__}.{kind.__name__}, from_layers: {sources}, to_layers: {targets}}}"
     (p,) = passes(tmp_path, text, model=f"{__name__}:Row")
     return fxplug.apply(row.gm, p)
 

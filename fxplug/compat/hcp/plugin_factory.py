@@ -6,11 +6,14 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from ...core.errors import FxplugError, SpecError, TraceError, did_you_mean, dotted, shown
+from ...core.ir.containers import CodeInGraph, Container
+from ...core.ir.regions import Regions
 from ...core.spec.addresses import compile_expression
 from ...core.spec.pass_file import accepted_arguments, check_options, import_target
 from ...core.spec.rules import check_common
@@ -110,9 +113,38 @@ def make(
             f"{kind.__name__} makes another plugin, {type(other).__name__} '{other.name}', which would not run: give that one "
             "its own entry with its layers, or make it a plain module that is called in forward"
         )
+    if (parts := _copied_parts(made, given.get("host_model"))):
+        _copies[made] = parts
     if kind.get_trainable_parameters is not BasePluginBlock.get_trainable_parameters:
         _freeze_untrained(made)
     return made
+
+
+_copies: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # by plugin: parts of the model that it copied
+
+
+def _copied_parts(made: nn.Module, host: Any) -> list[str]:
+    """The parts of a traced model with code of their own of which a plugin has a copy, by their paths in the model."""
+    copies = {path: part for path, part in made.named_modules() if isinstance(part, Container)}
+    if not copies or not hasattr(host, "graphs"):
+        return []
+    called = Regions(host.graphs.get(host.training, host.graph), host).by_key
+    theirs = {path: part for path, part in host.named_modules() if path in called and isinstance(part, Container)}
+    found: dict[str, None] = {}
+    inside: list[str] = []
+    for path, part in copies.items():
+        if any(path.startswith(f"{outer}.") for outer in inside):
+            continue
+        alike = [name for name, own in theirs.items() if own is not part and _alike(own, part)]
+        if alike:
+            inside.append(path)
+            found[next((name for name in alike if path == name or path.endswith(f".{name}")), alike[0])] = None
+    return list(found)
+
+
+def _alike(one: Container, other: Container) -> bool:
+    states = [{name: value.shape for name, value in part.state_dict().items()} for part in (one, other)]
+    return one.classes == other.classes and states[0] == states[1]
 
 
 def _freeze_untrained(plugin: Any) -> None:
@@ -157,6 +189,21 @@ def kind_of(kind: type) -> str:
 
 
 @contextmanager
+def _naming_copies(module: nn.Module) -> Iterator[None]:
+    """Name all copies at once where a plugin calls one of a part whose code is in the graph."""
+    try:
+        yield
+    except CodeInGraph as error:
+        parts = [path for plugin in module.modules() for path in _copies.get(plugin, ())]
+        if not parts:
+            raise
+        raise TraceError(
+            f"{type(module).__name__} calls its copy of a {error.module.classes[0]}, whose code is in the graph, so that a "
+            f"copy has none to run: keep the parts that it copies whole when the model is traced, leaf: {parts}"
+        ) from None
+
+
+@contextmanager
 def running(
     module: Any, feeds: Sequence[str], fed: Sequence[Any], left: Mapping[str, Any] | None = None
 ) -> Iterator[MethodCall]:
@@ -167,7 +214,7 @@ def running(
     """
     single = isinstance(module, BasePluginBlock)
     name = module.name if single else type(module).__name__
-    with MethodCall(module, left) as call:
+    with _naming_copies(module), MethodCall(module, left) as call:
         feed([module] if single else [plugin for _, plugin in module], feeds, fed)
         yield call
     found = [
