@@ -53,10 +53,10 @@ class TrainBatch:
     """
 
     def __init__(self, loader: Any, task: Task) -> None:
-        vars(self).update(_loader=loader, _task=task)
+        vars(self).update(_loader=loader, _trained_task=task)
 
     def __getattr__(self, name: str) -> Any:
-        loader, task = vars(self)["_loader"], vars(self)["_task"]
+        loader, task = vars(self)["_loader"], vars(self)["_trained_task"]
         return task.caption_dropout if name == "conditional_dropout" else getattr(loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -66,7 +66,7 @@ class TrainBatch:
                 "use it; set what the data is read with in the section 'data', and change samples in transform_caption, "
                 "transform_pil_image or on_step_start"
             )
-        self._task.set_caption_dropout(value)
+        vars(self)["_trained_task"].set_caption_dropout(value)
 
     def __len__(self) -> int:
         return len(self._loader)

