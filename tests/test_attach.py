@@ -437,7 +437,7 @@ def test_a_block_at_an_operation_gets_all_its_operands(place, outer):
     with torch.no_grad():  # the gate is one: x * 1 became x - 1, or x
         expected = fxplug.apply(outer.gm, one(Minus, "head", place="before", args=["x"])) if place == "replace" else outer.gm
         assert torch.equal(new(*outer.args), expected(*outer.args))
-    with pytest.raises(fxplug.MatchError, match=r"has no 'x\[2\]'; it reads 2 tensors, x\[0\] to x\[1\], x\[:\]"):
+    with pytest.raises(fxplug.MatchError, match=r"has no tensor 'x\[2\]'; it reads x\[0\], x\[1\]"):
         fxplug.find(outer.gm, Pass("p", [rule(All, "", op="mul", args=["x[2]"])]))
 
 

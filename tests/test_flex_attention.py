@@ -207,7 +207,7 @@ def _assigned_later(self: Any, x: Any, n: Any) -> Any:
         (_held, "given a BlockMask that create_block_mask did not make in this forward"),
         (_size_read, "reads BlockMask.shape, which cannot be captured"),
         (_member_read, "reads BlockMask.kv_num_blocks, which cannot be captured"),
-        (_assigned_later, "the variable 'back' that a mask_mod reads was assigned anew"),
+        (_assigned_later, "the variable 'back' that a mask_mod reads was assigned again"),
     ],
 )
 def test_what_a_graph_cannot_follow_is_refused_and_a_leaf_does_it(make: Callable[..., Any], words: str) -> None:

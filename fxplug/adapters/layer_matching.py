@@ -357,7 +357,7 @@ def _way(entry: Entry, shape: Sequence[int]) -> str:
     groups = len(down) // up.shape[1] if down is not None and up is not None else 1
     if groups > 1 and down is not None and [shape[0], down.shape[1]] == [entry.sizes()[0], groups * shape[1]]:
         return (
-            f" (the layer has {groups} groups, and PEFT's LoRA of it reads all channels: it is no change of the weight, and "
+            f" (the layer has {groups} groups, and PEFT's LoRA of it reads all channels: it is not a change of the weight, and "
             "PEFT cannot merge it either. partial=True leaves it out; LoKr or fxplug's lora can train the layer)"
         )
     value = entry.tensors.get("whole")

@@ -253,8 +253,7 @@ class Adapters:
 
     def check_known(self, name: Any) -> str:
         """Give the name, if an adapter of that name is loaded. Raises SpecError."""
-        known = self.names
-        if name not in known:
+        if name not in (known := self.names):
             listed = f"; there are {', '.join(known)}" if known else "; none is loaded yet"
             raise SpecError(f"no adapter {name!r}{did_you_mean(str(name), known)}{listed}")
         return str(name)

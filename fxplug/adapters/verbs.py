@@ -266,7 +266,7 @@ def _changed(folder: Path, allow: list[str] | None, save: bool = True) -> Iterat
             from ..core.flow import saved_config
 
             if not os.path.samestat(before, folder.stat()):  # where folders cannot be locked
-                raise SpecError(f"'{folder}' was saved anew by another process meanwhile: run this command again")
+                raise SpecError(f"'{folder}' was saved again by another process meanwhile: run this command again")
             write(module, folder, config=saved_config(folder))
 
 

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,10 @@ def save_adapter(
     if as_ == "fxplug" and not _is_low_rank(module, held, passes):
         return write(_by_name(module, passes, dtype, about), path, as_)
     there = functools.partial(tensor_of, module)
-    made = content(held, as_, about_of(module), name=name, part=part, partial=partial, dtype=dtype, metadata=about, there=there)
+    made = content(
+        held, as_, about_of(module), name=name, part=part, partial=partial, dtype=dtype, metadata=about, there=there,
+        trained=trained_layers(module),
+    )  # fmt: skip
     return write(made, path, as_)
 
 
@@ -177,10 +180,12 @@ def content(
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, str] | None = None,
     there: Callable[[str], Tensor | None] = lambda name: None,
+    trained: Collection[str] = (),
 ) -> Content:
     """The updates that are held in the form that a tool reads; see `save`. Nothing is written.
 
-    `there` gives the parameters of the model, of which PEFT's files have those whole that are changed whole.
+    `there` gives the parameters of the model, of which PEFT's files have those whole that are changed whole; `trained` are
+    those of the base that were trained, whose values are not the base's.
     """
     if as_ not in FORMATS:
         raise SpecError(f"no adapter format '{as_}'{did_you_mean(as_, FORMATS)}; there are {', '.join(FORMATS)}")
@@ -251,7 +256,8 @@ def content(
         saved = {key.rpartition(".")[0] for key in heads if not key.endswith(BIAS)}
         biases = any(key.endswith(BIAS) for key in heads)
         made |= {"modules_to_save": sorted(saved) or None, "bias": "lora_only" if biases else "none"}
-    base = named_base((entry.path if entry.method else entry.key(entry.path) for entry in entries), there)
+    paths = (entry.path if entry.method else entry.key(entry.path) for entry in entries)
+    base = named_base((path for path in paths if not {path, f"{path}.weight"} & {*trained}), there)
     about = {"format": "pt", **_metadata(as_, rows, model, name), **base, **(metadata or {})}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}

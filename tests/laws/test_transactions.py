@@ -204,7 +204,7 @@ def test_a_folder_that_was_saved_anew_meanwhile_is_refused(tmp_path, monkeypatch
 
     monkeypatch.setattr(slots.Adapters, "load", slow)
     done = command("adapters", "load", folder, "ink", tmp_path / "x.bin")
-    assert done.exit_code == 1 and "was saved anew by another process meanwhile: run this command again" in done.stderr
+    assert done.exit_code == 1 and "was saved again by another process meanwhile: run this command again" in done.stderr
 
 
 # --- choices that fit no call

@@ -80,7 +80,7 @@ def _scheduler(course: Mapping[str, Any]) -> dict[str, Any]:
         floor = course["eta_min"]
         return {"CosineAnnealingLR": {"per": "epoch", "eta_min": floor}} if floor else {"cosine": {"per": "epoch"}}
     if name not in ("step", "multistep"):
-        why = "is stepped without a loss there, which torch refuses" if name == "plateau" else "is no scheduler of ZhiJian's"
+        why = "is stepped without a loss there, which torch refuses" if name == "plateau" else "is not a scheduler of ZhiJian's"
         raise SpecError(f"{shown(name)} {why}: use cosine, step or multistep", path=("lr_scheduler",))
     try:
         steps = (

@@ -75,7 +75,7 @@ def _attend(recording: Recording, original: Callable[..., Any], kind: Any) -> Ca
                 )
             if changed := [name for name, cell, value in mask.fxplug_cells if cell.cell_contents is not value]:
                 raise TraceError(
-                    f"{recording.place()}: the variable '{changed[0]}' that a mask_mod reads was assigned anew after "
+                    f"{recording.place()}: the variable '{changed[0]}' that a mask_mod reads was assigned again after "
                     f"create_block_mask, which cannot be captured in a graph; {recording.way_out()}"
                 )
         target, given, named, _ = _opened(recording, original, args, kwargs)

@@ -22,7 +22,6 @@ from ..torch_internals.modules import autocast_settings, set_grad_enabled
 from ..torch_internals.tensors import NATIVE
 from .edges import RegionEdges
 from .fake_tensors import recorded_math
-from .flex import flex_patches
 from .graph_builder import tensor_classes
 from .isolation import calls
 from .module_state import MISSING
@@ -156,7 +155,10 @@ def mode_patches(recording: Recording) -> Iterator[Patch]:
 
 
 def _replaced(recording: Recording) -> Iterator[Patch]:
-    yield from flex_patches(recording)
+    if "torch.nn.attention.flex_attention" in sys.modules:
+        from .flex import flex_patches  # for few models
+
+        yield from flex_patches(recording)
     for name, function in ops.STATES.items():
         path, _, last = name.rpartition(".")
         read = _reader(recording, name, function)

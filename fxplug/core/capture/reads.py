@@ -27,7 +27,7 @@ from .user_code import (
     asker,
     counts_distinct,
     decides_nothing,
-    describe,
+    decision_at,
     position,
     source_line,
     tree_of,
@@ -239,7 +239,7 @@ class RecordedNumbers(Nodes):
             self.refuse_drawn(node)
             if not self.measured and self.computed(node):
                 self.refuse_measured(node, does)
-        decision = (*source_line(), describe(node))
+        decision = decision_at(node)
         self.node("call_function", ops.guard, (node, expected, decision), {}, self.named("guard"), effect=True)
 
     def assigned(self, leaves: set[str]) -> None:
@@ -282,7 +282,7 @@ class RecordedNumbers(Nodes):
         elif name in functions.SQUEEZING and isinstance(out, torch.Tensor):
             dims = self.node("call_method", "dim", (node,), {}, f"{node.name}_dim", after=node)
             dims.meta["value"] = out.dim()
-            self.guard_after(dims, out.dim(), (*source_line(), describe(dims)))
+            self.guard_after(dims, out.dim(), decision_at(dims))
 
     def guard_structure(self, node: fx.Node, out: Any) -> None:
         """Hold all that Python can see of a result beside the numbers in it."""
@@ -294,7 +294,7 @@ class RecordedNumbers(Nodes):
         """Hold what a function of ours says of a result."""
         asked = self.node("call_function", question, (node,), {}, f"{node.name}_{question.__name__}", after=node)
         asked.meta["value"] = answer
-        self.guard_after(asked, answer, (*source_line(), describe(asked)))
+        self.guard_after(asked, answer, decision_at(asked))
 
     def value(self, func: Any, name: str, args: Any) -> Any:
         """A number read out of a tensor: recorded where it depends on the inputs, else known."""

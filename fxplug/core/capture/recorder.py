@@ -46,7 +46,7 @@ from .user_code import (
     VALUES,
     asker,
     decides_nothing,
-    describe,
+    decision_at,
     is_text_for_people,
     is_tried,
     source_line,
@@ -264,7 +264,7 @@ class Recording(RecordedNumbers):
 
     def finish(self) -> None:
         for read in self.dtypes.decided():
-            self.guard_after(read.node, read.node.meta["value"], (read.where, read.line, describe(read.node)))
+            self.guard_after(read.node, read.node.meta["value"], (read.where, read.line, decision_at(read.node)[2]))
         super().finish()
 
     def query_autograd(self, tensor: torch.Tensor, question: str) -> Any:

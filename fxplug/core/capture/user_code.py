@@ -24,9 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import fx
 
-from ..ir import functions
 from ..reading import syntax_tree
 from ..torch_internals import ATTRIBUTES, BACKWARD_HOOKS, CHECKS, TYPED_STORAGE
 
@@ -453,6 +451,13 @@ def source_line(error: BaseException | None = None) -> tuple[str, str]:
     return ("?", "?") if frame is None else line_of(frame, frame.f_lineno)
 
 
+def decision_at(node: Any) -> tuple[str, str, str]:
+    """File:line and text of the line of the user's code that is running, and what the number of a node is, for a guard."""
+    from .descriptions import describe  # for few models
+
+    return (*source_line(), describe(node))
+
+
 def user_frame() -> FrameType | None:
     """The innermost frame of the user's code that is running."""
     frame: FrameType | None = sys._getframe(1)
@@ -479,49 +484,3 @@ def shortened(text: str, length: int) -> str:
     """`text` cut in the middle to at most `length` characters."""
     half = (length - 5) // 2
     return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
-
-
-OPERATORS = {
-    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "eq": "==", "ne": "!=",
-    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and_": "and", "or_": "or",
-}  # fmt: skip
-
-
-def describe(node: fx.Node) -> str:
-    """What a number's node computes, in few words: `sample.size(2) % 8 != 0`."""
-    return shortened(_expression(node, 5), 90)
-
-
-def _expression(node: Any, depth: int) -> str:
-    if not isinstance(node, fx.Node):
-        return repr(node)
-    if "value" not in node.meta:
-        return _tensor(node)
-    short = functions.short_name(node.target)
-    if depth == 0:
-        return "..."
-    args = [_expression(a, depth - 1) for a in node.args]
-    if short in OPERATORS and len(args) == 2:
-        # an operand that is a sum or quotient itself stands in brackets
-        args = [
-            f"({text})" if isinstance(a, fx.Node) and functions.short_name(a.target) in OPERATORS else text
-            for a, text in zip(node.args, args, strict=True)
-        ]
-        return f"{args[0]} {OPERATORS[short]} {args[1]}"
-    if short == "autograd_query":
-        return f"{args[0]}.{node.args[1]}"
-    if node.op == "call_method":
-        return f"{args[0]}.{short}({', '.join(args[1:])})"
-    return f"{short}({', '.join(args)})"
-
-
-def _tensor(node: fx.Node) -> str:
-    """A tensor: the port it is, else the operation that made it and the region where."""
-    port = node.meta.get("port")
-    if port is not None:
-        return ".".join(map(str, port.keys)) if not port.path and port.side == "in" else str(port)
-    if node.op in ("placeholder", "get_attr"):
-        return str(node.target)
-    region = [*node.meta.get("nn_module_stack", {"": None})][-1]
-    short = functions.short_name(node.target)
-    return f"{short} in {region}" if region else short

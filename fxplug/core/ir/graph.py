@@ -23,7 +23,6 @@ from ..errors import FxplugError, GuardError, shown
 from ..locks import call_with_read_lock, locks_of
 from ..torch_internals.modules import (
     CONTEXT_VARIABLES,
-    NormBase,
     break_graph,
     call_uncompiled,
     is_listening,
@@ -31,8 +30,8 @@ from ..torch_internals.modules import (
     leave_module,
     without_compiler,
 )
-from . import functions, ops
-from .containers import HOOKED, SharedCode
+from . import ops
+from .containers import HOOKED
 
 if TYPE_CHECKING:
     from .traced_module import TracedModule
@@ -346,7 +345,7 @@ def _tables(graph: fx.Graph, module: nn.Module) -> list[fx.Node]:
 @without_compiler
 def check_samples(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises SpecError where blocks have an entry for each sample, and a call has another number of samples."""
-    graph = _graph(module)
+    graph = graph_of(module)
     known: Any = module.__dict__.get("_samples")
     if known is None or known[0] is not graph:
         known = module.__dict__["_samples"] = graph, *_samples(graph, module)
@@ -453,12 +452,7 @@ def _at(module: nn.Module, steps: tuple[str, ...]) -> Any:
 
 # what checks how a graph is called, before it computes anything
 ENTRY = (ops.check_constants, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_numbers)
-AT_ENTRY = (*ENTRY, operator.getitem, ops.edge, ops.device_of, ops.input_or_default)
-OF_INPUTS = (operator.getitem, ops.edge, ops.input_or_default)
-HARMLESS = (
-    *ENTRY, ops.guard, ops.tried, ops.check_state, ops.check_added, ops.any_gradients, ops.enter_grad, ops.exit_grad,
-    ops.enter_autocast, ops.exit_autocast,
-)  # fmt: skip
+OF_INPUTS = (operator.getitem, ops.edge, ops.input_or_default)  # what takes a call's arguments apart
 
 
 def signature_of(module: TracedModule) -> inspect.Signature:
@@ -466,80 +460,6 @@ def signature_of(module: TracedModule) -> inspect.Signature:
     return inspect.signature(type(module).forward.__get__(module))
 
 
-@without_compiler
-def refusal(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why a graph does not hold for a call, as far as its first checks tell; None where it does, or takes no such call."""
-    graph = _graph(module)
-    known: Any = module.__dict__.get("_entry")
-    if known is None or known[0] is not graph:
-        known = module.__dict__["_entry"] = graph, _entry(graph, module)
-    try:
-        known[1](*args, **kwargs)
-    except GuardError as error:
-        return str(error)
-    except TypeError:
-        return None
-    return None
-
-
-def _entry(graph: fx.Graph, module: nn.Module) -> Callable[..., None]:
-    """The first checks of a graph alone."""
-    head, values = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        first = node.op == "call_function" and node.target in AT_ENTRY
-        held = node.op == "get_attr" and any(user.target is ops.input_or_default for user in node.users)
-        if node.op == "placeholder" or held or first and all(read in values for read in node.all_input_nodes):
-            copy_nodes([node], head, values)
-        elif node.op != "get_attr" and not first:
-            break
-    insert(head, "output", "output", (None,))
-    forward: Callable[..., None] = fx.GraphModule(module, head).forward
-    return forward
-
-
-def _graph(module: TracedModule) -> fx.Graph:
+def graph_of(module: TracedModule) -> fx.Graph:
+    """Get the graph of the mode that a module is in."""
     return module.graphs.get(module.training, module.graph)
-
-
-@without_compiler
-def repeatable(module: TracedModule) -> bool:
-    """Whether a call that a guard ended can be made again in another way: nothing was written or drawn that stays."""
-    if module.has_mixed_modes:
-        return all(computes_only(graph.nodes, module, mode) for mode in (False, True) for graph in module.graphs.values())
-    return computes_only(_graph(module).nodes, module, module.training)
-
-
-def computes_only(nodes: Iterable[fx.Node], module: nn.Module, training: bool) -> bool:
-    """Whether nodes write nothing that stays and draw no numbers, in that mode."""
-    for node in nodes:
-        if ops.is_applied(node.target):
-            return False  # its code may do either
-        if node.op == "call_module":
-            leaf = module.get_submodule(str(node.target))
-            if isinstance(leaf, SharedCode):
-                if training not in leaf.repeatable:
-                    return False
-                continue
-            ours = type(leaf).__module__.startswith(("torch.nn.modules.", "fxplug.blocks."))
-            if not ours or any(functions.draws(m, training) for m in leaf.modules()):
-                return False
-            if training and isinstance(leaf, NormBase):
-                return False
-        if not node.meta.get("effect") or node.target in HARMLESS:
-            continue
-        short = functions.short_name(node.target)
-        if short in functions.RANDOM:
-            if short in functions.DRAWS or training:
-                return False
-        elif node.op not in ("call_function", "call_method") or _owner(node).op in ("placeholder", "get_attr"):
-            return False
-    return True
-
-
-def _owner(node: fx.Node) -> fx.Node:
-    """Whose memory a node writes, as far back as it may be: an input, a tensor of the module, or what was computed."""
-    while node.args and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-        if not functions.may_alias(functions.short_name(node.target)):
-            break
-    return node

@@ -8,7 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -20,7 +20,9 @@ from ..quantised import count_parameters, is_transposed
 from ..torch_internals.modules import COMPILED, break_graph, leave_frame, without_compiler
 from .containers import LOADED, RESERVED, Container, SharedCode, TracedPart, child_of, module_at
 from .graph import OF_THE_ROOT, Graph, by_regions, copy_graph, in_turn, still_tied, written
-from .part_modes import PartModes
+
+if TYPE_CHECKING:
+    from .part_modes import PartModes
 
 
 def check_traced(gm: Any, caller: str) -> None:
@@ -194,6 +196,8 @@ class TracedModule(TracedPart, fx.GraphModule):
         cls._codes[mode] = blank._code
         own = vars(self)
         if self._may_differ(len(graphs)) and own["_part_modes"] is None:
+            from .part_modes import PartModes  # for few modules
+
             self._part_modes = PartModes(self)
             self._parts, self._mixed = tuple(self._part_modes.modules.values()), {}
         if len(graphs) == 2:

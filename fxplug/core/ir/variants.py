@@ -18,7 +18,8 @@ from ..locks import locks_of
 from ..torch_internals.modules import TABLES, is_listening, leave_frame, without_compiler
 from . import ops
 from .containers import Container, SharedCode, tensor_at
-from .graph import Graph, change, refusal, repeatable
+from .entry_checks import refusal, repeatable
+from .graph import Graph, change
 from .part_modes import MixedModes
 from .traced_module import Step, TracedModule, copied_graphs, shell
 

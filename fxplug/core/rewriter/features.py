@@ -65,7 +65,7 @@ def _expanded(regions: Regions, text: str) -> Iterator[tuple[str, Port]]:
     """The ports that an address stands for, by name."""
     port = parse_port(text)
     if port.side == "param":
-        raise SpecError(f"features: '{text}' is a parameter, which is no value of a call: module.get_parameter(name) gives it")
+        raise SpecError(f"features: '{text}' is a parameter, which is not a value of a call: use module.get_parameter")
     if not port.path:
         yield text, port
         return

@@ -474,4 +474,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
-    raise TypeError(f"a {type(value).__name__} is no data")
+    raise TypeError(f"a {type(value).__name__} is not data")

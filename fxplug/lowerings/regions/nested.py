@@ -14,8 +14,9 @@ from torch import Tensor, fx, nn
 from ...core.errors import MatchError, SpecError
 from ...core.ir import ops
 from ...core.ir.containers import Container, SharedCode, plain_attributes, tensor_at
+from ...core.ir.entry_checks import computes_only
 from ...core.ir.functions import REGION
-from ...core.ir.graph import Graph, change, computes_only, copy_graph, copy_nodes, erase_unused, insert, replace
+from ...core.ir.graph import Graph, change, copy_graph, copy_nodes, erase_unused, insert, replace
 from ...core.ir.subgraphs import RegionCut, aliases, changed_input, extract, members, plan, unique_names
 from ...core.ir.traced_module import TracedModule, class_names, shell
 from ...core.torch_internals.modules import as_listened, constant_floats, is_compiling

@@ -1,0 +1,55 @@
+"""Nodes in few words, as messages about guards have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from ..ir import functions
+from .user_code import shortened
+
+OPERATORS = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "eq": "==", "ne": "!=",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and_": "and", "or_": "or",
+}  # fmt: skip
+
+
+def describe(node: fx.Node) -> str:
+    """What a number's node computes, in few words: `sample.size(2) % 8 != 0`."""
+    return shortened(_expression(node, 5), 90)
+
+
+def _expression(node: Any, depth: int) -> str:
+    if not isinstance(node, fx.Node):
+        return repr(node)
+    if "value" not in node.meta:
+        return _tensor(node)
+    short = functions.short_name(node.target)
+    if depth == 0:
+        return "..."
+    args = [_expression(a, depth - 1) for a in node.args]
+    if short in OPERATORS and len(args) == 2:
+        # an operand that is a sum or quotient itself stands in brackets
+        args = [
+            f"({text})" if isinstance(a, fx.Node) and functions.short_name(a.target) in OPERATORS else text
+            for a, text in zip(node.args, args, strict=True)
+        ]
+        return f"{args[0]} {OPERATORS[short]} {args[1]}"
+    if short == "autograd_query":
+        return f"{args[0]}.{node.args[1]}"
+    if node.op == "call_method":
+        return f"{args[0]}.{short}({', '.join(args[1:])})"
+    return f"{short}({', '.join(args)})"
+
+
+def _tensor(node: fx.Node) -> str:
+    """A tensor: the port it is, else the operation that made it and the region where."""
+    port = node.meta.get("port")
+    if port is not None:
+        return ".".join(map(str, port.keys)) if not port.path and port.side == "in" else str(port)
+    if node.op in ("placeholder", "get_attr"):
+        return str(node.target)
+    region = [*node.meta.get("nn_module_stack", {"": None})][-1]
+    short = functions.short_name(node.target)
+    return f"{short} in {region}" if region else short

@@ -1,0 +1,99 @@
+"""Whether a graph holds for a call, as far as its first checks tell, and whether a call can be made again."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import fx, nn
+
+from ..errors import GuardError
+from ..torch_internals.modules import NormBase, without_compiler
+from . import functions, ops
+from .containers import SharedCode
+from .graph import ENTRY, copy_nodes, graph_of, insert
+
+if TYPE_CHECKING:
+    from .traced_module import TracedModule
+
+AT_ENTRY = (*ENTRY, operator.getitem, ops.edge, ops.device_of, ops.input_or_default)
+HARMLESS = (
+    *ENTRY, ops.guard, ops.tried, ops.check_state, ops.check_added, ops.any_gradients, ops.enter_grad, ops.exit_grad,
+    ops.enter_autocast, ops.exit_autocast,
+)  # fmt: skip
+
+
+@without_compiler
+def refusal(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a graph does not hold for a call, as far as its first checks tell; None where it does, or takes no such call."""
+    graph = graph_of(module)
+    known: Any = module.__dict__.get("_entry")
+    if known is None or known[0] is not graph:
+        known = module.__dict__["_entry"] = graph, _entry(graph, module)
+    try:
+        known[1](*args, **kwargs)
+    except GuardError as error:
+        return str(error)
+    except TypeError:
+        return None
+    return None
+
+
+def _entry(graph: fx.Graph, module: nn.Module) -> Callable[..., None]:
+    """The first checks of a graph alone."""
+    head, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        first = node.op == "call_function" and node.target in AT_ENTRY
+        held = node.op == "get_attr" and any(user.target is ops.input_or_default for user in node.users)
+        if node.op == "placeholder" or held or first and all(read in values for read in node.all_input_nodes):
+            copy_nodes([node], head, values)
+        elif node.op != "get_attr" and not first:
+            break
+    insert(head, "output", "output", (None,))
+    forward: Callable[..., None] = fx.GraphModule(module, head).forward
+    return forward
+
+
+@without_compiler
+def repeatable(module: TracedModule) -> bool:
+    """Whether a call that a guard ended can be made again in another way: nothing was written or drawn that stays."""
+    if module.has_mixed_modes:
+        return all(computes_only(graph.nodes, module, mode) for mode in (False, True) for graph in module.graphs.values())
+    return computes_only(graph_of(module).nodes, module, module.training)
+
+
+def computes_only(nodes: Iterable[fx.Node], module: nn.Module, training: bool) -> bool:
+    """Whether nodes write nothing that stays and draw no numbers, in that mode."""
+    for node in nodes:
+        if ops.is_applied(node.target):
+            return False  # its code may do either
+        if node.op == "call_module":
+            leaf = module.get_submodule(str(node.target))
+            if isinstance(leaf, SharedCode):
+                if training not in leaf.repeatable:
+                    return False
+                continue
+            ours = type(leaf).__module__.startswith(("torch.nn.modules.", "fxplug.blocks."))
+            if not ours or any(functions.draws(m, training) for m in leaf.modules()):
+                return False
+            if training and isinstance(leaf, NormBase):
+                return False
+        if not node.meta.get("effect") or node.target in HARMLESS:
+            continue
+        short = functions.short_name(node.target)
+        if short in functions.RANDOM:
+            if short in functions.DRAWS or training:
+                return False
+        elif node.op not in ("call_function", "call_method") or _owner(node).op in ("placeholder", "get_attr"):
+            return False
+    return True
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """Whose memory a node writes, as far back as it may be: an input, a tensor of the module, or what was computed."""
+    while node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        if not functions.may_alias(functions.short_name(node.target)):
+            break
+    return node
