@@ -158,6 +158,12 @@ def cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
+def shortened(text: str, length: int) -> str:
+    """`text` cut in the middle to at most `length` characters."""
+    half = (length - 5) // 2
+    return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
+
+
 def outline(text: str) -> str:
     """A text of at most `LONGEST` characters: the lines in its middle are left out of a longer one."""
     if len(text) <= LONGEST:

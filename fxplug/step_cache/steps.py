@@ -133,6 +133,7 @@ class Stepped(nn.Module):
             self._before = None  # later inputs may differ by rounding
         return call_with_read_lock(self._locks, self._checked_step, *args, **kwargs)
 
+    @between
     def _checked_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._locks:
             check_samples(self.module, args, kwargs)  # which parts behind the first do not see

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
+from ..errors import shortened
 from ..ir import functions
-from .user_code import shortened
 
 OPERATORS = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "eq": "==", "ne": "!=",

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .. import quantised
-from ..errors import FxplugError, TraceError, did_you_mean
+from ..errors import FxplugError, TraceError, did_you_mean, shortened
 from ..ir.containers import call_of, named_tensors
 from ..ir.containers import leaves as values
 from ..ir.functions import PATH_KEY
@@ -35,7 +35,7 @@ from .isolation import Recorded, assemble, exclusive_trace, in_mode, refuse_pyth
 from .modes import patched
 from .module_state import MISSING, Journal, State, StatePlace
 from .recorder import NeedsAutograd, Recording
-from .user_code import is_user_code, shortened, source_line
+from .user_code import is_user_code, source_line
 
 UNWRITABLE = {'"', "\\", "@", "."}  # FX writes names between quotes, and "@" stands before the number of a call
 

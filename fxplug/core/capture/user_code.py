@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ..errors import shortened
 from ..reading import syntax_tree
 from ..torch_internals import ATTRIBUTES, BACKWARD_HOOKS, CHECKS, TYPED_STORAGE
 
@@ -478,9 +479,3 @@ def short_path(file: str) -> str:
     """A source path without the part that differs between machines."""
     file = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
     return re.sub(r"^.*(?:site-packages|dist-packages)/", "", file)
-
-
-def shortened(text: str, length: int) -> str:
-    """`text` cut in the middle to at most `length` characters."""
-    half = (length - 5) // 2
-    return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"

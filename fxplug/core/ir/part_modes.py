@@ -66,6 +66,7 @@ class RegionCode:
                 return self._stacks[site]  # within the edges
             if site in self._named and not added(self._named[site]):
                 return self._around(self._named[site])
+            site = str(node.meta["pass"].get("within", site))
             while site and site not in self._stacks:
                 site = site.rpartition(".")[0]
             return self._stacks.get(site, ())

@@ -173,6 +173,7 @@ class Editor(OpenedGraph):
             "place": rule.place,
             "block": block,
             "where": rule.where.portable,
+            **({"within": site.path} if site.node else {}),  # the operation may go
         }
 
     def member(self, value: Any, key: int | str, new: list[fx.Node]) -> Any:
