@@ -196,7 +196,7 @@ def test_two_patches_at_one_place_are_those_of_hcp_diffusion_or_refused(net, tmp
     }
     found = passes(tmp_path, section, model=f"{__name__}:layers")
     (x,) = net.args
-    if kinds in OTHERS or rates[0] != rates[1]:
+    if kinds in OTHERS:
         with pytest.raises(fxplug.FxplugError, match=r"write one pass with both|narrow the pattern of one"):
             fxplug.apply(net.gm, *found)
         return

@@ -313,6 +313,8 @@ def _offloaded(forward: Any) -> Any:
 
 def _with_slots(forward: Any, module: TracedModule, args: Any, kwargs: Any) -> Any:
     """A call of a module with slots, whose blocks look at what comes in and what goes out."""
+    if torch.compiler.is_dynamo_compiling():
+        return forward(module, *args, **kwargs)
     graph, known = module.__dict__.get("_graph"), module.__dict__.get("_slots")
     if graph is None:  # the plain module of an export
         return forward(module, *args, **kwargs)

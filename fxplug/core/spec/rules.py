@@ -442,7 +442,7 @@ class PlanOptions(Section):
     warmup: int | None = Field(default=None, ge=1)
     correct: int | None = Field(default=None, ge=0)
     steps: int | None = Field(default=None, ge=1)
-    clock: Text | None = Field(default=None, description="the name of an input")
+    clock: str | None = Field(default=None, description="the name of an input")
 
 
 def as_mapping(p: Pass) -> dict[str, Any] | None:
