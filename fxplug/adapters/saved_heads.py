@@ -127,9 +127,11 @@ def without_heads(file: AdapterFile, module: Any) -> tuple[AdapterFile, list[tup
     values: list[tuple[Tensor, Tensor]] = []
     rest: list[Entry] = []
     for entry in file.entries:
-        home = homes.get(f"{entry.path}.{entry.param}".lstrip(".")) if entry.method == "whole" else None
+        # what is a part of pipelines elsewhere is a module of some models, as GPT-2's `transformer`
+        paths = [entry.path, f"{entry.part}.{entry.path}"] if entry.method == "whole" else []
+        home = next((homes[name] for path in paths if (name := f"{path}.{entry.param}".lstrip(".")) in homes), None)
         if home is None:
-            if not (entry.method == "whole" and entry.path in layers and _is_value_of(entry, module)):
+            if not any(path in layers and _is_value_of(path, entry, module) for path in paths):
                 rest.append(entry)
             continue
         value = entry.tensors["whole"]
@@ -142,9 +144,9 @@ def without_heads(file: AdapterFile, module: Any) -> tuple[AdapterFile, list[tup
     return (replace(file, entries=tuple(rest)) if values else file), values
 
 
-def _is_value_of(entry: Entry, module: nn.Module) -> bool:
+def _is_value_of(path: str, entry: Entry, module: nn.Module) -> bool:
     """Whether a file has the very value that a parameter has here: PEFT saves a layer whole of which one parameter trained."""
-    layer = dict(module.named_modules()).get(entry.path)
+    layer = dict(module.named_modules()).get(path)
     here = getattr(layer, entry.param, None)
     return isinstance(here, Tensor) and not here.is_meta and torch.equal(here.detach().cpu(), entry.tensors["whole"].cpu())
 
