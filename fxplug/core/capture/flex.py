@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -12,16 +11,6 @@ from ..errors import TraceError
 from ..ir import ops
 from ..ir.containers import leaves
 from .recorder import Recording
-
-FLEX = "torch.nn.attention.flex_attention"
-
-
-def flex_patches(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
-    """What stands for both functions during one run: owner, name and function."""
-    if (owner := sys.modules.get(FLEX)) is not None:
-        kind = _recorded_kind(owner.BlockMask)
-        yield owner, "create_block_mask", _create(recording, owner.create_block_mask, kind)
-        yield owner, "flex_attention", _attend(recording, owner.flex_attention, kind)
 
 
 @functools.cache
@@ -38,50 +27,42 @@ def _recorded_kind(base: type) -> Any:
     return type(base.__name__, (base,), {**unread, "__module__": base.__module__, "__getattr__": read})
 
 
-def _create(recording: Recording, original: Callable[..., Any], kind: Any) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def create(*args: Any, **kwargs: Any) -> Any:
-        if not recording.recording_here():
-            return original(*args, **kwargs)
-        for size in leaves(kwargs.get("BLOCK_SIZE", args[6:7])):
-            recording.decide(size)
-        target, given, named, cells = _opened(recording, original, args, kwargs)
-        (plain, plain_kw), (nodes, node_kw) = recording.lower((given, named))
-        recording.paused = True
-        try:
-            made = target(*plain, **plain_kw)
-        finally:
-            recording.paused = False
-        mask = kind.__new__(kind)
-        node = recording.node("call_function", target, nodes, node_kw, recording.named("block_mask"))
-        vars(mask).update(BLOCK_SIZE=made.BLOCK_SIZE, _fxplug_of=made, fxplug_cells=cells, fxplug_recording=recording)
-        recording.opaque[id(mask)] = node
-        recording.kept.append(mask)
-        return mask
-
-    return create
+def create_block_mask(recording: Recording, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Record a call of torch's `create_block_mask`, and give a mask that the model's code can only hand on."""
+    kind = _recorded_kind(original.__globals__["BlockMask"])
+    for size in leaves(kwargs.get("BLOCK_SIZE", args[6:7])):
+        recording.decide(size)
+    target, given, named, cells = _opened(recording, original, args, kwargs)
+    (plain, plain_kw), (nodes, node_kw) = recording.lower((given, named))
+    recording.paused = True
+    try:
+        made = target(*plain, **plain_kw)
+    finally:
+        recording.paused = False
+    mask = kind.__new__(kind)
+    node = recording.node("call_function", target, nodes, node_kw, recording.named("block_mask"))
+    vars(mask).update(BLOCK_SIZE=made.BLOCK_SIZE, _fxplug_of=made, fxplug_cells=cells, fxplug_recording=recording)
+    recording.opaque[id(mask)] = node
+    recording.kept.append(mask)
+    return mask
 
 
-def _attend(recording: Recording, original: Callable[..., Any], kind: Any) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def attend(*args: Any, **kwargs: Any) -> Any:
-        if not recording.recording_here():
-            return original(*args, **kwargs)
-        for mask in (x for x in (*args, *kwargs.values()) if isinstance(x, kind.__base__)):
-            if id(mask) not in recording.opaque:
-                raise TraceError(
-                    f"{recording.place()}: flex_attention is given a BlockMask that create_block_mask did not make in this "
-                    f"forward, and a graph cannot hold one; {recording.way_out()}"
-                )
-            if changed := [name for name, cell, value in mask.fxplug_cells if cell.cell_contents is not value]:
-                raise TraceError(
-                    f"{recording.place()}: the variable '{changed[0]}' that a mask_mod reads was assigned again after "
-                    f"create_block_mask, which cannot be captured in a graph; {recording.way_out()}"
-                )
-        target, given, named, _ = _opened(recording, original, args, kwargs)
-        return recording.call(target, None, given, named)
-
-    return attend
+def flex_attention(recording: Recording, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Record a call of torch's `flex_attention`. Raises TraceError for a BlockMask that forward did not make."""
+    base = original.__globals__["BlockMask"]
+    for mask in (x for x in (*args, *kwargs.values()) if isinstance(x, base)):
+        if id(mask) not in recording.opaque:
+            raise TraceError(
+                f"{recording.place()}: flex_attention is given a BlockMask that create_block_mask did not make in this "
+                f"forward, and a graph cannot hold one; {recording.way_out()}"
+            )
+        if changed := [name for name, cell, value in mask.fxplug_cells if cell.cell_contents is not value]:
+            raise TraceError(
+                f"{recording.place()}: the variable '{changed[0]}' that a mask_mod reads was assigned again after "
+                f"create_block_mask, which cannot be captured in a graph; {recording.way_out()}"
+            )
+    target, given, named, _ = _opened(recording, original, args, kwargs)
+    return recording.call(target, None, given, named)
 
 
 def _opened(

@@ -154,11 +154,24 @@ def mode_patches(recording: Recording) -> Iterator[Patch]:
             yield from ((module, name, found[name]) for name in says(file, NAMES) if name in found and name not in space)
 
 
-def _replaced(recording: Recording) -> Iterator[Patch]:
-    if "torch.nn.attention.flex_attention" in sys.modules:
-        from .flex import flex_patches  # for few models
+def _flex(recording: Recording, original: Any) -> Any:
+    """What stands for a function of flex attention, which is given Python functions."""
 
-        yield from flex_patches(recording)
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not recording.recording_here():
+            return original(*args, **kwargs)
+        from . import flex  # for few models
+
+        return getattr(flex, original.__name__)(recording, original, args, kwargs)
+
+    return call
+
+
+def _replaced(recording: Recording) -> Iterator[Patch]:
+    if (owner := sys.modules.get("torch.nn.attention.flex_attention")) is not None:
+        for name in ("create_block_mask", "flex_attention"):
+            yield owner, name, _flex(recording, getattr(owner, name))
     for name, function in ops.STATES.items():
         path, _, last = name.rpartition(".")
         read = _reader(recording, name, function)
