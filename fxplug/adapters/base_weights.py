@@ -34,14 +34,14 @@ def digest_of(layers: Iterable[str], there: Callable[[str], Tensor | None]) -> s
     return f"sha256:{found.hexdigest()}"
 
 
-def named_base(layers: Iterable[str], there: Callable[[str], Tensor | None]) -> dict[str, str]:
+def describe_base(layers: Iterable[str], there: Callable[[str], Tensor | None]) -> dict[str, str]:
     """The metadata of an adapter file that names its base; empty where that has no digest."""
     paths = sorted(set(layers))
     found = digest_of(paths, there) if paths else ""
     return {DIGEST: found, LAYERS: "\n".join(paths)} if found else {}
 
 
-def warn_of_base(source: str, about: Mapping[str, object], there: Callable[[str], Tensor | None]) -> None:
+def warn_on_other_base(source: str, about: Mapping[str, object], there: Callable[[str], Tensor | None]) -> None:
     """Warn where a file names the digest of its base's weights, and the weights of these layers here have another."""
     said, layers = about.get(DIGEST), about.get(LAYERS)
     if not (isinstance(said, str) and isinstance(layers, str)):

@@ -114,7 +114,7 @@ class FormPlan:
             if form.rank:
                 rest["rank"] = form.rank
             if form.name == WHOLE:
-                rules.append(whole_rule(at, rest["param"]))
+                rules.append(make_replacement_rule(at, rest["param"]))
                 continue
             made = load_pass(form.name, at=at, slots=slots, **rest)
             rules += made.rules
@@ -122,7 +122,7 @@ class FormPlan:
         return Pass(name, rules, about, slots=slots, samples=samples, expect=">=1")  # what is left has no update in the files
 
 
-def whole_rule(at: Sequence[str], param: str) -> Rule:
+def make_replacement_rule(at: Sequence[str], param: str) -> Rule:
     """What puts another value in the place of a parameter of these layers."""
     return Rule(Match(tuple(at)), "fxplug.blocks:Head", place="param", port=param, options={"same": True})
 

@@ -213,7 +213,7 @@ def fit(
                         raise ArtifactError(f"{file.source}: '{other.name}' and '{piece.name}' are both for '{key}'")
             elif not entry.fits(shape := finder.joint_shape(home)):
                 path = home[0].removesuffix(SWAPPED)
-                mismatched[path] = f"is {list(shape)}, and '{entry.name}' is for {_for(entry)}{_way(entry, shape)}"
+                mismatched[path] = f"is {list(shape)}, and '{entry.name}' is for {_for(entry)}{_describe_remedy(entry, shape)}"
             else:
                 for path, piece in finder.pieces(entry, home):
                     if path in finder.fused:
@@ -351,7 +351,7 @@ def by_number(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(text), "") if text.isdecimal() else (1, 0, text) for text in re.split(r"(\d+)", name) if text]
 
 
-def _way(entry: Entry, shape: Sequence[int]) -> str:
+def _describe_remedy(entry: Entry, shape: Sequence[int]) -> str:
     """What to do about a convolution in groups of PEFT's, or a layer that the file has whole, for another number of classes."""
     down, up = entry.tensors.get("down"), entry.tensors.get("up")
     groups = len(down) // up.shape[1] if down is not None and up is not None else 1

@@ -14,7 +14,7 @@ from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mea
 from ..core.locks import locks_of, write_lock
 from ..core.quantised import is_transposed, weight_shape
 from .banks import Bank, rows_for
-from .base_weights import warn_of_base
+from .base_weights import warn_on_other_base
 from .files import AdapterFile, Fit, Source, fit, read
 from .own_files import homes_of, of_pass
 from .saved_heads import resized_layers, trained_layers, without_heads
@@ -65,7 +65,7 @@ def load_adapter(
         found.check()
 
     there = functools.partial(tensor_of, module)
-    warn_of_base(file.source, file.about, there)
+    warn_on_other_base(file.source, file.about, there)
     ready = [row for rows in rows_for(banks, found.placed, there).values() for row in rows]
     scales = {row[0].block: found.placed[row[0].key].scale for row in ready if row[0].key in found.placed}
     writes: list[tuple[Tensor, Tensor]] = []

@@ -15,7 +15,7 @@ from ..core.locks import StateLock, choices_of, locks_of, read_lock, use_choices
 from ..core.torch_internals.modules import unwatched
 from ..core.torch_internals.tensors import FakeTensor
 from .banks import Bank, check_name, is_finite, rows_for
-from .base_weights import warn_of_base
+from .base_weights import warn_on_other_base
 from .contents import in_slots
 from .files import Fit, Source, read
 from .loading import fit_to, tensor_of, weights_of
@@ -296,7 +296,7 @@ class Adapters:
         found = fit_to(file, self.banks, module, self.shapes, part, guess)
         if not (partial and found.placed):
             found.check()
-        warn_of_base(file.source, file.about, self.there)
+        warn_on_other_base(file.source, file.about, self.there)
         ready = rows_for(self.banks, found.placed, self.there)
         with self._changing() as write:
             known = self._check_new(name, replace)

@@ -19,7 +19,7 @@ from ..core.reading import reported
 from ..core.weight_files import save_file
 from ..core.writing import new_file, new_folder
 from . import formats
-from .base_weights import named_base
+from .base_weights import describe_base
 from .contents import AdapterContents, ModelLayer, layers_of, trained
 from .find_tensors import PICKLED, SAFE
 from .formats import CONFIGURED, alpha_of, part_of, refused, tensors_of
@@ -257,7 +257,7 @@ def content(
         biases = any(key.endswith(BIAS) for key in heads)
         made |= {"modules_to_save": sorted(saved) or None, "bias": "lora_only" if biases else "none"}
     paths = (entry.path if entry.method else entry.key(entry.path) for entry in entries)
-    base = named_base((path for path in paths if not {path, f"{path}.weight"} & {*trained}), there)
+    base = describe_base((path for path in paths if not {path, f"{path}.weight"} & {*trained}), there)
     about = {"format": "pt", **_metadata(as_, rows, model, name), **base, **(metadata or {})}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}

@@ -30,7 +30,7 @@ class _Stream:
     others: list[tuple[str, Tensor, int]] = field(default_factory=list)  # name, value, and how often it was written
     fixed: list[bool] = field(default_factory=list)  # which of these must stay as they are
 
-    def goes_on(self, sample: Tensor | None, others: list[tuple[str, Tensor, int]]) -> bool:
+    def continues_run(self, sample: Tensor | None, others: list[tuple[str, Tensor, int]]) -> bool:
         """Whether a call may be this stream's next one: its conditions are the same, and its sample comes from the last."""
         if [name for name, *_ in others] != [name for name, *_ in self.others] or not _are_related(self.sample, sample):
             return False
@@ -110,7 +110,7 @@ class Clock:
             self.direction = moved
             self.streams = [stream for stream in self.streams if stream.time == before]
         waiting = [stream for stream in self.streams if stream.time != now]
-        stream = next((stream for stream in waiting if stream.goes_on(sample, tensors)), None)
+        stream = next((stream for stream in waiting if stream.continues_run(sample, tensors)), None)
         if stream is None:
             stream, self.begun = _Stream(self.begun), self.begun + 1
             self.streams.append(stream)

@@ -266,7 +266,7 @@ def guarded(forward: Any, switches: bool, tried: bool) -> Any:
     return wrapper
 
 
-def written(graph: fx.Graph) -> tuple[fx.GraphModule, Any, Any]:
+def compile_graph(graph: fx.Graph) -> tuple[fx.GraphModule, Any, Any]:
     """A graph as code, in a module whose class gets the bare forward, which no call in another thread may run; and a forward
     for it.
     """

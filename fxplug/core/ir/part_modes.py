@@ -231,9 +231,9 @@ class _Composition:
                 if read not in self.values[mode]:
                     self.values[mode][read] = self.outside(read, mode, key)
             copy_nodes([item], self.graph, self.values[mode])
-            self.stands_for(item, key, index, not mode)
+            self.map_copy(item, key, index, not mode)
 
-    def stands_for(self, node: fx.Node, key: str, index: int, other: bool) -> None:
+    def map_copy(self, node: fx.Node, key: str, index: int, other: bool) -> None:
         """Note that the copy of a node stands for what is like it in the other graph, too."""
         code = self.parts.codes[other]
         twin: fx.Node | RegionCall | None = None

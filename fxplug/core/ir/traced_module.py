@@ -19,7 +19,7 @@ from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import count_parameters, is_transposed
 from ..torch_internals.modules import COMPILED, break_graph, leave_frame, without_compiler
 from .containers import LOADED, RESERVED, Container, SharedCode, TracedPart, child_of, module_at
-from .graph import OF_THE_ROOT, Graph, by_regions, copy_graph, in_turn, still_tied, written
+from .graph import OF_THE_ROOT, Graph, by_regions, compile_graph, copy_graph, in_turn, still_tied
 
 if TYPE_CHECKING:
     from .part_modes import PartModes
@@ -189,7 +189,7 @@ class TracedModule(TracedPart, fx.GraphModule):
         graphs = self.graphs if "_twin" in vars(self) else {True: self._graph}
         in_force = next(iter(graphs))
         mode = in_force if mode is None else mode
-        blank, code, forward = written(graphs[mode])
+        blank, code, forward = compile_graph(graphs[mode])
         cls = type(self)
         if mode == in_force:
             vars(self).update({key: value for key, value in vars(blank).items() if key in WRITTEN})
@@ -232,7 +232,7 @@ class TracedModule(TracedPart, fx.GraphModule):
         """The forward for the modes that the parts are in now. Raises GuardError where there can be none."""
         key = (self.training, *[part.training for part in self._parts])
         if key not in self._mixed:
-            self._mixed[key] = written(self.graph_in_force)[2]
+            self._mixed[key] = compile_graph(self.graph_in_force)[2]
         return self._mixed[key]
 
     def keep_checkpointing(self, on: bool = True) -> None:

@@ -40,7 +40,7 @@ from .sites import (
 ROOT = {"": ("", "")}  # the nn_module_stack of what passes put in
 
 
-def stands_for(node: fx.Node, value: fx.Node) -> None:
+def note_replaced(node: fx.Node, value: fx.Node) -> None:
     """Note which value a node that a pass put in takes the place of, for who takes the pass out again."""
     node.meta["pass"] = {**node.meta.get("pass", {}), "instead": value.name}
 
@@ -121,7 +121,7 @@ class Editor(OpenedGraph):
             new.append(value)
             if "shape" not in value.meta:  # a block that was traced knows its own
                 value.meta.update(meta_of(slot.value))
-            stands_for(value, slot.value)
+            note_replaced(value, slot.value)
             slot.put(value, {*new, *reading})
             if slot.only is None:
                 value.meta["behind"] = slot.value.name
@@ -336,7 +336,7 @@ class Editor(OpenedGraph):
                 result = self.node("call_function", ops.edge, (result,), site, last)
             result.meta.update(meta_of(value))
             result.meta["behind"] = full
-            stands_for(result, value)
+            note_replaced(result, value)
             self.behind[f"block:{name}"] = result
         early = [user for _, user in users if user <= result]
         if early:

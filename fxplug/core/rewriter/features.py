@@ -82,14 +82,14 @@ def _expanded(regions: Regions, text: str) -> Iterator[tuple[str, Port]]:
 
 
 @dataclass(frozen=True)
-class AskedValue:
+class PortValue:
     """A value that is asked for; `reader` is the layer before whose call it is taken, None for right behind its node."""
 
     node: fx.Node
     reader: fx.Node | None = None
 
     @property
-    def moment(self) -> fx.Node:
+    def last_node(self) -> fx.Node:
         """The last node that runs before it is taken."""
         return self.node if self.reader is None else self.reader.prev
 
@@ -97,33 +97,33 @@ class AskedValue:
 def _give(graph: Graph, regions: Regions, ports: dict[str, Port], root: nn.Module) -> None:
     """Let a graph give the values at some ports, and end behind the last of them."""
     behind = {node.meta["behind"]: node for node in graph.nodes if "behind" in node.meta}
-    values = {name: _asked_at(regions, port, behind) for name, port in ports.items()}
-    asked = list(dict.fromkeys(one for one in _leaves(values) if isinstance(one, AskedValue)))
+    values = {name: _find_values(regions, port, behind) for name, port in ports.items()}
+    asked = list(dict.fromkeys(one for one in _leaves(values) if isinstance(one, PortValue)))
     order = {node: index for index, node in enumerate(graph.nodes)}
-    _cut(graph, max((one.moment for one in asked), key=order.__getitem__), {one.node for one in asked})
+    _cut(graph, max((one.last_node for one in asked), key=order.__getitem__), {one.node for one in asked})
     memory = _SharedMemory(graph, root)
     changed = {one for one in asked if memory.is_written_later(one)}
     nodes = {one: _copied(one) if one in changed else one.node for one in asked}
     (output,) = graph.find_nodes(op="output")
-    change(output, args=(map_leaves(values, lambda one, _: nodes[one], kind=AskedValue),))
+    change(output, args=(map_leaves(values, lambda one, _: nodes[one], kind=PortValue),))
     erase_unused(graph.nodes, lambda node: node.op == "get_attr")
     graph.lint()
 
 
-def _asked_at(regions: Regions, port: Port, behind: dict[str, fx.Node]) -> Any:
+def _find_values(regions: Regions, port: Port, behind: dict[str, fx.Node]) -> Any:
     """What is asked for at a port, in its structure."""
     region = region_of(regions, port)
     if port.side == "in":
         _, index, node = find_input(regions, region, port)
         if region.leaf is None:
-            return AskedValue(node)
+            return PortValue(node)
         given: Any = [*node.args, *node.kwargs.values()][index]
-        return AskedValue(given, reader=node)
+        return PortValue(given, reader=node)
 
-    def newest(node: fx.Node) -> AskedValue:
+    def newest(node: fx.Node) -> PortValue:
         while node.name in behind:
             node = behind[node.name]
-        return AskedValue(node)
+        return PortValue(node)
 
     results = regions.out_ports(region)
     if port.keys or len(results) == 1:
@@ -131,7 +131,7 @@ def _asked_at(regions: Regions, port: Port, behind: dict[str, fx.Node]) -> Any:
     if not results:
         find_output(regions, region, port)  # raises
     if region.leaf is not None and not any(node.name in behind for _, node in results):
-        return AskedValue(region.leaf)  # with what nobody reads
+        return PortValue(region.leaf)  # with what nobody reads
     return _plain(nest([(found.keys, newest(node)) for found, node in results]))
 
 
@@ -183,13 +183,13 @@ class _SharedMemory:
             first = held.setdefault(node.target, node) if node.op == "get_attr" else node
             self.memory[node] = self.memory[node.all_input_nodes[0]] if shares and node.all_input_nodes else first
 
-    def is_written_later(self, one: AskedValue) -> bool:
+    def is_written_later(self, one: PortValue) -> bool:
         """Whether the model writes in place into a value after it was taken."""
-        moment, memory = self.order[one.moment], self.memory[one.node]
-        return any(at > moment and value is memory for at, value in self.writes)
+        last_node, memory = self.order[one.last_node], self.memory[one.node]
+        return any(at > last_node and value is memory for at, value in self.writes)
 
 
-def _copied(one: AskedValue) -> fx.Node:
+def _copied(one: PortValue) -> fx.Node:
     """A copy of a value as it is when it is taken."""
     node, port = one.node, one.node.meta.get("port")
     stack = dict(node.meta.get("nn_module_stack", {}))

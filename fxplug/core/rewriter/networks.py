@@ -56,7 +56,7 @@ def named_sizes(gm: TracedModule, p: Pass) -> tuple[dict[str, int], dict[str, li
     return bound, free
 
 
-def names_alone(own: Mapping[str, Mapping[str, Any]]) -> set[str]:
+def find_bare_names(own: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """The names that are the whole of a size where the inputs of a pass have them first: nothing else depends on such a size.
 
     A name that is a factor first, as f in `f*h`, is a ratio that the blocks of the pass decide; it is found by trying.
@@ -223,7 +223,7 @@ def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int
     """New arguments of the model, each with a check and an edge, as its own inputs have them."""
     dtypes = [n.meta["dtype"] for n in graph.nodes if n.op == "placeholder" and "dtype" in n.meta]
     floating = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
-    alone = names_alone(own_inputs(gm, p))
+    alone = find_bare_names(own_inputs(gm, p))
     for name, spec in own_inputs(gm, p).items():
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         called = input_name(gm, p, name)

@@ -54,7 +54,7 @@ def unopened(regions: Regions) -> dict[str, list[str]]:
     return {path: [f"{path}.{name}" for name, _ in module.named_modules() if name] for path, module in known.items()}
 
 
-def reads_itself(root: nn.Module, path: str) -> bool:
+def reads_weights_directly(root: nn.Module, path: str) -> bool:
     """Whether a module is one whose weights the module around it reads without calling it: `out_proj` of an attention."""
     return isinstance(root.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention)
 
@@ -76,4 +76,4 @@ def _acts(regions: Regions, rule: Rule, path: str) -> bool:
     """Whether a rule can act on a module within a composite, once that is open."""
     if rule.place == "param":
         return bool(admitted(regions, path, rule.match, rule.port or "weight"))
-    return not reads_itself(regions.root, path)
+    return not reads_weights_directly(regions.root, path)

@@ -303,7 +303,7 @@ def users_without_loop(slot: ValueUse, value: fx.Node) -> set[fx.Node]:
     edge = slot.only
     if edge is None or edge.target is ops.edge:
         read = slot.value if edge is None else edge
-        delay([user for user in read.users if user <= value and user not in seen], value)
+        move_behind([user for user in read.users if user <= value and user not in seen], value)
     if edge is None:
         return seen.intersection(slot.value.users)
     if edge.target is ops.edge and edge in seen:
@@ -314,7 +314,7 @@ def users_without_loop(slot: ValueUse, value: fx.Node) -> set[fx.Node]:
     return set()
 
 
-def delay(readers: list[fx.Node], value: fx.Node) -> None:
+def move_behind(readers: list[fx.Node], value: fx.Node) -> None:
     """Put a network's readers of what a value takes the place of, and what it computes from them, behind that value.
 
     They are for another result of the network, which is computed from the new value. Nothing moves where another part of the

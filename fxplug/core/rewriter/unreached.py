@@ -72,12 +72,12 @@ def _findings(views: Sequence[Regions], rule: Rule, taken: set[str]) -> Iterator
     if weights:
         owners = dict.fromkeys(name.rpartition(".")[0] for name in weights)
         names = sorted({name.rpartition(".")[2] for name in weights})
-        yield f"{len(weights)} weights that MultiheadAttention reads itself: {_way(owners, names)}"
+        yield f"{len(weights)} weights that MultiheadAttention reads itself: {_suggest_pass(owners, names)}"
     bare = dict.fromkeys(name for regions in views for name in _multiplied(regions) if _is_left(regions, name, taken))
     if bare:
         owners = dict.fromkeys(name.rpartition(".")[0] for name in bare)
         names = sorted({name.rpartition(".")[2] for name in bare})
-        yield f"{len(bare)} parameters that are no layer's weight: {_way(owners, names)}"
+        yield f"{len(bare)} parameters that are no layer's weight: {_suggest_pass(owners, names)}"
 
 
 def _multiplied(regions: Regions) -> Iterator[str]:
@@ -116,7 +116,7 @@ def _of_attention(root: nn.Module, path: str) -> bool:
     )
 
 
-def _way(owners: Iterable[str], names: Sequence[str]) -> str:
+def _suggest_pass(owners: Iterable[str], names: Sequence[str]) -> str:
     """How a pass reaches parameters of these modules."""
     at = _patterns(owners)
     alike = "'*weight'" if all(name.endswith("weight") for name in names) else " or ".join(names)
