@@ -242,7 +242,7 @@ def content(
     tensors: dict[str, Tensor] = {}
     biased = any("bias" in entry.kind for _, entry in rows)
     for key, entry in rows:
-        known = model.layers.get(entry.path) if entry.param == "weight" else None
+        known = model.layers.get(entry.path) if entry.param == "weight" or entry.method else None
         layer = known or ModelLayer("", (1,) if entry.method else tuple(entry.sizes()[1]))
         tensors |= tensors_of(as_, key, entry, layer, biased)
     if as_ == "peft":
