@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 GRACE = 10.0  # seconds in which torchrun ends a process because the first one has failed too
 
@@ -20,7 +22,7 @@ def together(call: Callable[[], None], everywhere: bool) -> None:
     """
     rank = int(os.environ["RANK"])
     if rank == 0:
-        raise SystemExit(_exit_code(call))
+        _end(_exit_code(call))
     if not everywhere:
         raise SystemExit(0)
     error = io.StringIO()
@@ -29,12 +31,21 @@ def together(call: Callable[[], None], everywhere: bool) -> None:
     if code:
         time.sleep(GRACE)
         print("".join(f"process {rank}: {line}\n" for line in error.getvalue().splitlines()), end="", file=sys.stderr)
-    raise SystemExit(code)
+    _end(code)
 
 
 def started() -> bool:
     """Whether torchrun started this process, and others."""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _end(code: int) -> NoReturn:
+    """End this process at once: gloo's threads outlive their group, and one that frees a tensor while Python is taken down
+    aborts the process, whose exit code is then no longer the command's."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _exit_code(call: Callable[[], None]) -> int:
