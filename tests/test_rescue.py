@@ -145,7 +145,7 @@ def test_a_module_that_cannot_be_written_does_not_deny_the_checkpoint(tmp_path, 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fxplug.training.resume.save", full)
+    monkeypatch.setattr("fxplug.training.run_outputs.save", full)
     with pytest.raises(fxplug.TrainError, match="the trained module could not be written, the disk is full") as caught:
         run(tmp_path, **changed())
     last = tmp_path / "checkpoints" / "step-00000008"

@@ -136,7 +136,7 @@ def test_accumulated_steps_are_those_of_the_large_batch(tmp_path):
 def test_bf16_trains_float32_weights(tmp_path):
     done = run(tmp_path, train__precision="bf16", dtype="bfloat16", train__trainable=[], train__steps=6)
     assert losses(done.history)[-1] < losses(done.history)[0]
-    kept = read(list_checkpoints(tmp_path / "checkpoints")[-1]).weights
+    kept = read(list_checkpoints(tmp_path / "checkpoints")[-1]).state["weights"]
     assert {p.dtype for p in kept.values()} == {torch.float32}
     assert {p.dtype for p in done.module.parameters()} == {torch.bfloat16}  # and can be called, here and loaded
     image = torch.randn(2, 3, 16, 16, dtype=torch.bfloat16)
@@ -471,7 +471,7 @@ def test_a_checkpoint_of_another_run_says_what_differs(tmp_path):
     )
     assert "is a checkpoint of another run" in text
     assert "passes.lora.rank: 4 then, 2 now" in text and "samples of a step: 16 then, 8 now" in text
-    assert text.endswith("\n  and 8 trained weights") and len(text.splitlines()) == 6
+    assert text.endswith("\n  and 8 trained weights") and len(text.splitlines()) == 7
     wider = message(fxplug.TrainError, tmp_path / "b", resume=tmp_path / "a", train__trainable=["head", "blocks.*.norm*"])
     assert wider.endswith("trained weights") and len(wider.splitlines()) < 5
     other = message(fxplug.TrainError, tmp_path / "c", resume=tmp_path / "a", model={**VIT, "timm": "vit_small_patch16_224"})
@@ -482,7 +482,7 @@ def test_a_checkpoint_of_another_run_says_what_differs(tmp_path):
     "first, then, expected",
     [
         ({}, {"train__lr": 1e-5}, "groups.lora[0]: 0.003 then, 1e-05 now"),
-        ({}, {"seed": 1}, "frozen weights: "),
+        ({}, {"seed": 1}, "base weights: "),
         ({}, {"dtype": "float64"}, "dtype: None then, float64 now"),
         ({}, {"data__shuffle": False}, "data.shuffle: True then, False now"),
     ], 0,
@@ -530,7 +530,7 @@ def test_names_stand_for_optimizer_and_scheduler_in_python_too():
     _, trainer = python_trainer()
     made = trainer(optimizer="sgd", scheduler={"linear": {"warmup": 1}})
     assert len(made.fit()) == 2 and made.fit() is made.history
-    assert type(made.optimizer.optimizer).__name__ == "SGD" and not made.by_epoch
+    assert type(made.optimizer.optimizer).__name__ == "SGD" and not made.schedule.by_epoch
 
 
 class Looks:
@@ -619,7 +619,7 @@ def test_best_results_are_those_of_the_task_s_own_metric(tmp_path):
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
     run(tmp_path, train__steps=1)
-    assert "has a run already: continue it" in message(fxplug.SpecError, tmp_path)
+    assert "has a run already: continue it" in message(fxplug.TrainError, tmp_path)
 
 
 @pytest.mark.parametrize("verb", [fxplug.train, fxplug.rewrite])
@@ -718,7 +718,7 @@ def test_a_run_ends_where_tests_are_no_better_and_leaves_the_best(folder, tmp_pa
     if folder:
         module = dict(fxplug.load(out / "module").named_parameters())
         assert same({name: module[name] for name in seen[1]}, seen[1])
-        assert read(out / "best").progress["step"] == 2 and list_checkpoints(out / "checkpoints")[-1].name.endswith("4")
+        assert read(out / "best").step == 2 and list_checkpoints(out / "checkpoints")[-1].name.endswith("4")
 
 
 def test_a_run_goes_on_from_its_best_test_to_the_bit(tmp_path):
@@ -726,7 +726,7 @@ def test_a_run_goes_on_from_its_best_test_to_the_bit(tmp_path):
     tests = {"train__test": {"every": 1, "best": True}, "data__test": {"call": "runs:Digits"}}
     common = {**tests, "train__epochs": 4, "train__batch": 48, "train__scheduler": "cosine"}
     whole = run(tmp_path / "a", **scores, **common)
-    assert whole.metrics == {"loss": 1.0} and read(tmp_path / "a" / "best").progress["step"] == 4
+    assert whole.metrics == {"loss": 1.0} and read(tmp_path / "a" / "best").step == 4
     last = read(list_checkpoints(tmp_path / "a" / "checkpoints")[-1])
     (tmp_path / "a").rename(tmp_path / "b")
     with sharing():  # without a folder of its own it is that of the run
@@ -735,7 +735,8 @@ def test_a_run_goes_on_from_its_best_test_to_the_bit(tmp_path):
         "ema.safetensors", "progress.json", "state.pt", "weights.safetensors",
     ]  # fmt: skip
     assert losses(again.history) == losses(whole.history)
-    assert same(read(list_checkpoints(again.out / "checkpoints")[-1]).weights, last.weights) and again.metrics == whole.metrics
+    again_last = read(list_checkpoints(again.out / "checkpoints")[-1])
+    assert same(again_last.state["weights"], last.state["weights"]) and again.metrics == whole.metrics
 
 
 def test_what_would_be_compared_is_needed():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,31 +15,33 @@ from torch import Tensor
 
 from ..core import reading, weight_files
 from ..core.errors import DEFAULT, Limits, TrainError, brief_fields, cut
-from ..core.quantised import plain
 from ..core.weight_files import save_file
 from ..core.writing import new_folder, open_new
 
-FORMAT = 1
+FORMAT = 2
 PREFIX = "step-"
 
 
 @dataclass
 class Checkpoint:
-    """All that a run needs to go on, on the CPU: `weights` and `ema` by name, `state` (optimizer, scheduler, scaler), `random`
-    of each process, and `progress` (plain values: how far the run is, and what it was a run of)."""
+    """A `TrainState.state_dict()`, on the CPU, the generators of each process (`random`), and of which `run` it is (plain
+    values, see `identity`)."""
 
-    weights: dict[str, Tensor]
-    progress: dict[str, Any]
-    state: dict[str, Any] = field(default_factory=dict)
-    ema: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Any]
+    run: dict[str, Any] = field(default_factory=dict)
     random: list[dict[str, Any]] = field(default_factory=list)
 
     __repr__ = brief_fields
 
+    @property
+    def step(self) -> int:
+        """After how many steps it was taken."""
+        return int(self.state["progress"]["step"])
+
 
 def write(folder: Path, made: Checkpoint, keep: int) -> Path:
     """Write `folder/step-00000100` and remove all but the newest `keep`. A crash at any moment leaves whole ones only."""
-    target = folder / f"{PREFIX}{made.progress['step']:08}"
+    target = folder / f"{PREFIX}{made.step:08}"
     write_to(target, made)
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
@@ -49,14 +50,28 @@ def write(folder: Path, made: Checkpoint, keep: int) -> Path:
 
 def write_to(target: Path, made: Checkpoint) -> None:
     """Write one to the folder `target`, in the place of what is there."""
+    weights, ema, progress = (made.state[key] for key in ("weights", "ema", "progress"))
+    rest = {key: value for key, value in made.state.items() if key not in ("weights", "ema", "progress")}
     with new_folder(target, own=os.listdir) as work:
-        save_file(made.weights, work / "weights.safetensors")
-        if made.ema:
-            save_file(made.ema, work / "ema.safetensors")
+        save_file(weights, work / "weights.safetensors")
+        if ema:
+            save_file(ema, work / "ema.safetensors")
         with open_new(work / "state.pt") as file:
-            torch.save({"state": made.state, "random": made.random}, file)
-        text = json.dumps({"format": FORMAT, **made.progress}, indent=1)
+            torch.save({"state": rest, "random": made.random}, file)
+        tensors = _shapes({"weights": weights, "ema": ema, **rest})
+        text = json.dumps({"format": FORMAT, "progress": progress, "run": made.run, "tensors": tensors}, indent=1)
         (work / "progress.json").write_text(text, "utf-8")
+
+
+def _shapes(tree: Any, path: str = "") -> dict[str, str]:
+    """Dtype and shape of each tensor of a tree, by its place: `optimizer.state.0.exp_avg`."""
+    if isinstance(tree, Tensor):
+        return {path: f"{str(tree.dtype).removeprefix('torch.')} {list(tree.shape)}"}
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    found: dict[str, str] = {}
+    for key, value in items:
+        found |= _shapes(value, f"{path}.{key}".lstrip("."))
+    return found
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -80,28 +95,23 @@ def read(folder: Path, limits: Limits = DEFAULT) -> Checkpoint:
         return TrainError(f"'{folder}' {finding}; resume from another one")
 
     try:
-        progress = reading.read_json(folder / "progress.json", raises, limits)
-        reading.check_format(progress, FORMAT, raises)
-        del progress["format"]
+        said = reading.read_json(folder / "progress.json", raises, limits)
+        if said.get("format") == 1:
+            raise raises("is a checkpoint of an earlier version, which counts batches and not samples")
+        reading.check_format(said, FORMAT, raises)
         weights, _ = weight_files.read(folder / "weights.safetensors", raises=raises, limits=limits)
         averaged = (folder / "ema.safetensors").is_file()
         ema = weight_files.read(folder / "ema.safetensors", raises=raises, limits=limits)[0] if averaged else {}
         rest, _ = weight_files.read(folder / "state.pt", raises=raises, limits=limits)
-        return Checkpoint(weights, progress, rest["state"], ema, rest["random"])
+        tensors = _shapes({"weights": weights, "ema": ema, **rest["state"]})
+        if lines := differences(said["tensors"], tensors, words=("as it was written", "now")):
+            raise raises(f"was changed: {cut('; '.join(lines), 400)}")
+        state = {**rest["state"], "weights": weights, "ema": ema, "progress": said["progress"]}
+        return Checkpoint(state, said["run"], rest["random"])
     except TrainError:
         raise
     except Exception as error:  # of a damaged file, whatever it holds
         raise TrainError(f"'{folder}' cannot be read: {type(error).__name__}: {error}; resume from another one") from error
-
-
-def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """A short text that differs between sets of weights: a hash of names, shapes and the first values of each."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        parts = [] if tensor.is_meta else plain(tensor)
-        first = [value for part in parts for value in part.detach().flatten()[:4].double().tolist()]
-        digest.update(f"{name} {tuple(tensor.shape)} {first}".encode())
-    return digest.hexdigest()[:16]
 
 
 def differences(then: Any, now: Any, path: str = "", words: tuple[str, str] = ("then", "now")) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,11 +65,31 @@ def gathered(accelerator: Accelerator, value: Any) -> list[Any]:
     return list(gather_object([value])) if accelerator.num_processes > 1 else [value]
 
 
-def mean(accelerator: Accelerator, values: list[float]) -> list[float]:
-    """The mean of each number over the processes, which all have as many samples."""
+def mean_by_name(
+    accelerator: Accelerator, values: Mapping[str, float], names: list[str], flag: float
+) -> tuple[dict[str, float], float]:
+    """The mean of each number over the processes that have it, and the sum of their flags.
+
+    `names` are those that any process has had before, the same in all of them; new ones are added.
+    """
     if accelerator.num_processes == 1:
-        return values
-    reduced: Any = accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=accelerator.device), "mean")
+        return dict(values), flag
+    new = sorted(values.keys() - {*names})
+    flag, more, *sums = _sums(accelerator, [flag, float(bool(new)), *_with_counts(values, names)])
+    if more:
+        added = sorted({name for found in gathered(accelerator, new) for name in found})
+        sums += _sums(accelerator, _with_counts(values, added))
+        names += added
+    pairs = zip(names, sums[::2], sums[1::2], strict=True)
+    return {name: total / count for name, total, count in sorted(pairs) if count}, flag
+
+
+def _with_counts(values: Mapping[str, float], names: Iterable[str]) -> list[float]:
+    return [number for name in names for number in (values.get(name, 0.0), float(name in values))]
+
+
+def _sums(accelerator: Accelerator, numbers: list[float]) -> list[float]:
+    reduced: Any = accelerator.reduce(torch.tensor(numbers, dtype=torch.float64, device=accelerator.device), "sum")
     return list(reduced.tolist())
 
 

@@ -38,12 +38,21 @@ class Lines:
         records = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
         return [{key: float(v) if v in NO_NUMBERS else v for key, v in record.items()} for record in records]
 
-    def rewind(self, step: int) -> None:
-        """Drop the records of later steps, and a last line that is not whole; all at once or not at all."""
-        if self.path.is_file():
-            kept = [record for record in self.read() if record.get("step", 0) <= step and step > 0]
+    @property
+    def length(self) -> int:
+        """Bytes of the records that are whole."""
+        return self.path.stat().st_size if self.path.is_file() else 0
+
+    def cut(self, length: int) -> bytes:
+        """Drop what comes after so many bytes, and a last line that is not whole; all at once or not at all. Gives the
+        lines that it dropped."""
+        text = self.path.read_bytes() if self.path.is_file() else b""
+        whole = text[: text.rfind(b"\n") + 1]
+        kept = whole[:length][: whole[:length].rfind(b"\n") + 1]
+        if kept != text:
             with new_file(self.path) as beside:
-                beside.write_text("".join(json.dumps(plain(record)) + "\n" for record in kept))
+                beside.write_bytes(kept)
+        return whole[len(kept) :]
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -57,23 +57,20 @@ class RunMonitor:
         self._since: list[tuple[float, float]] = []  # loss and seconds of the steps since the last row
         self._shown = 0.0
 
-    def rewind(self, step: int) -> list[dict[str, Any]]:
-        """The run goes on from this step: a checkpoint's, or 0. Called before `start`.
+    @property
+    def log_length(self) -> int:
+        """Bytes of the log so far."""
+        return self._lines.length if self._lines else 0
 
-        What the folder has of later steps is dropped, by a resumed run as by one that begins anew. The records of the steps
-        up to this one are given back.
-        """
+    def rewind(self, step: int, length: int) -> bytes:
+        """The run goes on from this step, when the log had this length. Called before `start`. Gives the lines of the log that
+        come later, and are dropped."""
         self._begin = self._step = step
-        if not self.out or not self._lines:
-            return []
-        self._try("log.jsonl", self._lines.rewind, step)
-        pictures = (self.out / "samples").glob("step-*.png")
-        later = [file for file in pictures if int(file.stem.removeprefix("step-")) > step or not step]
-        anew = [self.out / "samples" / "data.png", self.out / "samples" / "captions.txt"]
-        anew += (self.out / "tensorboard").glob("events.out.tfevents.*")
-        for file in [*later, *([] if step else anew)]:
-            file.unlink(missing_ok=True)
-        return [record for record in self._lines.read() if "loss" in record]
+        return (self._try("log.jsonl", self._lines.cut, length) or b"") if self._lines else b""
+
+    def history(self) -> list[dict[str, Any]]:
+        """The records of steps in the log."""
+        return [record for record in self._lines.read() if "loss" in record] if self._lines else []
 
     def start(self, module: nn.Module, counts: tuple[int, int]) -> None:
         """The model is ready. `counts`: its trainable parameters, and all of them."""

@@ -14,9 +14,9 @@ from torch import Tensor
 from ..core.errors import GuardError, TrainError
 from ..lowerings.frozen_norms import freeze_norms
 from .diagnosis import bad_gradients, first_not_finite, misfit
-from .distributed import mean, set_mode
+from .distributed import mean_by_name, set_mode
 from .param_groups import check_gradients
-from .random_draws import Draws
+from .random_draws import Drawn, Draws
 from .shared_samples import called
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Stepper:
         self.stop = False  # whether any was; all know it after the same step
         self.checked, self.overflows = False, 0
         self.whole = True  # whether all of a step is done; the trainer says so when it has counted it
+        self.micros, self.drawn = 1, Drawn(0, 0)  # of the step at hand
+        self._names: list[str] = []  # of numbers that any process has reported
 
     def __call__(self, batches: Sequence[Batch], step: int, place: dict[str, int]) -> dict[str, float]:
         """Step number `step` (the first is 1) on its micro batches, which are on the device already. Gives loss, grad_norm and
@@ -44,6 +46,8 @@ class Stepper:
         Raises TrainError for a loss or gradient that is not finite, with the step, the batch and the first region that went
         non-finite, and after the first step for a block that no gradient reached. No weight has changed then.
         """
+        counts = [count_samples(batch) for batch in batches]
+        self.micros = len(batches)
         reports: list[dict[str, float]] = []
         for micro, batch in enumerate(batches):
             began, last = time.perf_counter(), micro == len(batches) - 1
@@ -56,7 +60,7 @@ class Stepper:
                     raise TrainError(
                         "the loss does not depend on any trained parameter: it is detached, or the passes do not affect it"
                     )
-                self.trainer.accelerator.backward(loss / len(batches))
+                self.trainer.accelerator.backward(loss / (sum(counts) / counts[micro]))
             reports.append({"loss": float(loss.detach()), **report})
             if not math.isfinite(reports[-1]["loss"]):
                 raise TrainError(self._diagnosed(step, micro, batch, f"the loss is {reports[-1]['loss']}"))
@@ -66,13 +70,11 @@ class Stepper:
             if not last:
                 record = {"loss": reports[-1]["loss"], "lr": self.trainer.optimizer.param_groups[0]["lr"]}
                 self.trainer.plugins.call("on_step_end", **record, seconds=time.perf_counter() - began, **here)
-        keys = sorted({key for report in reports for key in report})
-        own = [[report[key] for report in reports if key in report] for key in keys]
-        *means, asked = mean(self.trainer.accelerator, [*(sum(v) / len(v) for v in own), float(self.asked())])
+        means, asked = mean_by_name(self.trainer.accelerator, _weighted(reports, counts), self._names, float(self.asked()))
         norm = self._finished(step, batches)
         self.stop = asked > 0
         skipped = {"skipped": 1.0} if self.skipped else {}
-        return {**dict(zip(keys, means, strict=True)), "grad_norm": norm, **skipped}
+        return {**means, "grad_norm": norm, **skipped}
 
     @property
     def skipped(self) -> bool:
@@ -80,8 +82,11 @@ class Stepper:
         return bool(self.trainer.optimizer.step_was_skipped)
 
     def _draws(self, step: int, micro: int) -> Draws:
-        trainer = self.trainer
-        return Draws(trainer.seed, step, micro, rank=trainer.rank, world=trainer.world, device=trainer.accelerator.device)
+        trainer, own = self.trainer, (micro, self.micros)
+        if micro == 0:
+            self.drawn = Drawn(trainer.seed, step)
+        where = {"rank": trainer.rank, "world": trainer.world, "device": trainer.accelerator.device}
+        return Draws(trainer.seed, step, *own, **where, drawn=self.drawn)
 
     def _loss(self, batch: Batch, step: int, micro: int) -> tuple[Tensor, dict[str, float]]:
         trainer, task, accelerator = self.trainer, self.trainer.task, self.trainer.accelerator
@@ -144,3 +149,18 @@ class Stepper:
         names = [str(name) for name in batch.get("name", [])]
         shown = f"{', '.join(names[:8])}{' ...' * (len(names) > 8)}" if names else "a batch without names"
         return f"step {step}: {finding}\n  batch: {shown}\n  {cause}\n  a lower lr, 'clip', or a wider precision may help"
+
+
+def count_samples(batch: Batch) -> int:
+    """How many samples a batch has: the length of its first tensor or list; 1 where it has none."""
+    return max(1, next((len(v) for v in batch.values() if isinstance(v, list) or (isinstance(v, Tensor) and v.ndim)), 1))
+
+
+def _weighted(reports: Sequence[dict[str, float]], counts: Sequence[int]) -> dict[str, float]:
+    """The mean of each number over the samples of the micro batches that report it."""
+    found = {}
+    for key in sorted({key for report in reports for key in report}):
+        rows = [(report[key], count) for report, count in zip(reports, counts, strict=True) if key in report]
+        equal = len({count for _, count in rows}) == 1
+        found[key] = sum(v for v, _ in rows) / len(rows) if equal else sum(v * n for v, n in rows) / sum(n for _, n in rows)
+    return found

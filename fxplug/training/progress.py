@@ -1,12 +1,15 @@
-"""How far a run is, and how far it has to go: batches, the steps they make, and epochs."""
+"""How far a run is, and how far it has to go: batches, the steps they make, and epochs; in checkpoints it is samples."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.errors import TrainError
+from ..core.errors import TrainError, shown
 from ..core.spec.train_section import Train
+
+LARGEST = 2**53  # of a whole number that every reader of JSON has exactly
 
 
 @dataclass
@@ -14,13 +17,16 @@ class Progress:
     """How far a run of epochs of `batches` batches is: optimizer steps, the epoch at hand, batches done in it and the sum of
     their losses; best tests.
 
-    `accumulate` is how many batches make a step, which a plugin may change between epochs; the last step of an epoch is made of
-    the batches that are left, so each is trained on. `score` is that of the best test, `measured` all that it gave, and
-    `waited` how many came after it.
+    `size` is how many samples a batch has over all processes, None where only a DataLoader knows. `accumulate` is how many
+    batches make a step, which a plugin may change between epochs; the last step of an epoch is made of the batches that are
+    left, so each is trained on. `score` is that of the best test, at `best_step`, `measured` all that it gave, and `waited` how
+    many came after it.
     """
 
     settings: Train
     batches: int
+    size: int | None = None
+    grouped: bool = False  # whether the samples of a batch come from groups, as those of buckets do
     step: int = 0
     epoch: int = 0
     done: int = 0
@@ -28,16 +34,67 @@ class Progress:
     best: dict[str, float] = field(default_factory=dict)
     accumulate: int = 1
     score: float | None = None
+    best_step: int = 0
     measured: dict[str, float] = field(default_factory=dict)
     waited: int = 0
+    log_length: int = 0  # bytes of the log at a checkpoint
     asked: int | None = None  # batches a step from the next epoch on
 
     def __post_init__(self) -> None:
         self.accumulate = self.settings.accumulate
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
-        return {key: value for key, value in vars(self).items() if key not in ("settings", "batches", "asked")}
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has of it: plain values, the place within the epoch in samples."""
+        kept = ("step", "epoch", "best", "score", "best_step", "measured", "waited", "log_length")
+        return {
+            **{key: getattr(self, key) for key in kept},
+            "total": self.total * (self.size or 1),
+            "done": self.done * (self.size or 1),
+            "batch": self.size,
+            "epoch_samples": self.batches * (self.size or 1),
+            "accumulate": None if self.accumulate == self.settings.accumulate else self.accumulate,
+        }
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise TrainError for a `state_dict` with an entry that is missing or out of range, or that has a place between two
+        batches of this run."""
+        for key in ("step", "epoch", "done", "epoch_samples", "best_step", "waited", "log_length"):
+            value = state.get(key)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
+                raise TrainError(f"'progress.{key}' must be a whole number, 0 or more, not {shown(value)}")
+        for key in ("total", "score"):
+            value = state.get(key)
+            if not (key == "score" and value is None) and not (isinstance(value, (int, float)) and math.isfinite(value)):
+                raise TrainError(f"'progress.{key}' must be a number, not {shown(value)}")
+        for key in ("best", "measured"):
+            if not isinstance(state.get(key), dict):
+                raise TrainError(f"'progress.{key}' must be numbers by name, not {shown(state.get(key))}")
+        if state.get("batch") == self.size and state["epoch_samples"] == self.batches * (self.size or 1):
+            return
+        if self.size is None or state.get("batch") is None or self.grouped:
+            why = "a DataLoader" if self.size is None or state.get("batch") is None else "data in buckets"
+            found = f"{shown(state.get('batch'))} samples a batch and {state['epoch_samples']} an epoch then"
+            now = f"{shown(self.size)} and {self.batches * (self.size or 1)} now"
+            raise TrainError(f"{found}, {now}: with {why} both must stay as they were")
+        if state["epoch_samples"] != self.batches * self.size:
+            raise TrainError(
+                f"an epoch had {state['epoch_samples']} samples then, and has {self.batches * self.size} now in batches of "
+                f"{self.size}: set 'batch' so that as many fill whole batches"
+            )
+        if state["done"] % self.size:
+            raise TrainError(
+                f"{state['done']} samples of the epoch are done, and they are no whole number of batches of {self.size}: set "
+                "'batch' to a divisor of it, or resume from another checkpoint"
+            )
+        if state.get("accumulate") is not None:
+            raise TrainError("a plugin has changed 'accumulate' within the run, so batch and processes must stay as they were")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `check` has passed."""
+        for key in ("step", "epoch", "best", "score", "best_step", "measured", "waited", "log_length"):
+            setattr(self, key, state[key])
+        self.done, self.total = state["done"] // (self.size or 1), state["total"] / (self.size or 1)
+        self.accumulate = state["accumulate"] or self.settings.accumulate
 
     def judge(self, metrics: dict[str, float], highest: str | None) -> bool:
         """Whether a test is better than all before: by the metric of which the highest is best, else by the lowest loss."""
@@ -48,7 +105,7 @@ class Progress:
         score = -metrics[name] if name == "loss" != highest else metrics[name]
         better = score > (float("-inf") if self.score is None else self.score)
         if better:
-            self.score, self.measured, self.waited = score, dict(metrics), 0
+            self.score, self.best_step, self.measured, self.waited = score, self.step, dict(metrics), 0
         else:
             self.waited += 1
         return better
@@ -85,7 +142,7 @@ class Progress:
         short = f"the last step of each epoch takes {rest} batches, not {self.accumulate}: an epoch has {self.batches}"
         return [short] if rest else []
 
-    def size(self) -> int:
+    def next_batches(self) -> int:
         """Batches of the next step."""
         return min(self.accumulate, self.batches - self.done)
 

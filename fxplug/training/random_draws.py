@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,27 +18,39 @@ from ..core.capture.isolation import random_state, set_random_state
 class Draws:
     """Random numbers that depend on the seed, the step and the order of the draws alone.
 
-    Each draw is made for the global batch, on the CPU, and gives this process's rows of it: process `rank` of `world` has
-    rows `rank * b` up to `(rank + 1) * b`. The first size of every shape is the batch `b` of this process.
+    Each draw is made for all samples of the step, on the CPU, and gives the rows of this process's batch: of micro batch
+    `micro` of `micros`, process `rank` of `world` has `b` rows, where `b`, the first size of every shape, is the batch of this
+    process. So the same samples get the same numbers, however the step is divided; `drawn` are what the micro batches of a
+    step have in common.
     """
 
     def __init__(
-        self, seed: int, step: int, micro: int = 0, *, rank: int = 0, world: int = 1, device: torch.device | str = "cpu"
+        self,
+        seed: int,
+        step: int,
+        micro: int = 0,
+        micros: int = 1,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        device: torch.device | str = "cpu",
+        drawn: Drawn | None = None,
     ) -> None:
         self.seed, self.rank, self.world, self.device = seed, rank, world, torch.device(device)
-        self._generator = torch.Generator().manual_seed(mixed(seed, step, micro))
+        self.micro, self.micros, self._count = micro, micros, 0
+        self._drawn = drawn or Drawn(seed, step)
 
     def normal(self, *shape: int) -> Tensor:
         """Standard normal float32 numbers of this shape."""
-        return self._rows(torch.randn(self._all(shape), generator=self._generator), shape)
+        return self._rows("normal", torch.randn, shape)
 
     def uniform(self, *shape: int) -> Tensor:
         """float32 numbers of this shape, at least 0 and below 1."""
-        return self._rows(torch.rand(self._all(shape), generator=self._generator), shape)
+        return self._rows("uniform", torch.rand, shape)
 
     def integers(self, high: int, *shape: int) -> Tensor:
         """int64 numbers of this shape, at least 0 and below `high`."""
-        return self._rows(torch.randint(high, self._all(shape), generator=self._generator), shape)
+        return self._rows(f"integers below {high}", functools.partial(torch.randint, high), shape)
 
     def like(self, x: Tensor) -> Tensor:
         """Standard normal numbers of the shape, dtype and device of `x`."""
@@ -45,13 +58,24 @@ class Draws:
 
     def once(self) -> torch.Generator:
         """A CPU generator for what is drawn once a batch; it is equal on all processes."""
-        return self._generator
+        return self._drawn.generator
 
-    def _all(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (shape[0] * self.world, *shape[1:])
+    def _rows(self, kind: str, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
+        rows = shape[0] * self.world
+        key = (self._count, kind, shape)
+        self._count += 1
+        if key not in self._drawn.values:
+            self._drawn.values[key] = draw((rows * self.micros, *shape[1:]), generator=self._drawn.generator)
+        start = self.micro * rows + self.rank * shape[0]
+        return self._drawn.values[key][start : start + shape[0]].to(self.device)
 
-    def _rows(self, drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return drawn[self.rank * shape[0] : (self.rank + 1) * shape[0]].to(self.device)
+
+class Drawn:
+    """What is drawn in a step: a generator, and the numbers for all samples of the step so far."""
+
+    def __init__(self, seed: int, step: int) -> None:
+        self.generator = torch.Generator().manual_seed(mixed(seed, step, 0))
+        self.values: dict[Any, Tensor] = {}
 
 
 def mixed(*numbers: int) -> int:
@@ -78,10 +102,10 @@ def preserve_random_state() -> Iterator[None]:
         set_random_state(states)
 
 
-def random_state_dict() -> dict[str, Any]:
-    """Where the generators of the CPU, and that of this process's GPU, stand, in plain values and tensors."""
-    (version, numbers, gauss), (kind, keys, *rest), cpu, _ = random_state()
-    device = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+def random_state_dict(stood: tuple[Any, ...] | None = None) -> dict[str, Any]:
+    """Where the generators of the CPU, and that of this process's GPU, stand, or `stood`, in plain values and tensors."""
+    (version, numbers, gauss), (kind, keys, *rest), cpu, devices = stood or random_state()
+    device = {"cuda": devices[torch.cuda.current_device()]} if devices else {}
     numpys = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
     return {"python": [version, list(numbers), gauss], "numpy": numpys, "torch": cpu, **device}
 

@@ -20,13 +20,13 @@ from ..core.ir.traced_module import TRAINED, TracedModule
 from ..core.reading import reported
 from ..core.spec.run_config import Config, load_config, resolved
 from ..core.spec.train_section import Data
-from ..core.writing import check_folder
 from ..reporting.reports import report
-from .checkpoint import list_checkpoints
+from .checkpoint import newest
 from .data.loader import Loader
 from .data.sources import open_items, with_classes
 from .distributed import check_agreement, gathered, launched
 from .plugins import Plugins
+from .run_folder import RunFolder
 from .shared_samples import share
 from .tasks.denoise import Denoise
 from .tasks.task import make_task
@@ -82,8 +82,10 @@ def train(
         check_agreement(accelerator, plain)
         named = Path(source).stem if isinstance(source, (str, Path)) else "train"
         folder = gathered(accelerator, _folder(name or named, out, resume))[0]
-        check_folder(folder, SpecError)
-        start = _start(folder, resume)
+        start = None if not resume else newest(folder if resume is True else Path(resume))
+        if accelerator.is_main_process:
+            check = RunFolder(folder, config.train.save, warnings.warn).check
+            check(resumes=start is not None and start.is_relative_to(folder))
         task = make_task(config.train.task)
         plugins = Plugins(config.train.plugins, base=config.base, on_error=config.train.on_plugin_error)
         rank, world = share(accelerator, config.train)
@@ -113,9 +115,9 @@ def train(
             plugins=plugins,
             quiet=quiet,
         )
+        trainer.open_folder(start)
         if accelerator.is_main_process:
             with reported(lambda finding: TrainError(f"{folder} {finding}"), "cannot be written"):
-                folder.mkdir(parents=True, exist_ok=True)
                 (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), "utf-8")
             if isinstance(task, Denoise):
                 _check_adapter(result.module, config)
@@ -141,15 +143,6 @@ def _folder(name: str, out: str | Path | None, resume: bool | str | Path) -> Pat
             return path.parent
         return path.parent.parent if path.parent.name == "checkpoints" else path
     return Path("out") / f"{name}-{time.strftime('%m%d-%H%M%S')}-{time.time_ns() // 10**6 % 1000:03}"
-
-
-def _start(folder: Path, resume: bool | str | Path) -> Path | None:
-    """What to resume from. SpecError for a folder that has a run already, which is not to be resumed."""
-    if resume:
-        return folder if resume is True else Path(resume)
-    if list_checkpoints(folder / "checkpoints"):
-        raise SpecError(f"'{folder}' has a run already: continue it (--resume), or give another folder")
-    return None
 
 
 def _report(folder: Path, trainer: Trainer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import signal
 import time
@@ -19,20 +20,25 @@ from ..core.ir.traced_module import TracedModule
 from ..core.spec.run_config import check_settings
 from ..core.spec.train_section import Train
 from ..lowerings.regions.submodules import originals
-from .checkpoint import Checkpoint, fingerprint, newest
+from .checkpoint import newest
 from .data.loader import too_many
 from .data.wrapped_loader import loader_of
 from .diagnosis import check_fits
 from .distributed import gathered, launched, prepared, set_mode
+from .identity import describe_run
+from .interrupts import interruptible
 from .monitor import RunMonitor
 from .optimizer_step import Batch, Stepper
-from .param_groups import Ema, check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
+from .param_groups import Ema, check_optimizer, choose, make_optimizer, optimizer_config, trained_beside
 from .plugin_state import Optimizers, TrainBatch, TrainingState, plugin_batch
 from .plugins import Plugins
 from .progress import Progress
-from .random_draws import Draws, mixed, preserve_random_state, random_state_dict, seeded
-from .resume import export, interruptible, keep, keep_best, rescue, restore, take_best
+from .random_draws import Draws, mixed, preserve_random_state, read_random_state, seeded
+from .run_folder import RunFolder
+from .run_outputs import RunOutputs, buffers_of
+from .schedule import Schedule
 from .shared_samples import divided, share
+from .state import TrainState
 from .tasks.task import TaskInfo, make_task, means
 
 
@@ -72,7 +78,7 @@ class Trainer:
         if not isinstance(module, TracedModule):
             kind = type(module).__name__
             raise TrainError(f"a trainer takes a traced module, not {kind}: fxplug.trace(model, inputs) makes one")
-        self.module, self.seed, self.quiet, self.out = module, seed, quiet, Path(out) if out else None
+        self.module, self.seed, self.quiet, self.out = module, seed, quiet, Path(out) if out is not None else None
         self.task = make_task(task)
         if isinstance(test, Mapping):
             train["test"] = {key: value for key, value in test.items() if key != "data"}
@@ -106,20 +112,36 @@ class Trainer:
         self._set_up(Path(base or Path.cwd()), timm)
         self._check_first_batch()  # before plugins see the module, which may hook it
         parts = self.task.parts()
-        self.state = TrainingState(
-            train_batch=TrainBatch(self.data, self.task), unet=module, write_checkpoint=lambda path: keep(self, path), **parts
+        self.plugin_state = TrainingState(
+            train_batch=TrainBatch(self.data, self.task),
+            unet=module,
+            write_checkpoint=lambda path: self.outputs.keep_at(path),
+            **parts,
         )
         self._tell_of_the_model()
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
-        self.progress = Progress(self.settings, self.data.steps)
+        size = self.data.samples_of_a_batch(self.world)
+        self.progress = Progress(self.settings, self.data.steps, size, grouped=self.data.grouped)
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
-        self.drawn: Any = None  # the random state before the step at hand
-        self.saved = False  # whether the module is written
         self._make(optimizer, scheduler)
         out = self.out if self.first else None
         self.watch = RunMonitor(out, self.settings, self.steps, self.epochs, quiet=quiet or not self.first)
         self.plugins.note = self.watch.note
+        self.outputs = RunOutputs(
+            self.module,
+            self.state,
+            RunFolder(out, self.settings.save, self.watch.note),
+            describe=lambda: self.run,
+            config=self.config,
+            task=self.task,
+            dtypes=self.dtypes,
+            sharded=self.sharded,
+            accelerator=self.accelerator,
+            watch=self.watch,
+            plugins=self.plugins,
+            out=self.out,
+        )
 
     def _set_up(self, base: Path, timm: str | None) -> None:
         """Tell the task what there is, and the loaders what the task makes of an image."""
@@ -156,7 +178,7 @@ class Trainer:
             "project_name": folder.absolute().name,
             "log_folder": str(folder),
             "data_root": self.data.root,
-            "ed_state": self.state,
+            "ed_state": self.plugin_state,
         }
         self.plugins.call(
             "on_model_load",
@@ -203,17 +225,40 @@ class Trainer:
         if optimizer is not None:
             check_optimizer(optimizer, self.groups)
         made = optimizer or make_optimizer(self.settings.optimizer, self.groups)
-        self.scheduler, self.by_epoch = scheduler, scheduler is not None
-        if scheduler is None:
-            self.scheduler, self.by_epoch = make_scheduler(self.settings.scheduler, made, self.steps, self.progress.per_epoch)
+        steps, per_epoch = self.steps, self.progress.per_epoch
+        self.schedule = Schedule(made, self.settings.scheduler, steps, per_epoch, given=scheduler)
         self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
-        self.state.optimizer = Optimizers(self.optimizer, self.state.text_encoder)
+        self.plugin_state.optimizer = Optimizers(self.optimizer, self.plugin_state.text_encoder)
         self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
-        self.fingerprint = fingerprint({n: p for n, p in self.module.named_parameters() if n in frozen})
         self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
-        self.kept_best: Checkpoint | None = None  # where the run has no folder
-        self.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        buffers = self.module.named_buffers() if self.sharded is None else buffers_of(self.sharded)
+        self.state = TrainState(
+            self.trained,
+            dict(buffers),
+            made,
+            self.schedule,
+            self.progress,
+            ema=self.ema,
+            scaler=self.accelerator.scaler,
+        )
         self.take_step = Stepper(self)
+
+    @functools.cached_property
+    def run(self) -> dict[str, Any]:
+        """What this is a run of, in plain values: a checkpoint has it, and a run that goes on with one must be the same."""
+        base = {name: p for name, p in self.module.named_parameters() if name not in self.trained}
+        return describe_run(
+            self.module,
+            self.settings,
+            config=self.config,
+            trained=self.trained,
+            base={**base, **self.state.first_buffers},
+            groups=self.groups,
+            kinds=(type(self.optimizer.optimizer).__name__, type(self.schedule.scheduler).__name__),
+            data=self.data,
+            samples_of_a_step=self.settings.batch * self.settings.accumulate * self.world,
+            seed=self.seed,
+        )
 
     def _divided(self) -> TracedModule:
         """The module as processes that share samples compute it together; the module itself where none do."""
@@ -235,10 +280,13 @@ class Trainer:
         """
         if self.history and self.progress.step >= self.steps:
             return self.history
-        with seeded(mixed(self.seed, self.rank)):
-            if resume is not None:
-                restore(self, newest(Path(resume)))
-            self.history = self.watch.rewind(self.progress.step)
+        start = None if resume is None else newest(Path(resume))
+        if self.out is not None or start is not None:
+            self.run  # noqa: B018  # before the training changes what it is made of
+        with self._in_folder(start), seeded(mixed(self.seed, self.rank)):
+            if start is not None:
+                self._resume(start)
+                self.history = self.watch.history()
             self.watch.start(self.module, self.counts())
             for line in (*self.data.notes(self.task), *self.progress.notes()):
                 self.watch.note(line)
@@ -247,6 +295,38 @@ class Trainer:
             for line in self.plugins.summary(time.perf_counter() - begun):
                 self.watch.note(line)
             return self.history
+
+    @contextlib.contextmanager
+    def _in_folder(self, start: Path | None) -> Iterator[None]:
+        """Take the folder of the run, in the first process for all. TrainError in each where it cannot be taken."""
+        self.open_folder(start)
+        try:
+            yield
+        finally:
+            self.outputs.folder.close()
+
+    def open_folder(self, start: Path | None) -> None:
+        """Take the folder of a run that goes on with the checkpoint `start`, in the first process for all.
+
+        TrainError, in every process, where the folder has files of others, another run, or one that goes on now.
+        """
+        try:
+            self.outputs.folder.open(resumes=start is not None and self.out is not None and start.is_relative_to(self.out))
+            found = ""
+        except TrainError as error:
+            found = str(error)
+        if found := next(filter(None, gathered(self.accelerator, found)), ""):
+            raise TrainError(found)
+
+    def _resume(self, path: Path) -> None:
+        """Put the run back to a checkpoint. TrainError, with what differs, for one of another run."""
+        random = self.outputs.resume(path)
+        self.take_step.checked = True
+        if len(random) == self.accelerator.num_processes:
+            read_random_state(random[self.accelerator.process_index])
+            self.state.end_step()
+        else:
+            self.watch.note("the number of processes differs from before: dropout draws other numbers from here on")
 
     def _run(self) -> None:
         """From the first step to the last, and what is left on disk."""
@@ -260,7 +340,7 @@ class Trainer:
                 while self.progress.step < self.steps and not self.take_step.stop and not self._waits():
                     self._epoch()
             if self.take_step.stop:
-                keep(self)
+                self.outputs.keep()
                 end = KeyboardInterrupt(f"stopped after step {self.progress.step}")
                 end.signal = asked[0] if asked else signal.SIGINT  # type: ignore[attr-defined]  # for the exit code
                 raise end
@@ -268,7 +348,9 @@ class Trainer:
                 self.watch.note(f"ended after step {self.progress.step}: {self.progress.waited} tests without an improvement")
             self._finish()
         except BaseException as error:  # whoever it comes from: nothing learnt is lost
-            rescue(self, error)
+            if self.take_step.whole:
+                self.state.roll_back()
+            self.outputs.rescue(error, whole=self.take_step.whole)
             raise
         finally:
             self._close()
@@ -291,7 +373,7 @@ class Trainer:
         batches = self.data.epoch(progress.epoch, start=progress.done)
         before = time.perf_counter()
         while progress.done < progress.batches and progress.step < self.steps and not self.take_step.stop:
-            taken = [self.moved(batch) for batch in itertools.islice(batches, progress.size())]
+            taken = [self.moved(batch) for batch in itertools.islice(batches, progress.next_batches())]
             if any(self.plugins.has(hook) for hook in ("on_step_start", "on_backpropagation", "on_step_end")):
                 taken = [plugin_batch(batch, self.task) for batch in taken]
             record = self._step(taken)
@@ -305,20 +387,26 @@ class Trainer:
     def _step(self, batches: list[Batch]) -> dict[str, Any]:
         progress = self.progress
         place = {"epoch": progress.epoch, "global_step": self.progress.seen, "local_step": progress.done}
-        self.drawn = random_state_dict()
         lr = self.optimizer.param_groups[0]["lr"]
         report = self.take_step(batches, progress.step + 1, place)
         progress.step += 1
         progress.done += len(batches)
         progress.total += report["loss"] * len(batches)
-        self.drawn = None
-        if not self.take_step.skipped:
-            if self.ema:
-                self.ema.update()
-            if not self.by_epoch:
-                self._schedule(report["loss"])
-        self.take_step.whole = True
+        try:
+            if not self.take_step.skipped:
+                if self.ema:
+                    self.ema.update()
+                if not self.schedule.by_epoch:
+                    self.schedule.step(report["loss"], progress.step)
+        except TrainError:  # the scheduler's, with whose rate nothing goes on
+            self._end_step()
+            raise
+        self._end_step()
         return {"step": progress.step, "epoch": progress.epoch, "loss": report.pop("loss"), "lr": lr, **report}
+
+    def _end_step(self) -> None:
+        self.take_step.whole = True
+        self.state.end_step()
 
     def _close(self) -> None:
         """End the workers, say what they could not read, and finish what is watched."""
@@ -327,15 +415,6 @@ class Trainer:
             if loader.skipped:
                 self.watch.note(f"{len(loader.skipped)} images could not be read: {too_many(loader.skipped)}")
         self.watch.close(self.history)
-
-    def _schedule(self, loss: float) -> None:
-        by_loss = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        try:
-            self.scheduler.step(*[loss] * by_loss)
-        except Exception as error:  # the scheduler's, which may be the user's
-            self.take_step.whole = True  # but for the learning rate, which nothing goes on with
-            name, step = type(self.scheduler).__name__, self.progress.step
-            raise TrainError(f"scheduler {name} raised after step {step}: {type(error).__name__}: {error}") from error
 
     def _after(self, record: dict[str, Any], batch: Batch) -> None:
         """What follows a step: its record, the plugins, pictures, a checkpoint."""
@@ -354,14 +433,14 @@ class Trainer:
             if settings.log.samples and progress.step % settings.log.samples == 0:
                 self._pictures()
             if settings.save.every and progress.step % settings.save.every == 0:
-                keep(self)
+                self.outputs.keep()
 
     def _end_epoch(self) -> None:
         progress, every = self.progress, self.settings.test.every
         epoch, loss = progress.epoch, progress.total / self.progress.batches
         progress.epoch, progress.done, progress.total = epoch + 1, 0, 0.0
-        if self.by_epoch:
-            self._schedule(loss)
+        if self.schedule.by_epoch:
+            self.schedule.step(loss, progress.step)
         last = progress.step >= self.steps
         metrics = self.test() if self.tests and ((every and progress.epoch % every == 0) or last) else {}
         self._judge(metrics)
@@ -372,7 +451,7 @@ class Trainer:
         """Keep what has tested best, and count the tests since."""
         wanted = self.settings.test
         if metrics and (wanted.best or wanted.patience) and self.progress.judge(metrics, self.task.best) and wanted.best:
-            keep_best(self)
+            self.outputs.keep_best()
 
     def _waits(self) -> bool:
         """Whether no test is awaited that could be better: the run ends early."""
@@ -383,11 +462,12 @@ class Trainer:
         """Pictures, the last checkpoint and the trained module."""
         if self.tests and self.progress.done:  # the run ended within an epoch
             self._judge(self.test())
-        keep(self)
+        self.outputs.keep()
         if self.settings.test.best:
-            take_best(self)
+            self.outputs.take_best()
+            self.metrics = self.progress.measured or self.metrics
         self._pictures()
-        export(self)
+        self.outputs.export()
         self.accelerator.wait_for_everyone()  # a process that ended while the first one writes would take it with it
 
     # --- looking at what was learnt

@@ -106,6 +106,15 @@ class Loader(Dataset[Any]):
         self._transform = transform
         self.close()
 
+    @property
+    def grouped(self) -> bool:
+        """Whether samples come in groups, such as buckets, of which each batch has one."""
+        return len(self.groups) > 1
+
+    def samples_of_a_batch(self, world: int) -> int | None:
+        """How many samples a batch has over all processes."""
+        return self.order.batch * world
+
     def close(self) -> None:
         """End the workers; a later epoch starts new ones."""
         self._pool = None

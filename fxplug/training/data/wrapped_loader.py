@@ -50,6 +50,16 @@ class WrappedDataLoader:
 
     size: Size | None = None
     root: str | None = None
+    grouped = False
+
+    @property
+    def described(self) -> list[Any]:
+        """How it makes batches, in plain values."""
+        return [self.steps, self.loader.batch_size, type(self.sampler).__name__, self.loader.drop_last]
+
+    def samples_of_a_batch(self, world: int) -> int | None:
+        """None: its batches are its own affair."""
+        return None
 
     def __init__(
         self, loader: DataLoader[Any], *, seed: int = 0, world: int = 1, train: bool = True, hooks: Plugins | None = None

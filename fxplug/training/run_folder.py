@@ -1,0 +1,199 @@
+"""The folder of a run: one run at a time writes into it, and nothing is deleted that the run did not write."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+from ..core.errors import TrainError
+from ..core.reading import reason
+from ..core.spec.train_section import Save
+from ..core.writing import check_folder
+from .checkpoint import PREFIX, Checkpoint, list_checkpoints, read, write, write_to
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MARK = "run.json"  # which the folder of a run has: who writes into it
+EARLIER = "earlier"  # where what a run gives up is moved to
+
+
+class RunFolder:
+    """The files of a run below `path`; `note` is told what goes wrong while the run goes on.
+
+    Only the first of several processes has one that writes: for the others, and for a run without a folder, `path` is None.
+    """
+
+    def __init__(self, path: Path | None, settings: Save, note: Callable[[str], object]) -> None:
+        self.path, self.settings, self.note = path, settings, note
+        self._handle: int | None = None
+
+    # --- whose it is
+
+    def check(self, resumes: bool) -> None:
+        """Raise TrainError, with nothing touched, for a folder that has files of others, or a run that is not to be resumed."""
+        if self.path is None:
+            return
+        check_folder(self.path, TrainError)
+        there = self._names()
+        if there and MARK not in there:
+            more = f" and {len(there) - 3} more" * (len(there) > 3)
+            raise TrainError(
+                f"'{self.path}' has {', '.join(there[:3])}{more}, which no run wrote: give a new or an empty folder (--out)"
+            )
+        if not resumes and (list_checkpoints(self.path / "checkpoints") or (self.path / "module").is_dir()):
+            raise TrainError(f"'{self.path}' has a run already: continue it (--resume), or give another folder")
+
+    def open(self, resumes: bool) -> None:
+        """Take the folder for this run: what one that came to no checkpoint has left is moved aside.
+
+        Raises TrainError as `check` does, and where another run writes into it now.
+        """
+        if self.path is None or self._handle is not None:
+            return
+        self.check(resumes)
+        with self.reported("folder of the run"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._handle = self._lock()
+            if not resumes:
+                self.move_aside([self.path / name for name in self._names() if name not in (MARK, EARLIER)])
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        if self._handle is not None:
+            _HANDLES.discard(self._handle)
+            os.close(self._handle)
+            self._handle = None
+
+    def _names(self) -> list[str]:
+        return sorted(os.listdir(self.path)) if self.path is not None and self.path.is_dir() else []
+
+    def _lock(self) -> int:
+        """A handle that locks the folder for as long as this process has it open, where the file system can."""
+        assert self.path is not None
+        handle = os.open(self.path / MARK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = "another process"
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                held = json.loads((self.path / MARK).read_text("utf-8"))
+                who = f"process {held['pid']} on {held['host']}, which began at {held['started']},"
+            os.close(handle)
+            raise TrainError(f"'{self.path}' has a run that goes on, and {who} writes into it: give another folder") from None
+        except OSError:  # a file system without locks
+            pass
+        _HANDLES.add(handle)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(handle, 0)
+        os.write(handle, json.dumps(holder).encode() + b"\n")
+        return handle
+
+    # --- what gives way
+
+    def move_aside(self, paths: list[Path]) -> None:
+        """Move files of the run, which it would drop or write over, to `earlier/`, and say so."""
+        paths = [path for path in paths if path.exists()]
+        if self.path is None or not paths:
+            return
+        target = self.path / EARLIER / time.strftime("%Y%m%d-%H%M%S")
+        number = 1
+        while target.exists():
+            number += 1
+            target = target.with_name(f"{target.name.partition('.')[0]}.{number}")
+        for path in paths:
+            to = target / path.relative_to(self.path)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(path, to)
+        named = ", ".join(str(path.relative_to(self.path)) for path in paths[:4])
+        more = f" and {len(paths) - 4} more" * (len(paths) > 4)
+        self.note(f"{named}{more}: moved to '{target}'")
+
+    def go_back(self, step: int, best_step: int, dropped: bytes) -> None:
+        """Move aside what the folder has of steps after this one, `dropped` lines of its log too, and a best test of another
+        step than `best_step`."""
+        if self.path is None:
+            return
+        if dropped:
+            (self.path / "log.later.jsonl").write_bytes(dropped)
+        later = [p for p in list_checkpoints(self.path / "checkpoints") if int(p.name.removeprefix(PREFIX)) > step]
+        pictures = sorted((self.path / "samples").glob("step-*.png"))
+        later += [p for p in pictures if p.stem.removeprefix("step-").isdigit() and int(p.stem.removeprefix("step-")) > step]
+        if (self.path / "best").is_dir() and self._best_step() != best_step:
+            later.append(self.path / "best")
+        self.move_aside([*later, self.path / "log.later.jsonl"])
+
+    def _best_step(self) -> int | None:
+        assert self.path is not None
+        with contextlib.suppress(TrainError):
+            return read(self.path / "best").step
+        return None
+
+    # --- what is written
+
+    def keep(self, made: Checkpoint) -> Path | None:
+        """Write the newest checkpoint, and remove the oldest of more than `save.keep`. None where the disk is full."""
+        if self.path is None:
+            return None
+        with self.reported(f"checkpoint of step {made.step}"):
+            return self.write(made)
+        return None
+
+    def write(self, made: Checkpoint) -> Path:
+        """The same, with the system's own errors."""
+        assert self.path is not None
+        return write(self.path / "checkpoints", made, self.settings.keep)
+
+    def keep_at(self, path: Path, made: Checkpoint) -> None:
+        """Write a checkpoint to a folder of its own, which no later one removes."""
+        with self.reported(f"checkpoint '{path}'"):
+            write_to(path, made)
+
+    @contextlib.contextmanager
+    def reported(self, what: str) -> Iterator[None]:
+        """Tell an error of the system's: the run stops with what is still there. On a full disk it may go on, as the settings
+        say."""
+        try:
+            yield
+        except Exception as error:  # torch's or the system's, wrapped in what it likes; any other is raised again
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None or isinstance(error, TrainError):
+                raise
+            full = cause.errno in FULL
+            why = "the disk is full" if full else reason(cause)
+            text = f"the {what} could not be written, {why} ({error}); {self.newest}"
+            if not full:
+                raise TrainError(f"{text}; make the folder writable and resume") from error
+            if self.settings.on_full_disk == "stop":
+                raise TrainError(f"{text}; free some space and resume, or set save.on_full_disk: continue") from error
+            self.note(f"{text}; the run goes on")
+
+    @property
+    def newest(self) -> str:
+        """Which checkpoint is the newest, in words."""
+        kept = list_checkpoints(self.path / "checkpoints") if self.path else []
+        return f"the newest checkpoint is '{kept[-1]}'" if kept else "there is no checkpoint"
+
+
+def _close_handles() -> None:
+    """In a process that was forked: workers that outlive the run must not hold its folder."""
+    while _HANDLES:
+        os.close(_HANDLES.pop())
+
+
+_HANDLES: set[int] = set()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_handles)
