@@ -190,3 +190,25 @@ def _failure(module: TracedModule, args: Any, kwargs: Any, accelerator: Accelera
         except Exception as error:  # of any operation of the model's
             return error
     return None
+
+
+def without_gradient(
+    module: nn.Module, task: Task, batch: Mapping[str, Any], draws: Draws, accelerator: Accelerator
+) -> list[str]:
+    """The names of what trains and gets no gradient from a batch. Buffers, gradients and generators stay as they were."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    try:
+        with preserve_random_state(), accelerator.autocast():
+            found = task.loss(module, dict(batch), draws)
+            loss = found[0] if isinstance(found, tuple) else found
+            accelerator.backward(loss)
+        return [name for name, p in trained.items() if p.grad is None]
+    except Exception:  # the task's own, which the first step tells
+        return []
+    finally:
+        for p in trained.values():
+            p.grad = None
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(before[name])

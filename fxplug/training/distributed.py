@@ -94,14 +94,15 @@ def _sums(accelerator: Accelerator, numbers: list[float]) -> list[float]:
 
 
 def prepared(
-    module: TracedModule, settings: Train, frozen: set[str], accelerator: Accelerator
+    module: TracedModule, settings: Train, frozen: set[str], accelerator: Accelerator, unused: bool = False
 ) -> tuple[nn.Module, TracedModule | None]:
     """What runs in training, on shared weights, and the sharded module when there is one.
 
     Linear layers are fused with their low-rank updates, each in the form that was measured fastest, unless `fuse` is off, and
     batch norms whose parameters are frozen keep their statistics. `checkpointing` and `shard` outline regions, `compile`
     compiles the whole as one graph (what is sharded in parts), or regions by kinds, and several processes are put under DDP
-    when nothing is sharded. Raises SpecError for settings that do not go together, and where no regions are alike.
+    when nothing is sharded, which looks for parameters without gradient in each step where some are `unused`. Raises
+    SpecError for settings that do not go together, and where no regions are alike.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)  # what autocast multiplies
     lowered = fuse(module, "auto" if settings.fuse is True else settings.fuse, dtype=dtype) if settings.fuse else module
@@ -127,7 +128,8 @@ def prepared(
         runner = torch.compile(runner, fullgraph=sharded is None)  # type: ignore[assignment]
     if accelerator.num_processes > 1 and sharded is None:
         on_gpu = accelerator.device.type == "cuda"
-        runner = DistributedDataParallel(runner, device_ids=[accelerator.device] if on_gpu else None)
+        devices = [accelerator.device] if on_gpu else None
+        runner = DistributedDataParallel(runner, device_ids=devices, find_unused_parameters=unused)
     return runner, sharded
 
 

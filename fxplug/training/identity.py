@@ -38,6 +38,7 @@ def describe_run(
     base: Mapping[str, Tensor],
     groups: Iterable[Mapping[str, Any]],
     kinds: tuple[str, str],
+    task: Any,
     data: Any,
     samples_of_a_step: int,
     seed: int,
@@ -45,7 +46,7 @@ def describe_run(
     """Plain values that are equal for two runs which learn the same from the same start; see `FREE` for what they leave out.
 
     `base` are the tensors that do not train, with buffers as they were at the start; `kinds` the classes of optimizer and
-    scheduler.
+    scheduler, `task` what names the task and its options.
     """
     spec = getattr(data, "spec", None)
     return {
@@ -54,7 +55,8 @@ def describe_run(
         "passes": {entry["name"]: {**entry["params"], "sites": len(entry["sites"])} for entry in module.meta.get("passes", [])},
         "trained": {name: list(p.shape) for name, p in trained.items()},
         "groups": {group["name"]: [group["lr"], group["weight_decay"]] for group in groups},
-        "train": settings.model_dump(exclude={*FREE}),
+        "task": task,
+        "train": settings.model_dump(exclude={*FREE, "task"}),
         "optimizer and scheduler": list(kinds),
         "samples of a step": samples_of_a_step,
         "data": None if spec is None else spec.model_dump(exclude={*FREE_DATA}),

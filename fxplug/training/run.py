@@ -115,7 +115,7 @@ def train(
             plugins=plugins,
             quiet=quiet,
         )
-        trainer.open_folder(start)
+        trainer.outputs.open(start)
         if accelerator.is_main_process:
             with reported(lambda finding: TrainError(f"{folder} {finding}"), "cannot be written"):
                 (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), "utf-8")

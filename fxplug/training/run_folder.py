@@ -25,6 +25,7 @@ from .checkpoint import PREFIX, Checkpoint, list_checkpoints, read, write, write
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MARK = "run.json"  # which the folder of a run has: who writes into it
+LATER = "log.later.jsonl"  # lines that a resumed run has dropped from its log
 EARLIER = "earlier"  # where what a run gives up is moved to
 
 
@@ -125,14 +126,14 @@ class RunFolder:
         step than `best_step`."""
         if self.path is None:
             return
-        if dropped:
-            (self.path / "log.later.jsonl").write_bytes(dropped)
+        if any("note" not in json.loads(line) for line in dropped.splitlines()):
+            (self.path / LATER).write_bytes(dropped)
         later = [p for p in list_checkpoints(self.path / "checkpoints") if int(p.name.removeprefix(PREFIX)) > step]
         pictures = sorted((self.path / "samples").glob("step-*.png"))
         later += [p for p in pictures if p.stem.removeprefix("step-").isdigit() and int(p.stem.removeprefix("step-")) > step]
         if (self.path / "best").is_dir() and self._best_step() != best_step:
             later.append(self.path / "best")
-        self.move_aside([*later, self.path / "log.later.jsonl"])
+        self.move_aside([*later, self.path / LATER])
 
     def _best_step(self) -> int | None:
         assert self.path is not None

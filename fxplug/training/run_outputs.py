@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,25 @@ class RunOutputs:
         self.progress, self.first = state.progress, accelerator.is_main_process
         self.best: Checkpoint | None = None  # where the run has no folder
         self.saved = False  # whether the module is written
+
+    @contextlib.contextmanager
+    def opened(self, start: Path | None) -> Iterator[None]:
+        """Hold the folder of a run that goes on with the checkpoint `start`."""
+        self.open(start)
+        try:
+            yield
+        finally:
+            self.folder.close()
+
+    def open(self, start: Path | None) -> None:
+        """Take the folder, in the first process for all. TrainError, in every process, where that cannot be."""
+        found = ""
+        try:
+            self.folder.open(resumes=start is not None and self.out is not None and start.is_relative_to(self.out))
+        except TrainError as error:
+            found = str(error)
+        if found := next(filter(None, gathered(self.accelerator, found)), ""):
+            raise TrainError(found)
 
     # --- checkpoints
 

@@ -43,6 +43,7 @@ class TrainState:
         self.optimizer, self.schedule, self.progress, self.ema, self.scaler = optimizer, schedule, progress, ema, scaler
         self.first_buffers = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
         self._last_buffers = dict(self.first_buffers)
+        self._written: set[str] | None = None  # the buffers that steps write; None before the first
         self._versions = {name: buffer._version for name, buffer in self.buffers.items()}
         self.last_random = random_state()
 
@@ -51,17 +52,18 @@ class TrainState:
     def end_step(self) -> None:
         """Note that a step is whole: `roll_back` goes back to this moment."""
         self.last_random = random_state()
-        for name, buffer in self.buffers.items():
-            if buffer._version != self._versions[name]:
-                self._versions[name], self._last_buffers[name] = buffer._version, buffer.detach().clone()
+        counted = {name for name, buffer in self.buffers.items() if buffer._version != self._versions[name]}
+        if self._written is None or counted - self._written:  # what norms write is not counted: all are compared then
+            changed = {name for name, buffer in self.buffers.items() if not torch.equal(buffer, self._last_buffers[name])}
+            self._written = (self._written or set()) | counted | changed
+        for name in self._written:
+            self._last_buffers[name] = self.buffers[name].detach().clone()
+            self._versions[name] = self.buffers[name]._version
 
     @torch.no_grad()
     def roll_back(self) -> None:
         """Put buffers and gradients back to the end of the last whole step; weights have not changed since."""
-        for name, buffer in self.buffers.items():
-            if buffer._version != self._versions[name]:
-                buffer.copy_(self._last_buffers[name])
-                self._versions[name] = buffer._version
+        fill(self.buffers, self._last_buffers)
         for parameter in self.trained.values():
             parameter.grad = None
 

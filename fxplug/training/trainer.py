@@ -7,24 +7,24 @@ import functools
 import itertools
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
 
 from ..core.errors import SpecError, TrainError, below
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.run_config import check_settings
-from ..core.spec.train_section import Train
+from ..core.spec.train_section import Train, read_use, written
 from ..lowerings.regions.submodules import originals
 from .checkpoint import newest
 from .data.loader import too_many
 from .data.wrapped_loader import loader_of
-from .diagnosis import check_fits
-from .distributed import gathered, launched, prepared, set_mode
+from .diagnosis import check_fits, without_gradient
+from .distributed import check_agreement, gathered, launched, prepared, set_mode
+from .evaluation import Evaluation, moved
 from .identity import describe_run
 from .interrupts import interruptible
 from .monitor import RunMonitor
@@ -39,7 +39,7 @@ from .run_outputs import RunOutputs, buffers_of
 from .schedule import Schedule
 from .shared_samples import divided, share
 from .state import TrainState
-from .tasks.task import TaskInfo, make_task, means
+from .tasks.task import Task, TaskInfo, make_task
 
 
 class Trainer:
@@ -79,7 +79,7 @@ class Trainer:
             kind = type(module).__name__
             raise TrainError(f"a trainer takes a traced module, not {kind}: fxplug.trace(model, inputs) makes one")
         self.module, self.seed, self.quiet, self.out = module, seed, quiet, Path(out) if out is not None else None
-        self.task = make_task(task)
+        self.task, self._named = make_task(task), task
         if isinstance(test, Mapping):
             train["test"] = {key: value for key, value in test.items() if key != "data"}
             test = test.get("data")
@@ -189,16 +189,29 @@ class Trainer:
             disable_textenc_training=not self.task.trains,
         )
 
-    def _check_first_batch(self) -> None:
-        """Raises TrainError where it does not fit the graph, unless a plugin may still change it."""
+    def _first_batch(self) -> tuple[Batch | None, Draws]:
+        """The first batch, with its random numbers; None where a plugin may change it, or the data set raises."""
         batch = None
         if not self.plugins.has("on_step_start"):
             with contextlib.suppress(Exception):  # the data set's own, which the first step tells
                 batch = self.data.peek()
+        set_mode(self.module, self.module, self.settings.mode)
+        draws = Draws(self.seed, 1, rank=self.rank, world=self.world, device=self.accelerator.device)
+        return batch and self.moved(batch), draws
+
+    def _check_first_batch(self) -> None:
+        """Raises TrainError where it does not fit the graph, unless a plugin may still change it."""
+        batch, draws = self._first_batch()
         if batch is not None:
-            set_mode(self.module, self.module, self.settings.mode)
-            draws = Draws(self.seed, 1, rank=self.rank, world=self.world, device=self.accelerator.device)
-            check_fits(self.module, self.task, self.moved(batch), draws, self.accelerator)
+            check_fits(self.module, self.task, batch, draws, self.accelerator)
+
+    def _some_without_gradient(self) -> bool:
+        """Whether in any process the first batch gives no gradient to something that trains: DDP must look for it then."""
+        if self.accelerator.num_processes == 1 or self.settings.shard or self.settings.parallel is not None:
+            return False
+        batch, draws = self._first_batch()
+        found = batch is None or bool(without_gradient(self.module, self.task, batch, draws, self.accelerator))
+        return any(gathered(self.accelerator, found))
 
     @property
     def steps(self) -> int:
@@ -215,7 +228,8 @@ class Trainer:
         names = {name for group in self.groups for name in group["names"]}
         frozen = {name for name, _ in self.module.named_parameters()} - names
         self.divided = self._divided()
-        self.runner, self.sharded = prepared(self.divided, self.settings, frozen, self.accelerator)
+        unused = self._some_without_gradient()
+        self.runner, self.sharded = prepared(self.divided, self.settings, frozen, self.accelerator, unused)
         if self.sharded is not None:
             held = originals(self.sharded)
             for group in self.groups:
@@ -242,6 +256,10 @@ class Trainer:
             scaler=self.accelerator.scaler,
         )
         self.take_step = Stepper(self)
+        both = self.divided.twin_error == self.module.twin_error  # else only one mode can be divided
+        shown = self.sharded or (self.divided if both else self.module)
+        after = functools.partial(set_mode, self.runner, self.module, self.settings.mode)
+        self.evaluation = Evaluation(shown, self.task, self.accelerator, self.ema, after, sharded=self.sharded is not None)
 
     @functools.cached_property
     def run(self) -> dict[str, Any]:
@@ -255,6 +273,7 @@ class Trainer:
             base={**base, **self.state.first_buffers},
             groups=self.groups,
             kinds=(type(self.optimizer.optimizer).__name__, type(self.schedule.scheduler).__name__),
+            task=written(self.settings.task if isinstance(self._named, Task) else read_use(self._named)),
             data=self.data,
             samples_of_a_step=self.settings.batch * self.settings.accumulate * self.world,
             seed=self.seed,
@@ -281,9 +300,9 @@ class Trainer:
         if self.history and self.progress.step >= self.steps:
             return self.history
         start = None if resume is None else newest(Path(resume))
-        if self.out is not None or start is not None:
-            self.run  # noqa: B018  # before the training changes what it is made of
-        with self._in_folder(start), seeded(mixed(self.seed, self.rank)):
+        if self.out is not None or start is not None or self.accelerator.num_processes > 1:
+            check_agreement(self.accelerator, self.run)  # made before the training changes what it is made of
+        with self.outputs.opened(start), seeded(mixed(self.seed, self.rank)):
             if start is not None:
                 self._resume(start)
                 self.history = self.watch.history()
@@ -295,28 +314,6 @@ class Trainer:
             for line in self.plugins.summary(time.perf_counter() - begun):
                 self.watch.note(line)
             return self.history
-
-    @contextlib.contextmanager
-    def _in_folder(self, start: Path | None) -> Iterator[None]:
-        """Take the folder of the run, in the first process for all. TrainError in each where it cannot be taken."""
-        self.open_folder(start)
-        try:
-            yield
-        finally:
-            self.outputs.folder.close()
-
-    def open_folder(self, start: Path | None) -> None:
-        """Take the folder of a run that goes on with the checkpoint `start`, in the first process for all.
-
-        TrainError, in every process, where the folder has files of others, another run, or one that goes on now.
-        """
-        try:
-            self.outputs.folder.open(resumes=start is not None and self.out is not None and start.is_relative_to(self.out))
-            found = ""
-        except TrainError as error:
-            found = str(error)
-        if found := next(filter(None, gathered(self.accelerator, found)), ""):
-            raise TrainError(found)
 
     def _resume(self, path: Path) -> None:
         """Put the run back to a checkpoint. TrainError, with what differs, for one of another run."""
@@ -477,13 +474,7 @@ class Trainer:
         if self.tests is None:
             raise TrainError("no test data: set 'test' in the data section, or pass test=...")
         begun = time.perf_counter()
-        most = max(gathered(self.accelerator, self.tests.steps))
-        with self._evaluating() as module:
-            totals, count = self._totals(module, self.tests.epoch(0))
-            for _ in range(most - count if self.sharded else 0):
-                self._totals(module, iter([self.tests.first(1)]))  # all processes of a sharded module call it as often
-        parts = gathered(self.accelerator, {name: (float(a), float(b)) for name, (a, b) in totals.items()})
-        metrics = means({name: (sum(p[name][0] for p in parts), sum(p[name][1] for p in parts)) for name in parts[0]})
+        metrics = self.evaluation.test(self.tests)
         best, chosen = self.progress.best, self.task.best
         if chosen in metrics and (chosen not in best or metrics[chosen] >= best[chosen]):
             self.progress.best = dict(metrics)
@@ -494,41 +485,14 @@ class Trainer:
 
     def _pictures(self) -> None:
         """Show what the task's samples are now, where it has any."""
-        with self._evaluating() as module:
-            images = self.task.samples(module, Draws(self.seed, 0, device=self.accelerator.device))
+        images = self.evaluation.samples(Draws(self.seed, 0, device=self.accelerator.device))
         if images is not None:
             self.watch.beside_samples(self.task.beside_samples)
             self.watch.samples(self.progress.step, images)
 
-    def _totals(self, module: nn.Module, batches: Iterator[Batch]) -> tuple[dict[str, tuple[float, float]], int]:
-        """What the task's test gives for batches, and how many they were."""
-        counted = itertools.count()
-        taken = (self.moved(batch) for batch, _ in zip(batches, counted, strict=False))
-        return self.task.test(module, taken), next(counted)
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[nn.Module]:
-        """The module for tests and pictures: in evaluation, with averaged weights; the run's random numbers stay."""
-        both = self.divided.twin_error == self.module.twin_error  # else only one mode can be divided
-        module = self.sharded or (self.divided if both else self.module)
-        device = self.accelerator.device
-        if self.accelerator.num_processes > 1:
-            for buffer in module.buffers():  # statistics that each process took of its own samples
-                torch.distributed.broadcast(buffer, 0)
-        with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            torch.no_grad(),
-            self.ema.applied() if self.ema else contextlib.nullcontext(),
-            self.accelerator.autocast(),
-        ):
-            module.eval()
-            yield module
-        set_mode(self.runner, self.module, self.settings.mode)
-
     def moved(self, batch: Batch) -> Batch:
         """Move a batch to the device of the run."""
-        device = self.accelerator.device
-        return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        return moved(batch, self.accelerator.device)
 
 
 def _settings(task: Any, given: Mapping[str, Any]) -> Train:

@@ -1,0 +1,78 @@
+"""Tests and pictures of a run: in evaluation, with averaged weights where there are any."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from .distributed import gathered
+from .param_groups import Ema
+from .random_draws import Draws
+from .tasks.task import Task, means
+
+
+class Evaluation:
+    """Evaluates `module` on a task; `after` puts what trains back into its mode. The random numbers stay where they are."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        task: Task,
+        accelerator: Accelerator,
+        ema: Ema | None,
+        after: Callable[[], None],
+        *,
+        sharded: bool,
+    ) -> None:
+        self.module, self.task, self.accelerator, self.ema, self.after = module, task, accelerator, ema, after
+        self.sharded = sharded
+
+    def test(self, loader: Any) -> dict[str, float]:
+        """The task's metrics on a loader of test data, over all processes."""
+        most = max(gathered(self.accelerator, loader.steps))
+        with self._evaluating() as module:
+            totals, count = self._totals(module, loader.epoch(0))
+            for _ in range(most - count if self.sharded else 0):
+                self._totals(module, iter([loader.first(1)]))  # all processes of a sharded module call it as often
+        parts = gathered(self.accelerator, {name: (float(a), float(b)) for name, (a, b) in totals.items()})
+        names = dict.fromkeys(name for part in parts for name in part)
+        pairs = {name: [part[name] for part in parts if name in part] for name in names}
+        return means({name: (sum(a for a, _ in found), sum(b for _, b in found)) for name, found in pairs.items()})
+
+    def samples(self, draws: Draws) -> Tensor | None:
+        """The task's pictures, [n, c, h, w] in [0, 1]; None of a task that has none."""
+        with self._evaluating() as module:
+            return self.task.samples(module, draws)
+
+    def _totals(self, module: nn.Module, batches: Iterator[dict[str, Any]]) -> tuple[dict[str, tuple[float, float]], int]:
+        """What the task's test gives for batches, and how many they were."""
+        counted = itertools.count()
+        taken = (moved(batch, self.accelerator.device) for batch, _ in zip(batches, counted, strict=False))
+        return self.task.test(module, taken), next(counted)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[nn.Module]:
+        device = self.accelerator.device
+        if self.accelerator.num_processes > 1:
+            for buffer in self.module.buffers():  # statistics that each process took of its own samples
+                torch.distributed.broadcast(buffer, 0)
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.no_grad(),
+            self.ema.applied() if self.ema else contextlib.nullcontext(),
+            self.accelerator.autocast(),
+        ):
+            self.module.eval()
+            yield self.module
+        self.after()
+
+
+def moved(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A batch on a device."""
+    return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
