@@ -45,9 +45,10 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint has of it: plain values, the place within the epoch in samples."""
-        kept = ("step", "epoch", "best", "score", "best_step", "measured", "waited", "log_length")
+        kept = ("step", "epoch", "score", "best_step", "waited", "log_length")
         return {
             **{key: getattr(self, key) for key in kept},
+            **{key: _finite(getattr(self, key)) for key in ("best", "measured")},
             "total": self.total * (self.size or 1),
             "done": self.done * (self.size or 1),
             "batch": self.size,
@@ -69,6 +70,8 @@ class Progress:
         for key in ("best", "measured"):
             if not isinstance(state.get(key), dict):
                 raise TrainError(f"'progress.{key}' must be numbers by name, not {shown(state.get(key))}")
+        if state["done"] > state["epoch_samples"]:
+            raise TrainError(f"'progress.done' is {state['done']}, and an epoch has {state['epoch_samples']} samples")
         if state.get("batch") == self.size and state["epoch_samples"] == self.batches * (self.size or 1):
             return
         if self.size is None or state.get("batch") is None or self.grouped:
@@ -162,3 +165,8 @@ class Progress:
         self.accumulate = asked
         finding = f"from epoch {self.epoch} on a step takes {asked} batches: {self.per_epoch} steps an epoch"
         return "; ".join([finding, *self.notes()])
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    """What of them JSON has."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

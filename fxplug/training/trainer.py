@@ -25,7 +25,7 @@ from .data.wrapped_loader import loader_of
 from .diagnosis import check_fits, without_gradient
 from .distributed import check_agreement, gathered, launched, prepared, set_mode
 from .evaluation import Evaluation, moved
-from .identity import describe_run
+from .identity import describe_run, digest_of_tensors
 from .interrupts import interruptible
 from .monitor import RunMonitor
 from .optimizer_step import Batch, Stepper
@@ -227,6 +227,9 @@ class Trainer:
         """What runs, the optimizer and its scheduler, the average of the weights, and what takes steps."""
         names = {name for group in self.groups for name in group["names"]}
         frozen = {name for name, _ in self.module.named_parameters()} - names
+        if self.accelerator.num_processes > 1:  # before the weights of the first take the place of the others'
+            start = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+            check_agreement(self.accelerator, {"weights at the start": digest_of_tensors(start)})
         self.divided = self._divided()
         unused = self._some_without_gradient()
         self.runner, self.sharded = prepared(self.divided, self.settings, frozen, self.accelerator, unused)
