@@ -42,8 +42,8 @@ class Loader(Dataset[Any]):
     """The batches of `items` for one process of `world`.
 
     A batch is a dict: `image` float32 [b, c, h, w], `caption` list of str, `label` int64 [b], `condition` float32 [b, c, h, w],
-    `index` int64 [b], `name` list of str, and what else the items hold. Seed, epoch and index alone decide them (see `Order`):
-    neither the number of workers or processes, nor a resumed epoch, nor random numbers drawn elsewhere.
+    `index` int64 [b], `name` list of str, and what else the items hold. Seed, epoch, index and, of repeated ones, which repeat
+    it is alone decide them (see `Order`): neither the number of workers or processes, nor a resumed epoch, nor random numbers drawn elsewhere.
 
     transform: (PIL image, (h, w)) -> tensor [c, h, w]. None: crop to the shape of the size, resize, flip as `spec` says,
         values in [-1, 1]; a transform does all that itself, but where there are condition images it gets the image cropped
@@ -190,17 +190,19 @@ class Loader(Dataset[Any]):
     def fetch(self, request: Request, enough: int | None = None) -> Fetched:
         """The batch of a request; `enough` is after how many samples it ends.
 
-        Every sample starts from random numbers seeded with (seed, epoch, index).
+        Every sample starts from random numbers seeded with (seed, epoch, index), and further views of it in one epoch with
+        their number too.
         """
         skipped: dict[str, str] = {}
         composed = ""
         with preserve_random_state():
             try:
                 samples: list[dict[str, Any]] = []
-                for index in request.indices:
+                for place, index in enumerate(request.indices):
                     if len(samples) == enough:
                         break
-                    sample = self._readable(index, request, skipped)
+                    view = request.views[place] if request.views else 0
+                    sample = self._readable(index, view, request, skipped)
                     if len(skipped) > self.spec.max_corrupt:  # the loader counts them, and stops
                         return Fetched(None, skipped)
                     if sample is not None:
@@ -211,10 +213,12 @@ class Loader(Dataset[Any]):
             except FxplugError as error:
                 return Fetched(None, skipped, error)
 
-    def _readable(self, index: int, request: Request, skipped: dict[str, str]) -> dict[str, Any] | None:
+    def _readable(self, index: int, view: int, request: Request, skipped: dict[str, str]) -> dict[str, Any] | None:
         members = self.groups[request.group]
         for candidate in self._from(index, members) if self.train else (index,):
-            seed_all(mixed(self.seed, request.epoch, candidate))
+            # what stands in for another sample is a further view, too
+            further = (view, index) if candidate != index else (view,) if view else ()
+            seed_all(mixed(self.seed, request.epoch, candidate, *further))
             try:
                 return self._sample(candidate, self.sizes[request.group], request.epoch)
             except Unreadable as error:
