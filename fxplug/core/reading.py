@@ -149,8 +149,9 @@ def text(path: str | os.PathLike[str], limit: int, raises: Raises | None = None)
     data = read_bytes(path, limit, raises)
     try:
         return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        hint = "; it is UTF-16: save it as UTF-8" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+    except UnicodeDecodeError as error:
+        wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")
+        hint = "; it is UTF-16: save it as UTF-8" if wide else f" in line {data[: error.start].count(10) + 1}"
         raise raises(f"cannot be read: not UTF-8 text{hint}") from None
 
 

@@ -142,7 +142,8 @@ def _of_8_bits(image: Image.Image) -> Image.Image:
         grey = values.astype(np.int64) >> 8
     else:
         white = "1, to 255, or whole ones to 65535" if image.mode == "F" else "255, or to 65535"
-        raise ValueError(f"it has values from {least:g} to {most:g} (their mean is {values.mean():g}), and must have them from 0 to {white}")
+        found = f"it has values from {least:g} to {most:g} (their mean is {values.mean():g})"
+        raise ValueError(f"{found}, and must have them from 0 to {white}")
     made = Image.fromarray(grey.astype(np.uint8))
     if getattr(image, "tag_v2", {}).get(262) == 0:  # a TIFF in which white is 0
         made = ImageOps.invert(made)
