@@ -6,7 +6,7 @@ import contextlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +36,7 @@ def read_image(
     source: Path | bytes, name: str, channels: int = 3, background: tuple[int, int, int] = WHITE
 ) -> Image.Image:
     """Decode the image in a file or its bytes, upright, in mode RGB or L, as `prepared` does. Raises Unreadable."""
-    with _readable(name, source), Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-        image.load()
+    with _readable(name, source), _opened(source) as file, Image.open(file) as image:
         return prepared(image, channels, background)
 
 
@@ -57,9 +56,14 @@ def _readable(name: str, source: Path | bytes = b"...") -> Iterator[None]:
         raise Unreadable(name, why) from error
 
 
+def _opened(source: Path | bytes) -> BinaryIO:
+    """A file or bytes, opened. Given a path PIL would map a TIFF into memory, and those that are turned have other pixels then."""
+    return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+
+
 def _unidentified(source: Path | bytes) -> str:
     """Why a file is not opened by PIL."""
-    with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+    with _opened(source) as file:
         start = file.read(4)
     if start in (b"II*\0", b"MM\0*"):
         return "a TIFF of a kind that PIL does not read, such as floats of several channels: save it as a PNG"
@@ -69,7 +73,7 @@ def _unidentified(source: Path | bytes) -> str:
 def read_size(source: Path | bytes) -> tuple[int, int]:
     """(h, w) of the upright image, from its header; (0, 0) for one that cannot be read."""
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with _opened(source) as file, Image.open(file) as image:
             if image.format == "PNG" and not image.info.keys() & _PNG_KEYS and _has_late_chunks(source):
                 image.load()
             w, h = image.size
@@ -82,7 +86,7 @@ def read_size(source: Path | bytes) -> tuple[int, int]:
 
 def _has_late_chunks(source: Path | bytes) -> bool:
     """Whether a PNG has chunks behind its pixels that may say how it is turned. Only then is it decoded for its size."""
-    with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+    with _opened(source) as file:
         file.seek(8)
         pixels = False
         while len(head := file.read(8)) == 8:
@@ -103,8 +107,8 @@ def prepared(image: Image.Image, channels: int, background: tuple[int, int, int]
     mode = "RGB" if channels == 3 else "L"
     if image.mode == "F" or image.mode.startswith("I"):
         image = _of_8_bits(image)
-    elif image.mode == "La":
-        image = image.convert("LA")
+    elif image.mode in ("La", "LAB"):
+        image = image.convert("LA" if image.mode == "La" else "RGB")
     elif image.mode == "RGB" and isinstance(clear := image.info.get("transparency"), tuple) and max(clear) > 255:
         image = image.copy()  # 16 bits a colour, of which PIL keeps the upper 8
         image.info["transparency"] = tuple(value >> 8 for value in clear)
