@@ -38,7 +38,8 @@ def picture(rng: random.Random, mode: str, size: tuple[int, int]) -> Image.Image
         return Image.frombytes(mode, size[::-1], values.astype("<u2" if mode == "I;16" else ">u2").tobytes())
     if mode[0] in "IF":
         values = one.astype(np.int32) * (257 if mode == "I" else 1) if mode[0] == "I" else one.astype(np.float32)
-        return Image.fromarray(values / np.float32(255) if mode == "F" else values * np.float32(0.75) if mode == "F;1" else values)
+        values = values / np.float32(255) if mode == "F" else values * np.float32(0.75) if mode == "F;1" else values
+        return Image.fromarray(values)
     if mode in ("LA", "RGBA"):
         colour.putalpha(Image.fromarray(grey[..., 1]))
     return colour.convert("P").convert("PA") if mode == "PA" else colour.convert(mode)
@@ -202,9 +203,10 @@ def _compare_epochs(rng, items, section, spec, arrays, wanted) -> str | None:
     halves = [list(Loader(items, section, 1, seed=seed, rank=rank, world=2).epoch(epoch)) for rank in (0, 1)]
     joined = [batch for pair in zip(*halves, strict=True) for batch in pair]
     for one, two in zip(joined, batches, strict=False):
-        if section.shuffle or epoch == 0:
-            if one["name"] != two["name"] or not one["image"].equal(two["image"]):
-                return f"two processes have {one['name']} where one has {two['name']}, or another view of it"
+        if not section.shuffle and epoch:
+            break  # it begins where the epoch before ended, which depends on the batch
+        if one["name"] != two["name"] or not one["image"].equal(two["image"]):
+            return f"two processes have {one['name']} where one has {two['name']}, or another view of it"
     resumed = list(Loader(items, section, 1, seed=seed).epoch(epoch, 1))
     if not all(one["image"].equal(two["image"]) for one, two in zip(resumed, batches[1:], strict=True)):
         return "a resumed epoch has other views"

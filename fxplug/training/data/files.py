@@ -126,7 +126,7 @@ def open_files(spec: Data, base: Path) -> FileItems:
     assert given is not None  # a section has one of the kinds
     conditions = _condition_folder(spec, base)
     sources = _paths(given, base)
-    roots = [source.parent if source.is_file() and key == "images" else existing(source, key) for source in sources]
+    roots = [source.parent if os.path.isfile(source) and key == "images" else existing(source, key) for source in sources]
     # the folder that holds all of them
     top = roots[0] if len(roots) == 1 else Path(os.path.commonpath([folder.resolve() for folder in roots]))
     sidecars, others = Sidecars(roots), _OtherFolders(spec, base, conditions, sources)
@@ -177,7 +177,8 @@ class _OtherFolders:
             if test.conditions is not None and ":" not in test.conditions.name:
                 others.append(base / test.conditions.name)
             own = {os.path.realpath(source) for source in sources}
-            self.kinds = dict.fromkeys({os.path.realpath(folder) for folder in others} - own, "test data")
+            found = {os.path.realpath(folder) for folder in others if os.path.isdir(folder)}
+            self.kinds = dict.fromkeys(found - own, "test data")
         if conditions is not None:
             self.kinds[os.path.realpath(conditions)] = "condition images"
 
@@ -211,9 +212,9 @@ def _listed(
     source: Path, sidecars: Sidecars, skip: Container[str], key: str
 ) -> list[tuple[Path, ImageSettings | None]]:
     """The image files of a folder or a list, each with what the list says of it. None: what lies beside it says it."""
-    if source.is_file() and source.suffix == ".json":
+    if os.path.isfile(source) and source.suffix == ".json":
         return from_json(source, sidecars)
-    if source.is_file() and source.suffix == ".toml":
+    if os.path.isfile(source) and source.suffix == ".toml":
         return from_toml(source, images_below, sidecars.notes)
     found = images_below(existing(source, key), skip=skip)
     if not found:
@@ -265,11 +266,11 @@ def _class_folders(top: Path, names: Sequence[str], skip: Container[str]) -> lis
 
 def existing(folder: Path, key: str) -> Path:
     """The folder, or a SpecError with the nearest name that exists."""
-    if folder.is_dir():
+    if os.path.isdir(folder):  # which, as the others here, takes what no file can be called
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise SpecError(f"must be a folder, and '{folder}' is a file", path=(key,))
-    if not folder.parent.is_dir():
+    if not os.path.isdir(folder.parent):
         raise SpecError(f"no such folder '{folder}', nor '{folder.parent}'", path=(key,))
     near = did_you_mean(folder.name, (p.name for p in folder.parent.iterdir() if p.is_dir()))
     raise SpecError(f"no such folder '{folder}'{near}", path=(key,))

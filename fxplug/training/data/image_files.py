@@ -57,7 +57,7 @@ def _readable(name: str, source: Path | bytes = b"...") -> Iterator[None]:
 
 
 def _opened(source: Path | bytes) -> BinaryIO:
-    """A file or bytes, opened. Given a path PIL would map a TIFF into memory, and those that are turned have other pixels then."""
+    """A file or bytes, opened. Of a path PIL would map a TIFF into memory, and one that is turned has other pixels then."""
     return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
 
 
@@ -179,6 +179,8 @@ def as_image(
     found = np.asarray(value) if isinstance(value, list) else value
     if not isinstance(found, (Tensor, np.ndarray)):
         raise TrainError(f"{name}: an image must be a PIL image, a tensor or a numpy array, not a {type(value).__name__}")
+    if isinstance(found, np.ndarray) and not found.flags.writeable:
+        found = found.copy()  # of which torch would warn
     array = to_image(found).as_subclass(Tensor) if found.ndim in (2, 3) else torch.empty(0)
     if array.ndim != 3 or (not array.is_floating_point() and len(array) not in (1, 3, 4)):
         layout = "[c, h, w] or [h, w]" if isinstance(value, Tensor) else "[h, w, c] or [h, w]"
