@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
+import fxplug
 from fxplug.core.errors import SpecError, TrainError
 from fxplug.core.spec.run_config import check_settings
 from fxplug.core.spec.train_section import Data
@@ -476,7 +477,7 @@ def test_labels_that_a_data_set_has_at_hand(data, labels):
 
 
 def images_of(kind):
-    colour = np.asarray(picture(1, (16, 16)))
+    colour = np.array(picture(1, (16, 16)))
     return {
         "uint8": torch.tensor(colour).permute(2, 0, 1),
         "float": torch.tensor(colour).permute(2, 0, 1) / 127.5 - 1,
@@ -647,3 +648,22 @@ def test_a_setting_is_used_or_refused_with_its_place(tmp_path, key):
         else:
             assert key != "size" or batch["image"].shape[2:] == (loader.size or (8, 12)), value
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "a.txt", "b.png", "b.txt"]
+
+
+REFUSED = {
+    "images": "nowhere", "classes": 5, "dataset": "a.png", "call": "nowhere:At", "split": "", "columns": [], "captions": "some",
+    "repeats": 2, "conditions": "a.png", "channels": 2, "background": "none", "size": 0, "buckets": {"step": 999},
+    "crop": None, "flip": 1, "workers": -1, "shuffle": "yes", "max_corrupt": float("nan"), "test": {"images": "nowhere"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", Data.model_fields)
+def test_a_refused_setting_leaves_nothing_behind(tmp_path, key):
+    folder(tmp_path, ["a.png"], a_txt="a")
+    given = {"images": str(tmp_path), "size": 8, key: REFUSED[key]}
+    if key in ("classes", "dataset", "call"):
+        del given["images"]
+    config = {"model": "resnet18", "train": {"task": "classify", "steps": 1, "batch": 1}, "data": given, "device": "cpu"}
+    with pytest.raises(SpecError, match=rf"data(\.test)?\.{key if key != 'test' else 'images'}\b"):
+        fxplug.train(config, out=tmp_path / "out", quiet=True)
+    assert not (tmp_path / "out").exists()

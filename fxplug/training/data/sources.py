@@ -203,13 +203,12 @@ def labels_of(dataset: Any) -> set[int] | None:
 
 def _all_labels(dataset: Any) -> list[Any] | None:
     if isinstance(dataset, Subset):
-        labels = _all_labels(dataset.dataset)
-        return None if labels is None else [labels[i] for i in dataset.indices]
-    labels: Any = getattr(dataset, "targets", None) if getattr(dataset, "target_transform", None) is None else None
+        inner = _all_labels(dataset.dataset)
+        return None if inner is None else [inner[i] for i in dataset.indices]
+    found: Any = getattr(dataset, "targets", None) if getattr(dataset, "target_transform", None) is None else None
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-        labels = dataset.tensors[1]
-    if isinstance(labels, (Tensor, np.ndarray)):
-        labels = labels.tolist()
+        found = dataset.tensors[1]
+    labels = found.tolist() if isinstance(found, (Tensor, np.ndarray)) else found
     return labels if isinstance(labels, list) and len(labels) == len(dataset) else None
 
 
