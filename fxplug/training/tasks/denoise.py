@@ -303,7 +303,7 @@ class Denoise(Task):
                 hint = f"it is the label of '{self.info.classes[self.null_label]}'"
                 raise SpecError(f"{finding}: {hint}", path=("null_label",))
             if self.rows is not None and self.null_label >= self.rows:
-                finding = f"{self.null_label} is no row of the model's embedding of classes, which has {self.rows}"
+                finding = f"must be a row of the model's embedding of classes, 0 to {self.rows - 1}, not {self.null_label}"
                 raise SpecError(finding, path=("null_label",))
             return self.null_label
         if self.rows is not None and classes is not None and self.rows <= classes:
