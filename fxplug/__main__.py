@@ -116,7 +116,7 @@ def diff(
     no_cache: NoCache = False,
     debug: Debug = False,
 ) -> None:
-    """Print what the passes changed, as a diff of the graph."""
+    """Print what the passes changed, as a diff of the graph. Passes freeze nothing: fxplug.trainable names what trains."""
     if Path(subject).is_dir():
         module = load_saved(subject, set, allow)
         from .core.flow import saved_diff

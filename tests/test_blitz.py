@@ -438,8 +438,29 @@ def test_a_method_that_returns_nothing_changes_nothing(method, point, values):
 
 
 def test_a_method_that_returns_nothing_and_keeps_a_value_is_refused_for_that():
-    with pytest.raises(SpecError, match=r"Wrong.adapt_kept_only sets 'kept' of the add-in, which a graph cannot change"):
+    with pytest.raises(SpecError, match=r"adapt_kept_only sets 'kept' of the add-in.*self\.seen\.copy_\(value\)"):
         Addin(Wrong(), "adapt_kept_only", "out", host=(ModuleView(nn.Linear(4, 4), "fc"),))((X,), Y)
+
+
+class Keeps(AddinBase):
+    """Does what that message says."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def adapt(self, module, inputs, outputs):
+        self.seen.copy_(outputs.mean())
+
+
+def test_a_value_is_kept_in_a_buffer():
+    model, x = nn.Sequential(), torch.randn(3, 4)
+    for name, layer in {"first": nn.Linear(4, 4), "act": nn.SiLU(), "last": nn.Linear(4, 2)}.items():
+        model.add_module(name, layer)
+    new = fxplug.apply(fxplug.trace(model, x), fxplug.blitz("(Keeps.adapt): ...->(act){inout1}->...", Keeps()))
+    assert torch.equal(new(x), model(x))
+    (seen,) = (value for name, value in new.named_buffers() if name.endswith(".seen"))
+    assert seen.item() and torch.equal(seen, model[:2](x).mean())
 
 
 def test_a_list_of_arguments_must_have_their_number():

@@ -22,7 +22,7 @@ from fxplug.core.spec.train_section import Buckets, Data
 from fxplug.training.data.batch_order import Order, assign, bucket_sizes
 from fxplug.training.data.image_files import Crop, placed
 from fxplug.training.data.loader import Loader
-from fxplug.training.data.sources import OwnItems, open_items, with_classes
+from fxplug.training.data.sources import OwnItems, match_test_items, open_items
 from fxplug.training.data.wrapped_loader import loader_of
 
 
@@ -177,7 +177,7 @@ def test_labels_of_two_kinds(tmp_path):
     folder(tmp_path, 2)
     lines = ['{"file_name": "0.png", "label": 1}', '{"file_name": "1.png", "label": "a"}']
     (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
-    with pytest.raises(SpecError, match="labels in metadata.jsonl must all be whole numbers or all text, not int, str"):
+    with pytest.raises(SpecError, match=r"must all be whole numbers or all text, not int \('0.png'\), str \('1.png'\)"):
         opened(tmp_path, images=".")
 
 
@@ -892,10 +892,10 @@ def test_test_labels_have_the_numbers_of_the_training_classes(tmp_path):
     train, _ = opened(tmp_path, classes="train")
     test, spec = opened(tmp_path, classes="test")
     assert [test[i]["label"] for i in range(2)] == [0, 1]
-    same = pickle.loads(pickle.dumps(with_classes(test, train.classes)))  # as worker processes get it
+    same = pickle.loads(pickle.dumps(match_test_items(test, train)))  # as worker processes get it
     assert [same[i]["label"] for i in range(2)] == [1, 2]
     (batch,) = Loader(same, spec, 2, train=False).epoch(0)
     assert batch["label"].tolist() == [1, 2]
     (tmp_path / "test" / "cat").rename(tmp_path / "test" / "cta")
     with pytest.raises(SpecError, match=r"data\.test: the class 'cta' is not among the 3 of .* \(did you mean 'cat'\?\)"):
-        with_classes(opened(tmp_path, classes="test")[0], train.classes)
+        match_test_items(opened(tmp_path, classes="test")[0], train)

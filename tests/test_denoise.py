@@ -14,6 +14,7 @@ import unets
 from diffusers import AutoencoderKL, AutoencoderTiny, DDPMScheduler, FlowMatchEulerDiscreteScheduler, UNet2DConditionModel
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3, compute_snr
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fxplug
 from fxplug.core.errors import SpecError
@@ -531,6 +532,56 @@ def test_labels_that_the_model_does_not_know_are_said():
         ready(module, dropout=0.1, classes=[str(n) for n in range(11)])
     with pytest.raises(SpecError, match="the data has no captions"):
         ready(traced(text=8), text="test_denoise:words").loss(traced(text=8), batch(), Draws(0, 7))
+
+
+NO_CLASS = {
+    "a label of the batch": ({"dropout": 0.5}, 4, "'1.png' has the label 4, and 4 of the model's 5 rows for classes, 0 to 4, "),
+    "its own row": ({"dropout": 0.5, "null_label": 2}, 2, "'1.png' has the label 2, and 2 of the model's 5 rows"),
+    "for samples alone": ({"guidance": 3.0}, 4, "'1.png' has the label 4, and 4 of the model's"),
+    "a share of each": ({}, 4, "'1.png' has the label 4, and 4 of"),
+}
+
+
+@pytest.mark.parametrize("case", NO_CLASS)
+def test_the_row_of_no_class_is_none_of_the_data(case):
+    options, label, said = NO_CLASS[case]
+    module = traced(classes=5)
+    more = {"cond_dropout": torch.tensor([0.5, 0, 1, torch.nan])} if case == "a share of each" else {}
+    given = batch(label=torch.tensor([0, label, 1, 3]), **more)
+    with pytest.raises(SpecError, match=said):
+        ready(module, **options).loss(module, given, Draws(0, 7))
+    given["label"][1] = 0
+    assert ready(module, **options).loss(module, given, Draws(0, 7)).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"null_label": 2}, r"null_label: 2 means \"no class\", and the data has 4 classes, from 0 on: it is the label of 'c'"),
+        ({"null_label": 7}, "null_label: must be a row of the model's embedding of classes, 0 to 4, not 7"),
+    ],
+)
+def test_a_row_of_no_class_that_cannot_be(options, said):
+    with pytest.raises(SpecError, match=said):
+        ready(traced(classes=5), dropout=0.1, classes=["a", "b", "c", "d"], **options)
+    task = ready(traced(classes=5), classes=["a", "b", "c", "d"], **options)
+    with pytest.raises(SpecError, match=said):
+        task.set_caption_dropout(0.1)
+
+
+def test_the_row_of_no_class_is_looked_for_before_the_first_step():
+    images, labels = torch.zeros(12, 3, SIDE, SIDE), torch.arange(12) % 5
+    for data in (TensorDataset(images, labels), DataLoader(TensorDataset(images, labels), 4)):
+        with pytest.raises(SpecError, match="the model has 5 for 5 classes: build it with 6"):
+            fxplug.Trainer(fxplug.apply(traced(classes=5), fxplug.load_pass("lora", at="**.time_emb_proj", rank=2)),
+                           {"denoise": {"dropout": 0.5}}, data, steps=1, batch=4, device="cpu", quiet=True)  # fmt: skip
+
+
+def test_labels_of_test_data_are_looked_at_even_where_the_classes_are_known():
+    module = traced(classes=5)
+    task = ready(module, classes=["a", "b"])
+    with pytest.raises(SpecError, match="'1.png' has the label 9, and the model has 5 rows for classes"):
+        task.test(module, [batch(label=torch.tensor([0, 9, 1, 1]))])
 
 
 def test_the_size_is_that_of_the_images_where_nothing_says_it():

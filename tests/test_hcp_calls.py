@@ -6,13 +6,14 @@ from typing import ClassVar
 
 import pytest
 import torch
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 from small import net as made
 from sweeps import sweep
 from test_hcp import Hooks, net, passes, same, unet
 from torch import nn
 
 import fxplug
-from fxplug.compat.hcp import PatchPluginBlock, PatchPluginContainer, SinglePluginBlock, WrapPluginBlock
+from fxplug.compat.hcp import PatchPluginBlock, PatchPluginContainer, PluginBlock, SinglePluginBlock, WrapPluginBlock
 from fxplug.compat.hcp.plugin_inputs import list_read_inputs
 from fxplug.core.errors import MatchError, SpecError, TraceError
 
@@ -79,8 +80,40 @@ def test_a_patch_of_a_module_that_is_called_with_names(unet, tmp_path, kind):
 
 def test_what_is_given_by_name_is_changed_by_a_rule_of_its_own(unet, tmp_path):
     (p,) = passes(tmp_path, f"  p: {{_target_: test_hcp_calls.AheadOfText, layers: [{ATTN2}]}}")
-    with pytest.raises(TraceError, match="changes arguments that the model passes by name .*port x.name"):
+    with pytest.raises(TraceError, match=r"changes arguments that the model passes by name .*hcp/patch.*port x\.name"):
         fxplug.apply(unet.gm, p)
+
+
+class Shifts(Ahead):
+    def pre_forward(self, x, shift, gain):
+        return (x,), {"shift": shift * self.gain, "gain": gain}
+
+
+class Gains(Ahead):
+    def pre_forward(self, x, shift, gain):
+        return (x,), {"shift": shift, "gain": gain * 2}
+
+
+class Moves(Ahead):
+    def pre_forward(self, *args, **named):
+        return ((), {**named, "x": args[0]}) if args else ((named.pop("x"),), named)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("kind", [Shifts, Gains, Moves])
+def test_arguments_by_name_of_a_module_that_is_kept_whole(kind, by_name):
+    inner = made(lambda self, x, shift, gain=1.0: (self.proj(x) + shift).tanh() * gain, proj=nn.Linear(6, 6))
+    given = {"shift": torch.tensor(0.3), "gain": 3.0}
+    call = (lambda self, x: self.inner(x=x, **given)) if by_name else (lambda self, x: self.inner(x, **given))
+    model, x = made(call, inner=inner).eval(), torch.randn(4, 6)
+    plugin = kind("p", inner, parent_block=model, host_name="inner")
+    with inner.register_forward_pre_hook(lambda _, args, kwargs: plugin.pre_forward(*args, **kwargs), with_kwargs=True):
+        wanted = model(x)
+    patch = fxplug.load_pass("hcp/patch", name="p", plugin=kind, layers="inner")
+    assert torch.equal(fxplug.apply(fxplug.trace(model, x, leaf=["inner"]), patch)(x), wanted)
+    before = fxplug.load_pass("hcp/patch_before", name="p", plugin=kind, layers="inner")
+    with pytest.raises(TraceError, match=r"by (position what the model passes by )?name.*leaf: .* use the pass hcp/patch"):
+        fxplug.apply(fxplug.trace(model, x), before)
 
 
 def test_all_that_a_region_is_given_by_name():
@@ -257,3 +290,99 @@ def test_what_a_plugin_does_not_train_is_no_parameter(tmp_path):
 def test_what_such_a_plugin_cannot_have(tmp_path, kind, message):
     with pytest.raises(SpecError, match=message):
         around(tmp_path, kind)
+
+
+# --- at the model itself, whose result is an object with fields
+
+
+class Whole(SinglePluginBlock):
+    """Behind the model; `FORMS` are the ways in which a hook may give another result."""
+
+    def __init__(self, name, host, host_model=None, form=None):
+        super().__init__(name, host, host_model=host_model)
+        self.form = form
+        self.gain = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, fea_in, fea_out):
+        assert list(fea_out) == ["sample"] and fea_out[0] is fea_out.sample and fea_out.to_tuple() == (fea_out["sample"],)
+        return FORMS[self.form](fea_out, fea_out.sample * self.gain)
+
+
+def set_attribute(out, value):
+    out.sample = value
+    return out
+
+
+def set_item(out, value):
+    out["sample"] = value
+    return out
+
+
+FORMS = {
+    "attribute": set_attribute,
+    "item": set_item,
+    "nothing returned": lambda out, value: setattr(out, "sample", value),
+    "changed in place": lambda out, value: out.sample.mul_(2) is None or None,
+    "new of its type": lambda out, value: type(out)(sample=value),
+    "the model's class": lambda out, value: UNet2DConditionOutput(sample=value),
+    "dict": lambda out, value: {"sample": value},
+    "tensor": lambda out, value: value,
+    "another field": lambda out, value: {"sample": value, "extra": value},
+}
+
+
+@sweep("form", [form for form in FORMS if form not in ("tensor", "another field")], 2)
+def test_a_plugin_behind_the_model_itself(unet, tmp_path, form):
+    p = fxplug.load_pass("hcp/single", name="p", plugin=Whole, layers="", options={"form": form})
+    new = fxplug.apply(unet.gm, p)
+    with Hooks(unet.model) as hooks, torch.no_grad():
+        hooks.single("", lambda host: Whole("p", host, form=form))
+        wanted = unet.model(*unet.args)
+    got = new(*unet.args)
+    assert type(got) is UNet2DConditionOutput and torch.equal(got.sample, wanted["sample"])
+    assert not any("put_members" in node.name for node in new.graph.nodes)
+    got.sample.sum().backward()
+    assert form == "changed in place" or new.get_parameter("p.SinglePlugin.plugin.gain").grad.abs() > 0
+    fxplug.save(new, tmp_path / "saved")
+    again = fxplug.load(tmp_path / "saved")
+    assert torch.equal(again(*unet.args).sample, wanted["sample"])
+    fields = fxplug.apply(again, fxplug.load_pass("hcp/single", name="q", plugin=Whole, layers="", options={"form": form}))
+    torch.testing.assert_close(fields(*unet.args).sample, wanted["sample"] * 2)
+
+
+@pytest.mark.parametrize("form, returned", [("tensor", "returns tensor"), ("another field", "sample: tensor, extra: tensor")])
+def test_what_such_a_plugin_cannot_return(unet, form, returned):
+    p = fxplug.load_pass("hcp/single", name="p", plugin=Whole, layers="", options={"form": form})
+    with pytest.raises(TraceError, match=rf"{returned}.*its layer's result is \{{sample: tensor\}}"):
+        fxplug.apply(unet.gm, p)
+
+
+# --- dicts among the arguments
+
+
+class Writes(SinglePluginBlock):
+    def forward(self, fea_in, fea_out):
+        fea_in[1]["more"] = fea_out
+        return fea_out
+
+
+class WritesBetween(PluginBlock):
+    def from_layer_hook(self, host, fea_in, fea_out):
+        super().from_layer_hook(host, fea_in, fea_out)
+        fea_in[1]["more"] = fea_out
+
+    def forward(self, fea_from_in, fea_in, fea_out):
+        return fea_out * 2
+
+
+@pytest.mark.parametrize("kind", [Writes, WritesBetween])
+def test_what_a_plugin_writes_into_a_dict_of_its_layer_is_refused(kind):
+    body = made(lambda self, x, kept: self.proj(x) + kept["x"], proj=nn.Linear(3, 3))
+    model = made(lambda self, x: self.head(self.body(x, {"x": x})), body=body, head=nn.Linear(3, 3)).eval()
+    x = torch.randn(2, 3)
+    name, where = ("single", {"layers": "body"}) if kind is Writes else ("pair", {"to": "head", "args": PAIR})
+    with pytest.raises(TraceError, match="writes to a list or dict that it is given.*return the new value"):
+        fxplug.apply(fxplug.trace(model, x), fxplug.load_pass(f"hcp/{name}", name="p", plugin=kind, **where))
+
+
+PAIR = ["body:in[:]", "body:out[:]", "x[:]", "y[:]"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import small
 import torch
@@ -321,3 +323,18 @@ def test_a_group_has_the_weights_of_its_plugins_as_a_file_names_them():
     with pytest.raises(SpecError, match="plugin 'lora_block_a' is part of a graph and cannot be removed"):
         group.remove()
     assert PluginGroup({}).state_dict() == {} and PluginGroup({}).plugin_name is None
+
+
+def test_a_group_has_the_weights_that_a_model_has_of_it():
+    net = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    group = PluginGroup(LoraBlock.wrap_model("x", net, rank=1))
+    net["a"].add_module(group.plugin_name, group["a"])
+    average = copy.deepcopy(net)
+    with torch.no_grad():
+        [parameter.add_(1) for parameter in average.parameters()]
+    own, found = group.state_dict(), group.state_dict(model=average)
+    trained = [f"a.___.{key}" for key, _ in group["a"].named_parameters()]
+    assert list(found) == list(own) and trained and all(torch.equal(found[key], own[key] + 1) for key in trained)
+    traced = fxplug.trace(nn.Sequential(nn.Linear(2, 2)), torch.randn(1, 2))
+    with pytest.raises(SpecError, match=r"no weight 'a\.lora_block_x\.\S+' of plugin 'lora_block_x'.*save_checkpoint"):
+        group.state_dict(traced)

@@ -54,6 +54,23 @@ def test_the_other_pass_alone_is_left(pair, loaded, tmp_path):
             torch.testing.assert_close(back(*args), gm(*args))
 
 
+@pytest.mark.parametrize("name", ["dora", "loha", "oft", "bitfit"])
+def test_a_layer_whose_parameter_was_changed_stays_written_out(name):
+    """What the docstring of `remove` says is left: functions on the same weights, equal results, places that passes find."""
+    gm, args, _ = small.plain_vit()
+    qkv = {"at": "blocks.0.attn.qkv"}
+    back = fxplug.remove(fxplug.apply(gm, fxplug.load_pass(name, **qkv)), name)
+    left = fxplug.diff(gm, back)
+    assert "-blocks_0_attn_qkv = blocks.0.attn.qkv(" in left and "+blocks_0_attn_qkv_linear = linear(" in left
+    assert list(back.state_dict()) == list(gm.state_dict()) and torch.equal(back(*args), gm(*args))
+    assert torch.equal(fxplug.apply(back, fxplug.load_pass("lora", **qkv, rank=2))(*args), gm(*args))
+    called = []
+    handle = back.get_submodule("blocks.0.attn.qkv").register_forward_hook(lambda *given: called.append(given))
+    back(*args)
+    handle.remove()
+    assert called == []
+
+
 def test_what_stands_in_the_way_is_named():
     gm, _, _ = unets.sd15()
     controlnet = fxplug.load_pass("controlnet", options={"conditioning_embedding_out_channels": [4, 4, 4, 8]})

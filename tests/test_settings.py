@@ -80,6 +80,8 @@ def test_each_number_has_bounds(section, name):
         ({"classes": ""}, "data.classes: must be a text that is not empty"),
         ({"images": ".", "workers": 65}, "data.workers: must be 64 or less, not 65"),
         ({"images": ".", "size": 10**9}, "data.size: must be a side in pixels or .*, 1 to 65536 each"),
+        ({"images": ".", "size": 65536}, "data.size: must have at most 268435456 pixels, height times width, not 4294967296"),
+        ({"images": ".", "size": [1, 65536], "crop": "x"}, "data.crop: must be one of center, random"),
         ({"images": ".", "background": "snowish"}, "data.background: must be a colour"),
         ({"images": ".", "background": [0, 0, 256]}, "data.background: must be a colour"),
     ],

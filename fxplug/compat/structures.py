@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,3 +39,20 @@ def checked(value: Any, like: Any, who: str, what: str) -> Any:
             f"{who} returns {described(value)}, and {what} is {described(like)}: both must have the same structure"
         )
     return value
+
+
+@contextmanager
+def unwritten(who: str, *values: Any) -> Iterator[None]:
+    """Refuse that the lists and dicts in values get other members meanwhile: the model's own would have them, a graph's not."""
+    before = _identities(values)
+    yield
+    if _identities(values) != before:
+        raise TraceError(
+            f"{who} writes to a list or dict that it is given, which a graph cannot pass on to what reads it later: return the "
+            "new value, or change the tensors in it in place"
+        )
+
+
+def _identities(value: Any) -> Any:
+    found = None if isinstance(value, torch.Tensor) else children(value)
+    return id(value) if found is None else [(key, _identities(member)) for key, member in found]

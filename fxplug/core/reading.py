@@ -121,9 +121,9 @@ def _check_kind(found: os.stat_result, raises: Raises) -> None:
 
 def missing(path: Path) -> str:
     """Why there is no file: `no such file` with the nearest name in that folder, or `no such folder`."""
-    if path.is_symlink():
+    if os.path.islink(path):
         return f"is a broken link to {shown(os.readlink(path))}"
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         return f"does not exist: no such folder {shown(str(path.parent), 200)}"
     with reported(about(path.parent)):
         return "does not exist: no such file" + did_you_mean(path.name, os.listdir(path.parent))
@@ -149,8 +149,9 @@ def text(path: str | os.PathLike[str], limit: int, raises: Raises | None = None)
     data = read_bytes(path, limit, raises)
     try:
         return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        hint = "; it is UTF-16: save it as UTF-8" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+    except UnicodeDecodeError as error:
+        wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")
+        hint = "; it is UTF-16: save it as UTF-8" if wide else f" in line {data[: error.start].count(10) + 1}"
         raise raises(f"cannot be read: not UTF-8 text{hint}") from None
 
 

@@ -36,6 +36,8 @@ INSTEAD = {
     "fuse_lora": "fxplug.lower(module, merge=True)",
     "unfuse_lora": "keep the module that was lowered",
     "save_lora_adapter": "module.adapters.save, or fxplug.save_adapter",
+    "enable_group_offload": "diffusers.hooks.apply_group_offloading(module, ...)",
+    "enable_layerwise_casting": "diffusers.hooks.apply_layerwise_casting(module, ...)",
     "generate": "generate with the model, which has the loop; save_checkpoint writes the weights of passes for it",
 }
 _ATTENTION = (

@@ -23,7 +23,7 @@ from ..core.spec.train_section import Data
 from ..reporting.reports import report
 from .checkpoint import newest
 from .data.loader import Loader
-from .data.sources import open_items, with_classes
+from .data.sources import match_test_items, open_items
 from .distributed import check_agreement, gathered, launched
 from .plugins import Plugins
 from .run_folder import RunFolder
@@ -95,7 +95,7 @@ def train(
         tests: Data | None = config.data.test
         test = None
         if tests is not None:
-            found_tests = with_classes(open_items(tests, config.base, test=True), data.classes)
+            found_tests = match_test_items(open_items(tests, config.base, test=True), data.items)
             test = Loader(found_tests, tests, train=False, **common)
         checked = config.verify and accelerator.is_main_process
         result = rewrite(config, verify=checked, progress=progress, compile=False)

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 
+import diffusers
+import pipelines
 import pytest
 import small
+import torch
 import typer
 import yaml
 
 import fxplug
 from fxplug.__main__ import app
+from fxplug.core.spec.pass_file import check_options
+from fxplug.core.spec.run_config import Config
+from fxplug.core.spec.train_section import read_use
+from fxplug.training.param_groups import make_optimizer, make_scheduler
+from fxplug.training.tasks.conditioning import FolderText
+from fxplug.training.tasks.noise import open_noise
+from fxplug.training.tasks.task import make_task
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guides/coming-from.md").read_text()
 VERBS = typer.main.get_command(app)
-ROOTS = {"fxplug": fxplug, "new": fxplug.Adapters}  # what names in the code stand for; new.adapters is an Adapters
+# what names in the code stand for; of an object the class, with what leads to it
+ROOTS = {"fxplug": fxplug, "torch": torch}
+OBJECTS = {"new.adapters": fxplug.Adapters, "pipe.vae": diffusers.AutoencoderKL, "pipe": diffusers.DiffusionPipeline}
 
 
 def lines():
@@ -40,11 +54,13 @@ def called(code):
             assert all(hasattr(module, alias.name) for alias in node.names)
         if not isinstance(node, ast.Call):
             continue
-        names = ast.unparse(node.func).split(".")
-        value = ROOTS[names[0]]
-        for name in names[2:] if names[0] == "new" else names[1:]:
-            value = getattr(value, name)
-        own = [None] if names[0] == "new" else []
+        name = ast.unparse(node.func)
+        held = next((path for path in OBJECTS if name.startswith(f"{path}.")), "")
+        root, _, rest = name.partition(".")
+        value = OBJECTS[held] if held else ROOTS[root]
+        for part in (name.removeprefix(f"{held}.") if held else rest).split("."):
+            value = getattr(value, part)
+        own = [None] if held else []
         inspect.signature(value).bind(*own, *node.args, **{k.arg: k.value for k in node.keywords})
 
 
@@ -60,13 +76,40 @@ def typed(code):
     assert len([w for w in words if not w.startswith("-")]) >= len(required)
 
 
+@cache
+def dit():
+    """A diffusion transformer as its pipeline calls it."""
+    found = pipelines.made("pixart")
+    return fxplug.trace(found.pipe.transformer, *found.called_with())
+
+
+def configured(data, base):
+    """Keys of a configuration are read as one; what `train` names is made, as far as it is installed and no file is needed."""
+    train = {"task": {"denoise": {}}, **data.get("train", {})}
+    train |= {} if "epochs" in train else {"steps": 10}
+    config = fxplug.load_config({"model": "resnet18", "data": {"images": "photographs"}, **data, "train": train}, base=base)
+    task = make_task(config.train.task)
+    if task.text_spec is not None:
+        check_options(FolderText, read_use(task.text_spec).options, "a text encoder", given=2)
+    said = {key: getattr(task, key) for key in ("prediction", "snr_gamma", "weighting", "time_scale")}
+    open_noise(task.scheduler, Path(), latents=True, **said)
+    use = config.train.optimizer
+    if ":" not in use.name or importlib.util.find_spec(use.name.partition(".")[0].partition(":")[0]):
+        group = {"params": [torch.nn.Parameter(torch.ones(2))], "name": "all", "lr": config.train.lr, "weight_decay": 0.0}
+        make_scheduler(config.train.scheduler, make_optimizer(use, [group]), 100, 10)
+
+
 @pytest.mark.parametrize(("system", "code"), list(lines()))
-def test_a_line_does_what_it_says(system, code):
+def test_a_line_does_what_it_says(system, code, tmp_path):
     if code.startswith("- "):
-        base = small.unet() if system == "diffusers" else small.vit()
+        gm = dit() if system == "xDiT" else small.unet().gm if system == "diffusers" else small.vit().gm
         for entry in yaml.safe_load(code):
             ((name, given),) = entry.items() if isinstance(entry, dict) else ((entry, {}),)
-            assert fxplug.find(base.gm, fxplug.load_pass(name, **given))
+            assert fxplug.find(gm, fxplug.load_pass(name, **given))
+    elif code.partition(": ")[0] in Config.model_fields:
+        for folder in re.findall(r"diffusers: ([\w/]+)", code):
+            (tmp_path / folder).mkdir(parents=True)
+        configured(yaml.safe_load(code), tmp_path)
     elif code.startswith("fxplug "):
         typed(code)
     elif code.startswith("make: "):
@@ -75,7 +118,7 @@ def test_a_line_does_what_it_says(system, code):
     elif re.match(r"[\w.]+(\(| = )|from ", code):
         called(code)
     else:
-        assert re.fullmatch(r"[a-z]+", code), "a word: a key, or a section"
+        assert re.fullmatch(r"[\w.]+|-?-[\w-]+", code) or "/" in code, "a word: a key, a section, a file, an option"
 
 
 def test_files_that_the_docs_name_are_there():

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
-from ...core.errors import FxplugError, SpecError, shown
+from ...core.errors import FxplugError, SpecError, did_you_mean, shown
 from ...core.spec.addresses import compile_expression
 
 
@@ -347,10 +347,23 @@ class PluginGroup:
         for plugin in self.plugin_dict.values():
             plugin.remove()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The weights of all plugins under the names that a file has: `path.___.name`."""
-        states = {path: plugin.state_dict() for path, plugin in self.plugin_dict.items()}
-        return {f"{path}.___.{key}": value for path, state in states.items() for key, value in state.items()}
+    def state_dict(self, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+        """The weights of all plugins under the names that a file has, `path.___.name`.
+
+        With `model` they are that model's, as an average of the weights has them: it holds each plugin at its host, by the
+        plugin's name. Raises SpecError for a weight that it does not have.
+        """
+        found, theirs = {}, None if model is None else model.state_dict()
+        for path, plugin in self.plugin_dict.items():
+            for key, value in plugin.state_dict().items():
+                name = f"{path}.{plugin.name}.{key}".lstrip(".")
+                if theirs is not None and name not in theirs:
+                    raise SpecError(
+                        f"the model has no weight '{name}' of plugin '{plugin.name}'{did_you_mean(name, theirs)}: the weights "
+                        "of passes are written by fxplug.compat.hcp.checkpoints.save_checkpoint(module, file)"
+                    )
+                found[f"{path}.___.{key}"] = value if theirs is None else theirs[name]
+        return found
 
     def empty(self) -> bool:
         """Whether there is no plugin."""

@@ -17,7 +17,7 @@ from torch import nn
 from ...core.errors import SpecError, TraceError
 from ...core.ir.regions import Regions
 from ...core.spec.addresses import is_pattern, parse_port, select
-from ..structures import checked, described
+from ..structures import checked, described, unwritten
 from .base_classes import BasePluginBlock, MultiPluginBlock, PluginBlock, Ref
 from .calls import POSITIONAL, CallArguments, call_of
 from .layer_patterns import places, read_layers
@@ -67,7 +67,7 @@ class SinglePlugin(Driver):
             )
 
     def forward(self, x: tuple[Any, ...], y: Any, *fed: Any) -> Any:
-        with running(self.plugin, self.feeds, fed):
+        with running(self.plugin, self.feeds, fed), unwritten(self.plugin.name, x):
             out = self.plugin.layer_hook(self.host(), self.call.visible_arguments(x), y)  # type: ignore[operator]
             return y if out is None else checked(out, y, f"{self.plugin.name}: the plugin", "its layer's result")
 
@@ -128,8 +128,10 @@ class PairPlugin(Driver):
         from_in, from_out = rest.pop(0), None if self.from_pre else rest.pop(0)
         x, y = rest.pop(0), None if self.to_pre else rest.pop(0)
         with running(plugin, self.feeds, rest):
-            unchanged(plugin.from_layer_hook(self.source(), self.from_call.visible_arguments(from_in), from_out), plugin.name)
-            with without_result(self.to_pre, plugin.name):
+            with unwritten(f"{plugin.name}: from_layer_hook", from_in, from_out):
+                seen = self.from_call.visible_arguments(from_in)
+                unchanged(plugin.from_layer_hook(self.source(), seen, from_out), plugin.name)
+            with without_result(self.to_pre, plugin.name), unwritten(plugin.name, () if self.to_pre else x):
                 out = plugin.to_layer_hook(self.host(), self.call.visible_arguments(x), y)
             return hooked(out, x, y, self.to_pre, plugin.name, self.call)
 
@@ -183,10 +185,11 @@ class MultiPlugin(nn.Module):
                 call = self.calls[number]
                 seen = call.visible_arguments(x)
                 if number < self.sources:
-                    unchanged(plugin.from_layer_hook(host, seen, y, number), plugin.name)
+                    with unwritten(f"{plugin.name}: from_layer_hook", x, y):
+                        unchanged(plugin.from_layer_hook(host, seen, y, number), plugin.name)
                 else:
                     where = f"{plugin.name} at '{path}' (idx {number - self.sources})"
-                    with without_result(pre_hook, where):
+                    with without_result(pre_hook, where), unwritten(where, () if pre_hook else x):
                         out = plugin.to_layer_hook(host, seen, y, number - self.sources)
                     results[number] = hooked(out, x, y, pre_hook, where, call)
         return tuple(results[self.sources :])

@@ -98,10 +98,16 @@ class PatchPlugin(nn.Module):
             args, kwargs = plugin.pre_forward(*args, **kwargs)
             kept = [key for key in {**given, **kwargs} if key not in inputs]
             if any(key not in kwargs or key not in given or kwargs[key] is not given[key] for key in kept):
-                raise TraceError(
-                    f"{name}: pre_forward changes arguments that the model passes by name ({', '.join(kept)}), and this pass "
-                    "changes positional ones only: for one by name write a rule with port x.name"
-                )
+                finding = f"changes arguments that the model passes by name ({', '.join(kept)})"
+            elif inputs and args:
+                finding = f"returns by position what the model passes by name ({', '.join(inputs)})"
+            else:
+                continue
+            raise TraceError(
+                f"{name}: pre_forward {finding}, and this pass changes arguments as the model passes them, by name only where "
+                "all are: keep the module whole when the model is traced (leaf: [its path]) and use the pass hcp/patch, which "
+                "calls it with what pre_forward returns, or write a rule with port x.name"
+            )
         return checked(tuple(args) or tuple(kwargs[key] for key in inputs), x, "pre_forward", "the module's input")
 
     def after(self, y: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 CACHE = "inputs_cache"
 KEEPS = (
-    "store a value for later calls in a buffer that is changed in place (self.count.add_(1)); a value for this call needs no "
-    "'self.'"
+    "store a value for later calls in a buffer that is changed in place (self.count.add_(1), self.seen.copy_(value)); a value "
+    "for this call needs no 'self.'"
 )
 
 

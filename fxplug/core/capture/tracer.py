@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from .. import quantised
 from ..errors import FxplugError, TraceError, did_you_mean, shortened
-from ..ir.containers import call_of, named_tensors
+from ..ir.containers import HOOKED, call_of, named_tensors
 from ..ir.containers import leaves as values
 from ..ir.functions import PATH_KEY
 from ..ir.graph import erase
@@ -78,6 +78,7 @@ def trace(
     if "_orig_mod" in model._modules:
         raise TraceError("this is a module from torch.compile: trace the model itself, and compile its graph")
     _check_names(model)
+    _check_offloaded(model)
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
     call: Any = call_of(args, kwargs)
     options: dict[str, Any] = {"leaf": patterns, "real": real, "keep": False}
@@ -90,6 +91,21 @@ def trace(
     if patterns or real is not None or options["keep"]:
         gm.meta["trace"] = options
     return gm
+
+
+def _check_offloaded(model: nn.Module) -> None:
+    """Raises TraceError where accelerate or diffusers moves the weights of the model while it is called."""
+    for path, part in model.named_modules():
+        own = vars(part).get(HOOKED)
+        kinds = [(type(hook).__name__, hook) for hook in getattr(own, "hooks", (own,))]
+        moving = [kind for kind, hook in kinds if kind == "CpuOffload" or getattr(hook, "offload", False)]
+        moving += [key for key in getattr(vars(part).get("_diffusers_hook"), "hooks", ()) if "group_offloading" in key]
+        if moving:
+            raise TraceError(
+                f"'{path or type(model).__name__}' is offloaded ({moving[0]}), which moves weights during a call: take that "
+                "off for the trace (pipe.remove_all_hooks(), accelerate's remove_hook_from_module(model, recurse=True); of "
+                "diffusers' group offloading trace before it) and offload the traced module"
+            )
 
 
 def retrace(model: nn.Module, call: Any, open_numbers: bool, leaf: list[str], real: bool | None, keep: bool) -> TracedModule:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -307,6 +307,13 @@ class TracedPart(nn.Module):
             _checks().refuse_deletion(self, name)
         super().__delattr__(name)
 
+    def __prepare_scriptable__(self) -> Any:
+        """Raises SpecError: torch.jit.script compiles Python code, which a graph has none of."""
+        raise SpecError(
+            "torch.jit.script compiles the Python code of modules, and that of a traced module is a graph: use "
+            "torch.jit.trace(module, args), or fxplug.export"
+        )
+
     def __setitem__(self, key: int | str, value: Any) -> None:
         """Put a layer in the place of another, as `setattr`."""
         setattr(self, str(key), value)
@@ -346,7 +353,8 @@ class Container(TracedPart):
 
     def __new__(cls, classes: tuple[str, ...] = ("Module",), attributes: dict[str, Any] | None = None) -> Container:
         name = next(iter(classes), "")
-        return super().__new__(_named(name) if cls is Container and name.isidentifier() else cls)
+        kind = next((kind for kind in (ListPart, DictPart) if kind.of.intersection(classes)), Container)
+        return super().__new__(_named(name, kind) if cls is Container and name.isidentifier() else cls)
 
     def __init__(self, classes: tuple[str, ...] = ("Module",), attributes: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -359,9 +367,6 @@ class Container(TracedPart):
 
     def __len__(self) -> int:
         return len(self._modules)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(m for m in self._modules.values() if m is not None)
 
     def __bool__(self) -> bool:
         return True
@@ -384,6 +389,53 @@ class Container(TracedPart):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises NotImplementedError: the code is in the graph of the traced model."""
         raise CodeInGraph(self)
+
+
+class ListPart(Container):
+    """Stands where one of torch's lists of modules or parameters was."""
+
+    of = frozenset({"ModuleList", "Sequential", "ParameterList"})
+
+    def __getitem__(self, key: Any) -> Any:
+        """A member, or for a slice a list of torch's with the same members."""
+        if not isinstance(key, slice):
+            return super().__getitem__(key)
+        if "Sequential" in self.classes:
+            return nn.Sequential(*[*self][key])
+        return (nn.ModuleList if self._modules else nn.ParameterList)([*self][key])
+
+    def __len__(self) -> int:
+        return len(self._modules) + len(self._parameters)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([value for value in (*self._modules.values(), *self._parameters.values()) if value is not None])
+
+
+class DictPart(Container):
+    """Stands where one of torch's dicts of modules or parameters was."""
+
+    of = frozenset({"ModuleDict", "ParameterDict"})
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
+    def keys(self) -> KeysView[str]:
+        """The names of the members."""
+        return {**self._modules, **self._parameters}.keys()
+
+    def values(self) -> Iterable[Any]:
+        """The members."""
+        return {**self._modules, **self._parameters}.values()
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """The members with their names."""
+        return {**self._modules, **self._parameters}.items()
 
 
 def _refusing(name: str) -> Callable[..., Any]:
@@ -416,8 +468,8 @@ class CodeInGraph(NotImplementedError):
 
 
 @functools.lru_cache(4096)
-def _named(name: str) -> type[Container]:
-    return type(name, (Container,), {"__module__": __name__})
+def _named(name: str, kind: type[Container]) -> type[Container]:
+    return type(name, (kind,), {"__module__": __name__})
 
 
 def child_of(module: nn.Module, key: int | str) -> Any:
@@ -426,7 +478,7 @@ def child_of(module: nn.Module, key: int | str) -> Any:
         if (found := table.get(str(key))) is not None:
             return found
     if isinstance(key, int):
-        return list(module._modules.values())[key]
+        return list(module._modules.values() or module._parameters.values())[key]
     raise KeyError(key)
 
 

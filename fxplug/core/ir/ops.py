@@ -441,6 +441,9 @@ class Record(dict[str, Any]):
         except KeyError:
             raise AttributeError(f"the result has no field '{name}', only {', '.join(self)}") from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
     def __getitem__(self, key: Any) -> Any:
         return self.to_tuple()[key] if isinstance(key, (int, slice)) else super().__getitem__(key)
 

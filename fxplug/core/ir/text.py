@@ -155,7 +155,11 @@ def show(module: fx.GraphModule) -> str:
 
 
 def diff(before: fx.GraphModule, after: fx.GraphModule, context: int = 1) -> str:
-    """Compare two graphs as text: a unified diff without its header, empty where nothing changed."""
+    """Compare two graphs as text: a unified diff without its header, empty where nothing changed.
+
+    It says what is computed, not what trains: `apply` freezes nothing of the base, and `fxplug.trainable(after)` names what
+    trains; `after.print_trainable_parameters()` counts it.
+    """
     old, new = _lines(before.graph), _lines(after.graph)
     rows: list[str] = []
     for group in _Alike(None, old, new).get_grouped_opcodes(context):

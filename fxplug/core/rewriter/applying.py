@@ -207,6 +207,9 @@ def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
     `<pass>.<path of the site>.<BlockClass>`. Of a module that `lower` has made the passes go to what it was made from, and that
     is lowered as before.
 
+    It freezes nothing: `requires_grad` of the base stays as it was, where PEFT would freeze it. `fxplug.trainable(new)` is what
+    names what trains.
+
     Raises MatchError, ClashError or SpecError, with the pass's file and line; nothing is changed then.
     """
     check_applicable(gm)

@@ -17,7 +17,7 @@ from ..ir.traced_module import TracedModule, shell
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass
 from ..torch_internals.modules import is_erased
-from .graft import Graft, OpenedGraph, Traces, head
+from .graft import Graft, OpenedGraph, Traces, head, opened
 from .matcher import fill, reads
 from .sites import (
     Site,
@@ -155,7 +155,7 @@ class Editor(OpenedGraph):
         graft.base |= self.traces.share_weights(name, block, own, self.tree)
         inputs = inspect.signature(block.forward).bind(*args)
         inputs.apply_defaults()
-        return graft.put(self.of_mode(sub), inputs.arguments), graft.nodes
+        return opened(graft.put(self.of_mode(sub), inputs.arguments), graft.nodes), graft.nodes
 
     def node(
         self, op: str, target: Any, args: Any, site: Site, after: fx.Node, name: str | None = None, block: str = ""

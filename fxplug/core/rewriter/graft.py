@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import operator
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from ..capture.tracer import trace
 from ..errors import SpecError, TraceError
 from ..ir import ops
 from ..ir.containers import Container, leaves, map_leaves, named_tensors, plain_attributes
-from ..ir.graph import ENTRY, MODES, Graph, added, insert, meta_of, redirect
+from ..ir.graph import ENTRY, MODES, Graph, added, erase, insert, meta_of, redirect
 from ..ir.regions import Region, Regions
 from ..ir.traced_module import TracedModule
 from ..spec.addresses import Port, identifier
@@ -163,6 +164,8 @@ class Graft:
                 result = self.mapped(node.args[0])
             elif node.op == "call_function" and node.target in CHECKS:
                 continue
+            elif node.target is ops.put_members and not isinstance(self.mapped(node.args[0]), fx.Node):
+                continue  # a list or dict that is made for this code alone: what is returned has its members
             else:
                 self.values[node] = self.copied(node)
         return result
@@ -204,6 +207,26 @@ class Graft:
         inner, _, inner_call = key.partition("@")
         calls = "_".join(filter(None, [call, inner_call]))
         return ".".join(filter(None, [base, inner])) + (f"@{calls}" if calls else "")
+
+
+def _is_result_class(kind: Any) -> bool:
+    return isinstance(kind, type) and (issubclass(kind, dict) or hasattr(kind, "_fields") or dataclasses.is_dataclass(kind))
+
+
+def opened(result: Any, nodes: list[fx.Node]) -> Any:
+    """A result with the members of the result classes that `nodes` build for it; what built them leaves the graph."""
+    if isinstance(result, fx.Node) and result in nodes and result.op == "call_function" and _is_result_class(result.target):
+        found: Any = tuple(result.args)
+        if result.kwargs or not issubclass(result.target, tuple):  # type: ignore[arg-type]
+            given = dict(result.args[0] if result.args else result.kwargs)  # type: ignore[arg-type]
+            found = {key: value for key, value in given.items() if value is not None}
+        if not result.users:
+            nodes.remove(result)
+            erase([result])
+        return opened(found, nodes)
+    if isinstance(result, dict):
+        return {key: opened(value, nodes) for key, value in result.items()}
+    return tuple(opened(value, nodes) for value in result) if isinstance(result, (tuple, list)) else result
 
 
 def head(graph: fx.Graph) -> fx.Node:

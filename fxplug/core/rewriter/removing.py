@@ -16,7 +16,12 @@ def remove(module: TracedModule, name: str) -> TracedModule:
     """Take a pass out again: the module without it, on the same weights; `module` stays as it was.
 
     Works on a loaded module, too, and on one that `lower` made, which is lowered again. The results are those of the module to
-    which the other passes were applied alone. A layer whose parameter the pass changed stays written out as its functions.
+    which the other passes were applied alone.
+
+    What a pass with `place: param` leaves (`dora`, `loha`, `oft`, `bitfit`, ...): the layers whose parameters it changed stay
+    written out as their functions on the same weights, as `diff` with the module before shows. The results are equal, and
+    passes find these layers as before; hooks on them are not called, as no graph calls the layers themselves any more. Where
+    that matters, trace the model again.
 
     Raises SpecError for a name that is no pass here, for a pass that replaced something, which is no longer in the graph, and
     where what it put in is read by another pass, which has to go first.

@@ -13,6 +13,7 @@ from .yaml_source import Section, Text, checked, located, setting, shown
 
 Stop = Literal["stop", "continue"]
 LONGEST_SIDE = 65536  # of an image, pixels
+MOST_PIXELS = 2**28  # of an image: 3 GiB as floats of three colours
 
 
 class Use(NamedTuple):
@@ -62,6 +63,8 @@ def _size(value: Any) -> int | tuple[int, int] | None:
     whole = all(isinstance(side, int) and not isinstance(side, bool) and 0 < side <= LONGEST_SIDE for side in sides)
     if value is not None and not (whole and len(sides) == (2 if isinstance(value, (list, tuple)) else 1)):
         raise SpecError(f"must be a side in pixels or [height, width], 1 to {LONGEST_SIDE} each, not {shown(value)}")
+    if value is not None and (pixels := sides[0] * sides[-1]) > MOST_PIXELS:
+        raise SpecError(f"must have at most {MOST_PIXELS} pixels, height times width, not {pixels}")
     return (sides[0], sides[1]) if isinstance(value, (list, tuple)) else value
 
 

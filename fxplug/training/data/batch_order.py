@@ -18,11 +18,15 @@ Size = tuple[int, int]
 
 
 class Request(NamedTuple):
-    """One batch of one process: samples of one group (a bucket, or all there are)."""
+    """One batch of one process: samples of one group (a bucket, or all there are).
+
+    `views` counts how often the epoch has had each before, in whichever process; none where it has each once.
+    """
 
     epoch: int
     group: int
     indices: Sequence[int]
+    views: Sequence[int] = ()
 
 
 @dataclass(eq=False, repr=False)
@@ -66,12 +70,15 @@ class Order:
             group = self._members(members, epoch, number)
             used = len(group) // size * size if self.train else len(group)
             if self.shuffle:
-                order = [group[i] for i in self._draw_order(len(group), epoch, number)]
+                order: Sequence[int] = self._draw_order(len(group), epoch, number)
             else:
                 start = epoch * used % max(len(group), 1)  # where the epoch before ended
-                order = [*group[start:], *group[:start]]
-            parts = [order[at : at + size] for at in range(0, used, size)]
-            requests += [Request(epoch, number, self._share(part)) for part in parts]
+                order = [*range(start, len(group)), *range(start)]
+            views = _views(group) if self.repeats is not None else None
+            for at in range(0, used, size):
+                own = self._share(order[at : at + size])
+                seen = [views[i] for i in own] if views is not None else ()
+                requests.append(Request(epoch, number, [group[i] for i in own], seen))
         if self.shuffle and len(self.groups) > 1:
             requests = [requests[i] for i in self._draw_order(len(requests), epoch, len(self.groups))]
         return [request for request in requests if request.indices]
@@ -88,16 +95,26 @@ class Order:
         drawn = torch.multinomial(parts, self.count(group) - len(whole), generator=generator)
         return whole + [group[i] for i in drawn.tolist()]
 
-    def _share(self, part: Sequence[int]) -> list[int]:
+    def _share(self, part: Sequence[int]) -> Sequence[int]:
         """The contiguous part of a global batch that is this process's; of an uneven one the first have one more."""
         each, more = divmod(len(part), self.world)
         start = self.rank * each + min(self.rank, more)
-        return list(part[start : start + each + (self.rank < more)])
+        return part[start : start + each + (self.rank < more)]
 
     def _draw_order(self, length: int, epoch: int, number: int) -> list[int]:
         generator = torch.Generator().manual_seed(mixed(self.seed, epoch, number))
         drawn: list[int] = torch.randperm(length, generator=generator).tolist()
         return drawn
+
+
+def _views(group: Sequence[int]) -> list[int]:
+    """How often each member stands before its place."""
+    seen: Counter[int] = Counter()
+    views = []
+    for i in group:
+        views.append(seen[i])
+        seen[i] += 1
+    return views
 
 
 def bucket_sizes(size: Size, buckets: Buckets) -> list[Size]:

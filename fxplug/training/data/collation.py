@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ...core.errors import TrainError
+from ...core.errors import TrainError, shown
+
+NUMBERS = {"loss_scale": torch.float32, "cond_dropout": torch.float32, "label": torch.int64, "index": torch.int64}
 
 
 def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -25,16 +27,15 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
             key = sorted(map(str, sample.keys() ^ first.keys()))[0]
             has, lacks = (sample, first) if key in sample else (first, sample)
             raise TrainError(f"{has['name']} has '{key}' and {lacks['name']} does not")
-    return {key: _collated(key, [sample[key] for sample in samples], samples) for key in first}
+    return {key: collated(key, [sample[key] for sample in samples], samples) for key in first}
 
 
-def _collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) -> Any:
+def collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) -> Any:
+    """The values that samples, of which the names are used, have for a key, as a batch has them. Raises TrainError."""
     if isinstance(values[0], str):
         return values
-    if key in ("loss_scale", "cond_dropout"):
-        return torch.tensor(values, dtype=torch.float32)
-    if key in ("label", "index"):
-        return torch.tensor(values, dtype=torch.int64)
+    if key in NUMBERS:
+        return torch.stack([_read(key, value, sample) for value, sample in zip(values, samples, strict=True)])
     if key in ("image", "condition") and isinstance(values[0], Tensor):
         for value, sample in zip(values, samples, strict=True):
             if value.shape != values[0].shape or value.dtype != values[0].dtype:
@@ -47,6 +48,15 @@ def _collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) ->
         raise TrainError(
             f"the values of '{key}' cannot be collated into a batch: {error}; samples from {samples[0]['name']}"
         ) from error
+
+
+def _read(key: str, value: Any, sample: dict[str, Any]) -> Tensor:
+    """A number of a sample. Raises TrainError for anything else, which a data set may give."""
+    try:
+        return torch.tensor(value, dtype=NUMBERS[key]).reshape(())
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        whole = "" if NUMBERS[key].is_floating_point else " whole"
+        raise TrainError(f"{sample['name']}: '{key}' must be a{whole} number, not {shown(value)}") from None
 
 
 def rescaled(key: str, images: Tensor) -> Tensor:

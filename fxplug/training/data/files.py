@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from ...core import reading
-from ...core.errors import DEFAULT, SpecError, did_you_mean
+from ...core.errors import DEFAULT, SpecError, TrainError, did_you_mean
 from ...core.reading import parse_json
 from ...core.spec.train_section import Data
 from ...core.spec.yaml_source import Section, Source, Where, validate
@@ -20,6 +20,8 @@ from .image_files import read_image, read_size
 from .sidecars import CONCEPT, ImageSettings, Sidecars, from_json, from_name, from_toml, numbers
 
 METADATA = "metadata.jsonl"  # the form of Hugging Face's ImageFolder
+READ = ("flip_p", "cond_dropout", "loss_scale")  # which the loader and the tasks go by
+MOST_CLASSES = 1_000_000  # whose labels are numbers
 OWN = ("image", "condition", "name", "index")  # keys of an item that the loader fills
 
 
@@ -29,16 +31,23 @@ class Items:
     An item is a dict: `name`, and what there is of `image` and `condition` (PIL images, or float tensors [c, h, w] that are
     ready), `caption` (str), `label` (int), and other values that collate. An image that cannot be read raises `Unreadable`.
 
-    `root` is the folder that holds them, `classes` the names of their labels, where there are such. `repeats` says how often an
-    epoch has each; `notes`, what was found and is not read. `numbers`: labels of other classes of the same names.
+    `root` is the folder that holds them, `classes` the names of their labels, where there are such. `labels` are all that
+    there are, where they are numbers and known without reading the samples. `repeats` says how often an epoch has each;
+    `notes`, what was found and is not read. `numbers`: labels of other classes of the same names.
     """
 
     root: str | None = None
     classes: list[str] | None = None
+    labels: Collection[int] | None = None
     repeats: list[float] | None = None
     notes: Sequence[str] = ()
     values: Sequence[dict[str, Any]] = ()
     numbers: list[int] | None = None
+
+    @cached_property
+    def class_count(self) -> int | None:
+        """How many classes there are: those with names, or the numbers up to the largest label. None where it is not known."""
+        return count_classes(self.classes, self.labels)
 
     @property
     def sizes(self) -> list[tuple[int, int]] | None:
@@ -51,12 +60,28 @@ class Items:
     def __getitem__(self, i: int) -> dict[str, Any]:
         item = self.sample(i)
         if self.numbers is not None and "label" in item:
+            if not 0 <= item["label"] < len(self.numbers):
+                found = f"has the label {item['label']}, and its data have {len(self.numbers)} classes"
+                raise TrainError(f"{item['name']} {found}, 0 to {len(self.numbers) - 1}")
             item["label"] = self.numbers[item["label"]]
         return item
 
     def sample(self, i: int) -> dict[str, Any]:
         """An item, with the label that it has itself."""
         raise NotImplementedError
+
+
+def count_classes(names: list[str] | None, labels: Collection[int] | None) -> int | None:
+    """How many classes there are by their names, or by their labels where these are numbers from 0 on."""
+    if names is not None or not labels:
+        return None if names is None else len(names)
+    return max(labels) + 1 if 0 <= min(labels) <= max(labels) < MOST_CLASSES else None
+
+
+def names_of_classes(names: list[str] | None, labels: Collection[int] | None) -> list[str] | None:
+    """The names of classes, or their numbers where they have none; None where these are not known."""
+    count = count_classes(names, labels)
+    return [str(number) for number in range(count)] if names is None and count is not None else names
 
 
 class FileItems(Items):
@@ -77,7 +102,7 @@ class FileItems(Items):
         name = self.names[i]
         item = {"image": self._image(self.top / name, name), "name": name, **self.values[i]}
         if self.conditions:
-            item["condition"] = self._image(self.conditions[i], f"condition of {name}")
+            item["condition"] = self._image(self.conditions[i], f"{self.conditions[i]} (the condition of {name})")
         return item
 
     def _image(self, file: Path, name: str) -> Image.Image:
@@ -100,29 +125,74 @@ def open_files(spec: Data, base: Path) -> FileItems:
     given = spec.images if spec.classes is None else spec.classes
     assert given is not None  # a section has one of the kinds
     conditions = _condition_folder(spec, base)
-    sources = [base / source for source in ([given] if isinstance(given, str) else given)]
-    roots = [source.parent if source.is_file() and key == "images" else existing(source, key) for source in sources]
+    sources = _paths(given, base)
+    roots = [source.parent if os.path.isfile(source) and key == "images" else existing(source, key) for source in sources]
     # the folder that holds all of them
     top = roots[0] if len(roots) == 1 else Path(os.path.commonpath([folder.resolve() for folder in roots]))
-    sidecars = Sidecars(roots)
-    listed = [image for source in sources for image in _listed(source, sidecars, conditions, key)]
+    sidecars, others = Sidecars(roots), _OtherFolders(spec, base, conditions, sources)
+    listed = [image for source in sources for image in _listed(source, sidecars, others, key)]
     names = [Path(os.path.relpath(file, top)).as_posix() for file, _ in listed]
     if spec.classes is None:
         values = _with_metadata(top, names)
-        classes = _numbered(names, values)
         said = [_settings(*image, sidecars, spec.repeats == "folders") for image in listed]
-        _put_captions(names, values, said, spec.captions)
     else:
-        classes = _class_folders(top, names, conditions)
-        number = {name: i for i, name in enumerate(classes)}
+        folders = _class_folders(top, names, others)
+        number = {name: i for i, name in enumerate(folders)}
         values = [{"label": number[name.partition("/")[0]]} for name in names]
         said = [sidecars.of(file, alone=True) for file, _ in listed]
+    notes = [*sidecars.notes, *others.notes()]
+    kept = [i for i, settings in enumerate(said) if settings.multiply != 0]
+    if not kept:
+        raise SpecError(f"all {len(names)} images have 0 repeats: there is nothing left", path=(key,))
+    if len(kept) < len(names):
+        notes.append(f"{len(names) - len(kept)} of {len(names)} images have 0 repeats and are left out")
+        names, values, said = [names[i] for i in kept], [values[i] for i in kept], [said[i] for i in kept]
+    if spec.classes is None:
+        classes = _numbered(names, values)
+        _put_captions(names, values, said, spec.captions)
+    else:
+        classes = folders
     numbers(values, said, spec.flip)
     items = FileItems(top, names, values, spec, conditions)
-    items.classes, items.notes, items.repeats = classes, sidecars.notes, _repeats(said, names, key)
-    if items.repeats is not None and (none := items.repeats.count(0.0)):
-        items.notes = [*items.notes, f"{none} of {len(names)} images have 0 repeats and are left out"]
+    items.classes, items.notes, items.repeats = classes, notes, _repeats(said, names, key)
+    if classes is None and values and "label" in values[0]:
+        items.labels = {value["label"] for value in values}
     return items
+
+
+def _paths(given: str | list[str], base: Path) -> list[Path]:
+    return [base / source for source in ([given] if isinstance(given, str) else given)]
+
+
+class _OtherFolders:
+    """Folders whose images are other data, and what of: condition images, the test data and theirs.
+
+    They are left out where they lie below `sources`, and `met` has those that did.
+    """
+
+    def __init__(self, spec: Data, base: Path, conditions: Path | None, sources: Sequence[Path]) -> None:
+        self.kinds, self.met = dict[str, str](), set[str]()
+        if (test := spec.test) is not None:
+            others = _paths(test.classes or test.images or [], base)
+            if test.conditions is not None and ":" not in test.conditions.name:
+                others.append(base / test.conditions.name)
+            own = {os.path.realpath(source) for source in sources}
+            found = {os.path.realpath(folder) for folder in others if os.path.isdir(folder)}
+            self.kinds = dict.fromkeys(found - own, "test data")
+        if conditions is not None:
+            self.kinds[os.path.realpath(conditions)] = "condition images"
+
+    def __contains__(self, folder: object) -> bool:
+        """Whether a folder, whose real path it is, is one of them."""
+        if folder not in self.kinds:
+            return False
+        self.met.add(str(folder))
+        return True
+
+    def notes(self) -> list[str]:
+        """What is to be said of those that were met."""
+        left_out = "is left out of the images around it: it has the"
+        return [f"'{folder}' {left_out} {self.kinds[folder]}" for folder in sorted(self.met)]
 
 
 def _repeats(said: Sequence[ImageSettings], names: Sequence[str], key: str) -> list[float] | None:
@@ -138,11 +208,13 @@ def _repeats(said: Sequence[ImageSettings], names: Sequence[str], key: str) -> l
     return repeats if {*repeats} != {1.0} else None
 
 
-def _listed(source: Path, sidecars: Sidecars, skip: Path | None, key: str) -> list[tuple[Path, ImageSettings | None]]:
+def _listed(
+    source: Path, sidecars: Sidecars, skip: Container[str], key: str
+) -> list[tuple[Path, ImageSettings | None]]:
     """The image files of a folder or a list, each with what the list says of it. None: what lies beside it says it."""
-    if source.is_file() and source.suffix == ".json":
+    if os.path.isfile(source) and source.suffix == ".json":
         return from_json(source, sidecars)
-    if source.is_file() and source.suffix == ".toml":
+    if os.path.isfile(source) and source.suffix == ".toml":
         return from_toml(source, images_below, sidecars.notes)
     found = images_below(existing(source, key), skip=skip)
     if not found:
@@ -156,9 +228,10 @@ def _settings(file: Path, given: ImageSettings | None, sidecars: Sidecars, repea
     """What a list says of an image, else what lies beside it, over what the name of its folder says."""
     if given is not None:
         return given
-    settings = sidecars.of(file)
-    concept = CONCEPT.fullmatch(file.parent.name)
-    if concept is None or file.parent in sidecars.roots:
+    settings, above = sidecars.of(file), file.parents
+    depth = next((n for n, folder in enumerate(above) if folder in sidecars.roots), 1)  # of a listed one, the nearest folder
+    concept = next(filter(None, (CONCEPT.fullmatch(folder.name) for folder in above[:depth])), None)
+    if concept is None:
         return settings
     if repeats:
         return ImageSettings(plain=concept[2], multiply=float(concept[1])).under(settings)
@@ -180,9 +253,10 @@ def _with_metadata(top: Path, names: list[str]) -> list[dict[str, Any]]:
     return [dict(values[name]) for name in names]  # a list may have an image twice
 
 
-def _class_folders(top: Path, names: Sequence[str], conditions: Path | None) -> list[str]:
+def _class_folders(top: Path, names: Sequence[str], skip: Container[str]) -> list[str]:
     """The classes are the names of the folders in `top`. SpecError for an empty one, and for images outside of them."""
-    classes = sorted(p.name for p in top.iterdir() if p.is_dir() and not p.name.startswith(".") and p != conditions)
+    folders = (p for p in top.iterdir() if p.is_dir() and not p.name.startswith("."))
+    classes = sorted(p.name for p in folders if os.path.realpath(p) not in skip)
     if empty := sorted({*classes} - {name.partition("/")[0] for name in names}):
         raise SpecError(f"no images in the class folder {few(empty, 'folder')} of '{top}'", path=("classes",))
     if outside := [name for name in names if "/" not in name]:
@@ -192,22 +266,23 @@ def _class_folders(top: Path, names: Sequence[str], conditions: Path | None) -> 
 
 def existing(folder: Path, key: str) -> Path:
     """The folder, or a SpecError with the nearest name that exists."""
-    if folder.is_dir():
+    if os.path.isdir(folder):  # which, as the others here, takes what no file can be called
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise SpecError(f"must be a folder, and '{folder}' is a file", path=(key,))
-    if not folder.parent.is_dir():
+    if not os.path.isdir(folder.parent):
         raise SpecError(f"no such folder '{folder}', nor '{folder.parent}'", path=(key,))
     near = did_you_mean(folder.name, (p.name for p in folder.parent.iterdir() if p.is_dir()))
     raise SpecError(f"no such folder '{folder}'{near}", path=(key,))
 
 
-def images_below(top: Path, skip: Path | None = None) -> list[str]:
-    """The images below a folder, as relative paths in natural order. Hidden files, and the folder `skip`, are left out."""
+def images_below(top: Path, skip: Container[str] = ()) -> list[str]:
+    """The images below a folder, as relative paths in natural order. Hidden files, and folders whose real path is in `skip`,
+    are left out."""
     known, names, seen = _suffixes(), [], set()
     for folder, folders, files in os.walk(top, followlinks=True):
         here = os.path.realpath(folder)
-        if here in seen or (skip and here == os.path.realpath(skip)):
+        if here in seen or here in skip:
             folders.clear()
             continue
         seen.add(here)
@@ -287,6 +362,7 @@ def read_metadata(file: Path, top: Path, names: Collection[str]) -> dict[str, di
             name = (file.parent.relative_to(top) / line.file_name).as_posix()
             if line.text is not None and line.caption is not None:
                 raise SpecError("give either 'text' or 'caption', not both")
+            values |= {key: getattr(validate(ImageSettings, {key: values[key]}), key) for key in READ if key in values}
             if taken := [key for key in OWN if key in values]:
                 raise SpecError(f"the key '{taken[0]}' is reserved by the loader: rename it")
             if name not in names:
@@ -308,11 +384,11 @@ def _numbered(names: Sequence[str], values: list[dict[str, Any]]) -> list[str] |
         if without:
             given = f"'{key}' for {len(names) - len(without)} of {len(names)} images"
             raise SpecError(f"{METADATA} has {given}, and none for '{without[0]}'", path=("images",))
-    kinds = {type(value["label"]) for value in values if "label" in value}
-    if kinds <= {int}:
+    kinds = {type(value["label"]): name for name, value in zip(names, values, strict=True) if "label" in value}
+    if kinds.keys() <= {int}:
         return None
-    if kinds != {str}:
-        several = ", ".join(sorted(kind.__name__ for kind in kinds))
+    if kinds.keys() != {str}:
+        several = ", ".join(f"{kind.__name__} ('{kinds[kind]}')" for kind in sorted(kinds, key=lambda kind: kind.__name__))
         raise SpecError(f"labels in {METADATA} must all be whole numbers or all text, not {several}", path=("images",))
     classes = sorted({value["label"] for value in values})
     number = {name: i for i, name in enumerate(classes)}

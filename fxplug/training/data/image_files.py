@@ -6,7 +6,7 @@ import contextlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torchvision.transforms.v2.functional import to_image, to_pil_image
 from ...core.errors import TrainError
 
 _ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 lie on their side
+_PNG_KEYS = {"exif", "Raw profile type exif", "XML:com.adobe.xmp"}  # where a PNG has it
 
 
 class Unreadable(Exception):
@@ -35,8 +36,7 @@ def read_image(
     source: Path | bytes, name: str, channels: int = 3, background: tuple[int, int, int] = WHITE
 ) -> Image.Image:
     """Decode the image in a file or its bytes, upright, in mode RGB or L, as `prepared` does. Raises Unreadable."""
-    with _readable(name, source), Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-        image.load()
+    with _readable(name, source), _opened(source) as file, Image.open(file) as image:
         return prepared(image, channels, background)
 
 
@@ -48,7 +48,7 @@ def _readable(name: str, source: Path | bytes = b"...") -> Iterator[None]:
     except Exception as error:  # a decoder's
         why = str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
-            why = "not an image" if (len(source) if isinstance(source, bytes) else source.stat().st_size) else "an empty file"
+            why = _unidentified(source)
         elif isinstance(error, FileNotFoundError):
             why = "no such file"
         elif isinstance(error, Image.DecompressionBombError):
@@ -56,26 +56,64 @@ def _readable(name: str, source: Path | bytes = b"...") -> Iterator[None]:
         raise Unreadable(name, why) from error
 
 
+def _opened(source: Path | bytes) -> BinaryIO:
+    """A file or bytes, opened. Of a path PIL would map a TIFF into memory, and one that is turned has other pixels then."""
+    return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+
+
+def _unidentified(source: Path | bytes) -> str:
+    """Why a file is not opened by PIL."""
+    with _opened(source) as file:
+        start = file.read(4)
+    if start in (b"II*\0", b"MM\0*"):
+        return "a TIFF of a kind that PIL does not read, such as floats of several channels: save it as a PNG"
+    return "not an image" if start else "an empty file"
+
+
 def read_size(source: Path | bytes) -> tuple[int, int]:
     """(h, w) of the upright image, from its header; (0, 0) for one that cannot be read."""
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with _opened(source) as file, Image.open(file) as image:
+            if image.format == "PNG" and not image.info.keys() & _PNG_KEYS and _has_late_chunks(source):
+                image.load()
             w, h = image.size
+            if image.format == "TIFF":  # of which PIL has turned the size already
+                w, h = image.tag_v2[256], image.tag_v2[257]  # type: ignore[attr-defined]
             return (w, h) if _orientation(image) > 4 else (h, w)
     except Exception:  # a decoder's, as above
         return (0, 0)
 
 
+def _has_late_chunks(source: Path | bytes) -> bool:
+    """Whether a PNG has chunks behind its pixels that may say how it is turned. Only then is it decoded for its size."""
+    with _opened(source) as file:
+        file.seek(8)
+        pixels = False
+        while len(head := file.read(8)) == 8:
+            pixels |= head[4:] == b"IDAT"
+            if pixels and head[4:] in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+                return True
+            file.seek(int.from_bytes(head[:4], "big") + 4, io.SEEK_CUR)
+    return False
+
+
 def prepared(image: Image.Image, channels: int, background: tuple[int, int, int] = WHITE) -> Image.Image:
     """Turn an image upright, in mode RGB (3 channels) or L (1), its transparent pixels composed on a colour.
 
-    16-bit grey keeps its upper 8 bits. An image that had transparent pixels has `COMPOSED` in its `info`.
+    Grey of more than 8 bits becomes 8 (see `_of_8_bits`). An image that had transparent pixels has `COMPOSED` in its `info`.
+    Raises ValueError for values whose white is not known.
     """
+    image.load()  # a PNG may say at its end how it is turned, and a TIFF is turned while it is loaded
+    mode = "RGB" if channels == 3 else "L"
+    if image.mode == "F" or image.mode.startswith("I"):
+        image = _of_8_bits(image)
+    elif image.mode in ("La", "LAB"):
+        image = image.convert("LA" if image.mode == "La" else "RGB")
+    elif image.mode == "RGB" and isinstance(clear := image.info.get("transparency"), tuple) and max(clear) > 255:
+        image = image.copy()  # 16 bits a colour, of which PIL keeps the upper 8
+        image.info["transparency"] = tuple(value >> 8 for value in clear)
     if _orientation(image) > 1:
         image = ImageOps.exif_transpose(image)
-    mode = "RGB" if channels == 3 else "L"
-    if image.mode.startswith("I"):
-        image = Image.fromarray((np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8))
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         composed = Image.new("RGBA", layer.size, (*background, 255))
@@ -84,6 +122,39 @@ def prepared(image: Image.Image, channels: int, background: tuple[int, int, int]
         if layer.getchannel("A").getextrema()[0] != 255:
             image.info[COMPOSED] = True
     return image if image.mode == mode else image.convert(mode)
+
+
+def _of_8_bits(image: Image.Image) -> Image.Image:
+    """Grey of 16 or 32 bits or of floats, in 8 bits.
+
+    White is the largest value of 16 bits, of which the upper 8 are kept. In 32 bits and floats it is 255, or 65535 where the
+    image has larger values and all are whole; in floats up to 1 it is 1. Raises ValueError for other values, and for floats
+    of which most are below 1 and some above, which may be either.
+    """
+    values, clear = np.asarray(image), image.info.get("transparency")
+    least, most = values.min(), values.max()
+    if not 0 <= least <= most:
+        raise ValueError(f"it has values from {least:g} to {most:g}, and black is 0")
+    whole = image.mode != "F" or bool((values == np.rint(values)).all())
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        grey = values.astype(np.int64) >> 8
+    elif image.mode == "F" and most <= 1:
+        grey = np.rint(values * 255)
+    elif most <= 255 and (whole or values.mean() > 1):
+        grey = np.rint(values)
+    elif most <= 0xFFFF and whole:
+        grey = values.astype(np.int64) >> 8
+    else:
+        white = "1, to 255, or whole ones to 65535" if image.mode == "F" else "255, or to 65535"
+        found = f"it has values from {least:g} to {most:g} (their mean is {values.mean():g})"
+        raise ValueError(f"{found}, and must have them from 0 to {white}")
+    made = Image.fromarray(grey.astype(np.uint8))
+    if getattr(image, "tag_v2", {}).get(262) == 0:  # a TIFF in which white is 0
+        made = ImageOps.invert(made)
+    if isinstance(clear, int):
+        made.putalpha(Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))
+    made.getexif()[_ORIENTATION] = _orientation(image)
+    return made
 
 
 def as_image(
@@ -101,11 +172,15 @@ def as_image(
     if isinstance(value, Image.Image):
         with _readable(name):  # it may not be loaded yet
             return prepared(value, channels, background)
+    if isinstance(value, dict) and value.get("path"):
+        name = f"{name} ({value['path']})"
     if isinstance(value, (dict, bytes, bytearray)):
         return read_image(stored(value) if isinstance(value, dict) else bytes(value), name, channels, background)
     found = np.asarray(value) if isinstance(value, list) else value
     if not isinstance(found, (Tensor, np.ndarray)):
         raise TrainError(f"{name}: an image must be a PIL image, a tensor or a numpy array, not a {type(value).__name__}")
+    if isinstance(found, np.ndarray) and not found.flags.writeable:
+        found = found.copy()  # of which torch would warn
     array = to_image(found).as_subclass(Tensor) if found.ndim in (2, 3) else torch.empty(0)
     if array.ndim != 3 or (not array.is_floating_point() and len(array) not in (1, 3, 4)):
         layout = "[c, h, w] or [h, w]" if isinstance(value, Tensor) else "[h, w, c] or [h, w]"
@@ -127,7 +202,7 @@ def stored(value: dict[str, Any]) -> bytes | Path:
 
 
 def _orientation(image: Image.Image) -> int:
-    if image.format == "PNG" and not {"exif", "Raw profile type exif"} & image.info.keys():
+    if image.format == "PNG" and not image.info.keys() & _PNG_KEYS:
         return 1  # PIL would decode the whole image to look behind it
     with contextlib.suppress(Exception):  # broken EXIF data does not make an image unreadable
         return int(image.getexif().get(_ORIENTATION, 1))

@@ -22,10 +22,12 @@ from ..random_draws import mixed, preserve_random_state, seed_all
 from ..tasks.task import Task, function_of
 from .batch_order import Order, Request, Size, assign, bucket_sizes
 from .collation import collate
-from .files import Items
+from .files import Items, names_of_classes
 from .image_files import COMPOSED, Crop, Unreadable, as_image, placed, prepared
 from .sidecars import Caption
+from .unreadable import tell_first_process, told_by_others
 
+NAMED = 20  # unreadable images in a message
 Transform = Callable[[Image.Image, Size], Tensor]
 
 
@@ -42,8 +44,9 @@ class Loader(Dataset[Any]):
     """The batches of `items` for one process of `world`.
 
     A batch is a dict: `image` float32 [b, c, h, w], `caption` list of str, `label` int64 [b], `condition` float32 [b, c, h, w],
-    `index` int64 [b], `name` list of str, and what else the items hold. Seed, epoch and index alone decide them (see `Order`):
-    neither the number of workers or processes, nor a resumed epoch, nor random numbers drawn elsewhere.
+    `index` int64 [b], `name` list of str, and what else the items hold. Seed, epoch, index and, where an epoch has it several
+    times, the number of the time alone decide them (see `Order`): neither the number of workers or processes, nor a resumed
+    epoch, nor random numbers drawn elsewhere.
 
     transform: (PIL image, (h, w)) -> tensor [c, h, w]. None: crop to the shape of the size, resize, flip as `spec` says,
         values in [-1, 1]; a transform does all that itself, but where there are condition images it gets the image cropped
@@ -53,11 +56,11 @@ class Loader(Dataset[Any]):
     When training, the place of an unreadable image is taken by the next sample of its group, in the order of the data; in tests
     the batch is smaller. Picklable when items, transform and hooks are.
 
-    `size` is (h, w), or None where images stay as they are; `classes` are the names of the labels, `root` is the data's folder.
-    `skipped` has the unreadable images with the reason; more than `spec.max_corrupt` in this process, since it
-    started, are a TrainError: each process, and each resume, counts from none. `buckets` has the
-    number of images of each size, `left_out` how many samples an epoch goes without. Raises TrainError for a batch larger
-    than the data, SpecError for buckets that cannot be.
+    `size` is (h, w), or None where images stay as they are; `classes` are the names of the labels (of numbers, those from 0 to
+    the largest), `root` is the data's folder. `skipped` has the unreadable images with the reason; more than
+    `spec.max_corrupt` in this process, since it started, are a TrainError: each process, and each resume, counts from none.
+    `buckets` has the number of images of each size, `left_out` how many samples an epoch goes without. Raises TrainError for a
+    batch larger than the data, SpecError for buckets that cannot be.
     """
 
     def __init__(
@@ -74,9 +77,9 @@ class Loader(Dataset[Any]):
         hooks: Plugins | None = None,
     ) -> None:
         self.items, self.spec, self.seed, self.train, self.hooks = items, spec, seed, train, hooks
-        self._transform, self.skipped = transform, dict[str, str]()
+        self._transform, self._skipped = transform, dict[str, str]()
         self.size: Size | None = (spec.size, spec.size) if isinstance(spec.size, int) else spec.size
-        self.classes, self.root = items.classes, items.root
+        self.classes, self.root = names_of_classes(items.classes, items.labels), items.root
         self.groups: list[Sequence[int]] = [range(len(items))]
         self.sizes: list[Size | None] = [self.size]
         if spec.buckets is not None:
@@ -95,6 +98,15 @@ class Loader(Dataset[Any]):
         self.condition = function_of(spec.conditions, ("data", "conditions")) if named and spec.conditions else None
         self._requests, self._composed = list[Request](), False
         self._pool: DataLoader[Any] | None = None
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """The images that could not be read, with the reason; in the first process those of the others too."""
+        return {**told_by_others(self._set), **self._skipped}
+
+    @property
+    def _set(self) -> str:
+        return "training" if self.train else "test"
 
     @property
     def transform(self) -> Transform | None:
@@ -199,17 +211,19 @@ class Loader(Dataset[Any]):
     def fetch(self, request: Request, enough: int | None = None) -> Fetched:
         """The batch of a request; `enough` is after how many samples it ends.
 
-        Every sample starts from random numbers seeded with (seed, epoch, index).
+        Every sample starts from random numbers seeded with (seed, epoch, index), and further views of it in one epoch with
+        their number too.
         """
         skipped: dict[str, str] = {}
         composed = ""
         with preserve_random_state():
             try:
                 samples: list[dict[str, Any]] = []
-                for index in request.indices:
+                for place, index in enumerate(request.indices):
                     if len(samples) == enough:
                         break
-                    sample = self._readable(index, request, skipped)
+                    view = request.views[place] if request.views else 0
+                    sample = self._readable(index, view, request, skipped)
                     if len(skipped) > self.spec.max_corrupt:  # the loader counts them, and stops
                         return Fetched(None, skipped)
                     if sample is not None:
@@ -220,10 +234,12 @@ class Loader(Dataset[Any]):
             except FxplugError as error:
                 return Fetched(None, skipped, error)
 
-    def _readable(self, index: int, request: Request, skipped: dict[str, str]) -> dict[str, Any] | None:
+    def _readable(self, index: int, view: int, request: Request, skipped: dict[str, str]) -> dict[str, Any] | None:
         members = self.groups[request.group]
         for candidate in self._from(index, members) if self.train else (index,):
-            seed_all(mixed(self.seed, request.epoch, candidate))
+            # what stands in for another sample is a further view, too
+            further = (view, index) if candidate != index else (view,) if view else ()
+            seed_all(mixed(self.seed, request.epoch, candidate, *further))
             try:
                 return self._sample(candidate, self.sizes[request.group], request.epoch)
             except Unreadable as error:
@@ -293,7 +309,10 @@ class Loader(Dataset[Any]):
         """The image after the plugins, which may change its size only where the task crops it."""
         if self.hooks is None or not self._hooked("transform_pil_image"):
             return image
-        changed = prepared(self.hooks.transform_pil_image(image), self.spec.channels, self.spec.background)
+        try:
+            changed = prepared(self.hooks.transform_pil_image(image), self.spec.channels, self.spec.background)
+        except ValueError as error:
+            raise TrainError(f"{name}: the image that transform_pil_image returned cannot be used: {error}") from None
         if fixed and changed.size != image.size:
             sizes = f"{changed.height}x{changed.width} of one of {image.height}x{image.width}"
             raise TrainError(
@@ -305,10 +324,11 @@ class Loader(Dataset[Any]):
     # --- groups, and what cannot be read
 
     def _count(self, skipped: dict[str, str]) -> None:
-        self.skipped.update(skipped)
-        if len(self.skipped) > self.spec.max_corrupt:
-            found = f"{len(self.skipped)} images cannot be read, and 'max_corrupt' is {self.spec.max_corrupt}"
-            raise TrainError(f"{found}: {too_many(self.skipped)}")
+        tell_first_process(self._set, {name: why for name, why in skipped.items() if name not in self._skipped})
+        self._skipped.update(skipped)
+        if len(self._skipped) > self.spec.max_corrupt:
+            found = f"{len(self._skipped)} images cannot be read, and 'max_corrupt' is {self.spec.max_corrupt}"
+            raise TrainError(f"{found}: {too_many(self._skipped)}")
 
     def _bucketed(self, size: Size | None, fill: int) -> dict[Size, Sequence[int]]:
         """The samples of each bucket; those without a readable header are skipped here already, so in every process."""
@@ -354,5 +374,5 @@ def _check_alike(image: Image.Image, condition: Any, size: Size, place: Crop, na
 
 def too_many(skipped: dict[str, str]) -> str:
     """The first of the images that were skipped, each with the reason."""
-    shown = [f"{name} ({why})" for name, why in list(skipped.items())[:5]]
-    return "; ".join(shown) + (f"; and {len(skipped) - 5} more" if len(skipped) > 5 else "")
+    shown = [f"{name} ({why})" for name, why in list(skipped.items())[:NAMED]]
+    return "; ".join(shown) + (f"; and {len(skipped) - NAMED} more" if len(skipped) > NAMED else "")

@@ -230,14 +230,16 @@ def from_json(file: Path, sidecars: Sidecars) -> list[tuple[Path, ImageSettings 
         if not isinstance(entry, Mapping) or not isinstance(entry.get("image"), str):
             raise SpecError(f"[{number}] needs 'image', the path of a file; it is {shown(entry)}", where=where)
         image = file.parent / entry["image"]
-        if not image.is_file():
+        if not os.path.isfile(image):  # no error for a name that no file can have
             raise SpecError(f"[{number}] '{image}' {reading.missing(image)}", where=where)
         caption = entry.get("caption")
         beside = file.parent / caption if isinstance(caption, str) and caption.endswith((".txt", ".caption")) else None
-        if beside is not None and beside.is_file():
-            text = reading.text(beside, DEFAULT.caption, lambda finding: SpecError(finding, where=where))
-            entry = {**entry, "caption": text}
-        listed.append((image, None if alone else sidecars.parsed(entry, Source(entry, str(file)))))
+        if beside is not None and os.path.isfile(beside):
+            entry = {**entry, "caption": _text(beside)}
+        try:
+            listed.append((image, None if alone else sidecars.parsed(entry, Source(entry, str(file)))))
+        except SpecError as error:
+            raise SpecError(error.finding, path=(number, *error.path), key=error.key, where=where) from None
     return listed
 
 

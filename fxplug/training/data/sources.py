@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import os
 import traceback
+from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torch.utils.data import IterableDataset
+import numpy as np
+from torch import Tensor
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from ...core.errors import SpecError, TrainError, below, did_you_mean, shown
+from ...core.errors import FxplugError, SpecError, TrainError, below, did_you_mean, shown
 from ...core.spec.train_section import Data, Use
+from ..random_draws import preserve_random_state
 from ..tasks.task import construct, function_of, imported
-from .files import Items, existing, open_files
+from .files import FileItems, Items, existing, open_files
 from .image_files import Unreadable, as_image, read_size, stored
 
 NAMES = {
@@ -46,21 +52,63 @@ def open_items(spec: Data, base: Path, *, test: bool = False) -> Items:
         return open_files(spec, base) if spec.call is None else open_call(spec)
 
 
-def with_classes(items: Items, classes: list[str] | None) -> Items:
+def match_test_items(test: Items, train: Items) -> Items:
     """Test items with the label numbers of the training data, which may have more classes and so another order.
 
-    Raises SpecError for a class that the training data do not have.
+    A note of the training data says where both have the same files. Raises SpecError for a class that the training data do
+    not have, and for labels that are names in one and numbers in the other.
     """
-    if classes is None or items.classes is None or items.classes == classes:
-        return items
-    unknown = [name for name in items.classes if name not in classes]
+    if shared := _shared_files(test, train):
+        finding = f"{len(shared)} of {len(test)} test images are trained on too, such as '{shared[0]}'"
+        train.notes = [*train.notes, finding]
+    names, classes = test.classes, train.classes
+    both = isinstance(test, OwnItems) and isinstance(train, OwnItems) and test.root is train.root is None
+    kinds = {_kind_of_labels(test), _kind_of_labels(train)}
+    if kinds == {"names", "numbers"} and not both:
+        which = ("test", "training") if names is not None else ("training", "test")
+        named = (names or classes or [""])[0]
+        finding = f"the labels of the {which[0]} data are names, such as '{named}', those of the {which[1]} data are numbers"
+        raise SpecError(f"{finding}: they cannot be matched; write both in one way", path=("data", "test"))
+    if classes is None or names is None or names == classes:
+        return test
+    for one, kind in ((classes, "training"), (names, "test")):
+        if twice := [name for name, count in Counter(one).items() if count > 1]:
+            finding = f"the classes of both cannot be matched by name: the {kind} data have two called '{twice[0]}'"
+            raise SpecError(finding, path=("data", "test"))
+    unknown = [name for name in names if name not in classes]
     if unknown:
         hint = did_you_mean(unknown[0], classes)
         more = f" and {len(unknown) - 1} more" * (len(unknown) > 1)
         finding = f"the class '{unknown[0]}'{more} is not among the {len(classes)} of the training data{hint}"
         raise SpecError(finding, path=("data", "test"))
-    items.numbers = [classes.index(name) for name in items.classes]
-    return items
+    test.numbers = [classes.index(name) for name in names]
+    return test
+
+
+def _kind_of_labels(items: Items) -> str | None:
+    if items.classes is not None or items.labels is not None:
+        return "numbers" if items.classes is None else "names"
+    if isinstance(items, OwnItems):
+        with contextlib.suppress(FxplugError, Unreadable), preserve_random_state():  # told when it is trained on
+            return "numbers" if "label" in items[0] else None
+    return None
+
+
+def _shared_files(test: Items, train: Items) -> list[str]:
+    """The names of test images that are files of the training data."""
+    if not (isinstance(test, FileItems) and isinstance(train, FileItems)):
+        return []
+    folders: dict[str, str] = {}
+
+    def real(items: FileItems, name: str) -> str:
+        folder, file = os.path.split(os.path.join(items.top, name))
+        if folder not in folders:
+            folders[folder] = os.path.realpath(folder)
+        path = os.path.join(folders[folder], file)
+        return os.path.realpath(path) if os.path.islink(path) else path
+
+    trained = {real(train, name) for name in train.names}
+    return [name for name in test.names if real(test, name) in trained]
 
 
 class OwnItems(Items):
@@ -76,6 +124,8 @@ class OwnItems(Items):
         self.dataset, self.columns, self.channels, self.captions = dataset, spec.columns, spec.channels, spec.captions
         self.background = spec.background
         self.root, self.classes = root, classes_of(dataset)
+        if root is None and self.classes is None:
+            self.labels = labels_of(dataset)
 
     @cached_property
     def sizes(self) -> list[tuple[int, int]] | None:
@@ -115,6 +165,8 @@ class OwnItems(Items):
                 item[key] = as_image(item[key], name, self.channels, self.background)
         if "label" in item:
             item["label"] = self._label(item["label"], name)
+            if self.root is not None and self.classes is not None and item["label"] == -1:
+                del item["label"]  # a ClassLabel of none
         if "caption" in item and self.captions == "none":
             del item["caption"]
         return item
@@ -125,16 +177,39 @@ class OwnItems(Items):
                 raise TrainError(f"{name}: no class '{label}'{did_you_mean(label, self.classes)}")
             return self.classes.index(label)
         try:
-            return operator.index(label.item() if hasattr(label, "item") else label)
+            number = operator.index(label.item() if hasattr(label, "item") else label)
         except (TypeError, RuntimeError, ValueError):
             finding = f"{name}: a label must be a whole number, not {shown(label)}; for text the data set must have 'classes'"
             raise TrainError(finding) from None
+        count = self.class_count
+        if count is not None and not 0 <= number < count and (self.root is None or number != -1):
+            raise TrainError(f"{name} has the label {shown(number)}, and its data set has {count} classes, 0 to {count - 1}")
+        return number
 
 
 def classes_of(dataset: Any) -> list[str] | None:
     """The names of a data set's classes, where it has them."""
+    if isinstance(dataset, Subset):
+        return classes_of(dataset.dataset)
     classes = getattr(dataset, "classes", None)
     return [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
+
+
+def labels_of(dataset: Any) -> set[int] | None:
+    """The labels of a data set that has them all at hand, as torchvision's and TensorDataset have; None of any other."""
+    labels = _all_labels(dataset)
+    return {*labels} if labels and all(type(label) is int for label in labels) else None
+
+
+def _all_labels(dataset: Any) -> list[Any] | None:
+    if isinstance(dataset, Subset):
+        inner = _all_labels(dataset.dataset)
+        return None if inner is None else [inner[i] for i in dataset.indices]
+    found: Any = getattr(dataset, "targets", None) if getattr(dataset, "target_transform", None) is None else None
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+        found = dataset.tensors[1]
+    labels = found.tolist() if isinstance(found, (Tensor, np.ndarray)) else found
+    return labels if isinstance(labels, list) and len(labels) == len(dataset) else None
 
 
 def keyed(sample: Any, name: str, columns: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
@@ -191,16 +266,21 @@ def open_dataset(spec: Data, base: Path, split: str = "train") -> OwnItems:
     columns = _columns(features, spec, folder)
     for name in {column for key, column in columns.items() if features[column] == "image"}:
         dataset = dataset.cast_column(name, datasets.Image(decode=False))
-    classes = None
+    classes, numbers = None, None
     if label := columns.get("label"):
         feature = dataset.features[label]
+        values = set() if features[label] == "class" else set(dataset[label])
+        if None in values:
+            raise SpecError(f"column '{label}' of '{folder}' has rows without a label", path=("columns", "label"))
         if features[label] == "class":
             classes = list(feature.names)
         elif features[label] == "text":
-            classes = sorted(set(dataset[label]))
+            classes = sorted(values)
+        else:
+            numbers = values
     used = dataset.select_columns(list(dict.fromkeys(columns.values())))
     items = OwnItems(used, spec.model_copy(update={"columns": columns}), str(folder))
-    items.classes = classes
+    items.classes, items.labels = classes, numbers
     return items
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...core.capture.isolation import random_state, set_random_state
 from ...core.errors import TrainError
@@ -16,9 +20,13 @@ from ..plugins import Plugins
 from ..random_draws import mixed, preserve_random_state, seed_all
 from ..tasks.task import Task
 from .batch_order import Size
-from .collation import rescaled
+from .collation import collated, rescaled
+from .files import count_classes, names_of_classes
+from .image_files import as_image
 from .loader import Loader, Transform
-from .sources import classes_of, items_of, keyed
+from .sources import classes_of, items_of, keyed, labels_of
+
+CHANNELS = (1, 3, 4)
 
 
 def loader_of(
@@ -30,7 +38,7 @@ def loader_of(
     if isinstance(data, (Loader, WrappedDataLoader)):
         return data
     if isinstance(data, DataLoader):
-        return WrappedDataLoader(data, seed=seed, world=world, train=train, hooks=hooks)
+        return WrappedDataLoader(data, seed=seed, rank=rank, world=world, train=train, hooks=hooks)
     spec = Data(call=Use(type(data).__name__, {}))
     items = items_of(data, spec, "the data")
     return Loader(items, spec, batch, seed=seed, rank=rank, world=world, train=train, hooks=hooks)
@@ -39,9 +47,11 @@ def loader_of(
 class WrappedDataLoader:
     """The batches of a DataLoader, with the face of a Loader.
 
-    A batch is a mapping or a pair (images, labels) or (images, captions) and becomes a dict as the Loader's: uint8 images get
-    values in [-1, 1], float images stay as they are, labels become int64; `name` says which batch it was. Sizes, transforms and
-    unreadable images are the DataLoader's affair. What it draws comes from (seed, epoch), as long as its sampler draws from the
+    A batch is a mapping or a pair (images, labels) or (images, captions) and becomes a dict as the Loader's. Images are read as
+    those of a data set: float tensors are ready and stay as they are; uint8 tensors [b, c, h, w], [b, h, w] or as numpy arrays
+    are collated [b, h, w, c], and lists of what a sample may have, are transformed as the task says, else they get values in
+    [-1, 1] (grey ones keep their one channel then). Labels become int64; `name` says which batch it was. Sizes and unreadable
+    images are the DataLoader's affair. What it draws comes from (seed, epoch), as long as its sampler draws from the
     DataLoader's generator or the global one; a resumed epoch makes the batches before `start` once more and drops them.
 
     Raises TrainError for a DataLoader without a length, one whose samples plugins ought to change, and, where there are several
@@ -62,7 +72,14 @@ class WrappedDataLoader:
         return None
 
     def __init__(
-        self, loader: DataLoader[Any], *, seed: int = 0, world: int = 1, train: bool = True, hooks: Plugins | None = None
+        self,
+        loader: DataLoader[Any],
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        train: bool = True,
+        hooks: Plugins | None = None,
     ) -> None:
         try:
             self.steps = len(loader)
@@ -79,24 +96,31 @@ class WrappedDataLoader:
         if found := [hook for hook in ("transform_caption", "transform_pil_image") if hooks is not None and hooks.has(hook)]:
             raise TrainError(f"a plugin's {found[0]} has no effect inside a DataLoader: pass its data set instead")
         self.loader, self.items, self.seed, self.train, self.sampler = loader, loader.dataset, seed, train, sampler
-        self.classes, self.skipped = classes_of(loader.dataset), dict[str, str]()
+        self.rank, self.skipped = rank, dict[str, str]()
+        names = classes_of(loader.dataset)
+        labels = labels_of(loader.dataset) if names is None else None
+        self.classes, self.class_count = names_of_classes(names, labels), count_classes(names, labels)
         self.transform: Transform | None = None
         self._start = None if loader.generator is None else loader.generator.initial_seed()
 
     def first(self, count: int) -> dict[str, Any]:
-        """The first `count` samples of the data set as a batch; of one without numbers, the first of its first batch."""
-        batch = self.peek(count) or next(iter(self.epoch(0)))
+        """The first `count` samples of the data set as a batch, without a transform; of one without numbers, the first of its
+        first batch."""
+        batch = self._first(count, None) or next(iter(self.epoch(0)))
         return {key: value[:count] if isinstance(value, (Tensor, list)) else value for key, value in batch.items()}
 
-    def peek(self, count: int | None = None) -> dict[str, Any] | None:
+    def peek(self) -> dict[str, Any] | None:
         """A batch of the first samples, as many as in a batch. None for data without numbers, which is read once."""
+        return self._first(None, self.transform)
+
+    def _first(self, count: int | None, transform: Transform | None) -> dict[str, Any] | None:
         dataset: Any = self.loader.dataset
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or self.loader.batch_sampler is None:
             return None
         with preserve_random_state():
             seed_all(self.seed)
             samples = [dataset[i] for i in range(min(count or self.loader.batch_size or 1, len(dataset)))]
-            return self._batch(self.loader.collate_fn(samples), 0)
+            return self._batch(self.loader.collate_fn(samples), 0, 0, transform)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[dict[str, Any]]:
         """The batches of epoch `number` from the `start`-th on. Raises TrainError where training gets fewer."""
@@ -118,7 +142,7 @@ class WrappedDataLoader:
                     raise TrainError(f"{found}: the length of its data set, or of its sampler, is wrong")
                 return
             if index >= start:
-                yield self._batch(batch, index)
+                yield self._batch(batch, number, index, self.transform)
 
     def notes(self, task: Task) -> list[str]:
         """Nothing is known of what its sampler leaves out."""
@@ -127,15 +151,52 @@ class WrappedDataLoader:
     def close(self) -> None:
         """Nothing: its workers are the DataLoader's."""
 
-    def _batch(self, batch: Any, index: int) -> dict[str, Any]:
+    def _batch(self, batch: Any, epoch: int, index: int, transform: Transform | None) -> dict[str, Any]:
         found = keyed(batch, f"batch {index}")
         for key in ("image", "condition"):
-            if isinstance(found.get(key), Tensor):
-                found[key] = rescaled(key, found[key])
+            if key in found:
+                with preserve_random_state():
+                    seed = mixed(self.seed, epoch, index, self.rank)
+                    found[key] = _images(key, found[key], f"batch {index}", transform if key == "image" else None, seed)
         if isinstance(found.get("label"), Tensor) and not found["label"].is_floating_point():
             found["label"] = found["label"].long()
+            self._check_labels(found["label"], index)
         if isinstance(found.get("caption"), tuple):
             found["caption"] = list(found["caption"])
         length = next((len(value) for value in found.values() if isinstance(value, (Tensor, list))), 0)
         found.setdefault("name", [f"batch {index}[{row}]" for row in range(length)])
         return found
+
+    def _check_labels(self, label: Tensor, index: int) -> None:
+        """Raises TrainError for a label that is none of the data set's classes, where these are known."""
+        if self.class_count is None or label.dim() != 1:
+            return
+        wrong = ((label < 0) | (label >= self.class_count)).nonzero().flatten().tolist()
+        if wrong:
+            found = f"batch {index}[{wrong[0]}] has the label {int(label[wrong[0]])}"
+            raise TrainError(f"{found}, and its data set has {self.class_count} classes, 0 to {self.class_count - 1}")
+
+
+def _images(key: str, given: Any, name: str, transform: Transform | None, seed: int) -> Any:
+    """Images of a batch as a Loader makes them of those of a data set; each image draws from numbers of its own."""
+    if isinstance(given, np.ndarray):
+        given = torch.from_numpy(given)
+        given = given.movedim(-1, 1) if given.dim() == 4 and given.dtype != torch.uint8 else given
+    if isinstance(given, Tensor):
+        if given.dtype != torch.uint8 or given.dim() not in (3, 4):
+            return given
+        given = given[:, None] if given.dim() == 3 else given
+        if given.shape[1] not in CHANNELS and given.shape[3] in CHANNELS:
+            given = given.movedim(3, 1)  # numpy arrays, as torch collates them
+        if transform is None and given.shape[1] != 4:
+            return rescaled(key, given)
+    elif not isinstance(given, (list, tuple)):
+        return given
+    samples, made = [{"name": f"{name}[{row}]"} for row in range(len(given))], []
+    for row, (image, sample) in enumerate(zip(given, samples, strict=True)):
+        seed_all(mixed(seed, row))
+        read = as_image(image, sample["name"])
+        if isinstance(read, Image.Image):
+            read = pil_to_tensor(read) if transform is None else transform(read, (read.height, read.width))
+        made.append(read)
+    return collated(key, made, samples)

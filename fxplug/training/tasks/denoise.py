@@ -100,7 +100,7 @@ class Denoise(Task):
         label = next((name for name, source in self.call.mapping.items() if source == "label"), None)
         self.rows = embedding_rows(module, label) if label else None
         self.takes_label = label is not None
-        if label and (self.dropout or self.guidance != 1) and self.null_label is None:
+        if label and (self.dropout or self.guidance != 1):
             self.null_label = self._null_label()
         if texts and not any(self.call.uses(name) for name in ("text", *(f"text.{name}" for name in texts))):
             found = f"the call of the model uses no text; there are {', '.join(texts)}"
@@ -122,7 +122,7 @@ class Denoise(Task):
             raise SpecError(f"conditional_dropout must be from 0 to 1, not {shown(share)}")
         if share and self.text is None and not self.takes_label:
             raise SpecError("conditional_dropout needs captions or labels, and the call of the model uses none")
-        if share and self.takes_label and self.null_label is None:
+        if share and self.takes_label:
             self.null_label = self._null_label()
         self.dropout = float(share)
 
@@ -135,12 +135,17 @@ class Denoise(Task):
 
     def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor:
         position = positions(self.density, len(image_of(batch)), draw)
-        losses = self._losses(module, batch, draw, position, self._dropout(batch))
+        dropout = self._dropout(batch)
+        if self.info.classes is None and self.null_label is not None and "label" in batch:
+            self._check_no_class(batch)
+        losses = self._losses(module, batch, draw, position, dropout)
         return (losses * batch["loss_scale"] if "loss_scale" in batch else losses).mean()
 
     def _dropout(self, batch: Batch) -> float | Tensor:
         """How likely a sample is to lose its caption or label: its own share, where it has one (not nan), else the task's."""
         own = batch.get("cond_dropout")
+        if own is not None and self.takes_label and self.text is None and self.null_label is None:
+            self.null_label = self._null_label()
         return self.dropout if own is None else torch.where(own.isnan(), self.dropout, own)
 
     @torch.no_grad()
@@ -148,6 +153,8 @@ class Denoise(Task):
         """The mean loss at fixed amounts of noise, each sample with noise of its own that is the same in every test."""
         total, count = 0.0, 0
         for batch in batches:
+            if self.takes_label and self.rows is not None and "label" in batch:  # other data than those with the classes
+                check_labels(batch, self.rows, None, "rows for classes")
             for place in TESTED:
                 draw = _Fixed(batch, self.info.device)
                 position = torch.full((len(image_of(batch)),), place, device=self.info.device)
@@ -278,8 +285,27 @@ class Denoise(Task):
                     path=("inputs", name),
                 )
 
+    def _check_no_class(self, batch: Batch) -> None:
+        """SpecError for a sample that has the label of no class. Of data whose classes are known it was found out before."""
+        taken = (batch["label"] == self.null_label).nonzero().flatten().tolist()
+        if taken and self.takes_label:
+            name = batch["name"][taken[0]] if "name" in batch else f"sample {taken[0]} of the batch"
+            of_rows = f" of the model's {self.rows} rows for classes, 0 to {self.rows - 1}," if self.rows is not None else ""
+            finding = f"'{name}' has the label {self.null_label}, and {self.null_label}{of_rows} means \"no class\""
+            hint = "build the model with one more row, or set 'null_label' to a row that no sample has"
+            raise SpecError(f"{finding}: {hint}", path=("data",))
+
     def _null_label(self) -> int:
         classes = len(self.info.classes) if self.info.classes is not None else None
+        if self.null_label is not None:
+            if self.info.classes is not None and self.null_label < len(self.info.classes):
+                finding = f"{self.null_label} means \"no class\", and the data has {classes} classes, from 0 on"
+                hint = f"it is the label of '{self.info.classes[self.null_label]}'"
+                raise SpecError(f"{finding}: {hint}", path=("null_label",))
+            if self.rows is not None and self.null_label >= self.rows:
+                finding = f"must be a row of the model's embedding of classes, 0 to {self.rows - 1}, not {self.null_label}"
+                raise SpecError(finding, path=("null_label",))
+            return self.null_label
         if self.rows is not None and classes is not None and self.rows <= classes:
             raise SpecError(
                 f"training without a label needs one more row in the embedding of classes, and the model has {self.rows} for "

@@ -1,0 +1,324 @@
+"""The errors that the guides quote are those that are printed: each is provoked, and its text held to the page."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import re
+import runpy
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import diffusers
+import processes
+import pytest
+import small
+import test_after_trace as after
+import test_parallel as parallel
+import test_parallel_pipelines as pictures
+import test_parallel_training as training
+import test_parallel_values as values
+import test_pipefusion as pipefusion
+import test_reparallelize as again
+import torch
+import torch.distributed as dist
+import zoo
+from runs import launched
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import prune
+
+import fxplug
+from fxplug.parallel.runtime.mesh import all_degrees
+from fxplug.parallel.runtime.pretended import pretended
+
+TABLES = runpy.run_path(str(Path(__file__).parent / "layout/test_quoted_messages.py"))
+PARALLEL, TRACED = (set(TABLES["quoted"](f"docs/guides/{page}.md")) for page in ("parallel", "tracing"))
+LORA = {"at": "head", "rank": 2}
+
+
+def shown(error):
+    return f"{type(error).__name__}: {error}"
+
+
+def quote_of(text, quotes=PARALLEL):
+    """The quote that a text is, None where the page has none; `...` in a quote is any text."""
+    texts = {quote: ".*".join(map(re.escape, quote.split("..."))) for quote in quotes}
+    return next((quote for quote, pattern in texts.items() if re.fullmatch(pattern, text, re.DOTALL)), None)
+
+
+def own(**ways):
+    """A diffusion transformer that no library has, as it is split, the plan, and its inputs."""
+    gm, inputs = parallel.own("sdpa"), parallel.own_inputs()
+    plan = fxplug.parallel_plan(gm, inputs, **ways or {"ulysses": 2})
+    return fxplug.parallelize(gm, plan), plan, inputs
+
+
+def plan(**given):
+    fxplug.parallel_plan(parallel.own("sdpa"), parallel.own_inputs(), **given)
+
+
+def call_with_few_tokens():
+    new, plan, _ = own()
+    pretended(plan.ways, lambda rank: new(*parallel.own_inputs(1, 2, 2)))
+
+
+def call_with_other_inputs():
+    new, plan, (x, *rest) = own()
+    pretended(plan.ways, lambda rank: new(x + rank, *rest))
+
+
+def call_for_another_size():
+    plan, new = pictures.parallel("pixart", ulysses=2)
+    pictures.drawn(plan, pictures.case("pixart")[0], new, size=(48, 32))
+
+
+def split_without_attention():
+    fxplug.parallel_plan(fxplug.trace(nn.Linear(3, 3), torch.randn(2, 3)), torch.randn(2, 3), ulysses=2)
+
+
+def split_a_video_vae():
+    (case,) = (case for case in zoo.cases("diffusers/") if case.name == "diffusers/AutoencoderKLAllegro")
+    args, kwargs = case.inputs(batch=1)
+    fxplug.parallel_plan(fxplug.trace(case.build(), args, kwargs).eval(), args, kwargs, rows=2)
+
+
+def train_where_no_plan_is():
+    norm = small.Call(lambda x, norm: x + norm(x.mean(1))[:, None], nn.BatchNorm1d(16))
+    _, new = values.parallel(values.traced(lambda: values.Tokens(norm), values.x()), values.x(1), ulysses=2)
+    new.train()
+
+
+def apply_after_the_plan():
+    gm = parallel.own("sdpa")
+    plan = fxplug.parallel_plan(gm, parallel.own_inputs(), ulysses=2)
+    fxplug.parallelize(fxplug.apply(gm, fxplug.load_pass("lora", **LORA)), plan)
+
+
+def apply_to_a_loaded_one(folder):
+    fxplug.save(again.split(again.traced(), {"batch": 2}), folder / "new")
+    fxplug.apply(fxplug.load(folder / "new"), again.lora())
+
+
+def remove_of_a_parallel_one():
+    gm, inputs = fxplug.apply(parallel.own("sdpa"), fxplug.load_pass("lora", **LORA)), parallel.own_inputs()
+    fxplug.remove(fxplug.parallelize(gm, fxplug.parallel_plan(gm, inputs, ulysses=2)), "lora")
+
+
+def draw_by_a_scheduler_that_looks_at_all():
+    pipe, one = pipefusion.with_pixart(diffusers.DDIMScheduler(thresholding=True), overlap=True)
+
+    def run(rank):
+        mine = copy.copy(pipe)
+        mine.scheduler = copy.deepcopy(pipe.scheduler)
+        mine.transformer = one.with_options(links=pipefusion.links())
+        pipefusion.paint(mine)
+
+    pretended({"stages": 2, **all_degrees({})}, run)
+
+
+def steps(**given):
+    fxplug.pipefusion(pipefusion.own(), pipefusion.inputs(), **{"patches": 2, **given})
+
+
+# a piece of each quote, and what provokes it in this process
+HERE = {
+    "cannot be split over 32 processes": lambda folder: plan(ulysses=32),
+    "1 samples ('hidden_states'": lambda folder: pictures.parallel("flux", batch=2, ulysses=2),
+    "1 tokens (dimension 2": lambda folder: call_with_few_tokens(),
+    "'if self.height != height": lambda folder: call_for_another_size(),
+    "no node 'flaten'": lambda folder: plan(ulysses=2, split={"flaten": 1}),
+    "SpecError: nothing of this model can be split along 'sequence': no attention": lambda folder: split_without_attention(),
+    "is torch's MultiheadAttention": lambda folder: values.parallel(
+        values.traced(values.packed, values.x()), values.x(), ulysses=2
+    ),
+    "is torch's TransformerEncoderLayer": lambda folder: values.parallel(
+        values.traced(lambda: values.encoder(0.1), values.x(), training=True), values.x(), batch=2
+    ),
+    "autoencoder_kl_allegro.py": lambda folder: split_a_video_vae(),
+    "no graph for training": lambda folder: train_where_no_plan_is(),
+    "a parallel pass is not applied with apply": lambda folder: fxplug.apply(
+        parallel.own("sdpa"), fxplug.load_pass("sequence_parallel", ulysses=2)
+    ),
+    "is parallel already": lambda folder: fxplug.parallel_plan(own()[0], parallel.own_inputs(), ulysses=2),
+    "is for another graph": lambda folder: apply_after_the_plan(),
+    "was loaded, or changed": apply_to_a_loaded_one,
+    "cannot be split as before": lambda folder: fxplug.apply(
+        again.split(again.traced(), {"batch": 2}), fxplug.load_pass(again.CONDITION)
+    ),
+    "cannot be removed of a parallel module": lambda folder: remove_of_a_parallel_one(),
+    "there is no process group": lambda folder: own()[0](*parallel.own_inputs()),
+    "the input 0 of process 1": lambda folder: call_with_other_inputs(),
+    "cannot be cut into 99 stages": lambda folder: steps(stages=99),
+    "correct=2 needs": lambda folder: steps(correct=2),
+    "no input 'timestp'": lambda folder: steps(clock="timestp"),
+    "the scheduler's step": lambda folder: draw_by_a_scheduler_that_looks_at_all(),
+    "computes no gradients": lambda folder: pipefusion.made(2, 3).train(),
+    "runs it in steps": lambda folder: fxplug.in_steps(parallel.own("sdpa"), parallel.own_inputs()),
+}
+
+
+# what two processes or a training are needed for: the test at the end
+PROCESSES = (
+    "the plan is for 3 processes", "the mesh has 2 processes", "process 0 has a plan for ulysses 2", "the weight 'position'",
+    "keeps only its part of some weights", "process 1 has died", "4 processes share each sample", "draws random numbers alth",
+    "train.parallel: nothing of this model", "processes 0 and 1 share each sample",
+)  # fmt: skip
+READ = ("unknown key 'ulyses'",)  # tests/test_parallel_training.py provokes it
+
+
+def test_each_quote_is_provoked():
+    assert [quote for quote in PARALLEL if not any(piece in quote for piece in (*HERE, *PROCESSES, *READ))] == []
+
+
+@pytest.mark.parametrize("piece", HERE)
+def test_an_error_of_one_process_reads_as_the_page_says(piece, tmp_path):
+    with pytest.raises(fxplug.FxplugError) as error:
+        HERE[piece](tmp_path)
+    assert piece in str(quote_of(shown(error.value))), shown(error.value)
+
+
+# --- what a traced module cannot do
+
+
+def traced():
+    return fxplug.trace(after.net(), after.X)
+
+
+def changed(function):
+    return lambda: function(traced())
+
+
+def unet(function):
+    """With a traced UNet."""
+    return lambda: function(copy.deepcopy(small.unet().gm))
+
+
+def halved(gm):
+    cast = {k: v.half() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in small.unet().kwargs.items()}
+    gm.half()(*(x.half() if x.is_floating_point() else x for x in small.unet().args), **cast)
+
+
+def under_autocast(gm):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        gm(*small.unet().args, **small.unet().kwargs)
+
+
+def tied():
+    return fxplug.trace(after.Twice(), torch.tensor([[1, 2]]))
+
+
+def assigned():
+    gm = tied()
+    gm.load_state_dict({key: value.clone() for key, value in gm.state_dict().items()}, assign=True)
+
+
+def given_another():
+    gm = tied()
+    gm.head.weight = nn.Parameter(torch.randn(9, 4))
+    gm(torch.tensor([[1, 2]]))
+
+
+def of_a_pipeline(gm):
+    fxplug.pipeline_part(gm, small.unet().model).set_attn_processor({})
+
+
+AFTER = {
+    "cannot be called by itself": changed(lambda gm: gm.blocks[0](after.X)),
+    "'blocks.0.register_forward_hook'": changed(lambda gm: gm.blocks[0].register_forward_hook(print)),
+    "'blocks.0.weight_orig'": changed(lambda gm: prune.l1_unstructured(gm.blocks[0], "weight", 0.5)),
+    "'blocks.0.compile'": changed(lambda gm: gm.blocks[0].compile()),
+    "to set it to 3.0": changed(lambda gm: setattr(gm, "scale", 3.0)),
+    "'scale' of a traced Net cannot be deleted": changed(lambda gm: delattr(gm, "scale")),
+    "'blocks.0.forward'": changed(lambda gm: setattr(gm.blocks[0], "forward", print)),
+    "is replaced by Identity": changed(lambda gm: gm.blocks.__setitem__(0, nn.Identity())),
+    "'blocks.1' of a traced ModuleList cannot be deleted": changed(lambda gm: gm.blocks.__delitem__(1)),
+    "load_state_dict(assign=True)": assigned,
+    "GuardError: 'table.weight' and 'head.weight'": given_another,
+    "'method' is a method of Block": lambda: fxplug.trace(after.Block().eval(), after.X).method(after.X),
+    "now it is torch.float16": unet(halved),
+    "'dtype = hidden_states.dtype'": unet(under_autocast),
+    "cannot be pickled": changed(pickle.dumps),
+    "'set_attn_processor' is a method of": unet(lambda gm: gm.set_attn_processor({})),
+    "'set_attn_processor' of the traced": unet(of_a_pipeline),
+    "attn1.processor'": unet(lambda gm: setattr(gm.mid_block.attentions[0].transformer_blocks[0].attn1, "processor", print)),
+}
+
+
+@pytest.mark.parametrize("piece", AFTER)
+def test_an_error_of_a_traced_module_reads_as_the_page_says(piece):
+    with pytest.raises((fxplug.FxplugError, AttributeError, TypeError, NotImplementedError)) as error:
+        AFTER[piece]()
+    assert piece in str(quote_of(shown(error.value), TRACED)), shown(error.value)
+
+
+def test_each_quote_about_a_traced_module_is_provoked():
+    assert [quote for quote in TRACED if not any(piece in quote for piece in AFTER)] == []
+
+
+def test_what_the_page_says_of_the_rest():
+    gm = traced()
+    for call in (lambda: gm.blocks[0].fuse(), lambda: gm.blocks.append(nn.Identity())):
+        with pytest.raises(AttributeError, match="object has no attribute"):
+            call()
+    assert not isinstance(gm.blocks[0], after.Block) and gm.blocks[0].classes == ("Block",)
+    assert small.unet().gm.attn_processors == {}
+    model, images = small.plain_vit().model, small.plain_vit().args
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(small.plain_vit().gm(*images), model(*images))
+
+
+# --- several processes
+
+
+def _in_two(rank, folder):
+    gm, inputs = parallel.own("sdpa"), parallel.own_inputs()
+    other = fxplug.parallel_plan(gm, inputs, **({"ulysses": 2} if rank == 0 else {"ring": 2}))
+    ulysses, tensor = (fxplug.parallel_plan(gm, inputs, **{way: 2}) for way in ("ulysses", "tensor"))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring",))
+    lora = fxplug.load_pass("lora", **LORA)
+    changed = copy.deepcopy(gm)
+    with torch.no_grad():
+        next(changed.parameters()).add_(rank)
+    tries = [
+        lambda: fxplug.parallelize(gm, fxplug.parallel_plan(gm, inputs, ulysses=3))(*inputs),
+        lambda: fxplug.parallelize(gm, ulysses, mesh=mesh),
+        lambda: fxplug.parallelize(gm, other)(*inputs),
+        lambda: fxplug.parallelize(changed, fxplug.parallel_plan(changed, inputs, ulysses=2, check=False))(*inputs),
+        lambda: fxplug.apply(fxplug.parallelize(gm, tensor), lora),
+    ]
+    said = []
+    for each in tries:
+        with pytest.raises(fxplug.FxplugError) as error:
+            each()
+        said.append(shown(error.value))
+    torch.save(said, f"{folder}/{rank}.pt")
+
+
+def _one_dies(folder):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    new, _, inputs = own()
+    new(*inputs)
+    if dist.get_rank() == 1:
+        os._exit(3)
+    time.sleep(1)
+    with pytest.raises(fxplug.GuardError) as error:
+        new(*inputs)
+    torch.save([shown(error.value)], f"{folder}/dead.pt")
+
+
+@pytest.mark.slow
+def test_the_errors_of_several_processes_read_as_the_page_says(tmp_path):
+    processes.group(_in_two, str(tmp_path))
+    said = torch.load(tmp_path / "0.pt")
+    assert said == torch.load(tmp_path / "1.pt")
+    processes.ended(_one_dies, str(tmp_path), folder=tmp_path, world=2)
+    said += torch.load(tmp_path / "dead.pt")
+    (tmp_path / "training").mkdir()
+    refused = launched(tmp_path / "training", training.run, *((n, changed, {}) for n, (changed, _) in training.WRONG.items()))
+    said += refused[0].values()
+    found = {text: quote_of(text) for text in said}
+    assert [text for text, quote in found.items() if quote is None] == []
+    assert [piece for piece in PROCESSES if not any(piece in quote for quote in found.values())] == []
