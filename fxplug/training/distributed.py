@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,16 @@ def launched(precision: str, device: str | None = None) -> Accelerator:
     return accelerator
 
 
+def relaunched(precision: str, accelerator: Accelerator) -> Accelerator:
+    """The same process and device in another precision, that of the model's weights. Raises TrainError for fp16 on a CPU."""
+    if precision == "fp16" and accelerator.device.type == "cpu":
+        raise TrainError(
+            "what trains is float16, and computing in it needs loss scaling and so a GPU: on a CPU set dtype: bfloat16 or "
+            "float32, or precision: bf16"
+        )
+    return launched(precision, str(accelerator.device))
+
+
 def check_agreement(accelerator: Accelerator, config: Any) -> None:
     """TrainError in every process, with what differs, when the processes were given different configurations."""
     for process, other in enumerate(gathered(accelerator, config)):
@@ -73,14 +84,15 @@ def mean(accelerator: Accelerator, values: list[float]) -> list[float]:
 
 
 def prepared(
-    module: TracedModule, settings: Train, frozen: set[str], accelerator: Accelerator
+    module: TracedModule, settings: Train, frozen: Callable[[str], bool], accelerator: Accelerator
 ) -> tuple[nn.Module, TracedModule | None]:
     """What runs in training, on shared weights, and the sharded module when there is one.
 
     Linear layers are fused with their low-rank updates, each in the form that was measured fastest, unless `fuse` is off, and
-    batch norms whose parameters are frozen keep their statistics. `checkpointing` and `shard` outline regions, `compile`
-    compiles the whole as one graph (what is sharded in parts), or regions by kinds, and several processes are put under DDP
-    when nothing is sharded. Raises SpecError for settings that do not go together, and where no regions are alike.
+    batch norms that are `frozen`, a predicate on names of parameters, keep their statistics. `checkpointing` and `shard`
+    outline regions, `compile` compiles the whole as one graph (what is sharded in parts), or regions by kinds, and several
+    processes are put under DDP when nothing is sharded. Raises SpecError for settings that do not go together, and where no
+    regions are alike.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)  # what autocast multiplies
     lowered = fuse(module, "auto" if settings.fuse is True else settings.fuse, dtype=dtype) if settings.fuse else module

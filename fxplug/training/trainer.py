@@ -18,15 +18,27 @@ from ..core.errors import SpecError, TrainError, below
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.run_config import check_settings
 from ..core.spec.train_section import Train
+from ..lowerings.frozen_norms import HeldBuffers, frozen_buffers
 from ..lowerings.regions.submodules import originals
 from .checkpoint import Checkpoint, fingerprint, newest
+from .checks import check_batches, check_samples, check_used, choose_precision
 from .data.loader import too_many
 from .data.wrapped_loader import loader_of
 from .diagnosis import check_fits
 from .distributed import gathered, launched, prepared, set_mode
 from .monitor import RunMonitor
 from .optimizer_step import Batch, Stepper
-from .param_groups import Ema, check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
+from .param_groups import (
+    Ema,
+    check_optimizer,
+    check_scheduler,
+    choose,
+    frozen_names,
+    make_optimizer,
+    make_scheduler,
+    optimizer_config,
+    trained_beside,
+)
 from .plugin_state import Optimizers, TrainBatch, TrainingState, plugin_batch
 from .plugins import Plugins
 from .progress import Progress
@@ -81,9 +93,12 @@ class Trainer:
             if isinstance(given, (str, Mapping)):
                 train[key] = given
         optimizer, scheduler = (None if isinstance(given, (str, Mapping)) else given for given in (optimizer, scheduler))
+        if settings is not None and train:
+            raise TrainError(f"{', '.join(train)} would have no effect beside settings=...: set it there")
         self.settings = settings or _settings(self.task, train)
         self.config = dict(config or {"model": module.classes[0], "train": self.settings.model_dump(mode="json")})
         self.accelerator = accelerator or launched(self.settings.precision, device)
+        self.notes = choose_precision(self)
         self.first = self.accelerator.is_main_process
         if not isinstance(plugins, Plugins):
             specs = self.settings.plugins if plugins is None else plugins
@@ -103,6 +118,8 @@ class Trainer:
         for key in ("patience", "best"):
             if getattr(self.settings.test, key) and not (self.tests and self.settings.test.every):
                 raise TrainError(f"test.{key} compares tests: set test.every, and the test data ('test' in the section data)")
+        check_used(self.settings, self.out, self.tests)
+        check_batches(self.settings, self.task, data)
         self._set_up(Path(base or Path.cwd()), timm)
         self._check_first_batch()  # before plugins see the module, which may hook it
         parts = self.task.parts()
@@ -117,6 +134,7 @@ class Trainer:
         self.drawn: Any = None  # the random state before the step at hand
         self.saved = False  # whether the module is written
         self._make(optimizer, scheduler)
+        check_samples(self)
         out = self.out if self.first else None
         self.watch = RunMonitor(out, self.settings, self.steps, self.epochs, quiet=quiet or not self.first)
         self.plugins.note = self.watch.note
@@ -192,8 +210,9 @@ class Trainer:
         """What runs, the optimizer and its scheduler, the average of the weights, and what takes steps."""
         names = {name for group in self.groups for name in group["names"]}
         frozen = {name for name, _ in self.module.named_parameters()} - names
+        self.frozen = frozen_names(self.module, names, self.settings.trainable)
         self.divided = self._divided()
-        self.runner, self.sharded = prepared(self.divided, self.settings, frozen, self.accelerator)
+        self.runner, self.sharded = prepared(self.divided, self.settings, self.frozen, self.accelerator)
         if self.sharded is not None:
             held = originals(self.sharded)
             for group in self.groups:
@@ -201,7 +220,8 @@ class Trainer:
             if self.plugins.has("on_backpropagation"):
                 raise TrainError("a plugin's on_backpropagation cannot see the gradients of a sharded run: remove 'shard'")
         if optimizer is not None:
-            check_optimizer(optimizer, self.groups)
+            check_optimizer(optimizer, self.groups, self.settings)
+        check_scheduler(scheduler, optimizer)
         made = optimizer or make_optimizer(self.settings.optimizer, self.groups)
         self.scheduler, self.by_epoch = scheduler, scheduler is not None
         if scheduler is None:
@@ -213,6 +233,7 @@ class Trainer:
         self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
         self.kept_best: Checkpoint | None = None  # where the run has no folder
         self.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        self.held = HeldBuffers(frozen_buffers(self.module, self.frozen), self.buffers)
         self.take_step = Stepper(self)
 
     def _divided(self) -> TracedModule:
@@ -240,7 +261,7 @@ class Trainer:
                 restore(self, newest(Path(resume)))
             self.history = self.watch.rewind(self.progress.step)
             self.watch.start(self.module, self.counts())
-            for line in (*self.data.notes(self.task), *self.progress.notes()):
+            for line in (*self.notes, *self.data.notes(self.task), *self.progress.notes()):
                 self.watch.note(line)
             begun = time.perf_counter()
             self._run()
@@ -307,7 +328,8 @@ class Trainer:
         place = {"epoch": progress.epoch, "global_step": self.progress.seen, "local_step": progress.done}
         self.drawn = random_state_dict()
         lr = self.optimizer.param_groups[0]["lr"]
-        report = self.take_step(batches, progress.step + 1, place)
+        with self.held.unchanged():
+            report = self.take_step(batches, progress.step + 1, place)
         progress.step += 1
         progress.done += len(batches)
         progress.total += report["loss"] * len(batches)
