@@ -102,7 +102,11 @@ def prepared(
         if len(named) == 2 and named[0] != named[1]:
             raise SpecError("'shard' and 'checkpointing' must name the same regions", path=("train", "shard"))
         chosen = named[0] if named else None
-        lowered = outline(lowered, chosen, checkpoint=bool(settings.checkpointing))
+        try:
+            lowered = outline(lowered, chosen, checkpoint=bool(settings.checkpointing))
+        except MatchError as error:
+            key = "checkpointing" if chosen is None or settings.checkpointing == chosen else "shard"
+            raise SpecError(str(error), path=("train", key)) from error
     if settings.compile == "regions":
         lowered = _by_kinds(lowered, settings)
     runner: nn.Module = lowered

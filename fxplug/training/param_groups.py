@@ -19,7 +19,7 @@ from ..core.spec.addresses import is_pattern, select
 from ..core.spec.pass_file import accepted_arguments
 from ..core.spec.task_section import Schedule
 from ..core.spec.train_section import Train, Use
-from ..core.spec.yaml_source import validate
+from ..core.spec.yaml_source import shown, validate
 from ..core.torch_internals.tensors import lerp_all
 from .tasks.task import Task, construct, imported
 
@@ -245,9 +245,12 @@ def _try_optimizer(kind: Any, use: Use, groups: list[dict[str, Any]]) -> None:
         raise SpecError(f"{use.name} makes weights that are not finite", path=("train", "optimizer", use.name))
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], settings: Train) -> None:
+def check_optimizer(optimizer: Any, groups: list[dict[str, Any]], settings: Train) -> None:
     """TrainError for an optimizer, made elsewhere, that lacks a parameter which trains or has another rate than its pass says;
-    SpecError for settings that it takes the place of."""
+    SpecError for what is no optimizer, and settings that it takes the place of."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        finding = f"must be a name, one name with its options, or a torch optimizer, not {shown(optimizer)}"
+        raise SpecError(finding, path=("train", "optimizer"))
     of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for group in groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
@@ -268,6 +271,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any
 
 def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
     """TrainError for a scheduler, made elsewhere, that changes the rates of another optimizer than the run's."""
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        finding = f"must be a name, one name with its options, or a scheduler of torch, not {shown(scheduler)}"
+        raise SpecError(finding, path=("train", "scheduler"))
     own = getattr(scheduler, "optimizer", None)
     if own is not None and own is not optimizer:
         hint = "pass that one too (optimizer=)" if optimizer is None else "make it with the optimizer that is passed"

@@ -144,7 +144,9 @@ class Train(Section):
     )
     clip: float | None = setting(None, "the largest norm of the gradient; null does not clip", 1.0, gt=0)
     precision: Literal["fp32", "fp16", "bf16"] = setting(
-        "fp32", "`fp32`, `bf16`, or `fp16` with loss scaling; what trains is float32 until the run ends", "bf16"
+        "fp32",
+        "`fp32` (of a model in half precision its dtype), `bf16`, or `fp16` with loss scaling; what trains is float32",
+        "bf16",
     )
     fuse: Literal[True, False, "auto", "stock", "fused", "blas", "remerge", "remerge:blas"] = setting(
         True,
@@ -293,6 +295,6 @@ class Data(Section):
             if kinds[0] not in of and getattr(self, key) != Data.model_fields[key].default:
                 finding = f"has no effect with '{kinds[0]}': it is for {' and '.join(map(repr, of))}"
                 raise located(SpecError(finding, path=(key,)))
-        if self.crop == "random" and self.size is None:
+        if self.crop == "random" and self.size is None and self.call is None:
             raise located(SpecError("has no effect without 'size': images stay as they are", path=("crop",)))
         return self
