@@ -15,6 +15,7 @@ from ..core.ir.graph import copy_graph, erase_unused, insert, meta_of, replace, 
 from ..core.ir.traced_module import TracedModule, check_traced, shell
 from ..core.spec.addresses import identifier
 from ..core.torch_internals.modules import BatchNorm, InstanceNorm
+from ..core.torch_internals.tensors import version
 
 # the argument that chooses the statistics: its position and its name
 CALLS: dict[Any, tuple[int, str]] = {F.batch_norm: (5, "training"), F.instance_norm: (5, "use_input_stats")}
@@ -82,7 +83,7 @@ class HeldBuffers:
 
     def __init__(self, buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         self.buffers, self.values = list(buffers.values()), [values[name] for name in buffers]
-        self.versions = [buffer._version for buffer in self.buffers]
+        self.versions = list(map(version, self.buffers))
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -99,7 +100,7 @@ class HeldBuffers:
 
     def _written(self) -> list[int]:
         """The places of those that were written since the last call; torch counts what is written in place."""
-        before, self.versions = self.versions, [buffer._version for buffer in self.buffers]
+        before, self.versions = self.versions, list(map(version, self.buffers))
         return [index for index, (then, now) in enumerate(zip(before, self.versions, strict=True)) if then != now]
 
 

@@ -113,7 +113,8 @@ def prepared(
     sharded = None
     if settings.shard:
         if not torch.distributed.is_initialized():
-            raise TrainError("shard needs several processes: start the run with torchrun or accelerate launch")
+            finding = "shard needs several processes: start the run with torchrun or accelerate launch"
+            raise SpecError(finding, path=("train", "shard"))
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         runner = sharded = shard(lowered, mesh)
         module.to("cpu")  # which frees the whole weights on this device: the sharded module has its part of each

@@ -24,26 +24,26 @@ class Schedule(Section):
     per: Literal["step", "epoch"] = setting("step", "whether the rate changes with each step or with each epoch", "epoch")
 
     @model_validator(mode="after")
-    def _whole(self) -> Schedule:
+    def _check_warmup(self) -> Schedule:
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             finding = f"must be a whole number of steps, or a share of them below 1, not {shown(self.warmup)}"
             raise located(SpecError(finding, path=("warmup",)))
         return self
 
 
-def _finite(value: Any) -> Any:
+def _read_finite(value: Any) -> Any:
     check_finite(value)
     return value
 
 
-def _given(value: Any) -> Any:
+def _read_named(value: Any) -> Any:
     """What is a name, or one name with its options, where it is used."""
     if value == "" or (isinstance(value, (Mapping, list, tuple)) and not value):
         raise SpecError(f"must not be empty, not {shown(value)}")
-    return _finite(value)
+    return _read_finite(value)
 
 
-def _samples(value: Any) -> Any:
+def _read_samples(value: Any) -> Any:
     if not isinstance(value, list):
         check_number(value, least=0, most=MOST, whole=True)
         return value
@@ -55,8 +55,8 @@ def _samples(value: Any) -> Any:
     return value
 
 
-Named = Annotated[Any, checked(_given, str | dict[str, Any] | None)]
-Calls = Annotated[Any, checked(_finite, dict[str, Any] | None)]
+Named = Annotated[Any, checked(_read_named, str | dict[str, Any] | None)]
+Calls = Annotated[Any, checked(_read_finite, dict[str, Any] | None)]
 
 
 class ClassifyOptions(Section):
@@ -97,7 +97,7 @@ class DenoiseOptions(Section):
     weighting: Text = setting("none", "weights of flow matching: `none`, `sigma_sqrt`, `cosmap`", "cosmap")
     time_scale: float = setting(1.0, "what the times of flow matching are multiplied by", 0.001, gt=0, le=1e6)
     call: Calls = setting(None, "what the inputs of the model get, where their names do not say it", {"x": "noisy"})
-    samples: Annotated[Any, checked(_samples, int | list[str] | list[int])] = setting(
+    samples: Annotated[Any, checked(_read_samples, int | list[str] | list[int])] = setting(
         8, "how many pictures, or a list of their captions or labels", ["a dog", "a cat"]
     )
     guidance: float = setting(1.0, "guidance of the pictures (arXiv 2207.12598); 1: none", 4.0, ge=-1e4, le=1e4)

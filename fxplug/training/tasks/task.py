@@ -71,7 +71,7 @@ class Task:
         """Raise SpecError where a batch of so many samples cannot be trained on; asked before the training."""
 
     def check_samples(self, module: nn.Module) -> bool:
-        """Whether there will be pictures; tried before the training, so that what `samples` cannot draw fails there."""
+        """Try what `samples` does, before the training, so that it fails there, and return whether there are pictures."""
         return type(self).samples is not Task.samples
 
     def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor | tuple[Tensor, Mapping[str, float | Tensor]]:
