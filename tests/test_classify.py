@@ -164,8 +164,8 @@ WRONG = {
     "preprocess: no option 'men' (did you mean 'mean'?)": {"preprocess": {"men": [0.5]}},
     "preprocess: timm has no model 'vit_tiny_patch16_22'": {"preprocess": "vit_tiny_patch16_22"},
     "preprocess.mean: has 2 numbers, and the model has 3 input channels": {"preprocess": {"mean": [0.5, 0.5]}},
-    "smoothing: must be a number, 0 or more and below 1, not 1.0": {"smoothing": 1.0},
-    "mixup: must be a number, 0 or more, not -1": {"mixup": -1},
+    "smoothing: must be below 1.0, not 1.0": {"smoothing": 1.0},
+    "mixup: must be 0.0 or more, not -1": {"mixup": -1},
     "smoothing: is an option of cross entropy": {"smoothing": 0.1, "criterion": nn.MSELoss()},
     "no module named 'here'": {"criterion": "here:loss"},
     "CrossEntropyLoss: torch.nn:CrossEntropyLoss has no option": {"criterion": {"torch.nn:CrossEntropyLoss": {"smoothin": 1}}},
@@ -205,7 +205,7 @@ def test_a_task_of_ones_own():
         ({"test_classify:Mine": {"weigth": 1}}, "Mine has no option 'weigth' (did you mean 'weight'?); it takes weight, power"),
         ("test_classify:Mine", "test_classify:Mine needs the option 'weight'"),
         ("test_classify:batch", "'test_classify:batch' is not a subclass of fxplug.Task"),
-        ({"classify": {"mixup": -1}}, "train.task.classify.mixup: must be a number, 0 or more, not -1"),
+        ({"classify": {"mixup": -1}}, "train.task.classify.mixup: must be 0.0 or more, not -1"),
         ({"classify": {}, "denoise": {}}, "must be a name, or one name with its options below it, not 2 keys"),
     ):
         with pytest.raises(SpecError, match=re.escape(text)):

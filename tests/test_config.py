@@ -494,6 +494,8 @@ def test_the_examples_of_a_section_are_taken(section):
         given = {**needed.get(name, {}), key: field.examples[0]}
         if key in ("epochs", "images", "dataset", "call", "diffusers"):
             given = {k: v for k, v in given.items() if k not in ("steps", "classes", "timm")}
+        if name == "Data" and key in ("split", "columns", "repeats", "captions", "crop"):  # which are not of `classes` alone
+            given = {"dataset" if key in ("split", "columns") else "images": "a", "size": 8, key: field.examples[0]}
         if name == "Config":
             load_config(given)
         else:

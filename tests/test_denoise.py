@@ -466,7 +466,7 @@ WRONG = {
         {"scheduler": "FlowMatchEulerDiscreteScheduler", "prediction": "epsilon"},
     "DDPMScheduler supports the predictions epsilon, v_prediction, sample, not 'flow'; flow matching needs FlowMatchEuler":
         {"prediction": "flow"},
-    "DDPMScheduler supports the predictions epsilon, v_prediction, sample, not 'eps'": {"prediction": "eps"},
+    "prediction: must be one of epsilon, v_prediction, sample, flow, not 'eps'": {"prediction": "eps"},
     "rescale_betas_zero_snr makes the last step pure noise": {"scheduler": {"DDPMScheduler": {"rescale_betas_zero_snr": True}}},
     "scheduler: diffusers has no scheduler 'DDPMSheduler' (did you mean 'DDPMScheduler'?)": {"scheduler": "DDPMSheduler"},
     "scheduler.DDPMScheduler: DDPMScheduler has no option 'beta_schedul' (did you mean 'beta_schedule'?)":
@@ -480,7 +480,7 @@ WRONG = {
     "no density 'logit-normal' (did you mean 'logit_normal'?)": {"density": "logit-normal"},
     "density: logit_normal has no option 'sd'": {"density": {"logit_normal": {"sd": 1}}},
     "dropout needs captions or labels, and the call of the model uses none": {"dropout": 0.1},
-    "dropout: must be a number, 0 or more and below 1, not 1.5": {"dropout": 1.5},
+    "dropout: must be below 1.0, not 1.5": {"dropout": 1.5},
     "guidance needs captions or labels": {"guidance": 5.0},
     "call: the model has no input 'smaple' (did you mean 'sample'?)": {"call": {"smaple": "noisy", "timestep": "time"}},
     "nothing in 'call' is 'noisy'; its inputs are sample [2, 3, 16, 16]": {"call": {"sample": "nosy", "timestep": "time"}},
@@ -619,7 +619,7 @@ def test_there_are_as_many_samples_as_asked_for_however_few_the_data():
     task = ready(spoken, text="test_denoise:words", samples=5, **some)
     given = {"caption": ["a", "b", "a", "b", "a"]}
     assert torch.equal(task.samples(spoken), task.generate(spoken, given))
-    assert len(ready(traced(), samples=["x", "y", "z"], **some).samples(traced())) == 3
+    assert len(ready(traced(), samples=3, **some).samples(traced())) == 3
     assert ready(traced(), samples=0, **some).samples(traced()) is None
 
 

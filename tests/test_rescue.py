@@ -157,9 +157,13 @@ def test_a_module_that_cannot_be_written_does_not_deny_the_checkpoint(tmp_path, 
 
 
 def test_a_scheduler_that_ends_before_the_run_costs_no_step(tmp_path):
-    short = {"OneCycleLR": {"max_lr": 0.01, "total_steps": 4}}
+    options = {"max_lr": 0.01, "total_steps": 4}
+    with pytest.raises(fxplug.SpecError, match="train.scheduler.OneCycleLR: OneCycleLR fails after step 5: ValueError: "):
+        run(tmp_path, **changed(train__scheduler={"OneCycleLR": options}))
+    assert not tmp_path.joinpath("log.jsonl").exists()
+    own = {"torch.optim.lr_scheduler:OneCycleLR": options}  # which is not tried, as anybody's
     with pytest.raises(fxplug.TrainError, match="scheduler OneCycleLR raised after step 5: ValueError: ") as caught:
-        run(tmp_path, **changed(train__scheduler=short))
+        run(tmp_path, **changed(train__scheduler=own))
     assert "the run ended after step 5: the training is saved in" in caught.value.__notes__[-1]
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000005"]
     assert fxplug.load(tmp_path / "module").get_parameter("head.weight").isfinite().all()

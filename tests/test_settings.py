@@ -111,9 +111,9 @@ def test_settings_that_say_nothing(given, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"smoothing": math.nan}, "smoothing.*must be a finite number, 0 or more and below 1"),
+        ({"smoothing": math.nan}, "smoothing.*must be a finite number, not nan"),
         ({"mixup": math.inf}, "mixup.*must be a finite number"),
-        ({"cutmix": "0.1"}, "cutmix.*must be a number, 0 or more, not '0.1'"),
+        ({"cutmix": "0.1"}, "cutmix.*must be a number, not '0.1'"),
         ({"preprocess": {"mean": []}}, "mean.*not an empty list"),
         ({"preprocess": {"mean": ""}}, "mean.*must be a number, not ''"),
         ({"preprocess": {"std": 0}}, "std.*must be a number, above 0, not 0"),
@@ -156,7 +156,7 @@ def test_a_mean_is_the_mean(mean):
     ],
 )
 def test_options_of_denoise(options, key):
-    with pytest.raises(SpecError, match="must be a") as caught:
+    with pytest.raises(SpecError, match="must be .*not ") as caught:
         Denoise(**options)
     assert caught.value.path[-1] == key
 

@@ -507,7 +507,8 @@ def test_tests_are_said_as_in_a_configuration_in_python_too(monkeypatch):
     monkeypatch.setattr(made, "test", lambda: epochs.append(made.progress.epoch) or {})
     made.fit()
     assert epochs == [1, 2] and made.settings.test.every == 1
-    assert trainer(test={"every": 1}).tests is None
+    with pytest.raises(fxplug.SpecError, match="train.test.every: has no effect without test data: set 'test'"):
+        trainer(test={"every": 1})
     with pytest.raises(fxplug.SpecError, match=r"train.test: unknown key 'evry' \(did you mean 'every'\?\)"):
         trainer(test={"evry": 1})
 

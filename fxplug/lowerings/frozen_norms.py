@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
@@ -13,6 +15,7 @@ from ..core.ir.graph import copy_graph, erase_unused, insert, meta_of, replace, 
 from ..core.ir.traced_module import TracedModule, check_traced, shell
 from ..core.spec.addresses import identifier
 from ..core.torch_internals.modules import BatchNorm, InstanceNorm
+from ..core.torch_internals.tensors import version
 
 # the argument that chooses the statistics: its position and its name
 CALLS: dict[Any, tuple[int, str]] = {F.batch_norm: (5, "training"), F.instance_norm: (5, "use_input_stats")}
@@ -23,17 +26,19 @@ def freeze_norms(gm: TracedModule, frozen: Callable[[str], bool] | Collection[st
     """A copy for training, on shared weights, whose frozen norms normalise with their running statistics in training too.
 
     `frozen` says which parameters are: a predicate on their names, or the names. A batch norm, or an instance norm that
-    tracks statistics, is held when all its own parameters are frozen; one without any goes by those of the nearest module
-    around it that has some. Held norms write no buffer. Evaluation is what it was, bit for bit; so is training of what is
-    not frozen. Raises SpecError for a name that no parameter has.
+    tracks statistics, is held when all its own parameters are frozen. Of one without any, a predicate is asked for the weight
+    that it would have; names hold it, unless there are none. Held norms write no buffer. Evaluation is what it was, bit for
+    bit; so is training of what is not frozen. Raises SpecError for a name that no parameter has.
     """
     check_traced(gm, "freeze_norms")
     names = [name for name, _ in gm.named_parameters(remove_duplicate=False)]
     if not callable(frozen):
         for name in sorted(set(frozen) - set(names)):
             raise SpecError(f"no parameter is called '{name}'{did_you_mean(name, names)}")
-        frozen = set(frozen).__contains__
-    held = _FrozenNorms(names, frozen)
+        frozen, known = set(frozen), set(names)
+        held = FrozenParts(names, lambda name: name in frozen if name in known else bool(frozen))
+    else:
+        held = FrozenParts(names, frozen)
     tree = shell(gm)
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     for graph in graphs.values():
@@ -41,11 +46,11 @@ def freeze_norms(gm: TracedModule, frozen: Callable[[str], bool] | Collection[st
         for node in list(graph.nodes):
             if node.op == "call_module":
                 module = tree.get_submodule(str(node.target))
-                if isinstance(module, TRACKING) and module.running_mean is not None and held.norm(str(node.target)):
+                if isinstance(module, TRACKING) and module.running_mean is not None and held.is_frozen(str(node.target)):
                     _open(graph, node, module)
-            elif node.target in CALLS and (path := _owner(node)) is not None and held.norm(path):
+            elif node.target in CALLS and (path := _owner(node)) is not None and held.is_frozen(path):
                 set_argument(node, *CALLS[node.target], False)
-                counts.add(f"{path}.num_batches_tracked")
+                counts.add(_joined(path, "num_batches_tracked"))
         for node in [n for n in graph.nodes if n.target in ("add_", "copy_") and not n.users]:
             count = node.args[0]
             if isinstance(count, fx.Node) and count.target in counts:
@@ -54,25 +59,66 @@ def freeze_norms(gm: TracedModule, frozen: Callable[[str], bool] | Collection[st
     return gm.derived(tree, graphs)
 
 
-class _FrozenNorms:
-    """Which norms are frozen."""
+class FrozenParts:
+    """Which modules are frozen, by a predicate on the names of parameters; `names` are those that there are."""
 
-    def __init__(self, names: list[str], frozen: Callable[[str], bool]) -> None:
-        self.frozen = {name: bool(frozen(name)) for name in names}
-        self.around: dict[str, bool] = {}  # whether everything at or below a path is frozen
-        for name, is_frozen in self.frozen.items():
-            parts = name.split(".")
-            for n in range(len(parts)):
-                path = ".".join(parts[:n])
-                self.around[path] = self.around.get(path, True) and is_frozen
+    def __init__(self, names: Iterable[str], frozen: Callable[[str], bool]) -> None:
+        self.frozen = frozen
+        self.own: dict[str, list[str]] = {}
+        for name in names:
+            # what a parametrization holds is a parameter of the module whose weight it makes
+            self.own.setdefault(_owner_of(name), []).append(name)
 
-    def norm(self, path: str) -> bool:
-        own = [self.frozen[n] for n in (f"{path}.weight", f"{path}.bias") if n in self.frozen]
-        if own:
-            return all(own)
-        while path and path not in self.around:
-            path = path.rpartition(".")[0]
-        return self.around.get(path, True)
+    def is_frozen(self, path: str) -> bool:
+        """Whether none of a module's own parameters trains; of one without any, the weight that it would have."""
+        path = _owner_of(_joined(path, "weight"))
+        return all(map(self.frozen, self.own.get(path) or [_joined(path, "weight")]))
+
+
+class HeldBuffers:
+    """Buffers that a step leaves as they were, where it has written them: what spectral norm estimates, counters.
+
+    `values` are what they hold now, by their names.
+    """
+
+    def __init__(self, buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        self.buffers, self.values = list(buffers.values()), [values[name] for name in buffers]
+        self.versions = list(map(version, self.buffers))
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """What is written inside is undone at the end; what was written before is the new value."""
+        for index in self._written():
+            self.values[index] = self.buffers[index].detach().clone()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for index in self._written():
+                    self.buffers[index].copy_(self.values[index])
+            self._written()
+
+    def _written(self) -> list[int]:
+        """The places of those that were written since the last call; torch counts what is written in place."""
+        before, self.versions = self.versions, list(map(version, self.buffers))
+        return [index for index, (then, now) in enumerate(zip(before, self.versions, strict=True)) if then != now]
+
+
+def frozen_buffers(gm: TracedModule, frozen: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The buffers of the modules that are frozen by a predicate on names of parameters."""
+    parts = FrozenParts((name for name, _ in gm.named_parameters(remove_duplicate=False)), frozen)
+    return {name: buffer for name, buffer in gm.named_buffers() if parts.is_frozen(_owner_of(name))}
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _owner_of(name: str) -> str:
+    """The module that a parameter or buffer belongs to."""
+    path = name.rpartition(".")[0]
+    whole, found, _ = f".{path}.".partition(".parametrizations.")
+    return whole.strip(".") if found else path
 
 
 def _open(graph: fx.Graph, call: fx.Node, module: Any) -> None:

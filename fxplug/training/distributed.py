@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,16 @@ def launched(precision: str, device: str | None = None) -> Accelerator:
     if precision == "fp16" and accelerator.device.type == "cpu":
         raise TrainError("fp16 needs a GPU, because of loss scaling; on a CPU use precision: bf16 or fp32")
     return accelerator
+
+
+def relaunched(precision: str, accelerator: Accelerator) -> Accelerator:
+    """The same process and device in another precision, that of the model's weights. Raises TrainError for fp16 on a CPU."""
+    if precision == "fp16" and accelerator.device.type == "cpu":
+        raise TrainError(
+            "what trains is float16, and computing in it needs loss scaling and so a GPU: on a CPU set dtype: bfloat16 or "
+            "float32, or precision: bf16"
+        )
+    return launched(precision, str(accelerator.device))
 
 
 def check_agreement(accelerator: Accelerator, config: Any) -> None:
@@ -94,15 +104,15 @@ def _sums(accelerator: Accelerator, numbers: list[float]) -> list[float]:
 
 
 def prepared(
-    module: TracedModule, settings: Train, frozen: set[str], accelerator: Accelerator, unused: bool = False
+    module: TracedModule, settings: Train, frozen: Callable[[str], bool], accelerator: Accelerator, unused: bool = False
 ) -> tuple[nn.Module, TracedModule | None]:
     """What runs in training, on shared weights, and the sharded module when there is one.
 
     Linear layers are fused with their low-rank updates, each in the form that was measured fastest, unless `fuse` is off, and
-    batch norms whose parameters are frozen keep their statistics. `checkpointing` and `shard` outline regions, `compile`
-    compiles the whole as one graph (what is sharded in parts), or regions by kinds, and several processes are put under DDP
-    when nothing is sharded, which looks for parameters without gradient in each step where some are `unused`. Raises
-    SpecError for settings that do not go together, and where no regions are alike.
+    batch norms that are `frozen`, a predicate on names of parameters, keep their statistics. `checkpointing` and `shard`
+    outline regions, `compile` compiles the whole as one graph (what is sharded in parts), or regions by kinds, and several
+    processes are put under DDP when nothing is sharded, which looks for parameters without gradient in each step where some
+    are `unused`. Raises SpecError for settings that do not go together, and where no regions are alike.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)  # what autocast multiplies
     lowered = fuse(module, "auto" if settings.fuse is True else settings.fuse, dtype=dtype) if settings.fuse else module
@@ -112,14 +122,19 @@ def prepared(
         if len(named) == 2 and named[0] != named[1]:
             raise SpecError("'shard' and 'checkpointing' must name the same regions", path=("train", "shard"))
         chosen = named[0] if named else None
-        lowered = outline(lowered, chosen, checkpoint=bool(settings.checkpointing))
+        try:
+            lowered = outline(lowered, chosen, checkpoint=bool(settings.checkpointing))
+        except MatchError as error:
+            key = "checkpointing" if chosen is None or settings.checkpointing == chosen else "shard"
+            raise SpecError(str(error), path=("train", key)) from error
     if settings.compile == "regions":
         lowered = _by_kinds(lowered, settings)
     runner: nn.Module = lowered
     sharded = None
     if settings.shard:
         if not torch.distributed.is_initialized():
-            raise TrainError("shard needs several processes: start the run with torchrun or accelerate launch")
+            finding = "shard needs several processes: start the run with torchrun or accelerate launch"
+            raise SpecError(finding, path=("train", "shard"))
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         runner = sharded = shard(lowered, mesh)
         module.to("cpu")  # which frees the whole weights on this device: the sharded module has its part of each

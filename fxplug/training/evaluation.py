@@ -36,7 +36,7 @@ class Evaluation:
     def test(self, loader: Any) -> dict[str, float]:
         """The task's metrics on a loader of test data, over all processes."""
         most = max(gathered(self.accelerator, loader.steps))
-        with self._evaluating() as module:
+        with self.evaluating() as module:
             totals, count = self._totals(module, loader.epoch(0))
             for _ in range(most - count if self.sharded else 0):
                 self._totals(module, iter([loader.first(1)]))  # all processes of a sharded module call it as often
@@ -47,7 +47,7 @@ class Evaluation:
 
     def samples(self, draws: Draws) -> Tensor | None:
         """The task's pictures, [n, c, h, w] in [0, 1]; None of a task that has none."""
-        with self._evaluating() as module:
+        with self.evaluating() as module:
             return self.task.samples(module, draws)
 
     def _totals(self, module: nn.Module, batches: Iterator[dict[str, Any]]) -> tuple[dict[str, tuple[float, float]], int]:
@@ -57,7 +57,8 @@ class Evaluation:
         return self.task.test(module, taken), next(counted)
 
     @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[nn.Module]:
+    def evaluating(self) -> Iterator[nn.Module]:
+        """The module in evaluation, with averaged weights; afterwards it trains again."""
         device = self.accelerator.device
         if self.accelerator.num_processes > 1:
             for buffer in self.module.buffers():  # statistics that each process took of its own samples

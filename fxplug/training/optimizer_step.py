@@ -139,8 +139,7 @@ class Stepper:
         """The finding with the batch and the first region that went non-finite, by one forward as in training."""
         trainer, cause = self.trainer, "a sharded run cannot find the region: run one process without 'shard' to see it"
         if not trainer.settings.shard:
-            frozen = {name for name, _ in trainer.module.named_parameters()} - trainer.trained.keys()
-            watched = freeze_norms(trainer.module, frozen)
+            watched = freeze_norms(trainer.module, trainer.frozen)
             set_mode(watched, trainer.module, trainer.settings.mode)
             args, kwargs = called(trainer.task, batch, self._draws(step, micro), trainer.accelerator)
             with torch.no_grad(), trainer.accelerator.autocast():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
 from typing import Any
@@ -12,17 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..core.errors import SpecError, TrainError, did_you_mean
+from ..core.errors import SpecError, TrainError, below, did_you_mean
 from ..core.ir.traced_module import BEFORE_TRAINING, TRAINED, TracedModule
 from ..core.quantised import is_packed
 from ..core.spec.addresses import is_pattern, select
-from ..core.spec.pass_file import accepted_arguments, check_known
+from ..core.spec.pass_file import accepted_arguments
+from ..core.spec.task_section import Schedule
 from ..core.spec.train_section import Train, Use
+from ..core.spec.yaml_source import shown, validate
 from ..core.torch_internals.tensors import lerp_all
 from .tasks.task import Task, construct, imported
 
 HALVES = (torch.float16, torch.bfloat16)
 SHAPES = ("constant", "linear", "cosine")
+TRIED = 1000  # so many steps of a scheduler of torch's are tried before the first
 BASE = "base"  # the group of what trains of the base
 KEPT = 1 << 30  # bytes: of more than that no copy is kept for formats that hold differences
 
@@ -31,19 +34,56 @@ def choose(module: TracedModule, settings: Train, *, others: bool = False) -> li
     """Set `requires_grad` of every parameter, and give the optimizer's groups: `name`, `params`, `names`, `lr`, `weight_decay`.
 
     A pass is one group with its own `lr` and `weight_decay`, else the run's; one that says `train: false` is frozen. Of the
-    base, what `trainable` names is one group. In fp16 and bf16 runs, half-precision parameters that train become float32, as
-    PEFT and diffusers have it: the forward casts them, the optimizer keeps their small changes. Raises TrainError when
-    nothing trains, here or among `others`, SpecError for a pattern that names no parameter.
+    base, what `trainable` names is one group. Half-precision parameters that train become float32, as PEFT and diffusers have
+    it: autocast casts them in the forward (see `computing_precision`), the optimizer keeps their small changes. Raises
+    TrainError when nothing trains, here or among `others`, SpecError for a pattern that names no parameter.
     """
     groups = _groups(module, settings.trainable, others)
     named = dict(module.named_parameters())
     for group in groups:
+        group["said"] = [key for key in ("lr", "weight_decay") if key in group]
         for key, own in (("lr", settings.lr), ("weight_decay", settings.weight_decay)):
             group.setdefault(key, own)
         for name in group["names"]:
-            if settings.precision != "fp32" and named[name].dtype in HALVES:
+            if named[name].dtype in HALVES:
                 named[name].data = named[name].data.float()
     return _trained(module, groups)
+
+
+def computing_precision(module: TracedModule, settings: Train, *, others: bool = False) -> str:
+    """The precision that a run computes in: of half-precision parameters that train with `fp32`, that of their dtype.
+
+    What trains is float32, and only autocast lets it meet a base in half precision. SpecError for two such dtypes.
+    """
+    if settings.precision != "fp32":
+        return settings.precision
+    named = dict(module.named_parameters())
+    trained = [named[name].dtype for group in _groups(module, settings.trainable, others) for name in group["names"]]
+    halves = [name for name, dtype in zip(("fp16", "bf16"), HALVES, strict=True) if dtype in trained]
+    if len(halves) == 2:
+        finding = "what trains is float16 and bfloat16: say in which of the two the run computes, bf16 or fp16"
+        raise SpecError(finding, path=("train", "precision"))
+    return halves[0] if halves else "fp32"
+
+
+def frozen_names(module: TracedModule, trained: Collection[str], patterns: Sequence[str]) -> Callable[[str], bool]:
+    """A predicate on names of parameters: whether none of the `trained` ones, by any of its names.
+
+    A name that no parameter has is frozen unless it lies in a pass that trains, or in a module that one of the `patterns` of
+    `trainable` names, itself or by one around it.
+    """
+    canonical = {id(parameter): name for name, parameter in module.named_parameters()}
+    named = {name: canonical[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+    passes = tuple(f"{entry['name']}." for entry in module.meta.get("passes", []) if entry["train"])
+
+    def frozen(name: str) -> bool:
+        if name in named:
+            return named[name] not in trained
+        around = _prefixes(name)[:-1] or [name]
+        chosen = (select(pattern, around) if is_pattern(pattern) else pattern in around for pattern in patterns)
+        return not (name.startswith(passes) or any(chosen))
+
+    return frozen
 
 
 def trainable(module: TracedModule, *base: str) -> list[dict[str, Any]]:
@@ -99,7 +139,9 @@ def _groups(module: TracedModule, base: Sequence[str], others: bool = False) -> 
         groups += _of_pass(entry, names)
     every = module.named_parameters(remove_duplicate=False)
     aliases = {name: canonical[id(p)] for name, p in every if p.is_floating_point() and not is_packed(p)}
-    chosen = named_by(base, {a: name for a, name in aliases.items() if name not in owner}, "the base", ("train", "trainable"))
+    tracked = {name.removesuffix(".running_mean") for name, _ in module.named_buffers() if name.endswith(".running_mean")}
+    known = {a: name for a, name in aliases.items() if name not in owner}
+    chosen = named_by(base, known, "the base", ("train", "trainable"), beside=tracked)
     if chosen:
         groups.append({"name": BASE, "names": chosen})
     if not groups and not others:
@@ -144,13 +186,15 @@ def optimizer_config(task: Task, settings: Train) -> dict[str, Any]:
     return {"base": base, "text_encoder_overrides": overrides, "text_encoder_freezing": task.encoder.freezing()}
 
 
-def named_by(patterns: Sequence[str], names: Mapping[str, str], whose: str, path: tuple[str, ...]) -> list[str]:
+def named_by(
+    patterns: Sequence[str], names: Mapping[str, str], whose: str, path: tuple[str, ...], *, beside: Collection[str] = ()
+) -> list[str]:
     """The parameters that patterns name, themselves or by a module around them; `names` has each under all its names.
 
-    SpecError, at the pattern's place below `path`, for one that names no parameter.
+    SpecError, at the pattern's place below `path`, for one that names no parameter, and none of the modules `beside` them.
     """
     around = {alias: _prefixes(alias) for alias in names}
-    known = {part for parts in around.values() for part in parts}
+    known = {part for parts in around.values() for part in parts} | set(beside)
     chosen: set[str] = set()
     for index, pattern in enumerate(patterns):
         hits = set(select(pattern, sorted(known))) if is_pattern(pattern) else {pattern} & known
@@ -181,19 +225,59 @@ def make_optimizer(use: Use, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     if "closure" in accepted_arguments(made.step).required:
         finding = f"{use.name} computes the loss several times per step, which is not supported: use another optimizer"
         raise SpecError(finding, path=("train", "optimizer"))
+    if ":" not in use.name:
+        _try_optimizer(kind, use, given)
     return made
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """TrainError for an optimizer, made elsewhere, that lacks a parameter which trains."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+def _try_optimizer(kind: Any, use: Use, groups: list[dict[str, Any]]) -> None:
+    """SpecError for options that an optimizer of torch's takes, and that its first step fails with."""
+    device = groups[0]["params"][0].device if groups and groups[0]["params"] else None
+    tried = nn.Parameter(torch.zeros(2, 2, device=device))
+    tried.grad = torch.ones_like(tried)
+    made = construct(kind, use, ("train", "optimizer"), [tried])
+    try:
+        made.step()
+    except Exception as error:  # torch's, of what it was given
+        finding = f"{use.name} fails in its first step: {type(error).__name__}: {error}"
+        raise SpecError(finding, path=("train", "optimizer", use.name)) from error
+    if not tried.isfinite().all():
+        raise SpecError(f"{use.name} makes weights that are not finite", path=("train", "optimizer", use.name))
+
+
+def check_optimizer(optimizer: Any, groups: list[dict[str, Any]], settings: Train) -> None:
+    """TrainError for an optimizer, made elsewhere, that lacks a parameter which trains or has another rate than its pass says;
+    SpecError for what is no optimizer, and settings that it takes the place of."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        finding = f"must be a name, one name with its options, or a torch optimizer, not {shown(optimizer)}"
+        raise SpecError(finding, path=("train", "optimizer"))
+    of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for group in groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
-            if id(parameter) not in held:
+            if id(parameter) not in of:
                 finding = f"the optimizer does not have '{name}', which trains"
                 raise TrainError(
                     f"{finding}: create it with the parameters of the rewritten module, or set it in the configuration"
                 )
+            for key in group["said"]:
+                found = of[id(parameter)].get(f"initial_{key}", of[id(parameter)].get(key))
+                if found != group[key]:
+                    text = f"'{group['name']}' says {key}: {group[key]}, and the optimizer has {found} for '{name}'"
+                    raise TrainError(f"{text}: create it with fxplug.trainable(module), which has it")
+    for key in ("lr", "weight_decay", "optimizer"):
+        if getattr(settings, key) != Train.model_fields[key].default:
+            raise SpecError("has no effect beside an optimizer that was made elsewhere: set it there", path=("train", key))
+
+
+def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """TrainError for a scheduler, made elsewhere, that changes the rates of another optimizer than the run's."""
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        finding = f"must be a name, one name with its options, or a scheduler of torch, not {shown(scheduler)}"
+        raise SpecError(finding, path=("train", "scheduler"))
+    own = getattr(scheduler, "optimizer", None)
+    if own is not None and own is not optimizer:
+        hint = "pass that one too (optimizer=)" if optimizer is None else "make it with the optimizer that is passed"
+        raise TrainError(f"the scheduler is of another optimizer, and would have no effect: {hint}")
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -203,17 +287,16 @@ def _is_optimizer(value: Any) -> bool:
 def make_scheduler(use: Use | None, optimizer: torch.optim.Optimizer, steps: int, per_epoch: int) -> tuple[Any, bool]:
     """A learning-rate scheduler, and whether it is stepped once an epoch (`per: epoch`) instead of once a step.
 
-    `constant`, `linear` and `cosine` take `warmup` steps and fall to `floor` of the rate at the end; any of
-    torch.optim.lr_scheduler goes by its name, any other by import path. A length that such a one needs (T_max, total_steps) is
-    the run's own when it is not given.
+    `constant`, `linear` and `cosine` take `warmup` steps, or a share of the run below 1, and fall to `floor` of the rate at the
+    end; any of torch.optim.lr_scheduler goes by its name, any other by import path. A length that such a one needs (T_max,
+    total_steps) is the run's own when it is not given. Raises SpecError for options that it does not take, or fails with.
     """
-    options = dict(use.options) if use else {}
+    use = use or Use("constant", {})
+    options = dict(use.options)
     per = options.pop("per", "step")
-    if per not in ("step", "epoch"):
-        raise SpecError(f"per must be step or epoch, not '{per}'", path=("train", "scheduler"))
     length = max(1, math.ceil(steps / per_epoch)) if per == "epoch" else steps
-    if use is None or use.name in SHAPES:
-        shape = _shape(use.name if use else "constant", length, options)
+    if use.name in SHAPES:
+        shape = _shape(use.name, length, validate(Schedule, use.options, "train", "scheduler", use.name))
         return torch.optim.lr_scheduler.LambdaLR(optimizer, shape), per == "epoch"
     package = torch.optim.lr_scheduler
     known = {name.lower(): getattr(package, name) for name in package.__all__ if name != "LRScheduler"}
@@ -226,20 +309,39 @@ def make_scheduler(use: Use | None, optimizer: torch.optim.Optimizer, steps: int
         for key, value in own.items()
         if key in wanted and key not in options and not replaced_by.get(key, set()) & options.keys()
     }
-    made = construct(kind, Use(use.name, {**filled, **options}), ("train", "scheduler"), optimizer)
-    return made, per == "epoch"
+    given = Use(use.name, {**filled, **options})
+    if ":" not in use.name:
+        _try_schedule(kind, given, optimizer, length)
+    return construct(kind, given, ("train", "scheduler"), optimizer), per == "epoch"
 
 
-def _shape(name: str, length: int, options: Mapping[str, Any]) -> Callable[[int], float]:
-    check_known(options, ("warmup", "floor", "per"), f"{name} has no option", path=("train", "scheduler", name))
-    warmup, floor = options.get("warmup", 0), options.get("floor", 0.0)
+def _try_schedule(kind: Any, use: Use, optimizer: torch.optim.Optimizer, length: int) -> None:
+    """SpecError for options with which a scheduler of torch's fails, or gives a rate that is none, in its first steps."""
+    tried = torch.optim.SGD([{**group, "params": [nn.Parameter(torch.zeros(1))]} for group in optimizer.param_groups])
+    tried.defaults = {**tried.defaults, **optimizer.defaults}  # in which CyclicLR looks for a momentum
+    scheduler = construct(kind, use, ("train", "scheduler"), tried)
+    by_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    with below("train", "scheduler", use.name):
+        for step in range(1, min(length, TRIED) + 1):
+            try:
+                tried.step()
+                scheduler.step(*[1.0] * by_loss)
+            except Exception as error:  # torch's, of what it was given
+                raise SpecError(f"{use.name} fails after step {step}: {type(error).__name__}: {error}") from error
+            rates = [float(group["lr"]) for group in tried.param_groups]
+            if not all(0 <= rate < math.inf for rate in rates):
+                raise SpecError(f"{use.name} makes the learning rate {min(rates):.6g} after step {step}")
+
+
+def _shape(name: str, length: int, options: Schedule) -> Callable[[int], float]:
+    warmup = options.warmup if options.warmup >= 1 else round(options.warmup * length)
 
     def rate(step: int) -> float:
         if step < warmup:
-            return float((step + 1) / warmup)
+            return (step + 1) / warmup
         done = min(1.0, (step - warmup) / max(1, length - warmup))
         fall = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[name]
-        return float(floor + (1 - floor) * fall)
+        return options.floor + (1 - options.floor) * fall
 
     return rate
 
@@ -287,7 +389,8 @@ def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[
 class Ema:
     """An exponential moving average in float32 of named parameters (Polyak averaging; the ramp is that of diffusers' EMAModel).
 
-    After step t the average is `d * average + (1 - d) * weights` with d = min(decay, (1 + t) / (10 + t)).
+    After step t the average is `d * average + (1 - d) * weights` with d = min(decay, t / (9 + t)), and 0 after the first: the
+    weights that the run began with are not in it.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
@@ -298,7 +401,7 @@ class Ema:
     def update(self) -> None:
         """Take the weights of this moment in."""
         self.steps += 1
-        weight = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
+        weight = 1 - min(self.decay, self.steps / (9 + self.steps)) if self.steps > 1 else 1.0
         now = [p.detach().float() for p in self.parameters.values()]
         lerp_all(list(self.average.values()), now, weight)
 

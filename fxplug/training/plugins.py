@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..core.errors import TrainError, below, did_you_mean
+from ..core.errors import SpecError, TrainError, below, did_you_mean
+from ..core.spec.yaml_source import shown
 from .plugin_hooks import OFFERED
 from .plugin_loader import CHAINED, LocalModules, hook_methods, load
 
@@ -52,6 +53,8 @@ class Plugins:
         self._local = LocalModules([base or Path.cwd(), Path.cwd()])
         self.sample = ""
         self._plugins: dict[str, object] = {}
+        if not isinstance(specs, (list, tuple)):
+            raise SpecError(f"must be a list of plugins, not {shown(specs)}", path=("train", "plugins"))
         for index, spec in enumerate(specs):
             with below("train", "plugins", index):
                 plugin = load(spec, self._local)

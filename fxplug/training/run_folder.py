@@ -37,7 +37,7 @@ class RunFolder:
 
     def __init__(self, path: Path | None, settings: Save, note: Callable[[str], object]) -> None:
         self.path, self.settings, self.note = path, settings, note
-        self._handle: int | None = None
+        self._lock_handle: int | None = None
 
     # --- whose it is
 
@@ -60,21 +60,21 @@ class RunFolder:
 
         Raises TrainError as `check` does, and where another run writes into it now.
         """
-        if self.path is None or self._handle is not None:
+        if self.path is None or self._lock_handle is not None:
             return
         self.check(resumes)
         with self.reported("folder of the run"):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._handle = self._lock()
+            self._lock_handle = self._lock()
             if not resumes:
                 self.move_aside([self.path / name for name in self._names() if name not in (MARK, EARLIER)])
 
     def close(self) -> None:
         """Let others have the folder."""
-        if self._handle is not None:
-            _HANDLES.discard(self._handle)
-            os.close(self._handle)
-            self._handle = None
+        if self._lock_handle is not None:
+            _HANDLES.discard(self._lock_handle)
+            os.close(self._lock_handle)
+            self._lock_handle = None
 
     def _names(self) -> list[str]:
         return sorted(os.listdir(self.path)) if self.path is not None and self.path.is_dir() else []

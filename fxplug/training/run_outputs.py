@@ -142,7 +142,8 @@ class RunOutputs:
                 elif self.first and home != self.out:
                     self.folder.keep_at(self.out / "best", kept)
                 return
-        self.watch.note(f"the weights of step {self.progress.best_step}, which tested best, are gone: tests are judged anew")
+        gone = f"the weights of step {self.progress.best_step}, which tested best, are gone"
+        self.watch.note(f"{gone}: the next test counts as the first")
         self.progress.score, self.progress.waited, self.progress.measured = None, 0, {}
 
     def take_best(self) -> None:

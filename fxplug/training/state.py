@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..core.capture.isolation import random_state
 from ..core.errors import TrainError
 from ..core.torch_internals.modules import tree_map
+from ..core.torch_internals.tensors import version
 from .param_groups import Ema, fill, spread
 from .progress import Progress
 from .schedule import Schedule
@@ -44,7 +45,7 @@ class TrainState:
         self.first_buffers = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
         self._last_buffers = dict(self.first_buffers)
         self._written: set[str] | None = None  # the buffers that steps write; None before the first
-        self._versions = {name: buffer._version for name, buffer in self.buffers.items()}
+        self._versions = {name: version(buffer) for name, buffer in self.buffers.items()}
         self.last_random = random_state()
 
     # --- steps
@@ -52,13 +53,13 @@ class TrainState:
     def end_step(self) -> None:
         """Note that a step is whole: `roll_back` goes back to this moment."""
         self.last_random = random_state()
-        counted = {name for name, buffer in self.buffers.items() if buffer._version != self._versions[name]}
+        counted = {name for name, buffer in self.buffers.items() if version(buffer) != self._versions[name]}
         if self._written is None or counted - self._written:  # what norms write is not counted: all are compared then
             changed = {name for name, buffer in self.buffers.items() if not torch.equal(buffer, self._last_buffers[name])}
             self._written = (self._written or set()) | counted | changed
         for name in self._written:
             self._last_buffers[name] = self.buffers[name].detach().clone()
-            self._versions[name] = self.buffers[name]._version
+            self._versions[name] = version(self.buffers[name])
 
     @torch.no_grad()
     def roll_back(self) -> None:

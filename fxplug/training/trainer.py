@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..core.errors import SpecError, TrainError, below
+from ..core.errors import TrainError
 from ..core.ir.traced_module import TracedModule
 from ..core.spec.run_config import check_settings
 from ..core.spec.train_section import Train, read_use, written
+from ..lowerings.frozen_norms import HeldBuffers, frozen_buffers
 from ..lowerings.regions.submodules import originals
 from .checkpoint import newest
+from .checks import check_batches, check_samples, check_used, choose_precision
 from .data.loader import too_many
 from .data.wrapped_loader import loader_of
 from .diagnosis import check_fits, without_gradient
@@ -29,7 +31,16 @@ from .identity import describe_run, digest_of_tensors
 from .interrupts import interruptible
 from .monitor import RunMonitor
 from .optimizer_step import Batch, Stepper
-from .param_groups import Ema, check_optimizer, choose, make_optimizer, optimizer_config, trained_beside
+from .param_groups import (
+    Ema,
+    check_optimizer,
+    check_scheduler,
+    choose,
+    frozen_names,
+    make_optimizer,
+    optimizer_config,
+    trained_beside,
+)
 from .plugin_state import Optimizers, TrainBatch, TrainingState, plugin_batch
 from .plugins import Plugins
 from .progress import Progress
@@ -39,7 +50,8 @@ from .run_outputs import RunOutputs, buffers_of
 from .schedule import Schedule
 from .shared_samples import divided, share
 from .state import TrainState
-from .tasks.task import Task, TaskInfo, make_task
+from .task_setup import set_up_task
+from .tasks.task import Task, make_task
 
 
 class Trainer:
@@ -87,9 +99,12 @@ class Trainer:
             if isinstance(given, (str, Mapping)):
                 train[key] = given
         optimizer, scheduler = (None if isinstance(given, (str, Mapping)) else given for given in (optimizer, scheduler))
+        if settings is not None and train:
+            raise TrainError(f"{', '.join(train)} would have no effect beside settings=...: set it there")
         self.settings = settings or _settings(self.task, train)
         self.config = dict(config or {"model": module.classes[0], "train": self.settings.model_dump(mode="json")})
         self.accelerator = accelerator or launched(self.settings.precision, device)
+        self.notes = choose_precision(self)
         self.first = self.accelerator.is_main_process
         if not isinstance(plugins, Plugins):
             specs = self.settings.plugins if plugins is None else plugins
@@ -109,7 +124,10 @@ class Trainer:
         for key in ("patience", "best"):
             if getattr(self.settings.test, key) and not (self.tests and self.settings.test.every):
                 raise TrainError(f"test.{key} compares tests: set test.every, and the test data ('test' in the section data)")
-        self._set_up(Path(base or Path.cwd()), timm)
+        check_used(self.settings, self.out, self.tests)
+        check_batches(self.settings, self.task, data)
+        where = {"device": place, "base": Path(base or Path.cwd()), "timm": timm, "plugins": self.plugins}
+        set_up_task(self.task, module, self.data, self.tests, name=self.settings.task.name, **where)
         self._check_first_batch()  # before plugins see the module, which may hook it
         parts = self.task.parts()
         self.plugin_state = TrainingState(
@@ -125,6 +143,7 @@ class Trainer:
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
         self._make(optimizer, scheduler)
+        check_samples(self)
         out = self.out if self.first else None
         self.watch = RunMonitor(out, self.settings, self.steps, self.epochs, quiet=quiet or not self.first)
         self.plugins.note = self.watch.note
@@ -142,33 +161,6 @@ class Trainer:
             plugins=self.plugins,
             out=self.out,
         )
-
-    def _set_up(self, base: Path, timm: str | None) -> None:
-        """Tell the task what there is, and the loaders what the task makes of an image."""
-        loader, sizes = self.tests or self.data, self.data.size or (0, 0)
-        info = TaskInfo(
-            size=sizes,
-            device=self.accelerator.device,
-            classes=self.data.classes,
-            timm=timm,
-            base=base,
-            examples=lambda count: self.moved(loader.first(count)),
-            prompt=self.plugins.modify_sample_prompt,
-        )
-        try:
-            self.task.setup(self.module, info)
-        except SpecError as error:
-            if error.path[:1] in (("train",), ("data",)):
-                raise
-            with below("train", "task", self.settings.task.name):
-                raise
-        for one, train in ((self.data, True), (self.tests, False)):
-            if one is not None and one.transform is None:
-                one.transform = self.task.transform(train)
-                spec = getattr(one, "spec", None)
-                if one.transform and spec and not spec.conditions and (spec.flip or spec.crop == "random"):
-                    finding = "has no effect: the task crops and flips itself (classify: augment)"
-                    raise SpecError(finding, path=("data", "flip" if spec.flip else "crop"))
 
     def _tell_of_the_model(self) -> None:
         """What plugins get in all hooks, and the first hook: before the module is lowered, so that its hooks are kept."""
@@ -226,13 +218,13 @@ class Trainer:
     def _make(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
         """What runs, the optimizer and its scheduler, the average of the weights, and what takes steps."""
         names = {name for group in self.groups for name in group["names"]}
-        frozen = {name for name, _ in self.module.named_parameters()} - names
         if self.accelerator.num_processes > 1:  # before the weights of the first take the place of the others'
             start = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
             check_agreement(self.accelerator, {"weights at the start": digest_of_tensors(start)})
+        self.frozen = frozen_names(self.module, names, self.settings.trainable)
         self.divided = self._divided()
         unused = self._some_without_gradient()
-        self.runner, self.sharded = prepared(self.divided, self.settings, frozen, self.accelerator, unused)
+        self.runner, self.sharded = prepared(self.divided, self.settings, self.frozen, self.accelerator, unused)
         if self.sharded is not None:
             held = originals(self.sharded)
             for group in self.groups:
@@ -240,7 +232,8 @@ class Trainer:
             if self.plugins.has("on_backpropagation"):
                 raise TrainError("a plugin's on_backpropagation cannot see the gradients of a sharded run: remove 'shard'")
         if optimizer is not None:
-            check_optimizer(optimizer, self.groups)
+            check_optimizer(optimizer, self.groups, self.settings)
+        check_scheduler(scheduler, optimizer)
         made = optimizer or make_optimizer(self.settings.optimizer, self.groups)
         steps, per_epoch = self.steps, self.progress.per_epoch
         self.schedule = Schedule(made, self.settings.scheduler, steps, per_epoch, given=scheduler)
@@ -250,14 +243,9 @@ class Trainer:
         self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
         buffers = self.module.named_buffers() if self.sharded is None else buffers_of(self.sharded)
         self.state = TrainState(
-            self.trained,
-            dict(buffers),
-            made,
-            self.schedule,
-            self.progress,
-            ema=self.ema,
-            scaler=self.accelerator.scaler,
+            self.trained, dict(buffers), made, self.schedule, self.progress, ema=self.ema, scaler=self.accelerator.scaler
         )
+        self.held = HeldBuffers(frozen_buffers(self.module, self.frozen), self.state.first_buffers)
         self.take_step = Stepper(self)
         both = self.divided.twin_error == self.module.twin_error  # else only one mode can be divided
         shown = self.sharded or (self.divided if both else self.module)
@@ -310,7 +298,7 @@ class Trainer:
                 self._resume(start)
                 self.history = self.watch.history()
             self.watch.start(self.module, self.counts())
-            for line in (*self.data.notes(self.task), *self.progress.notes()):
+            for line in (*self.notes, *self.data.notes(self.task), *self.progress.notes()):
                 self.watch.note(line)
             begun = time.perf_counter()
             self._run()
@@ -388,7 +376,8 @@ class Trainer:
         progress = self.progress
         place = {"epoch": progress.epoch, "global_step": self.progress.seen, "local_step": progress.done}
         lr = self.optimizer.param_groups[0]["lr"]
-        report = self.take_step(batches, progress.step + 1, place)
+        with self.held.unchanged():
+            report = self.take_step(batches, progress.step + 1, place)
         progress.step += 1
         progress.done += len(batches)
         progress.total += report["loss"] * len(batches)

@@ -151,6 +151,7 @@ def _loop(said: Mapping[str, Any], denoise: dict[str, Any], notes: list[str]) ->
     if isinstance(optimizer, Mapping) and optimizer.get("_target_"):
         given = {key: _number(value) for key, value in optimizer.items() if not key.startswith("_") and key != "type"}
         made |= {"weight_decay": given.pop("weight_decay")} if "weight_decay" in given else {}
+        given.pop("lr", None)  # of which there is one for each group, as there
         name = str(optimizer["_target_"])
         name = name.removeprefix("torch.optim.") if name.startswith("torch.optim.") else ":".join(name.rsplit(".", 1))
         made["optimizer"] = {name: given} if given else name

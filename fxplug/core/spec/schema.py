@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from .model_section import Constant, ModelSpec, Tensor, WeightsSpec
 from .pass_file import REQUIRED, Draft, open_pass, shipped
 from .run_config import Config
+from .task_section import SCHEDULES, TASKS, ClassifyOptions, DenoiseOptions, Schedule, TextOptions
 from .train_section import Buckets, Data, Export, Log, Parallel, Save, Test, Train
 
 Texts = Mapping[str, tuple[str, Any]]
@@ -54,7 +55,9 @@ def parameter(name: str, default: Any, said: Mapping[str, str], given: Mapping[s
 SECTIONS: dict[type[BaseModel], str] = {
     Config: "A configuration", ModelSpec: "`model`, where it is a mapping", WeightsSpec: "`weights`, where it is a mapping",
     Tensor: "`inputs`, a tensor", Constant: "`inputs`, a constant", Train: "`train`", Save: "`train.save`", Log: "`train.log`",
-    Test: "`train.test`", Parallel: "`train.parallel`", Data: "`data`", Buckets: "`data.buckets`", Export: "`export`",
+    Test: "`train.test`", Parallel: "`train.parallel`", Schedule: "`train.scheduler`, below `constant`, `linear` or `cosine`",
+    ClassifyOptions: "`train.task`, below `classify`", DenoiseOptions: "`train.task`, below `denoise`",
+    TextOptions: "`train.task.denoise.text`, below a folder", Data: "`data`", Buckets: "`data.buckets`", Export: "`export`",
 }  # fmt: skip
 
 
@@ -80,6 +83,8 @@ def schema() -> dict[str, Any]:
         properties[key]["anyOf"] = [*({"type": kind} for kind in kinds), {"$ref": f"#/$defs/{name}"}]
     constant = properties["inputs"]["additionalProperties"]
     constant["anyOf"] = [{"$ref": "#/$defs/Tensor"}, {"$ref": "#/$defs/Constant"}, {}]
+    for key, shipped_options in (("task", TASKS), ("scheduler", SCHEDULES)):
+        _add_options(made["$defs"]["Train"]["properties"][key], shipped_options)
     names = {name: _pass(open_pass(path)) for name, path in shipped("passes").items()}
     one = {
         "type": "object",
@@ -92,6 +97,18 @@ def schema() -> dict[str, Any]:
     text = {"anyOf": [{"enum": list(names)}, {"type": "string", "pattern": r"\.ya?ml$"}]}
     properties["passes"]["items"] = {"anyOf": [text, one]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
+
+
+def _add_options(found: dict[str, Any], options: Mapping[str, type[BaseModel]]) -> None:
+    """The options of what ships with fxplug, where a name with its options below it may stand."""
+    mapping = next(kind for kind in found["anyOf"] if kind.get("type") == "object")
+    mapping["properties"] = {}
+    for name, section in options.items():
+        key, field = next(iter(section.model_fields.items()))
+        example = {key: (field.examples or [None])[0]}
+        text = (section.__doc__ or "").removesuffix(".")
+        kinds = [{"$ref": f"#/$defs/{section.__name__}"}, {"type": "null"}]
+        mapping["properties"][name] = {"anyOf": kinds, "description": _described(text, {}, example), "examples": [example]}
 
 
 def _described(text: str, default: Any, example: Any) -> str:

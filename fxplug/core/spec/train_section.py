@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import PlainSerializer, model_validator
+from pydantic import PlainSerializer, ValidationInfo, field_validator, model_validator
 
-from ..errors import SpecError
-from .yaml_source import Section, Text, checked, located, setting, shown
+from ..errors import SpecError, below
+from .pass_file import check_known
+from .task_section import SCHEDULES, TASKS
+from .yaml_source import Section, Text, check_finite, checked, located, setting, shown, validate
 
 Stop = Literal["stop", "continue"]
 LONGEST_SIDE = 65536  # of an image, pixels
@@ -145,7 +147,9 @@ class Train(Section):
     )
     clip: float | None = setting(None, "the largest norm of the gradient; null does not clip", 1.0, gt=0)
     precision: Literal["fp32", "fp16", "bf16"] = setting(
-        "fp32", "`fp32`, `bf16`, or `fp16` with loss scaling; what trains is float32 until the run ends", "bf16"
+        "fp32",
+        "`fp32` (of a model in half precision its dtype), `bf16`, or `fp16` with loss scaling; what trains is float32",
+        "bf16",
     )
     fuse: Literal[True, False, "auto", "stock", "fused", "blas", "remerge", "remerge:blas"] = setting(
         True,
@@ -171,12 +175,38 @@ class Train(Section):
     log: Log = setting(Log(), "what is logged how often", {"every": 10})
     test: Test = setting(Test(), "when the test data are evaluated", {"every": 1})
 
+    @field_validator("task", "optimizer", "scheduler")
+    @classmethod
+    def _options(cls, value: Use | None, info: ValidationInfo) -> Use | None:
+        if value is not None:
+            try:
+                _check_options(str(info.field_name), value)
+            except SpecError as error:
+                raise located(error) from None
+        return value
+
     @model_validator(mode="after")
     def _one_length(self) -> Train:
         if (self.steps is None) == (self.epochs is None):
             found = "neither" if self.steps is None else "both"
             raise located(SpecError(f"needs one of 'steps' and 'epochs'; found {found}"))
         return self
+
+
+def _check_options(key: str, use: Use) -> None:
+    """SpecError for options that what is chosen for a key does not take, or that would be ignored."""
+    with below(use.name):
+        check_finite(use.options, infinite=":" in use.name)  # which a class of one's own may take
+        shipped = {"task": TASKS, "scheduler": SCHEDULES}.get(key, {}).get(use.name)
+        if shipped is not None:
+            check_known(use.options, list(shipped.model_fields), f"{use.name} has no option")
+            validate(shipped, use.options)
+        elif key == "scheduler" and use.options.get("per", "step") not in ("step", "epoch"):
+            raise SpecError(f"must be step or epoch, not {shown(use.options['per'])}", path=("per",))
+        for option in ("lr", "weight_decay") if key == "optimizer" else ():
+            if option in use.options:
+                finding = f"has no effect, because each group of parameters has its own: set train.{option}, or that of a pass"
+                raise SpecError(finding, path=(option,))
 
 
 class Buckets(Section):
@@ -198,6 +228,10 @@ class Export(Section):
 
 
 KINDS = ("images", "classes", "dataset", "call")
+# of which kinds of data a setting is, where it is not of all
+OF_KINDS = {
+    "split": ("dataset",), "columns": ("dataset", "call"), "captions": ("images", "dataset", "call"), "repeats": ("images",),
+}  # fmt: skip
 
 
 class Data(Section):
@@ -247,8 +281,10 @@ class Data(Section):
             own = ["test", "split", "shuffle"]
             if ":" not in str(value.get("conditions")):  # a folder, no function
                 own.append("conditions")
-            kept = {k: v for k, v in value.items() if k not in (*KINDS, *own)}
             source = {} if any(kind in test for kind in KINDS) else {kind: value[kind] for kind in kinds}
+            taken = [kind for kind in KINDS if kind in {**source, **test}]
+            own += [key for key, of in OF_KINDS.items() if not set(of).intersection(taken)]
+            kept = {k: v for k, v in value.items() if k not in (*KINDS, *own)}
             value["test"] = {**source, **kept, "shuffle": False, "flip": False, "crop": "center", **test}
         return value
 
@@ -258,4 +294,10 @@ class Data(Section):
         if len(kinds) != 1:
             found = " and ".join(f"'{kind}'" for kind in kinds) or "none"
             raise located(SpecError(f"needs one of {', '.join(map(repr, KINDS))}; found {found}"))
+        for key, of in OF_KINDS.items():
+            if kinds[0] not in of and getattr(self, key) != Data.model_fields[key].default:
+                finding = f"has no effect with '{kinds[0]}': it is for {' and '.join(map(repr, of))}"
+                raise located(SpecError(finding, path=(key,)))
+        if self.crop == "random" and self.size is None and self.call is None:
+            raise located(SpecError("has no effect without 'size': images stay as they are", path=("crop",)))
         return self

@@ -305,7 +305,8 @@ class Finding(NamedTuple):
 
 def located(error: SpecError) -> PydanticCustomError:
     """A SpecError as pydantic takes it, which adds the way to the value."""
-    return PydanticCustomError("spec", "{finding}", {"finding": error.finding, "path": list(error.path)})
+    context = {"finding": error.finding, "path": list(error.path), "key": error.key}
+    return PydanticCustomError("spec", "{finding}", context)
 
 
 def checked(read: Callable[[Any], Any], written: Any = Any) -> PlainValidator:
@@ -347,13 +348,13 @@ def check_number(
     raise SpecError(f"must be a {named}number{f', {text}' if text else ''}, not {shown(value)}", path=path)
 
 
-def check_finite(value: Any, *path: str | int) -> None:
-    """Raise SpecError, with its path, for a number that is NaN or infinite, in lists and mappings too."""
-    if isinstance(value, float) and not math.isfinite(value):
+def check_finite(value: Any, *path: str | int, infinite: bool = False) -> None:
+    """Raise SpecError, with its path, for a number that is NaN or, unless `infinite`, infinite, in lists and mappings too."""
+    if isinstance(value, float) and not (math.isfinite(value) or (infinite and not math.isnan(value))):
         raise SpecError(f"must be a finite number, not {shown(value)}", path=path)
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     for key, item in pairs:
-        check_finite(item, *path, key)
+        check_finite(item, *path, key, infinite=infinite)
 
 
 def validate(section: type[S], given: Any, *path: str | int) -> S:
@@ -376,7 +377,7 @@ def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Findi
     for item in errors:
         path, kind, value = item["loc"], item["type"], item["input"]
         if kind == "spec":
-            yield Finding(item["ctx"]["finding"], (*path, *item["ctx"]["path"]))
+            yield Finding(item["ctx"]["finding"], (*path, *item["ctx"]["path"]), item["ctx"]["key"])
         elif kind == "extra_forbidden":
             name = str(path[-1])
             yield Finding(f"unknown key '{name}'{did_you_mean(name, fields(section, path[:-1]))}", path[:-1], name)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ...core.errors import SpecError, did_you_mean, shown
 from ...core.spec.pass_file import accepted_arguments, check_known
+from ...core.spec.task_section import ClassifyOptions
 from ...core.spec.train_section import Use, read_use
-from ...core.spec.yaml_source import check_number
+from ...core.spec.yaml_source import check_number, validate
 from ..random_draws import Draws, preserve_random_state
 from .model_call import ModuleCall, check_labels, image_of, inputs_of
 from .task import Batch, Task, TaskInfo, Totals, construct, function_of
@@ -26,6 +27,7 @@ CHOICES = {
     "interpolation": ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random"),
     "crop_mode": ("center", "squash", "border"),
 }
+TRIED = 32  # pixels of the image that a transform is tried on
 PREPROCESS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 
@@ -51,9 +53,8 @@ class Classify(Task):
         criterion: Any = None,
         call: Mapping[str, Any] | None = None,
     ) -> None:
-        check_number(smoothing, "smoothing", least=0, below=1)
-        check_number(mixup, "mixup", least=0)
-        check_number(cutmix, "cutmix", least=0)
+        given = {"smoothing": smoothing, "mixup": mixup, "cutmix": cutmix, "augment": augment, "preprocess": preprocess}
+        validate(ClassifyOptions, {**given, "criterion": criterion, "call": call})
         self.smoothing, self.mixup, self.cutmix = smoothing, mixup, cutmix
         self.augment, self.preprocess = _augmentation(augment), _preprocessing(preprocess)
         self.criterion = _criterion(criterion)
@@ -71,6 +72,24 @@ class Classify(Task):
         shape, self.info = inputs[image].shape, info
         self.channels = shape[1] if shape is not None and len(shape) == 4 else 3
         self.settings = _settings(info.timm, getattr(module, "pretrained_cfg", None), self.channels, self.preprocess)
+        self._try_transform(tuple(side or TRIED for side in info.size))
+
+    def check_batch(self, size: int) -> None:
+        if (self.mixup or self.cutmix) and size % 2:
+            raise SpecError(f"mixup and cutmix need an even batch size, not {size}", path=("train", "batch"))
+
+    def _try_transform(self, size: tuple[int, ...]) -> None:
+        """SpecError for options of timm's transform that it takes, and that its first image fails with."""
+        image = Image.new("RGB", (TRIED, TRIED), (90, 120, 150))
+        for train, key in ((False, "preprocess"), (True, "augment")):
+            try:
+                with preserve_random_state():
+                    found = self.transform(train)(image, (size[0], size[1]))
+            except Exception as error:  # timm's, of what it was given
+                text = f"timm's create_transform fails with these options: {type(error).__name__}: {error}"
+                raise SpecError(text, path=(key,)) from error
+            if not isinstance(found, Tensor) or not found.isfinite().all():
+                raise SpecError("with these options timm's create_transform gives no image of finite numbers", path=(key,))
 
     def transform(self, train: bool) -> Callable[[Any, tuple[int, int]], Tensor]:
         options = {**self.settings, **(self.augment if train else {})}
@@ -127,8 +146,7 @@ class Classify(Task):
 
         Rows 0 and 1 are mixed, 2 and 3 and so on: neighbours stay together when a batch is divided among processes.
         """
-        if len(image) % 2:
-            raise SpecError(f"mixup and cutmix need an even batch size, not {len(image)}", path=("train", "batch"))
+        self.check_batch(len(image))
         rows = torch.arange(len(image), device=image.device)
         order = torch.cat([rows[0::2], rows[1::2].flip(0)])  # timm mixes first with last
         mixup = timm.data.Mixup(self.mixup, self.cutmix, label_smoothing=0.0, num_classes=len(image))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, did_you_mean
+from ...core.errors import SpecError, below
 from ...core.models.factory import build
-from ...core.spec.model_section import Dtype
 from ...core.spec.pass_file import check_options
 from ...core.spec.run_config import load_config
+from ...core.spec.task_section import TextOptions
 from ...core.spec.train_section import read_use
-from ...core.spec.yaml_source import check_number, no_such_file, shown
+from ...core.spec.yaml_source import no_such_file, validate
 from ..param_groups import named_by
 from ..random_draws import Draws
 from .model_call import first_tensor
@@ -82,7 +82,8 @@ class Text:
                 self.encode.to(device).eval().requires_grad_(False)
         else:
             check_options(FolderText, use.options, "a text encoder", given=2)
-            self.encode = self.encoder = FolderText(base / use.name, device, **use.options)
+            with below(use.name):
+                self.encode = self.encoder = FolderText(base / use.name, device, **use.options)
 
     def __call__(self, captions: Sequence[str], tokens: Tensor | None = None) -> dict[str, Tensor]:
         """Tensors [b, ...]; `tokens` int64 [b, n] take the place of those of the captions. Gradients reach what trains."""
@@ -121,15 +122,11 @@ class FolderText:
         are patterns of the encoder's parameters that train, with an `lr` and `weight_decay` of their own."""
         import transformers
 
+        given = {"max_length": max_length, "layer": layer, "dtype": dtype, "lr": lr, "weight_decay": weight_decay}
+        validate(TextOptions, {**given, "trainable": trainable or []})
         for key, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if value is not None:
-                check_number(value, key, least=0)
-        if max_length is not None:
-            check_number(max_length, "max_length", least=1, whole=True)
-        check_number(layer, "layer", whole=True)
-        if dtype is not None and dtype not in get_args(Dtype):
-            hint = did_you_mean(dtype, get_args(Dtype))
-            raise SpecError(f"must be one of {', '.join(get_args(Dtype))}, not {shown(dtype)}{hint}", path=("dtype",))
+            if value is not None and not trainable:
+                raise SpecError("has no effect, because nothing of the text encoder trains: set 'trainable'", path=(key,))
         if not folder.is_dir():
             raise SpecError(f"'{folder.name}': {no_such_file(folder)}")
         parts = [folder / name if (folder / name).is_dir() else folder for name in ("tokenizer", "text_encoder")]
@@ -144,6 +141,12 @@ class FolderText:
         self.model = model.to(device, None if dtype is None else getattr(torch, dtype)).eval().requires_grad_(False)
         said = getattr(config, "max_position_embeddings", None) or LONGEST
         self.length = min(self.tokenizer.model_max_length, said) if max_length is None else max_length
+        if getattr(config, "max_position_embeddings", None) and self.length > said:
+            raise SpecError(f"must be at most {said}, the positions of the encoder, not {self.length}", path=("max_length",))
+        states = getattr(config, "num_hidden_layers", None)
+        if states is not None and not -states - 1 <= layer <= states:
+            finding = f"must be from {-states - 1} to {states}, not {layer}: the encoder has {states} layers"
+            raise SpecError(finding, path=("layer",))
         self.layer, self.device, self.source = layer, device, str(folder)
         self.trainable, self.lr, self.weight_decay = trainable or [], lr, weight_decay
         self._trained()
@@ -182,7 +185,7 @@ class FolderText:
     def _trained(self) -> dict[str, nn.Parameter]:
         """The parameters that a pattern of `trainable` names, itself or by a module around them."""
         named = dict(self.model.named_parameters())
-        chosen = named_by(self.trainable, {name: name for name in named}, "the text encoder", ("text", "trainable"))
+        chosen = named_by(self.trainable, {name: name for name in named}, "the text encoder", ("trainable",))
         return {name: named[name] for name in chosen}
 
     def _tokenized(self, captions: Sequence[str]) -> Any:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, shown
+from ...core.errors import SpecError, below, shown
+from ...core.spec.task_section import DenoiseOptions
 from ...core.spec.train_section import read_use
-from ...core.spec.yaml_source import check_number
+from ...core.spec.yaml_source import validate
 from ..random_draws import Draws
 from .conditioning import Text, Vae
 from .model_call import ModuleCall, ModuleInput, check_labels, default_call, embedding_rows, image_of, inputs_of, listed
@@ -59,24 +60,17 @@ class Denoise(Task):
         train_guidance: float | None = None,
         negative: str = "",
     ) -> None:
-        check_number(dropout, "dropout", least=0, below=1)
-        check_number(guidance, "guidance")
-        check_number(time_scale, "time_scale", above=0)
-        check_number(sample_steps, "sample_steps", least=1, most=10_000, whole=True)
-        if snr_gamma is not None:
-            check_number(snr_gamma, "snr_gamma", above=0)
-        if null_label is not None:
-            check_number(null_label, "null_label", least=0, whole=True)
-        if train_guidance is not None:
-            check_number(train_guidance, "train_guidance")
-        if not isinstance(samples, list):
-            check_number(samples, "samples", least=0, most=10_000, whole=True)
+        given = {"scheduler": scheduler, "prediction": prediction, "vae": vae, "text": text, "dropout": dropout}
+        given |= {"null_label": null_label, "snr_gamma": snr_gamma, "density": density, "weighting": weighting}
+        given |= {"time_scale": time_scale, "call": call, "samples": samples, "guidance": guidance, "negative": negative}
+        validate(DenoiseOptions, {**given, "sample_steps": sample_steps, "train_guidance": train_guidance})
         self.scheduler, self.density = read_use(scheduler), read_density(read_use(density))
         self.prediction, self.snr_gamma, self.weighting, self.time_scale = prediction, snr_gamma, weighting, time_scale
         self.vae_spec, self.text_spec, self.mapping = vae, text, call
         self.dropout, self.null_label, self.guidance, self.sample_steps = dropout, null_label, guidance, sample_steps
         self.wanted, self.train_guidance, self.negative = samples, train_guidance, negative
-        self.trains = text is not None and bool(read_use(text).options.get("trainable"))
+        with below("text"):
+            self.trains = text is not None and bool(read_use(text).options.get("trainable"))
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
         self.info = info
@@ -90,7 +84,8 @@ class Denoise(Task):
             time_scale=self.time_scale,
         )
         self.vae = Vae(self.vae_spec, info.base, info.device) if self.vae_spec is not None else None
-        self.text = Text(self.text_spec, info.base, info.device) if self.text_spec is not None else None
+        with below("text"):
+            self.text = Text(self.text_spec, info.base, info.device) if self.text_spec is not None else None
         self.encoder = self.text.encoder if self.text is not None else None
         texts = self.text([""]) if self.text is not None else {}
         values = ["noisy", "time", *(["text"] if texts else []), *(f"text.{name}" for name in texts), "label", "condition"]
@@ -111,7 +106,25 @@ class Denoise(Task):
         if self.text is None and (self.train_guidance is not None or self.negative):
             key = "negative" if self.train_guidance is None else "train_guidance"
             raise SpecError(f"{key} needs captions: give 'text'", path=(key,))
+        self._check_unused()
         self.shape = self._shape(inputs)
+
+    def _check_unused(self) -> None:
+        """SpecError for an option that nothing would use, and for a label that the model does not have."""
+        if self.negative and self.train_guidance is None and self.guidance == 1:
+            raise SpecError("has no effect without guidance: set 'guidance' or 'train_guidance'", path=("negative",))
+        listed_samples = self.wanted if isinstance(self.wanted, list) else []
+        labels = [item for item in listed_samples if isinstance(item, int)]
+        if labels and not self.takes_label:
+            raise SpecError("are labels, and the call of the model uses none", path=("samples",))
+        if listed_samples and not labels and self.text is None:
+            raise SpecError("are captions, and the model is given none: set 'text', or a number of pictures", path=("samples",))
+        if self.null_label is not None and not self.takes_label:
+            raise SpecError("has no effect: the call of the model uses no label", path=("null_label",))
+        for key, values in (("null_label", [self.null_label or 0]), ("samples", labels)):
+            if self.rows is not None and max(values, default=0) >= self.rows:
+                finding = f"the model has {self.rows} rows for classes, 0 to {self.rows - 1}, and none for {max(values)}"
+                raise SpecError(finding, path=(key,))
 
     @property
     def caption_dropout(self) -> float:
@@ -165,9 +178,13 @@ class Denoise(Task):
     def samples(self, module: nn.Module, draw: Draws | None = None) -> Tensor | None:
         """Images of what the option `samples` says; the same noise whenever they are made."""
         batch = self._sample_batch()
-        if not batch["caption"] or (self.call.uses("condition") and "condition" not in batch):
-            return None
-        return self.generate(module, batch)
+        return self.generate(module, batch) if self._draws(batch) else None
+
+    def check_samples(self, module: nn.Module) -> bool:
+        batch = self._sample_batch()
+        if self._draws(batch):
+            self.generate(module, batch, trial=True)
+        return self._draws(batch)
 
     def beside_samples(self) -> tuple[Tensor | None, list[str]]:
         batch = self._sample_batch()
@@ -176,12 +193,20 @@ class Denoise(Task):
 
     @torch.no_grad()
     def generate(
-        self, module: nn.Module, given: Batch, *, guidance: float | None = None, steps: int | None = None, seed: int = 0
+        self,
+        module: nn.Module,
+        given: Batch,
+        *,
+        guidance: float | None = None,
+        steps: int | None = None,
+        seed: int = 0,
+        trial: bool = False,
     ) -> Tensor:
         """Images float32 [n, c, h, w] in [0, 1], by the scheduler's own loop, for the n captions, labels or conditions given.
 
         The noise of image i is that of the seed `seed` + i, whatever else is drawn. `guidance` and `steps` are the task's
-        where they are not given. Further inputs go to the module itself: `functools.partial(module, strength=0.5)`.
+        where they are not given; a `trial` ends the loop after its first step. Further inputs go to the module itself:
+        `functools.partial(module, strength=0.5)`.
         """
         count, scale = len(next(iter(given.values()))), self.guidance if guidance is None else guidance
         seeds = [torch.Generator().manual_seed(seed + n) for n in range(count)]
@@ -202,7 +227,7 @@ class Denoise(Task):
             free = self._predict(module, x, time, unwanted)
             return free + scale * (predicted - free)
 
-        x = self.noise.sample(denoise, noise, steps or self.sample_steps, seed)
+        x = self.noise.sample(denoise, noise, steps or self.sample_steps, seed, trial=trial)
         return ((self.vae.decode(x) if self.vae is not None else x) / 2 + 0.5).clamp(0, 1)
 
     def _losses(
@@ -333,6 +358,10 @@ class Denoise(Task):
                 raise SpecError(finding, path=("vae",))
             return latents
         return (seen[1] if len(seen) == 4 else 3, *(size if all(size) else seen[2:]))
+
+    def _draws(self, batch: Batch) -> bool:
+        """Whether there is what the samples need."""
+        return bool(batch["caption"]) and (not self.call.uses("condition") or "condition" in batch)
 
     def _sample_batch(self) -> Batch:
         """What the sample images are of: the listed captions or labels, else the first of the data, else each class.

@@ -41,17 +41,24 @@ class Noise:
         """A new diffusers scheduler that makes samples."""
         return self.kind.from_config(self.config)
 
-    def sample(self, denoise: Denoiser, noise: Tensor, steps: int, seed: int = 0) -> Tensor:
-        """What becomes of pure noise [n, c, h, w] in so many steps; `denoise(x, time)` is the model's prediction."""
+    def sample(self, denoise: Denoiser, noise: Tensor, steps: int, seed: int = 0, *, trial: bool = False) -> Tensor:
+        """What becomes of pure noise [n, c, h, w] in so many steps; `denoise(x, time)` is the model's prediction.
+
+        A `trial` ends after the first step. Raises SpecError for a number of steps that the scheduler does not take.
+        """
         scheduler = self.sampler()
         tokens = noise.shape[-1] * noise.shape[-2] // 4
         options = {"mu": self._shift(scheduler.config, tokens)} if scheduler.config.get("use_dynamic_shifting") else {}
-        scheduler.set_timesteps(steps, **options)
+        try:
+            scheduler.set_timesteps(steps, **options)
+        except Exception as error:  # the scheduler's
+            text = f"{type(scheduler).__name__} does not take {steps} steps: {type(error).__name__}: {error}"
+            raise SpecError(text, path=("sample_steps",)) from error
         # what the loop itself draws, image by image
         own = [torch.Generator().manual_seed(seed + n) for n in range(len(noise))]
         drawn = {"generator": own} if "generator" in accepted_arguments(scheduler.step).names else {}
         x = noise * scheduler.init_noise_sigma if hasattr(scheduler, "init_noise_sigma") else noise
-        for t in scheduler.timesteps:
+        for t in scheduler.timesteps[:1] if trial else scheduler.timesteps:
             given = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
             predicted = denoise(given, self.scaled(t.to(x.device)).expand(len(x)))
             x = scheduler.step(predicted, t, x, **drawn).prev_sample.to(noise.dtype)
@@ -88,6 +95,9 @@ class Diffusion(Noise):
         self.scheduler: Any = diffusers.DDPMScheduler.from_config(_shared(diffusers.DDPMScheduler, config))
         self.kind, self.config, self.snr_gamma = kind, config, snr_gamma
         self.steps = int(self.scheduler.config.num_train_timesteps)
+        kept = self.scheduler.alphas_cumprod
+        if not len(kept) or not ((kept >= 0) & (kept <= 1)).all():  # which NaN is not
+            raise SpecError("the betas of the scheduler must be one or more, from 0 to 1", path=("scheduler",))
         self.sampler()
 
     def time(self, index: Tensor) -> Tensor:
@@ -140,6 +150,8 @@ class Flow(Noise):
         self.sigmas: Tensor = scheduler.sigmas.clone()
         self.times: Tensor = scheduler.timesteps.clone()
         self.steps = len(self.times)
+        if not self.steps or not ((self.sigmas >= 0) & (self.sigmas <= 1)).all() or not self.times.isfinite().all():
+            raise SpecError("the sigmas of the scheduler must be one or more, from 0 to 1", path=("scheduler",))
 
     def time(self, index: Tensor) -> Tensor:
         """The scheduler's timesteps at these steps, scaled."""

@@ -67,6 +67,13 @@ class Task:
         """Give what makes a tensor [c, h, w] of a PIL image and a size; None is the loader's own, in [-1, 1]."""
         return None
 
+    def check_batch(self, size: int) -> None:
+        """Raise SpecError where a batch of so many samples cannot be trained on; asked before the training."""
+
+    def check_samples(self, module: nn.Module) -> bool:
+        """Try what `samples` does, before the training, so that it fails there, and return whether there are pictures."""
+        return type(self).samples is not Task.samples
+
     def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor | tuple[Tensor, Mapping[str, float | Tensor]]:
         """Compute the mean loss of a batch, a scalar in float32; numbers to be logged may come with it."""
         raise NotImplementedError(f"{type(self).__name__} needs a method 'loss(module, batch, draw)'")

@@ -1,0 +1,89 @@
+"""What is checked of a run before it starts: settings that nothing would use, its precision, its batches and its pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from ..core.errors import FxplugError, SpecError, TrainError, below
+from ..core.spec.train_section import Log, Save, Train
+from ..core.writing import check_folder
+from .distributed import relaunched
+from .param_groups import computing_precision
+from .random_draws import preserve_random_state
+from .tasks.task import Task
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+# of a run that writes nothing: a section, a key, and the values that ask for nothing
+IDLE = (
+    ("save", "every", (0, Save().every)),
+    ("save", "keep", (Save().keep,)),
+    ("log", "every", (Log().every,)),
+    ("log", "samples", (0,)),
+)
+
+
+def choose_precision(trainer: Trainer) -> list[str]:
+    """Let a model in half precision compute in it, with what trains in float32. Gives what is to be said of it."""
+    settings = trainer.settings
+    chosen = computing_precision(trainer.module, settings, others=trainer.task.trains)
+    if chosen == settings.precision:
+        return []
+    trainer.settings = settings.model_copy(update={"precision": chosen})
+    trainer.accelerator = relaunched(chosen, trainer.accelerator)
+    return [f"the model is in half precision: the run computes as with precision: {chosen}, and what trains is float32"]
+
+
+def check_used(settings: Train, out: Path | None, tests: Any) -> None:
+    """SpecError for a setting that would have no effect, TrainError for a folder that cannot be written to."""
+    if out is not None:
+        check_folder(out, TrainError)
+    if settings.test.every and tests is None:
+        finding = "has no effect without test data: set 'test' in the section data, or pass test=..."
+        raise SpecError(finding, path=("train", "test", "every"))
+    if not settings.log.tensorboard and settings.log.every != Log().every:
+        finding = "is for TensorBoard, and has no effect with tensorboard: false (log.jsonl has every step)"
+        raise SpecError(finding, path=("train", "log", "every"))
+    if out is None:
+        for name, key, without in IDLE:
+            if getattr(getattr(settings, name), key) not in without:
+                raise SpecError("has no effect, because the run writes nothing: pass out=...", path=("train", name, key))
+
+
+def check_batches(settings: Train, task: Task, data: Any) -> None:
+    """SpecError and TrainError for batches of another size than the settings say, and of one that the task cannot take."""
+    given = data if isinstance(data, DataLoader) else None
+    size = settings.batch if given is None else given.batch_size
+    if given is not None and size is not None and "batch" in settings.model_fields_set and settings.batch != size:
+        finding = f"has no effect, because the batches of the DataLoader have {size} samples: set {size}, or leave it out"
+        raise SpecError(finding, path=("train", "batch"))
+    if size is None:
+        return
+    task.check_batch(size)
+    sampler: Any = getattr(given, "sampler", None)
+    if given is None or given.drop_last or not hasattr(sampler, "__len__") or not (rest := len(sampler) % size):
+        return
+    try:
+        task.check_batch(rest)
+    except SpecError as error:
+        finding = f"the last batch of an epoch has {rest} samples: {error.finding}; set drop_last=True for the DataLoader"
+        raise TrainError(finding) from error
+
+
+def check_samples(trainer: Trainer) -> None:
+    """Raises SpecError and TrainError for pictures that could not be drawn at the end of the run."""
+    path = ("train", "task", trainer.settings.task.name)
+    try:
+        with preserve_random_state(), trainer.evaluation.evaluating() as module, below(*path):
+            drawn = trainer.task.check_samples(module)
+    except FxplugError:
+        raise
+    except Exception as error:  # of the scheduler, the text encoder, the VAE
+        finding = f"the sample pictures cannot be drawn: {type(error).__name__}: {error}; samples: 0 draws none"
+        raise SpecError(finding, path=(*path, "samples")) from error
+    if trainer.settings.log.samples and not drawn:
+        raise SpecError("has no effect, because the task draws no pictures", path=("train", "log", "samples"))
