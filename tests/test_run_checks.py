@@ -183,7 +183,7 @@ def test_the_groups_of_trainable_are_taken_with_their_own_rates():
      "the last batch of an epoch has 3 samples: mixup and cutmix need an even batch size, not 3; set drop_last=True"),
     ({"batch": 3, "task": {"classify": {"augment": "none", "mixup": 0.2}}}, "train.batch: mixup and cutmix need an even"),
     ({"batch": 1, "task": {"classify": {"augment": "none", "mixup": 0.2}}}, "train.batch: mixup and cutmix need an even"),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_what_would_have_no_effect_in_python(given, message):
     with pytest.raises(FxplugError, match=message):
         trainer(**given)

@@ -140,16 +140,19 @@ class Boom:
             raise RuntimeError("boom")
 
 
-def tracking(n):
-    return torch.nn.InstanceNorm2d(n, track_running_stats=True)
+NORMS: dict[str, Any] = {
+    "BatchNorm2d": torch.nn.BatchNorm2d,
+    "SyncBatchNorm": torch.nn.SyncBatchNorm,
+    "InstanceNorm2d": lambda n: torch.nn.InstanceNorm2d(n, track_running_stats=True),
+}
 
 
-@sweep("norm", [torch.nn.BatchNorm2d, torch.nn.SyncBatchNorm, tracking], 1)
+@sweep("norm", [*NORMS], 1)
 def test_a_step_that_fails_leaves_the_statistics_of_the_last_whole_one(tmp_path, norm):
     def one():
         torch.manual_seed(0)
         net = Net(True)
-        net.norm = norm(6)
+        net.norm = NORMS[norm](6)
         return fxplug.trace(net, torch.randn(2, 3, 6, 6))
 
     given = {"trainable": ["**"], "lr": 1e-2, "steps": 6}
@@ -267,22 +270,27 @@ def _scaled(module):
                 p.flatten()[4:].mul_(3)
 
 
-@sweep(
-    "given, change, expected",
-    [
-        ({}, _scaled, "base weights: "),
-        ({}, lambda m: m.get_parameter("head.bias").data.add_(1e-4), "base weights: "),
-        ({"task": {"classify": {"augment": "none", "smoothing": 0.9}}}, None, r"task\.classify\.smoothing"),
-        ({"clip": 0.01}, None, r"train\.clip: None then, 0\.01 now"),
-        ({"mode": "eval"}, None, r"train\.mode: train then, eval now"),
-        ({"ema": 0.8}, None, r"train\.ema: 0\.9 then, 0\.8 now"),
-        ({"data": Pictures(25)}, None, r"samples\.count: 24 then, 25 now"),
-        ({"data": DataLoader(Pictures(24), 4)}, None, r"samples\.batches"),
-        ({"seed": 3}, None, r"seed: 0 then, 3 now"),
-        ({"optimizer": "sgd"}, None, "optimizer"),
-    ], 4,
-)
-def test_a_checkpoint_of_another_run_is_refused_with_what_differs(run_of_four, given, change, expected):
+def _moved_by_little(module):
+    module.get_parameter("head.bias").data.add_(1e-4)
+
+
+OTHERS: dict[str, Any] = {
+    "all but the first four values": ({}, _scaled, "base weights: "),
+    "one bias": ({}, _moved_by_little, "base weights: "),
+    "smoothing": ({"task": {"classify": {"augment": "none", "smoothing": 0.9}}}, None, r"task\.classify\.smoothing"),
+    "clip": ({"clip": 0.01}, None, r"train\.clip: None then, 0\.01 now"),
+    "mode": ({"mode": "eval"}, None, r"train\.mode: train then, eval now"),
+    "ema": ({"ema": 0.8}, None, r"train\.ema: 0\.9 then, 0\.8 now"),
+    "a sample more": ({"data": Pictures(25)}, None, r"samples\.count: 24 then, 25 now"),
+    "a DataLoader": ({"data": DataLoader(Pictures(24), 4)}, None, r"samples\.batches"),
+    "seed": ({"seed": 3}, None, r"seed: 0 then, 3 now"),
+    "optimizer": ({"optimizer": "sgd"}, None, "optimizer"),
+}
+
+
+@sweep("name", [*OTHERS], 4)
+def test_a_checkpoint_of_another_run_is_refused_with_what_differs(run_of_four, name):
+    given, change, expected = OTHERS[name]
     new = made()
     if change is not None:
         change(new)
@@ -291,20 +299,20 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(run_of_four, g
     assert "is a checkpoint of another run" in str(caught.value)
 
 
-@sweep(
-    "given",
-    [
-        {"steps": 9},
-        {"save": {"every": 1}},
-        {"fuse": False},
-        {"log": {"tensorboard": True}},
-        {"plugins": [Boom(99)]},
-    ], 2,
-)
-def test_what_changes_no_result_may_differ(run_of_four, tmp_path, given):
-    done = trainer(**{"ema": 0.9, "out": tmp_path, **given})
+FREE: dict[str, Any] = {
+    "longer": {"steps": 9},
+    "save": {"save": {"every": 1}},
+    "fuse": {"fuse": False},
+    "log": {"log": {"tensorboard": True}},
+    "plugins": {"plugins": [Boom(99)]},
+}
+
+
+@sweep("name", [*FREE], 2)
+def test_what_changes_no_result_may_differ(run_of_four, tmp_path, name):
+    done = trainer(**{"ema": 0.9, "out": tmp_path, **FREE[name]})
     done.fit(resume=run_of_four / "checkpoints" / "step-00000002")
-    assert done.progress.step == given.get("steps", 4)
+    assert done.progress.step == FREE[name].get("steps", 4)
 
 
 # --- the best test
