@@ -67,7 +67,7 @@ def take_best(trainer: Trainer) -> None:
         kept = read(trainer.out / "best")
     if kept is None:
         return  # no test had a number
-    buffers = dict(trainer.module.named_buffers())
+    buffers = trainer.named_buffers()
     fill(buffers, trainer.buffers)
     fill({**buffers, **trainer.trained}, kept.weights)
     if trainer.ema is not None:
@@ -149,14 +149,17 @@ def _write_modules(trainer: Trainer, averages: dict[str, Any]) -> None:
     if trainer.out is None or not trainer.first:
         return
     named = {**trainer.trained, **dict(trainer.module.named_parameters())}
+    encoder = trainer.task.encoder if trainer.task.trains else None
     with _reported(trainer, "trained module"):
         save(trainer.module, trainer.out / "module", config=trainer.config)
+    if encoder is not None:
+        with _reported(trainer, "trained text encoder"):
+            encoder.save(trainer.out / "text")
     if averages:
         with filled(named, averages), _reported(trainer, "module with averaged weights"):
             save(trainer.module, trainer.out / "ema", config=trainer.config)
-    if trainer.task.encoder is not None and trainer.task.trains:
-        with _reported(trainer, "trained text encoder"):
-            trainer.task.encoder.save(trainer.out / "text")
+            if encoder is not None:
+                encoder.save(trainer.out / "text_ema")
 
 
 def restore(trainer: Trainer, path: Path) -> None:
@@ -174,7 +177,7 @@ def restore(trainer: Trainer, path: Path) -> None:
         shown = [*others, more] if others and weights else others or [*weights[:3], *([more] if weights[3:] else [])]
         listed = "\n  ".join(shown)
         raise TrainError(f"'{path}' is a checkpoint of another run:\n  {listed}")
-    fill({**dict(trainer.module.named_buffers()), **trainer.trained}, kept.weights)
+    fill({**trainer.named_buffers(), **trainer.trained}, kept.weights)
     if trainer.ema is not None:
         fill(trainer.ema.average, kept.ema)
         trainer.ema.steps = kept.progress["ema_steps"]
@@ -224,7 +227,8 @@ def _snapshot(trainer: Trainer, random: list[dict[str, Any]]) -> Checkpoint:
         "ema_steps": ema.steps if ema else 0,
         "run": _identity(trainer),
     }
-    changed = {n: b for n, b in trainer.module.named_buffers() if not torch.equal(b, trainer.buffers[n].to(b.device))}
+    buffers = trainer.named_buffers()
+    changed = {n: b for n, b in buffers.items() if not torch.equal(b, trainer.buffers[n].to(b.device))}
     tensors = {**trainer.trained, **changed}, ema.average if ema else {}
     copied = tree_map(lambda tensor: _gather_full(tensor).detach().to("cpu", copy=True).contiguous(), tensors)
     return Checkpoint(copied[0], progress, state, copied[1], random)
@@ -239,7 +243,9 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
         **{key: config.get(key) for key in ("model", "weights", "dtype", "leaf")},
         "frozen weights": trainer.fingerprint,
         "passes": {
-            entry["name"]: {**entry["params"], "sites": len(entry["sites"])} for entry in trainer.module.meta.get("passes", [])
+            f"{before}{entry['name']}": {**entry["params"], "sites": len(entry["sites"])}
+            for before, part in trainer.parts.items()
+            for entry in part.meta.get("passes", [])
         },
         "trained": {name: list(p.shape) for name, p in trainer.trained.items()},
         "task": written(settings.task),

@@ -26,7 +26,16 @@ from .diagnosis import check_fits
 from .distributed import gathered, launched, prepared, set_mode
 from .monitor import RunMonitor
 from .optimizer_step import Batch, Stepper
-from .param_groups import Ema, check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
+from .param_groups import (
+    Ema,
+    check_optimizer,
+    choose,
+    make_optimizer,
+    make_scheduler,
+    optimizer_config,
+    rewritten_parts,
+    trained_beside,
+)
 from .plugin_state import Optimizers, TrainBatch, TrainingState, plugin_batch
 from .plugins import Plugins
 from .progress import Progress
@@ -89,9 +98,7 @@ class Trainer:
             specs = self.settings.plugins if plugins is None else plugins
             plugins = Plugins(specs, base=base, on_error=self.settings.on_plugin_error)
         self.plugins = plugins
-        before = {name: p.dtype for name, p in module.named_parameters()}
         self.groups = choose(module, self.settings, others=self.task.trains)
-        self.dtypes = {name: before[name] for group in self.groups for name in group["names"]}
         place = self.accelerator.device
         tensors = itertools.chain(module.parameters(), module.buffers())
         if any((t.device.type, t.device.index or 0) != (place.type, place.index or 0) for t in tensors):
@@ -104,13 +111,18 @@ class Trainer:
             if getattr(self.settings.test, key) and not (self.tests and self.settings.test.every):
                 raise TrainError(f"test.{key} compares tests: set test.every, and the test data ('test' in the section data)")
         self._set_up(Path(base or Path.cwd()), timm)
+        self.parts = rewritten_parts(module, self.task)
         self._check_first_batch()  # before plugins see the module, which may hook it
-        parts = self.task.parts()
+        beside = self.task.parts()
         self.state = TrainingState(
-            train_batch=TrainBatch(self.data, self.task), unet=module, write_checkpoint=lambda path: keep(self, path), **parts
+            train_batch=TrainBatch(self.data, self.task), unet=module, write_checkpoint=lambda path: keep(self, path), **beside
         )
         self._tell_of_the_model()
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
+        if not self.groups:
+            raise TrainError("nothing trains: no pass of the module or of the text encoder has parameters that train")
+        rows = [zip(group["names"], group["dtypes"], strict=True) for group in self.groups]
+        self.dtypes = dict(itertools.chain(*rows))
         self.progress = Progress(self.settings, self.data.steps)
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
@@ -132,6 +144,7 @@ class Trainer:
             base=base,
             examples=lambda count: self.moved(loader.first(count)),
             prompt=self.plugins.modify_sample_prompt,
+            seed=self.seed,
         )
         try:
             self.task.setup(self.module, info)
@@ -209,11 +222,16 @@ class Trainer:
         self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
         self.state.optimizer = Optimizers(self.optimizer, self.state.text_encoder)
         self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
-        self.fingerprint = fingerprint({n: p for n, p in self.module.named_parameters() if n in frozen})
+        every = {f"{before}{name}": p for before, part in self.parts.items() for name, p in part.named_parameters()}
+        self.fingerprint = fingerprint({name: p for name, p in every.items() if name not in self.trained})
         self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
         self.kept_best: Checkpoint | None = None  # where the run has no folder
-        self.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        self.buffers = {name: buffer.detach().clone() for name, buffer in self.named_buffers().items()}
         self.take_step = Stepper(self)
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """List the buffers of all modules that passes are in, by the names that they have in a checkpoint."""
+        return {f"{before}{name}": buffer for before, part in self.parts.items() for name, buffer in part.named_buffers()}
 
     def _divided(self) -> TracedModule:
         """The module as processes that share samples compute it together; the module itself where none do."""
@@ -275,7 +293,8 @@ class Trainer:
 
     def counts(self) -> tuple[int, int]:
         """Count the parameters that train, and all."""
-        return sum(p.numel() for p in self.trained.values()), sum(p.numel() for p in self.module.parameters())
+        every = (p.numel() for part in self.parts.values() for p in part.parameters())
+        return sum(p.numel() for p in self.trained.values()), sum(every)
 
     def _epoch(self) -> None:
         progress = self.progress
