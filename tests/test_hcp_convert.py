@@ -325,6 +325,20 @@ def test_what_a_plugin_asks_for():
         read_input("cond")
 
 
+TOGETHER = "train: {train_steps: 2}\nlora_unet: [{rank: 1, layers: [x]}]\nplugin_TE:\n"
+
+
+@pytest.mark.parametrize("entry, message", [
+    ("a: {_target_: test_hcp_convert.Asks, layers: [x]}", "a text encoder is given tokens alone in a run"),
+    ("a: {_target_: hcp_guide.Skip, from_layer: ['re:a.*'], to_layer: [b, c]}", "alone .--part TE --model MODEL."),
+])  # fmt: skip
+def test_what_a_text_encoder_beside_the_unet_cannot_have(entry, message):
+    file = write(f"  {entry}\n", TOGETHER)
+    with pytest.raises(SpecError, match=rf"plugin.yaml:4(?s:.)*{message}"):
+        convert(file)
+    assert "plugin_TE" not in convert(file, part="unet").text.partition("passes:")[2]
+
+
 # --- the command
 
 

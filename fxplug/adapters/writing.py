@@ -31,6 +31,7 @@ from .updates import Entry
 from .wrapped import in_peft_form
 
 SHOWN = 3  # so many layers are named in a message
+PACKED = "lora_adapter_metadata"  # where a file of diffusers has PEFT's configuration of each part
 
 @dataclass(frozen=True)
 class About:
@@ -127,12 +128,34 @@ def save_adapter(
     held = trained(module, passes, strict=as_ != "fxplug")
     if as_ == "fxplug" and not _is_low_rank(module, held, passes):
         return write(_by_name(module, passes, dtype, about), path, as_)
+    return write(_content_of(module, held, as_, name=name, part=part, partial=partial, dtype=dtype, metadata=about), path, as_)
+
+
+def save_parts(modules: Mapping[str, Any], path: str | os.PathLike[str]) -> Saved:
+    """Write what all passes in models of one pipeline learned as one file of diffusers', which `load_lora_weights` reads.
+
+    `modules` has the models by their parts, `unet` and `text_encoder`. The digest in the file is that of the first one's base.
+    Raises what `save_adapter` raises, for the first model of which something cannot be in the file.
+    """
+    tensors: dict[str, Tensor] = {}
+    configs: dict[str, Any] = {}
+    layers: list[str] = []
+    about: dict[str, str] = {}
+    for part, module in modules.items():
+        names = [entry["name"] for entry in module.meta.get("passes", [])]
+        made = _content_of(module, trained(module, names), "diffusers", part=part)
+        tensors |= made.tensors
+        configs |= json.loads(made.about[PACKED])
+        layers += made.layers if len(modules) == 1 else [f"{part}.{layer}" for layer in made.layers]
+        about = about or made.about
+    about = {**about, PACKED: json.dumps(configs, indent=2, sort_keys=True)}
+    return write(Content(tensors, about, {}, tuple(layers), {}), path, "diffusers")
+
+
+def _content_of(module: Any, held: AdapterContents, as_: str, **given: Any) -> Content:
+    """The updates that a module holds in the form that a tool reads; `given` are arguments of `content`."""
     there = functools.partial(tensor_of, module)
-    made = content(
-        held, as_, about_of(module), name=name, part=part, partial=partial, dtype=dtype, metadata=about, there=there,
-        trained=trained_layers(module),
-    )  # fmt: skip
-    return write(made, path, as_)
+    return content(held, as_, about_of(module), there=there, trained=trained_layers(module), **given)
 
 
 def _is_low_rank(module: Any, held: AdapterContents, passes: Sequence[str] | None) -> bool:
@@ -261,7 +284,7 @@ def content(
     about = {"format": "pt", **_metadata(as_, rows, model, name), **base, **(metadata or {})}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}
-        about["lora_adapter_metadata"] = json.dumps(packed, indent=2, sort_keys=True)
+        about[PACKED] = json.dumps(packed, indent=2, sort_keys=True)
     return Content(tensors, about, made if as_ == "peft" else {}, kept, left)
 
 

@@ -39,7 +39,9 @@ def convert(
     model: Annotated[
         str | None, typer.Option("--model", help="The model, as in a configuration; or a configuration that has it (.yaml).")
     ] = None,
-    part: Annotated[str, typer.Option("--part", help="Whose plugins: unet or TE.")] = "unet",
+    part: Annotated[
+        str | None, typer.Option("--part", help="Whose plugins alone: unet or TE; else of both, where one run trains them.")
+    ] = None,
     input: Annotated[
         list[str] | None,
         typer.Option("--input", metavar="NAME=SIZES", help="What a plugin is fed: cond=n,3,8*h,8*w. Repeatable."),

@@ -30,7 +30,7 @@ SAMPLES = 3  # so many of a data set that has no files
 
 
 def describe_run(
-    module: TracedModule,
+    parts: Mapping[str, TracedModule],
     settings: Train,
     *,
     config: Mapping[str, Any],
@@ -45,14 +45,19 @@ def describe_run(
 ) -> dict[str, Any]:
     """Plain values that are equal for two runs which learn the same from the same start; see `FREE` for what they leave out.
 
-    `base` are the tensors that do not train, with buffers as they were at the start; `kinds` the classes of optimizer and
-    scheduler, `task` what names the task and its options.
+    `parts` are the modules that passes are in, by what their names begin with, `base` the tensors that do not train, with
+    buffers as they were at the start; `kinds` the classes of optimizer and scheduler, `task` what names the task and its
+    options.
     """
     spec = getattr(data, "spec", None)
     return {
         **{key: config.get(key) for key in ("model", "weights", "dtype", "leaf")},
         "base weights": digest_of_tensors(base),
-        "passes": {entry["name"]: {**entry["params"], "sites": len(entry["sites"])} for entry in module.meta.get("passes", [])},
+        "passes": {
+            f"{before}{entry['name']}": {**entry["params"], "sites": len(entry["sites"])}
+            for before, part in parts.items()
+            for entry in part.meta.get("passes", [])
+        },
         "trained": {name: list(p.shape) for name, p in trained.items()},
         "groups": {group["name"]: [group["lr"], group["weight_decay"]] for group in groups},
         "task": task,

@@ -107,7 +107,7 @@ class Stepper:
         """In the first step, before a plugin changes them."""
         if self.checked:
             return
-        if lost := check_gradients(self.trainer.module, self.trainer.groups):
+        if lost := check_gradients(self.trainer.parts, self.trainer.groups):
             more = f" and {len(lost) - 5} more" * (len(lost) > 5)
             self.trainer.watch.note(f"{', '.join(lost[:5])}{more} got no gradient in the first step")
         self.checked = True

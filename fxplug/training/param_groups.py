@@ -31,7 +31,8 @@ KEPT = 1 << 30  # bytes: of more than that no copy is kept for formats that hold
 
 
 def choose(module: TracedModule, settings: Train, *, others: bool = False) -> list[dict[str, Any]]:
-    """Set `requires_grad` of every parameter, and give the optimizer's groups: `name`, `params`, `names`, `lr`, `weight_decay`.
+    """Set `requires_grad` of every parameter, and give the optimizer's groups: `name`, `params`, `names`, `lr`, `weight_decay`,
+    and the `dtypes` that the parameters had.
 
     A pass is one group with its own `lr` and `weight_decay`, else the run's; one that says `train: false` is frozen. Of the
     base, what `trainable` names is one group. Half-precision parameters that train become float32, as PEFT and diffusers have
@@ -44,6 +45,7 @@ def choose(module: TracedModule, settings: Train, *, others: bool = False) -> li
         group["said"] = [key for key in ("lr", "weight_decay") if key in group]
         for key, own in (("lr", settings.lr), ("weight_decay", settings.weight_decay)):
             group.setdefault(key, own)
+        group["dtypes"] = [named[name].dtype for name in group["names"]]
         for name in group["names"]:
             if named[name].dtype in HALVES:
                 named[name].data = named[name].data.float()
@@ -166,13 +168,25 @@ def _of_pass(entry: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, A
 
 
 def trained_beside(task: Task, settings: Train, processes: int) -> list[dict[str, Any]]:
-    """The groups of what trains beside the module: some of the text encoder. SpecError where that is not possible."""
+    """The groups of what trains beside the module: of the text encoder. SpecError where that is not possible."""
     if not task.trains or task.encoder is None:
         return []
     if processes > 1 or settings.shard or settings.parallel is not None:
         finding = "a text encoder trains in one process only, without 'shard' and 'parallel'"
         raise SpecError(finding, path=("train", "task", settings.task.name, "text"))
-    return [task.encoder.group(settings.lr, settings.weight_decay)]
+    return task.encoder.groups(settings)
+
+
+def rewritten_parts(module: TracedModule, task: Task) -> dict[str, TracedModule]:
+    """The modules of a run that passes are in, by what the names of their parameters begin with: nothing, or `text_encoder.`.
+
+    Raises SpecError for a module with a part or pass of the encoder's name, as two parameters could have one name then.
+    """
+    encoder = task.encoder.traced if task.encoder is not None else None
+    if encoder is not None and "text_encoder" in dict(module.named_children()):
+        finding = "the module has a part or a pass 'text_encoder', and so is the text encoder named in a run: rename it"
+        raise SpecError(finding, path=("passes",))
+    return {"": module} | ({} if encoder is None else {"text_encoder.": encoder})
 
 
 def optimizer_config(task: Task, settings: Train) -> dict[str, Any]:
@@ -181,8 +195,8 @@ def optimizer_config(task: Task, settings: Train) -> dict[str, Any]:
     base |= {"lr": settings.lr, "weight_decay": settings.weight_decay}
     if task.encoder is None:
         return {"base": base}
-    own = task.encoder.group(settings.lr, settings.weight_decay) if task.trains else base
-    overrides = {key: own[key] for key in ("lr", "weight_decay")}
+    rates = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    overrides = task.encoder.rates(settings) if task.trains else rates
     return {"base": base, "text_encoder_overrides": overrides, "text_encoder_freezing": task.encoder.freezing()}
 
 
@@ -357,16 +371,20 @@ def _find(use: Use, known: Mapping[str, Any], what: str, more: tuple[str, ...] =
     return imported(use.name, ("train", what))
 
 
-def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[str]:
+def check_gradients(modules: Mapping[str, TracedModule], groups: list[dict[str, Any]]) -> list[str]:
     """After the first backward pass: TrainError for a block with a parameter that no gradient reached.
 
     Gives what of networks and of the base no gradient reached.
 
     A block is where a pass put one (`lora.blocks.0.attn.qkv.Lora`). A pass's network counts as a whole, since some have layers
-    that their model never uses; so does each parameter of the base. What a plugin has frozen since is left out.
+    that their model never uses; so does each parameter of the base. What a plugin has frozen since is left out. `modules` are
+    those that passes are in, by what their names begin with.
     """
-    blocks = {name for name, part in module.named_modules() if getattr(part, "is_block", False)}
-    networks = {f"{entry['name']}.{network}" for entry in module.meta.get("passes", []) for network in entry["networks"]}
+    blocks, networks = set[str](), set[str]()
+    for before, module in modules.items():
+        blocks |= {f"{before}{name}" for name, part in module.named_modules() if getattr(part, "is_block", False)}
+        entries = module.meta.get("passes", [])
+        networks |= {f"{before}{entry['name']}.{network}" for entry in entries for network in entry["networks"]}
     held: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for group in groups:
         rows = zip(group["names"], group["params"], strict=True)

@@ -13,8 +13,8 @@ import yaml
 
 from ..adapters.contents import trained
 from ..adapters.formats import part_of
-from ..adapters.writing import about_of, content, save_adapter
-from ..core.errors import FxplugError, SpecError, TrainError, brief_fields
+from ..adapters.writing import about_of, content, save_parts
+from ..core.errors import ArtifactError, FxplugError, SpecError, TrainError, brief_fields
 from ..core.flow import Step, remember, rewrite
 from ..core.ir.traced_module import TRAINED, TracedModule
 from ..core.reading import reported
@@ -28,6 +28,7 @@ from .distributed import check_agreement, gathered, launched
 from .plugins import Plugins
 from .run_folder import RunFolder
 from .shared_samples import share
+from .tasks.conditioning import ENCODER
 from .tasks.denoise import Denoise
 from .tasks.task import make_task
 from .trainer import Trainer
@@ -120,14 +121,14 @@ def train(
             with reported(lambda finding: TrainError(f"{folder} {finding}"), "cannot be written"):
                 (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), "utf-8")
             if isinstance(task, Denoise):
-                _check_adapter(result.module, config)
+                _check_adapter(result.module, task, config)
         try:
             history = trainer.fit(resume=start)
         finally:
             if accelerator.is_main_process and (folder / "module").is_dir():
                 _report(folder, trainer)
-        first = accelerator.is_main_process and isinstance(task, Denoise)
-        use = into_pipeline(result.module, folder, config) if first else ""
+        first = accelerator.is_main_process
+        use = into_pipeline(result.module, task, folder, config) if first and isinstance(task, Denoise) else ""
     return Run(result.module, history, folder, trainer.metrics, trainer, use)
 
 
@@ -153,37 +154,59 @@ def _report(folder: Path, trainer: Trainer) -> None:
         trainer.watch.note(f"report.html could not be written: {error}")
 
 
-def _check_adapter(module: TracedModule, config: Config) -> None:
-    """Warn of a layer of the base that trains and that `adapter/` cannot hold, before the training starts."""
-    part = part_of(module.classes)
-    if config.model.kind != "diffusers" or part not in PIPELINES or not module.meta.get(TRAINED):
+def _parts(module: TracedModule, task: Denoise) -> dict[str, TracedModule]:
+    """The models that a run trains, by what they are in a pipeline: the module, unless nothing but the text encoder has passes,
+    and the text encoder with passes."""
+    found = {part_of(module.classes): module}
+    if task.encoder is None or task.encoder.traced is None:
+        return found
+    changed = module.meta.get("passes") or module.meta.get(TRAINED)
+    return {**(found if changed else {}), ENCODER: task.encoder.traced}
+
+
+def _check_adapter(module: TracedModule, task: Denoise, config: Config) -> None:
+    """Warn, before the training starts, of what trains and `adapter/` cannot hold: a layer of the base, an encoder."""
+    if config.model.kind != "diffusers" or part_of(module.classes) not in PIPELINES:
         return
+    parts = _parts(module, task)
+    where = "module/ has" if ENCODER not in parts else "module/ and text/ have"
     try:
-        content(trained(module), "diffusers", about_of(module), part=part)
+        _check_encoder(module, task)
+        for part, one in parts.items():
+            if one.meta.get(TRAINED):
+                content(trained(one), "diffusers", about_of(one), part=part)
     except FxplugError as error:
-        warnings.warn(f"adapter/ is not written, module/ has all that trains: {error}", stacklevel=3)
+        warnings.warn(f"adapter/ is not written, {where} all that trains: {error}", stacklevel=3)
 
 
-def into_pipeline(module: TracedModule, out: Path, config: Config) -> str:
-    """Write `adapter/` beside the saved `module/` of a run where diffusers has a form for all that was trained.
+def _check_encoder(module: TracedModule, task: Denoise) -> None:
+    """ArtifactError where passes are in a text encoder whose updates no pipeline of such a module reads from its file."""
+    encoder = task.encoder
+    if encoder is not None and encoder.traced is not None and not (encoder.is_clip and part_of(module.classes) == "unet"):
+        raise ArtifactError("the one file for a model and its text encoder is that of a UNet with CLIP's text encoder")
 
-    Gives the lines of Python that use the result in a pipeline, that file or the module itself; no text for a model that is no
-    denoiser of a pipeline, and for weights that were trained beside passes. A file that cannot be written is a warning.
+
+def into_pipeline(module: TracedModule, task: Denoise, out: Path, config: Config) -> str:
+    """Write `adapter/` beside the saved models of a run where diffusers has a form for all that was trained.
+
+    Gives the lines of Python that use the result in a pipeline, that file or the models themselves; no text for a model that is
+    no denoiser of a pipeline, and for weights that were trained beside passes. A file that cannot be written is a warning.
     """
-    part = part_of(module.classes)
-    if config.model.kind != "diffusers" or part not in PIPELINES:
+    if config.model.kind != "diffusers" or part_of(module.classes) not in PIPELINES:
         return ""
+    parts = _parts(module, task)
     lines = ["from diffusers import DiffusionPipeline", f"pipe = DiffusionPipeline.from_pretrained({_pipeline(config)})"]
-    names = [entry["name"] for entry in module.meta.get("passes", [])]
     try:
+        _check_encoder(module, task)
         (out / "adapter").mkdir(exist_ok=True)
-        save_adapter(module, out / "adapter" / FILE, as_="diffusers", passes=names, name=out.name, part=part)
+        save_parts(parts, out / "adapter" / FILE)
     except (FxplugError, OSError) as error:  # such as a pass that no adapter file of diffusers has a form for
         if isinstance(error, OSError):
             warnings.warn(f"{out / 'adapter'} cannot be written: {error}", stacklevel=2)
-        elif not any((out / "adapter").iterdir()):
+        elif (out / "adapter").is_dir() and not any((out / "adapter").iterdir()):
             (out / "adapter").rmdir()
-        return "\n".join(["import fxplug", *lines, f"pipe.{part} = fxplug.load({str(out / 'module')!r})"])
+        kept = {part: out / "text" / ENCODER if part == ENCODER else out / "module" for part in parts}
+        return "\n".join(["import fxplug", *lines, *(f"pipe.{part} = fxplug.load({str(kept[part])!r})" for part in parts)])
     return "\n".join([*lines, f"pipe.load_lora_weights({str(out / 'adapter')!r})"])
 
 

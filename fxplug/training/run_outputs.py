@@ -190,14 +190,17 @@ class RunOutputs:
         if self.out is None or not self.first:
             return
         named = {**self.state.trained, **dict(self.module.named_parameters())}
+        encoder = self.task.encoder if self.task.trains else None
         with self.folder.reported("trained module"):
             save(self.module, self.out / "module", config=self.config)
+        if encoder is not None:
+            with self.folder.reported("trained text encoder"):
+                encoder.save(self.out / "text")
         if averages:
             with filled(named, averages), self.folder.reported("module with averaged weights"):
                 save(self.module, self.out / "ema", config=self.config)
-        if self.task.encoder is not None and self.task.trains:
-            with self.folder.reported("trained text encoder"):
-                self.task.encoder.save(self.out / "text")
+                if encoder is not None:
+                    encoder.save(self.out / "text_ema")
 
     def rescue(self, error: BaseException, whole: bool) -> None:
         """Write what was learnt before an error that ends a run: a checkpoint of its last whole step, and the module.
@@ -239,7 +242,12 @@ class RunOutputs:
         self.watch.note(text, said=False)
 
 
-def buffers_of(sharded: nn.Module) -> dict[str, Tensor]:
+def buffers_of(parts: Mapping[str, TracedModule]) -> dict[str, Tensor]:
+    """The buffers of modules, by the names that they have in a checkpoint; `parts` by what these begin with."""
+    return {f"{before}{name}": buffer for before, part in parts.items() for name, buffer in part.named_buffers()}
+
+
+def buffers_of_sharded(sharded: nn.Module) -> dict[str, Tensor]:
     """The buffers of a sharded module, by the names they have in the one that was traced."""
     named = originals(sharded)  # type: ignore[arg-type]
     return {name: tensor for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)}

@@ -25,6 +25,7 @@ def set_up_task(
     base: Path,
     timm: str | None,
     plugins: Plugins,
+    seed: int,
 ) -> None:
     """Tell the task what there is, and the loaders what the task makes of an image. Raises SpecError with its place."""
     loader = tests or data
@@ -36,6 +37,7 @@ def set_up_task(
         base=base,
         examples=lambda count: moved(loader.first(count), device),
         prompt=plugins.modify_sample_prompt,
+        seed=seed,
     )
     try:
         task.setup(module, info)

@@ -39,6 +39,7 @@ from .param_groups import (
     frozen_names,
     make_optimizer,
     optimizer_config,
+    rewritten_parts,
     trained_beside,
 )
 from .plugin_state import Optimizers, TrainBatch, TrainingState, plugin_batch
@@ -46,7 +47,7 @@ from .plugins import Plugins
 from .progress import Progress
 from .random_draws import Draws, mixed, preserve_random_state, read_random_state, seeded
 from .run_folder import RunFolder
-from .run_outputs import RunOutputs, buffers_of
+from .run_outputs import RunOutputs, buffers_of, buffers_of_sharded
 from .schedule import Schedule
 from .shared_samples import divided, share
 from .state import TrainState
@@ -110,9 +111,7 @@ class Trainer:
             specs = self.settings.plugins if plugins is None else plugins
             plugins = Plugins(specs, base=base, on_error=self.settings.on_plugin_error)
         self.plugins = plugins
-        before = {name: p.dtype for name, p in module.named_parameters()}
         self.groups = choose(module, self.settings, others=self.task.trains)
-        self.dtypes = {name: before[name] for group in self.groups for name in group["names"]}
         place = self.accelerator.device
         tensors = itertools.chain(module.parameters(), module.buffers())
         if any((t.device.type, t.device.index or 0) != (place.type, place.index or 0) for t in tensors):
@@ -126,18 +125,22 @@ class Trainer:
                 raise TrainError(f"test.{key} compares tests: set test.every, and the test data ('test' in the section data)")
         check_used(self.settings, self.out, self.tests)
         check_batches(self.settings, self.task, data)
-        where = {"device": place, "base": Path(base or Path.cwd()), "timm": timm, "plugins": self.plugins}
+        where = {"device": place, "base": Path(base or Path.cwd()), "timm": timm, "plugins": self.plugins, "seed": seed}
         set_up_task(self.task, module, self.data, self.tests, name=self.settings.task.name, **where)
+        self.parts = rewritten_parts(module, self.task)
         self._check_first_batch()  # before plugins see the module, which may hook it
-        parts = self.task.parts()
         self.plugin_state = TrainingState(
             train_batch=TrainBatch(self.data, self.task),
             unet=module,
             write_checkpoint=lambda path: self.outputs.keep_at(path),
-            **parts,
+            **self.task.parts(),
         )
         self._tell_of_the_model()
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
+        if not self.groups:
+            raise TrainError("nothing trains: no pass of the module or of the text encoder has parameters that train")
+        rows = [zip(group["names"], group["dtypes"], strict=True) for group in self.groups]
+        self.dtypes = dict(itertools.chain(*rows))
         size = self.data.samples_of_a_batch(self.world)
         self.progress = Progress(self.settings, self.data.steps, size, grouped=self.data.grouped)
         self.history: list[dict[str, Any]] = []
@@ -241,9 +244,9 @@ class Trainer:
         self.plugin_state.optimizer = Optimizers(self.optimizer, self.plugin_state.text_encoder)
         self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
         self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
-        buffers = self.module.named_buffers() if self.sharded is None else buffers_of(self.sharded)
+        buffers = buffers_of(self.parts) if self.sharded is None else buffers_of_sharded(self.sharded)
         self.state = TrainState(
-            self.trained, dict(buffers), made, self.schedule, self.progress, ema=self.ema, scaler=self.accelerator.scaler
+            self.trained, buffers, made, self.schedule, self.progress, ema=self.ema, scaler=self.accelerator.scaler
         )
         self.held = HeldBuffers(frozen_buffers(self.module, self.frozen), self.state.first_buffers)
         self.take_step = Stepper(self)
@@ -255,9 +258,10 @@ class Trainer:
     @functools.cached_property
     def run(self) -> dict[str, Any]:
         """What this is a run of, in plain values: a checkpoint has it, and a run that goes on with one must be the same."""
-        base = {name: p for name, p in self.module.named_parameters() if name not in self.trained}
+        every = {f"{before}{name}": p for before, part in self.parts.items() for name, p in part.named_parameters()}
+        base = {name: p for name, p in every.items() if name not in self.trained}
         return describe_run(
-            self.module,
+            self.parts,
             self.settings,
             config=self.config,
             trained=self.trained,
@@ -345,7 +349,8 @@ class Trainer:
 
     def counts(self) -> tuple[int, int]:
         """Count the parameters that train, and all."""
-        return sum(p.numel() for p in self.trained.values()), sum(p.numel() for p in self.module.parameters())
+        every = (p.numel() for part in self.parts.values() for p in part.parameters())
+        return sum(p.numel() for p in self.trained.values()), sum(every)
 
     def _epoch(self) -> None:
         progress = self.progress

@@ -35,40 +35,44 @@ def convert(
     file: str | Path,
     *,
     model: str | None = None,
-    part: str = "unet",
+    part: str | None = None,
     inputs: Mapping[str, Sequence[Any]] | None = None,
     out: str | Path | None = None,
 ) -> Converted:
     """Turn the plugins that a file of HCP-Diffusion puts on one model (`part`: unet or TE) into passes.
 
+    Without `part` it is the UNet, and where the file says how they train, those of the text encoder are passes of the same run.
     `model` is what a configuration has under `model:`, or a configuration of fxplug (.yaml) whose model and inputs are
     taken; with it every layer is looked up, so that what matches nothing is said now and not when the result is used.
     `inputs` has shapes for what plugins get through `feed_input_data` (sizes or names, such as [n, 3, "8*h", "8*w"]).
     `out` is where the text will be, as paths in it are relative to that file. Imports the plugin classes. Raises SpecError.
     """
-    if part not in PARTS:
+    if part is not None and part not in PARTS:
         raise SpecError(f"no part '{part}'{did_you_mean(part, PARTS)}; there are {', '.join(PARTS)}")
-    notes: list[str] = []
+    notes, told = list[str](), list[str]()
     source = read_files(Path(file), notes)
-    sections = _sections(source, part, notes)
+    more = training(source, told) if part != "TE" and isinstance(source.data, Mapping) else {}
+    both = part is None and "train" in more
+    part = part or "unet"
+    sections = _sections(source, part, notes, both)
     folder = Path(out).parent if out else Path.cwd()
     head = model_sections(model, folder)
     host = Host(build_on_meta(head, folder) if model else None, dict(inputs or {}), part)
-    plugins, loras = PARTS[part]
-    passes = plugins_of(source, (plugins,), sections[plugins], host, notes)
-    for index, entry in enumerate(sections[loras] or []):
-        with source.inside(loras, index):
-            passes.append(lora_passes(f"lora_block_{index}", entry, host, notes))
+    passes = _passes(source, part, sections, host, notes)
     merge = read_merge(source, part, host, notes)
     passes = join_patches([*passes, *merge.passes], host)
     _check_inputs(host)
     head = merge.head(head, model_sections(model, Path.cwd()), notes)
-    more = training(source, notes) if part == "unet" else {}
+    notes += told
+    task = more.get("train", {}).get("task", {}).get("denoise", {})
+    encoder = Host(None, {}, "TE", alone=False)
+    beside = join_patches(_passes(source, "TE", sections, encoder, notes), encoder) if both else []
+    if beside:
+        task["text"] = {task["text"]: {"passes": beside}}
     if part == "unet":
         own_layers(source, more, notes)
-        if not passes and not merge.parts and not more.get("train", {}).get("trainable"):
+        if not passes and not beside and not merge.parts and not more.get("train", {}).get("trainable"):
             raise source.error("\n".join(["has no plugins, and its section 'unet' cannot be translated:", *notes]))
-    task = more.get("train", {}).get("task", {}).get("denoise", {})
     if any("hcp/half_lora" in entry for entry in passes) and "train_guidance" not in task:
         notes.append("a branch is for half of a batch: {denoise: {train_guidance: SCALE}} trains each sample in both halves")
     data = more.get("data", {})
@@ -110,30 +114,46 @@ def read_input(text: str) -> tuple[str, list[Any]]:
     return name, [int(part) if part.isdigit() else part for part in parts]
 
 
-def _sections(source: Source, part: str, notes: list[str]) -> dict[str, Any]:
-    """The two sections of a part, with what their references stand for; what is left out is told in `notes`."""
+def _passes(source: Source, part: str, sections: Mapping[str, Any], host: Host, notes: list[str]) -> list[dict[str, Any]]:
+    """The passes of the two sections of a part."""
+    plugins, loras = PARTS[part]
+    passes = plugins_of(source, (plugins,), sections[plugins], host, notes)
+    for index, entry in enumerate(sections[loras] or []):
+        with source.inside(loras, index):
+            passes.append(lora_passes(f"lora_block_{index}", entry, host, notes))
+    return passes
+
+
+def _sections(source: Source, part: str, notes: list[str], both: bool) -> dict[str, Any]:
+    """The two sections of a part, or those of both parts, with what their references stand for.
+
+    What is left out is told in `notes`.
+    """
     data = source.data
     if not isinstance(data, Mapping):
         raise source.error(f"must be a mapping with '{PARTS[part][0]}', not {shown(data)}")
     _note_skipped_keys(source, part, notes)
     name = next(name for name in PARTS if name != part)
     other = [key for key in PARTS[name] if data.get(key)]
-    if other:
+    if both and data.get("merge") and merges(data, name):
+        notes.append(f"left out, because a run merges into the UNet alone: merge, of {name} (convert again with --part {name})")
+    elif other and not both:
         notes.append(
             f"left out, because a configuration is for one model: {', '.join(other)} (convert again with --part {name})"
         )
-    plugins, loras = PARTS[part]
     trains = part == "unet" and data.get("unet")
-    if not data.get(plugins) and not data.get(loras) and not merges(data, part) and not trains:
+    if not any(data.get(key) for key in PARTS[part]) and not merges(data, part) and not trains and not (both and other):
         other += ["merge"] * merges(data, name)
         given = ", ".join(str(key) for key in data if data[key])
         hint = f"; there is {' and '.join(other)}: --part {name}" if other else f"; it has {given}"
         hint += "".join(f"\n  {note}" for note in notes if note.startswith("_base_"))
-        raise source.error(f"has neither '{plugins}' nor '{loras}', so there is nothing to convert{hint}")
+        raise source.error(f"has neither {' nor '.join(map(repr, PARTS[part]))}, so there is nothing to convert{hint}")
     references = References(source)
-    found = {key: references.value(key) if data.get(key) else None for key in (plugins, loras)}
-    if not isinstance(found[loras] or [], list):
-        raise source.error(f"must be a list, not {shown(data[loras])}", loras)
+    wanted = [PARTS[key] for key in (PARTS if both else (part,))]
+    found = {key: references.value(key) if data.get(key) else None for pair in wanted for key in pair}
+    for _, loras in wanted:
+        if not isinstance(found[loras] or [], list):
+            raise source.error(f"must be a list, not {shown(data[loras])}", loras)
     return found
 
 

@@ -157,7 +157,7 @@ def _wrapped(
         foreign = [c for c in seen["exclude_classes"] if not issubclass(c, BasePluginBlock)]
         if foreign:
             out = foreign[0].__name__
-            raise SpecError(f"wrap_model excludes {out}: give the model (--model), so that the layers can be listed")
+            raise SpecError(f"wrap_model excludes {out}: {host.asks}, so that the layers can be listed")
         given = {"within": names, "wrap": True}
         return {**given, "exclude_key": seen["exclude_key"]} if seen["exclude_key"] is not None else given
     listing = type(kind.__name__, (kind,), {"wrap_layer": classmethod(lambda cls, name, layer, **rest: layer)})
@@ -234,7 +234,7 @@ def _pairs(
     kind: Any, common: dict[str, Any], sources: list[LayerPattern], targets: list[LayerPattern], host: Host
 ) -> list[dict[str, Any]]:
     if any(layer.kind for layer in (*sources, *targets)) and host.model is None:
-        raise SpecError("cls(...) in pairs: give the model (--model), so that the layers can be listed", path=("from_layer",))
+        raise SpecError(f"cls(...) in pairs: {host.asks}, so that the layers can be listed", path=("from_layer",))
     with below("from_layer"):
         froms = host.places(sources)
     with below("to_layer"):
@@ -244,7 +244,7 @@ def _pairs(
         both = f"\n  from: {[s.text for s in sources]}\n  to:   {[t.text for t in targets]}"
         raise SpecError(
             f"from_layer has {len(sources)} entries and to_layer {len(targets)}, and the number of layers that their "
-            f"expressions match is not known: give the model (--model), so that they can be paired{both}"
+            f"expressions match is not known: {host.asks}, so that they can be paired{both}"
         )
     groups: dict[Any, list[tuple[str, str]]] = {}
     for number, (a, b) in enumerate(paired(froms, tos) if froms and tos else zip(sources, targets, strict=True)):
@@ -269,7 +269,7 @@ def _multi(
         with below(key):
             found[key] = host.places(layers)
         if found[key] is None:
-            raise SpecError("has regular expressions: give the model (--model), so that the layers can be listed "
+            raise SpecError(f"has regular expressions: {host.asks}, so that the layers can be listed "
                             "in order", path=(key,))
     froms, tos = (found[key] or [] for key in ("from_layers", "to_layers"))
     values = []
@@ -300,6 +300,8 @@ def _feeds(kind: type[BasePluginBlock], given: dict[str, Any], host: Host) -> No
     asked = list_read_inputs(kind, (*host.inputs, *own))
     if asked is None:
         return
+    if not host.fed:
+        raise SpecError(f"{kind.__name__} takes inputs (feed_input_data), and a text encoder is given tokens alone in a run")
     if not asked:
         raise SpecError(
             f"{kind.__name__} takes inputs (feed_input_data), and its code names none of {', '.join((*host.inputs, *own))}: "

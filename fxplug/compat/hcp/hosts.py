@@ -21,12 +21,17 @@ SYMBOL = re.compile(r"[A-Za-z_]\w*")
 
 
 class Host:
-    """The model that plugins go into, when it is known, and the shapes of their inputs."""
+    """The model that plugins go into, when it is known, and the shapes of their inputs.
 
-    def __init__(self, model: nn.Module | None, inputs: dict[str, Sequence[Any]], part: str) -> None:
+    The text encoder of a run is not `alone`: its model is not known, and nothing feeds its plugins.
+    """
+
+    def __init__(self, model: nn.Module | None, inputs: dict[str, Sequence[Any]], part: str, *, alone: bool = True) -> None:
         self.model = model
         self.inputs = inputs
         self.part = part
+        self.asks = "give the model (--model)" if alone else "convert the text encoder alone (--part TE --model MODEL)"
+        self.fed = alone
         self.used: set[str] = set()
         self.modules = dict(model.named_modules()) if model is not None else {}
         self.classes = {path: type(m).__name__ for path, m in self.modules.items()}

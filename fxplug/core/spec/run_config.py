@@ -30,15 +30,23 @@ FREE = ("inputs", "train", "data", "export")  # sections that --set makes where 
 
 
 def _passes(value: Any, info: ValidationInfo) -> list[Pass]:
-    base: Path = info.context["base"] if info.context else Path.cwd()
+    with below("passes"):
+        return read_passes(value, info.context["base"] if info.context else Path.cwd())
+
+
+def read_passes(value: Any, base: Path) -> list[Pass]:
+    """The passes of a list such as `passes` of a configuration, whose paths are relative to `base`.
+
+    Raises SpecError, with the place in the list, for what is no pass or no parameter of one, and for a name given twice.
+    """
     if not isinstance(value, list):
-        raise SpecError(f"must be a list, not {shown(value)}", path=("passes",))
+        raise SpecError(f"must be a list, not {shown(value)}")
     passes: list[Pass] = []
     for index, item in enumerate(value):
-        passes.append(_pass(item, base, ("passes", index)))
+        passes.append(_pass(item, base, (index,)))
         if passes[-1].name in [p.name for p in passes[:-1]]:
             finding = f"another pass is named '{passes[-1].name}' already: give this one a 'name' of its own"
-            raise SpecError(finding, path=("passes", index))
+            raise SpecError(finding, path=(index,))
     return passes
 
 

@@ -117,6 +117,7 @@ class TextOptions(Section):
     layer: int = setting(-1, "the hidden state that is taken; -2 for the one before the last", -2, ge=-1000, le=1000)
     dtype: Dtype | None = setting(None, "what its weights are converted to; null leaves them", "bfloat16")
     trainable: list[Text] = setting([], "patterns of its parameters that train", ["embeddings"])
+    passes: list[Any] | None = setting(None, "passes that train in it, as the `passes` of a configuration", ["lora"])
     lr: float | None = setting(None, "the learning rate of what trains; null is that of the section train", 1e-5, ge=0)
     weight_decay: float | None = setting(None, "its weight decay; null is that of the section train", 0.01, ge=0)
 

@@ -10,19 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, below
+from ...core.artifacts.artifact import save
+from ...core.capture.tracer import trace
+from ...core.errors import FxplugError, SpecError, below
+from ...core.ir.traced_module import TracedModule
 from ...core.models.factory import build
+from ...core.rewriter.applying import apply
+from ...core.rewriter.matcher import find
 from ...core.spec.pass_file import check_options
-from ...core.spec.run_config import load_config
+from ...core.spec.rules import Pass
+from ...core.spec.run_config import load_config, read_passes
 from ...core.spec.task_section import TextOptions
-from ...core.spec.train_section import read_use
+from ...core.spec.train_section import Train, read_use
 from ...core.spec.yaml_source import no_such_file, validate
-from ..param_groups import named_by
-from ..random_draws import Draws
+from ..distributed import set_mode
+from ..param_groups import BASE, choose, named_by
+from ..random_draws import Draws, seeded
 from .model_call import first_tensor
 from .task import function_of
 
 LONGEST = 512  # tokens of a caption where neither the tokenizer nor the encoder says how many
+ENCODER = "text_encoder"  # what the names of a text encoder's parameters and groups begin with in a run
 
 
 class Vae:
@@ -69,10 +77,11 @@ class Vae:
 class Text:
     """Captions to tensors by name, of a function or of a text encoder."""
 
-    def __init__(self, spec: Any, base: Path, device: torch.device) -> None:
+    def __init__(self, spec: Any, base: Path, device: torch.device, seed: int = 0) -> None:
         """`spec` is `"package.module:function"` of a function (captions, **options), or of a class whose objects are called
         with captions, or a folder with a tokenizer and a text encoder of transformers: both in it, or in `tokenizer` and
-        `text_encoder` below it. A single tensor is `encoder_hidden_states`. Raises SpecError.
+        `text_encoder` below it. A single tensor is `encoder_hidden_states`. New blocks of passes in the encoder are drawn with
+        `seed`. Raises SpecError.
         """
         use = read_use(spec)
         self.name, self.device, self.encoder = use.name, device, None
@@ -84,12 +93,18 @@ class Text:
             check_options(FolderText, use.options, "a text encoder", given=2)
             with below(use.name):
                 self.encode = self.encoder = FolderText(base / use.name, device, **use.options)
+                if use.options.get("passes"):
+                    with below("passes"):
+                        self.encoder.rewrite(use.options["passes"], base, seed)
 
     def __call__(self, captions: Sequence[str], tokens: Tensor | None = None) -> dict[str, Tensor]:
         """Tensors [b, ...]; `tokens` int64 [b, n] take the place of those of the captions. Gradients reach what trains."""
         given = {} if tokens is None else {"tokens": tokens}
-        learns = self.encoder is not None and bool(self.encoder.trainable)
-        with torch.autocast(self.device.type, enabled=False), torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+        rewritten = self.encoder is not None and self.encoder.traced is not None
+        learns = self.encoder is not None and bool(rewritten or self.encoder.trainable)
+        # new blocks train in float32 beside an encoder of any dtype, as those of the module do: under the run's autocast
+        mixed = rewritten and torch.is_autocast_enabled(self.device.type)
+        with torch.autocast(self.device.type, enabled=mixed), torch.set_grad_enabled(learns and torch.is_grad_enabled()):
             found = self.encode(list(captions), **given)
         named = found if isinstance(found, Mapping) else {"encoder_hidden_states": found}
         for name, value in named.items():
@@ -117,16 +132,19 @@ class FolderText:
         trainable: list[str] | None = None,
         lr: float | None = None,
         weight_decay: float | None = None,
+        passes: list[Any] | None = None,
     ) -> None:
         """`layer` is the hidden state that is taken, -2 for the one before the last, as Stable Diffusion XL does. `trainable`
-        are patterns of the encoder's parameters that train, with an `lr` and `weight_decay` of their own."""
+        are patterns of the encoder's parameters that train, with an `lr` and `weight_decay` of their own, which are also those
+        of `passes` that have none: `rewrite` puts these in."""
         import transformers
 
         given = {"max_length": max_length, "layer": layer, "dtype": dtype, "lr": lr, "weight_decay": weight_decay}
         validate(TextOptions, {**given, "trainable": trainable or []})
         for key, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if value is not None and not trainable:
-                raise SpecError("has no effect, because nothing of the text encoder trains: set 'trainable'", path=(key,))
+            if value is not None and not trainable and not passes:
+                finding = "has no effect, because nothing of the text encoder trains: set 'trainable' or 'passes'"
+                raise SpecError(finding, path=(key,))
         if not folder.is_dir():
             raise SpecError(f"'{folder.name}': {no_such_file(folder)}")
         parts = [folder / name if (folder / name).is_dir() else folder for name in ("tokenizer", "text_encoder")]
@@ -139,6 +157,9 @@ class FolderText:
             text = f"'{folder.name}' must have a tokenizer and a text encoder of transformers: {type(error).__name__}: {error}"
             raise SpecError(text) from error
         self.model = model.to(device, None if dtype is None else getattr(torch, dtype)).eval().requires_grad_(False)
+        self.traced: TracedModule | None = None  # the model, where passes are in it
+        self.learning = False  # whether what passes added is in training mode
+        self.names, self.dtype = [name for name, _ in model.named_parameters()], model.dtype
         said = getattr(config, "max_position_embeddings", None) or LONGEST
         self.length = min(self.tokenizer.model_max_length, said) if max_length is None else max_length
         if getattr(config, "max_position_embeddings", None) and self.length > said:
@@ -147,7 +168,7 @@ class FolderText:
         if states is not None and not -states - 1 <= layer <= states:
             finding = f"must be from {-states - 1} to {states}, not {layer}: the encoder has {states} layers"
             raise SpecError(finding, path=("layer",))
-        self.layer, self.device, self.source = layer, device, str(folder)
+        self.layer, self.device, self.source, self.folder = layer, device, str(folder), folder
         self.trainable, self.lr, self.weight_decay = trainable or [], lr, weight_decay
         self._trained()
 
@@ -156,15 +177,50 @@ class FolderText:
         ids: Tensor = self._tokenized(captions).input_ids
         return ids
 
-    def group(self, lr: float, weight_decay: float) -> dict[str, Any]:
-        """What trains, as a group of the optimizer; its gradients are wanted from now on."""
-        own = self._trained()
-        for parameter in own.values():
-            parameter.requires_grad_(True)
-        rates = {"lr": lr if self.lr is None else self.lr}
-        rates["weight_decay"] = weight_decay if self.weight_decay is None else self.weight_decay
-        names = [f"text_encoder.{name}" for name in own]
-        return {"name": "text_encoder", "names": names, "params": list(own.values()), **rates}
+    def rewrite(self, passes: Any, base: Path, seed: int) -> None:
+        """Trace the encoder and put passes in, as a list in a configuration has them; paths are relative to `base`.
+
+        Raises SpecError, with the place in that list, for what cannot be put in.
+        """
+        if (self.folder / "text_encoder_2").is_dir():
+            raise SpecError(f"'{self.folder.name}' has two text encoders, and passes train in a pipeline with one only")
+        found = read_passes(passes, base)
+        ids = self.tokens(["", ""])
+        with seeded(seed):
+            try:
+                module = trace(self.model, *self._call(ids, torch.ones_like(ids)))
+            except FxplugError as error:
+                raise SpecError(f"the text encoder cannot be traced: {error}") from error
+            for index, p in enumerate(found):
+                with below(index):
+                    if why := _refused(p):
+                        raise SpecError(f"pass '{p.name}' {why}")
+                    try:
+                        module = apply(module, find(module, p))
+                    except SpecError:
+                        raise
+                    except FxplugError as error:
+                        raise SpecError(f"in the text encoder: {error}") from error
+        self.model = self.traced = module.eval().requires_grad_(False)
+
+    def rates(self, settings: Train) -> dict[str, float]:
+        """The `lr` and `weight_decay` of what has none of its own."""
+        own = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {key: getattr(settings, key) if value is None else value for key, value in own.items()}
+
+    def groups(self, settings: Train) -> list[dict[str, Any]]:
+        """What trains, as `choose` gives it of the module; its gradients are wanted from now on."""
+        rates = self.rates(settings)
+        if self.traced is not None:
+            found = choose(self.traced, settings.model_copy(update={"trainable": self.trainable, **rates}), others=True)
+        else:
+            own = self._trained()
+            params = [parameter.requires_grad_(True) for parameter in own.values()]
+            found = [{"name": BASE, "names": [*own], "params": params, "dtypes": [p.dtype for p in params], **rates}]
+        for group in found:
+            group["name"] = ENCODER if group["name"] == BASE else f"{ENCODER}.{group['name']}"
+            group["names"] = [f"{ENCODER}.{name}" for name in group["names"]]
+        return found
 
     def freezing(self) -> dict[str, Any]:
         """What of CLIP's encoder does not train, in the words of EveryDream2trainer's optimizer.json."""
@@ -178,14 +234,19 @@ class FolderText:
         }
 
     def save(self, folder: Path) -> None:
-        """Write `tokenizer` and `text_encoder` into a folder."""
+        """Write `tokenizer` and `text_encoder` into a folder as transformers has them; one with passes as an artifact."""
         self.tokenizer.save_pretrained(folder / "tokenizer")
-        self.model.save_pretrained(folder / "text_encoder")
+        self._set_mode(False)
+        if self.traced is not None:
+            save(self.traced, folder / "text_encoder")
+        else:
+            self.model.save_pretrained(folder / "text_encoder")
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """The parameters that a pattern of `trainable` names, itself or by a module around them."""
         named = dict(self.model.named_parameters())
-        chosen = named_by(self.trainable, {name: name for name in named}, "the text encoder", ("trainable",))
+        own = dict(zip(self.names, self.names, strict=True))
+        chosen = named_by(self.trainable, own, "the text encoder", ("trainable",))
         return {name: named[name] for name in chosen}
 
     def _tokenized(self, captions: Sequence[str]) -> Any:
@@ -196,11 +257,43 @@ class FolderText:
         """Tensors of captions; `tokens` [b, n], as `tokens` gives them, take the place of the captions' own."""
         tokenized = self._tokenized(captions)
         mask = tokenized.attention_mask
-        ids = tokenized.input_ids if tokens is None else tokens
-        # CLIP is trained to see its padding (diffusers' scripts give it no mask), T5 is not
-        given = {} if "clip" in self.model.config.model_type else {"attention_mask": mask}
-        found = self.model(ids, output_hidden_states=self.layer != -1, **given)
+        args, kwargs = self._call(tokenized.input_ids if tokens is None else tokens, mask)
+        self._set_mode(torch.is_grad_enabled())
+        found = self.model(*args, **kwargs)
         states = found.last_hidden_state if self.layer == -1 else found.hidden_states[self.layer]
         pooled = next((found[key] for key in ("text_embeds", "pooler_output") if key in found), None)
         out = {"encoder_hidden_states": states, "encoder_attention_mask": mask}
-        return out if pooled is None else {**out, "text_embeds": pooled}
+        out |= {} if pooled is None else {"text_embeds": pooled}
+        # the module was traced with what the encoder gives without autocast
+        wide = self.traced is not None
+        return {key: value.to(self.dtype) if wide and value.is_floating_point() else value for key, value in out.items()}
+
+    def _call(self, ids: Tensor, mask: Tensor) -> tuple[tuple[Tensor], dict[str, Any]]:
+        """What the encoder is called with for tokens [b, n] and their mask."""
+        # CLIP is trained to see its padding (diffusers' scripts give it no mask), T5 is not
+        given: dict[str, Any] = {} if self.is_clip else {"attention_mask": mask}
+        # as pipelines call it: a graph admits the arguments that it was traced with
+        return (ids,), given if self.layer == -1 else {**given, "output_hidden_states": True}
+
+    def _set_mode(self, learning: bool) -> None:
+        """The encoder is in evaluation, as it is without passes; what these added is in training while it learns."""
+        if self.traced is None or learning == self.learning:
+            return
+        self.traced.eval()
+        if learning:
+            set_mode(self.traced, self.traced, "eval")
+        self.learning = learning
+
+    @property
+    def is_clip(self) -> bool:
+        """Whether this is CLIP's text encoder."""
+        return "clip" in self.model.config.model_type
+
+
+def _refused(p: Pass) -> str:
+    """Why a pass cannot be in a text encoder that trains; an empty text where it can."""
+    if p.parallel:
+        return "splits a model over processes, and the text encoder is whole in one process"
+    if p.inputs:
+        return f"has inputs ({', '.join(p.inputs)}), and a text encoder is given tokens alone"
+    return "has slots, which cannot be trained: leave 'slots' out, or set train: false" if p.slots and p.train else ""

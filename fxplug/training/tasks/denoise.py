@@ -70,7 +70,8 @@ class Denoise(Task):
         self.dropout, self.null_label, self.guidance, self.sample_steps = dropout, null_label, guidance, sample_steps
         self.wanted, self.train_guidance, self.negative = samples, train_guidance, negative
         with below("text"):
-            self.trains = text is not None and bool(read_use(text).options.get("trainable"))
+            said = read_use(text).options if text is not None else {}
+        self.trains = bool(said.get("trainable") or said.get("passes"))
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
         self.info = info
@@ -85,7 +86,7 @@ class Denoise(Task):
         )
         self.vae = Vae(self.vae_spec, info.base, info.device) if self.vae_spec is not None else None
         with below("text"):
-            self.text = Text(self.text_spec, info.base, info.device) if self.text_spec is not None else None
+            self.text = Text(self.text_spec, info.base, info.device, info.seed) if self.text_spec is not None else None
         self.encoder = self.text.encoder if self.text is not None else None
         texts = self.text([""]) if self.text is not None else {}
         values = ["noisy", "time", *(["text"] if texts else []), *(f"text.{name}" for name in texts), "label", "condition"]

@@ -32,7 +32,7 @@ class TaskInfo:
     `size` is height and width of the images; `classes` the names of the data's classes, None where it has none; `timm` the
     name of the model when it is one of timm's; `base` the folder that paths are relative to. `examples(n)` gives the first n
     items of the test data, else of the training data, as a batch on the device; None where there is no data yet. `prompt` is
-    what plugins make of the caption of a sample image.
+    what plugins make of the caption of a sample image; `seed` is what the random numbers of the run begin with.
     """
 
     size: tuple[int, int]
@@ -42,6 +42,7 @@ class TaskInfo:
     base: Path = Path()
     examples: Callable[[int], Batch] | None = None
     prompt: Callable[[str], str] = str
+    seed: int = 0
 
     __repr__ = brief_fields
 
