@@ -10,13 +10,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import runs
+import small
 import torch
 
 import fxplug
 from fxplug.core.errors import FxplugError
 from fxplug.core.spec import train_section
-from fxplug.core.spec.task_section import ClassifyOptions, Schedule
+from fxplug.core.spec.task_section import ClassifyOptions, DenoiseOptions, Schedule
 
 ODD = [
     0, -1, -0.5, 0.5, 1, 2, 3, 1e-320, 1e300, 10**12, 10**400, math.nan, math.inf, -math.inf,
@@ -34,7 +36,7 @@ OPTIONS = {
         **{name: list(Schedule.model_fields) for name in ("constant", "linear", "cosine")}, "StepLR": ["step_size", "gamma"],
         "OneCycleLR": ["max_lr", "pct_start", "total_steps"], "CosineAnnealingLR": ["T_max", "eta_min"],
     },
-    "task": {"classify": list(ClassifyOptions.model_fields)},
+    "task": {"classify": list(ClassifyOptions.model_fields), "denoise": list(DenoiseOptions.model_fields)},
 }  # fmt: skip
 LONG = ("steps", "epochs", "batch", "accumulate")  # a huge number of these is a long run, and a fine one
 SLOW = ("compile", "shard")
@@ -43,6 +45,26 @@ SLOW = ("compile", "shard")
 @cache
 def rewritten() -> Any:
     return fxplug.rewrite(fxplug.load_config(runs.config())).module
+
+
+@cache
+def denoiser() -> Any:
+    """A UNet of diffusers with classes, and LoRA in its middle."""
+    parts = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "block_out_channels": (8,)}
+    parts |= {"layers_per_block": 1, "norm_num_groups": 4, "sample_size": 8, "add_attention": False, "num_class_embeds": 5}
+    net = small.seeded(lambda: diffusers.UNet2DModel(in_channels=3, out_channels=3, **parts))
+    inputs = {"sample": torch.randn(2, 3, 8, 8), "timestep": torch.tensor([3, 5]), "class_labels": torch.tensor([0, 1])}
+    return fxplug.apply(fxplug.trace(net, (), inputs), fxplug.load_pass("lora", at="mid_block.**", rank=2))
+
+
+class Pictures(runs.Digits):
+    """Digits at 8 x 8 in four classes."""
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image[:, ::2, ::2], label % 4
+
+    classes = ["a", "b", "c", "d"]
 
 
 def drawn(rng: random.Random) -> dict[str, Any]:
@@ -57,7 +79,8 @@ def drawn(rng: random.Random) -> dict[str, Any]:
         else:
             key = rng.choice(list(OPTIONS))
             name = rng.choice(list(OPTIONS[key]))
-            train[key] = {name: {rng.choice(OPTIONS[key][name]): value}}
+            small_task = {"sample_steps": 2, "samples": 2} if name == "denoise" else {}
+            train[key] = {name: {**small_task, rng.choice(OPTIONS[key][name]): value}}
     if "epochs" in train:
         train.pop("steps")
     return train
@@ -70,8 +93,10 @@ def attempt(train: dict[str, Any]) -> str:
         warnings.simplefilter("ignore")
         out = Path(folder) / "run"
         task = train.pop("task")
+        denoises = next(iter(task)) == "denoise" if isinstance(task, dict) and task else False
+        module, kind = (denoiser(), Pictures) if denoises else (rewritten(), runs.Digits)
         try:
-            trainer = fxplug.Trainer(rewritten(), task, runs.Digits(count=16), out=out, device="cpu", quiet=True, **train)
+            trainer = fxplug.Trainer(module, task, kind(count=16), out=out, device="cpu", quiet=True, **train)
         except FxplugError:
             return "refused, and its folder is there" if out.exists() else ""
         except Exception as error:  # what the attack looks for

@@ -222,25 +222,9 @@ def test_test_data_of_another_kind_do_not_inherit_what_they_cannot_use():
 # --- what failed at the end
 
 
-def denoiser():
-    parts = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "block_out_channels": (8,)}
-    parts |= {"layers_per_block": 1, "norm_num_groups": 4, "sample_size": 8, "add_attention": False, "num_class_embeds": 5}
-    net = small.seeded(lambda: diffusers.UNet2DModel(in_channels=3, out_channels=3, **parts))
-    inputs = {"sample": torch.randn(2, 3, 8, 8), "timestep": torch.tensor([3, 5]), "class_labels": torch.tensor([0, 1])}
-    return fxplug.apply(fxplug.trace(net, (), inputs), fxplug.load_pass("lora", at="mid_block.**", rank=2))
-
-
-class Pictures(Digits):
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image[:, ::2, ::2], label % 4
-
-    classes = ["a", "b", "c", "d"]
-
-
 @pytest.fixture(scope="module")
 def unet():
-    return denoiser()
+    return fuzz_settings.denoiser()
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -269,7 +253,7 @@ def unet():
 def test_pictures_that_cannot_be_drawn(unet, tmp_path, options, message):
     options = {"sample_steps": 2, **options}
     with pytest.raises(SpecError, match=f"train.task.[dD]enoise.{message}"):
-        trainer(unet, Pictures(), task={"denoise": options}, out=tmp_path / "run")
+        trainer(unet, fuzz_settings.Pictures(), task={"denoise": options}, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -316,6 +300,9 @@ def test_prompts_that_cannot_be_encoded(tmp_path):
     ({"preprocess": ""}, "preprocess: must not be empty"),
     ({"criterion": ""}, "criterion: must not be empty"),
     ({"mixup": 10**9}, "mixup: must be 1000.0 or less"),
+    ({"mixup": 1e-320}, "mixup: must be 0, or 0.001 or more, not "),
+    ({"call": "x"}, "call: must be a mapping of the inputs of the model, not 'x'"),
+    ({"call": 1}, "call: must be a mapping of the inputs of the model, not 1"),
     ({"call": {"x": "label.x"}}, "call.x: no value 'label.x'"),
 ], ids=str)  # fmt: skip
 def test_options_of_classify_are_tried(options, message):

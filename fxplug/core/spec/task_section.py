@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, field_validator, model_validator
 
 from ..errors import SpecError
 from .model_section import Dtype
 from .yaml_source import Section, Text, check_finite, check_number, checked, located, setting, shown
 
+LEAST = 1e-3  # alpha of a beta distribution
 MOST = 10_000  # of pictures, and of the steps that make one
 
 
@@ -31,7 +32,9 @@ class Schedule(Section):
         return self
 
 
-def _read_finite(value: Any) -> Any:
+def _read_call(value: Any) -> Any:
+    if value is not None and not isinstance(value, Mapping):
+        raise SpecError(f"must be a mapping of the inputs of the model, not {shown(value)}")
     check_finite(value)
     return value
 
@@ -40,7 +43,8 @@ def _read_named(value: Any) -> Any:
     """What is a name, or one name with its options, where it is used."""
     if value == "" or (isinstance(value, (Mapping, list, tuple)) and not value):
         raise SpecError(f"must not be empty, not {shown(value)}")
-    return _read_finite(value)
+    check_finite(value)
+    return value
 
 
 def _read_samples(value: Any) -> Any:
@@ -56,7 +60,7 @@ def _read_samples(value: Any) -> Any:
 
 
 Named = Annotated[Any, checked(_read_named, str | dict[str, Any] | None)]
-Calls = Annotated[Any, checked(_read_finite, dict[str, Any] | None)]
+Calls = Annotated[Any, checked(_read_call, dict[str, Any] | None)]
 
 
 class ClassifyOptions(Section):
@@ -73,6 +77,13 @@ class ClassifyOptions(Section):
         None, "instead of cross entropy a function (outputs, labels), by import path, with options", "my_losses:Focal"
     )
     call: Calls = setting(None, "what the inputs of the model get, where their names do not say it", {"x": "image"})
+
+    @field_validator("mixup", "cutmix")
+    @classmethod
+    def _check_alpha(cls, value: float) -> float:
+        if 0 < value < LEAST:  # numpy's beta distribution gives NaN for some
+            raise located(SpecError(f"must be 0, or {LEAST} or more, not {shown(value)}"))
+        return value
 
 
 class DenoiseOptions(Section):
