@@ -150,6 +150,8 @@ def compare(rng: random.Random, base: Path) -> str | None:
     spec, others = make(rng, base / "top")
     repeats = spec["repeats"] == "folders" and "images" in spec
     wanted = plain(base / "top", base / "top", others, repeats)
+    for key in ("captions", "repeats") if "classes" in spec else ():
+        spec.pop(key, None)  # they are of other kinds of data
     section = check_settings(Data, spec, "data")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -180,7 +180,7 @@ def test_it_resumes_to_the_bit_with_averages_and_the_best(tmp_path):
     texts = {name: fxplug.load(tmp_path / "a" / name / "text_encoder") for name in ("text", "text_ema")}
     found = {name: one(ids).last_hidden_state for name, one in texts.items()}
     assert torch.equal(found["text"], whole.trainer.task.encoder.model(ids).last_hidden_state)
-    assert not torch.equal(found["text"], found["text_ema"])
+    assert torch.equal(found["text"], found["text_ema"])  # what tested best is the averaged weights
     with pytest.raises(TrainError, match=r"text_encoder\.lora.*rank: 2 then, 3 now"):
         train(tmp_path / "c", [{"lora": {"at": "re:.*[qv]_proj$", "rank": 3}}], resume=tmp_path / "a", **given)
 

@@ -15,7 +15,7 @@ from .param_groups import SHAPES, make_scheduler
 LENGTHS = ("T_max", "total_steps")  # what `make_scheduler` sets by the length of the run
 
 
-class Schedule:
+class RateSchedule:
     """The scheduler of an optimizer, stepped once a step, or `by_epoch` once an epoch.
 
     `given` is one that was made elsewhere, which is stepped once an epoch; else it is made of what the settings `use` for a run

@@ -16,7 +16,7 @@ from ..core.torch_internals.modules import tree_map
 from ..core.torch_internals.tensors import version
 from .param_groups import Ema, fill, spread
 from .progress import Progress
-from .schedule import Schedule
+from .schedule import RateSchedule
 
 State = dict[str, Any]
 
@@ -34,7 +34,7 @@ class TrainState:
         trained: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
+        schedule: RateSchedule,
         progress: Progress,
         *,
         ema: Ema | None = None,

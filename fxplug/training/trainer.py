@@ -48,7 +48,7 @@ from .progress import Progress
 from .random_draws import Draws, mixed, preserve_random_state, read_random_state, seeded
 from .run_folder import RunFolder
 from .run_outputs import RunOutputs, buffers_of, buffers_of_sharded
-from .schedule import Schedule
+from .schedule import RateSchedule
 from .shared_samples import divided, share
 from .state import TrainState
 from .task_setup import set_up_task
@@ -239,7 +239,7 @@ class Trainer:
         check_scheduler(scheduler, optimizer)
         made = optimizer or make_optimizer(self.settings.optimizer, self.groups)
         steps, per_epoch = self.steps, self.progress.per_epoch
-        self.schedule = Schedule(made, self.settings.scheduler, steps, per_epoch, given=scheduler)
+        self.schedule = RateSchedule(made, self.settings.scheduler, steps, per_epoch, given=scheduler)
         self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
         self.plugin_state.optimizer = Optimizers(self.optimizer, self.plugin_state.text_encoder)
         self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
