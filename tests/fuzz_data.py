@@ -218,7 +218,7 @@ def _compare_epochs(rng, items, section, spec, arrays, wanted) -> str | None:
 def _compare_test(base, items, section, spec, others) -> str | None:
     if section.test is None:
         return None
-    wanted = plain(others[0], others[0], [], spec["repeats"] == "folders" and "images" in spec)
+    wanted = plain(others[0], others[0], [], spec.get("repeats") == "folders" and "images" in spec)
     try:
         tests = match_test_items(open_items(section.test, base, test=True), items)
     except FxplugError as error:

@@ -127,6 +127,8 @@ def one(draw: random.Random, folder: Path) -> list[str]:
         "save": {"every": draw.randint(1, 4), "keep": 99},
         "log": {"tensorboard": False},
     }
+    if settings["scheduler"] == {"OneCycleLR": {"max_lr": 0.01}} and settings["optimizer"] not in ("adam", "adamw", "sgd"):
+        settings["scheduler"] = "cosine"  # it needs an optimizer with momentum
     if settings["optimizer"] == "rprop":
         settings["weight_decay"] = 0.0  # it has none
     data = Pictures(samples_of_a_step * draw.randint(1, 5) + (draw.randint(0, 1) if batch == other else 0))
