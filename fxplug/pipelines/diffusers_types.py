@@ -6,8 +6,9 @@ import functools
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ INSTEAD = {
 _ATTENTION = (
     "attention is part of the graph, and no processor of it can be read or set any more: set processors, fuse projections and "
     "load IP-Adapters on the model before tracing, and use pipelines that change none while they run (PAG and SAG do)"
+)
+_GUIDER = (
+    "it hooks layers of the denoiser while the pipeline runs, and the code of these is in the graph of a traced one: use a "
+    "guider that changes no model, such as ClassifierFreeGuidance, or leave the pipeline as it is"
 )
 # what reads or sets attention processors. It is an error also where somebody asks whether it is there, and goes on without it
 PROCESSORS = {
@@ -104,8 +109,30 @@ def check_processors(module: TracedModule, name: str) -> None:
 
 
 def check_pipeline(pipe: Any) -> None:
-    """Raises SpecError for a pipeline whose call reads or sets attention processors, as those of PAG and SAG do."""
-    kind, todo, seen = type(pipe), ["__call__"], set[str]()
+    """Raises SpecError for a pipeline whose call reads or sets attention processors, as those of PAG and SAG do, or has a
+    guider that hooks layers.
+    """
+    for kind in (type(pipe), *_kinds_of_blocks(pipe)):
+        _check_call(kind)
+    for name, part in getattr(pipe, "components", {}).items():
+        code = getattr(getattr(type(part), "prepare_models", None), "__code__", None)
+        if code is not None and any("hook" in used for used in code.co_names):
+            raise SpecError(f"'{name}' of the {type(pipe).__name__} is a {type(part).__name__}: {_GUIDER}")
+
+
+def _kinds_of_blocks(pipe: Any) -> Iterator[type]:
+    """The classes of the blocks of a modular pipeline."""
+    todo = [getattr(pipe, "_blocks", None)]
+    while todo:
+        block = todo.pop()
+        if block is not None:
+            yield type(block)
+            todo += getattr(block, "sub_blocks", {}).values()
+
+
+def _check_call(kind: type) -> None:
+    """Raises SpecError for a class whose call reads or sets attention processors."""
+    todo, seen = ["__call__"], set[str]()
     while todo:
         name = todo.pop()
         function: Any = getattr(kind, name, None)
@@ -135,11 +162,16 @@ def pipeline_part(gm: TracedModule, model: nn.Module | None = None, limit: int =
     return part if model is None or not limit else with_retracer(part, model, limit)
 
 
-def from_pretrained(folder: str | os.PathLike[str], dtype: Any = None, torch_dtype: Any = None, **options: Any) -> Any:
+def from_pretrained(
+    folder: str | os.PathLike[str], dtype: Any = None, torch_dtype: Any = None, subfolder: str | None = "", **options: Any
+) -> Any:
     """Load a saved part as `fxplug.load` does, then cast it to `dtype`, of which `torch_dtype` is another name: pipelines of
-    diffusers load parts so. Raises ArtifactError.
+    diffusers load parts so, modular ones with the `subfolder`, and with a `variant` and a `revision` that are None.
+
+    Raises ArtifactError.
     """
-    found = load_part(folder, **options)
+    options = {key: value for key, value in options.items() if value is not None or key not in ("variant", "revision")}
+    found = load_part(Path(folder, subfolder or ""), **options)
     part = pipeline_part(found) if isinstance(found, TracedModule) else found
     return part if dtype is None and torch_dtype is None else part.to(dtype or torch_dtype)
 

@@ -42,7 +42,10 @@ def rewrite_pipeline(
     there on `pipe.set_adapters` and its kin work as ever. `join` and `variants` are those of `trace_pipeline`. Without passes
     and adapters every model that the call calls is traced and put in.
 
-    Raises SpecError for other things than these, and for a pipeline whose call changes attention processors; TraceError as
+    Modular pipelines of diffusers (`blocks.init_pipeline()`) are pipelines, too.
+
+    Raises SpecError for other things than these, and for a pipeline whose call changes attention processors, or has a guider
+    that hooks layers; TraceError as
     `trace_pipeline` does, ArtifactError for a file that cannot be read or has layers for a model that is not there, and as
     `apply` does; the pipeline is as it was then.
     """
@@ -61,8 +64,12 @@ def rewrite_pipeline(
         made[name] = apply(made[name], *own)  # type: ignore[arg-type]
     if "controlnet" in made and join:
         made["controlnet"] = controlnet_of(made["unet"])  # type: ignore[arg-type]
-    for name, model in made.items():
-        setattr(pipe, name, model)
+    put: Any = getattr(pipe, "update_components", None)  # of a modular pipeline, which keeps the classes of its models
+    if put is not None:
+        put(**made)
+    else:
+        for name, model in made.items():
+            setattr(pipe, name, model)
     return pipe
 
 

@@ -24,8 +24,8 @@ from .control import META, SettingsProxy, controlnet_of, joined, settings, stand
 from .diffusers_types import PipelinePart, pipeline_part
 
 
-class _StopCall(Exception):  # noqa: N818
-    """All that is wanted was seen: the call need not go on."""
+class _StopCall(BaseException):  # noqa: N818
+    """All that is wanted was seen: the call need not go on. No Exception, of which modular pipelines log the traceback."""
 
 
 def trace_pipeline(
@@ -82,6 +82,8 @@ def trace_pipeline(
 
 def _joined(pipe: Any) -> Any:
     """The pipeline with one model for its UNet and its ControlNet. Raises TraceError."""
+    if hasattr(pipe, "_blocks"):
+        raise TraceError(f"join: {type(pipe).__name__} is a modular pipeline, whose blocks call both: rewrite them apart")
     unet, network = (getattr(pipe, name, None) for name in ("unet", "controlnet"))
     if unet is None or network is None:
         raise TraceError(f"join: {type(pipe).__name__} must have both 'unet' and 'controlnet'")
@@ -98,7 +100,8 @@ def save_pipeline(pipe: Any, folder: str | os.PathLike[str]) -> Path:
     for name, model in models_of(pipe).items():
         if isinstance(model, TracedModule) and not isinstance(model, PipelinePart):
             setattr(pipe, name, pipeline_part(model))
-    pipe.save_pretrained(folder)
+    modular = {"overwrite_modular_index": True} if hasattr(pipe, "_blocks") else {}  # so that its index names the folder
+    pipe.save_pretrained(os.fspath(folder), **modular)
     return Path(folder)
 
 
@@ -110,6 +113,11 @@ def load_pipeline(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), 
     from diffusers import DiffusionPipeline
 
     folder = Path(folder)
+    if (folder / "modular_model_index.json").is_file():
+        raise ArtifactError(
+            f"{folder} is a modular pipeline, which diffusers loads on its blocks: pipe = blocks.init_pipeline('{folder}'), "
+            "pipe.load_components()"
+        )
     if not (folder / "model_index.json").is_file():
         raise ArtifactError(f"{folder} is not a pipeline: it has no model_index.json; fxplug.load reads an artifact")
     parts = {path.parent.name: pipeline_part(load(path.parent, allow=allow)) for path in sorted(folder.glob(f"*/{MANIFEST}"))}

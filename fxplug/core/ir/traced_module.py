@@ -38,7 +38,7 @@ BEFORE_TRAINING = "values_before_training"  # an attribute: what these were then
 
 OWN_STATE = set(
     "_graph _twin _extras _origin _code _graph_mode _accessors _locks _block _steps _variants _entry _slots _samples "  # noqa
-    "_parts _mixed _part_modes checkpointing".split()  # noqa: SIM905
+    "_parts _mixed _part_modes checkpointing _diffusers_hook".split()  # noqa: SIM905
 ) | {LOADED}
 FORWARDS = {True: "_forward_train", False: "_forward_eval"}  # the forward of a class with a graph for each mode
 WRITTEN = ("_code", "_lineno_map", "_prologue_start")  # what FX notes of a code; dynamo asks for the second
@@ -70,7 +70,8 @@ def class_names(module: nn.Module) -> tuple[str, ...]:
     """
     if isinstance(module, (Container, TracedModule)):
         return module.classes
-    names = tuple(c.__name__ for c in type(module).__mro__ if issubclass(c, nn.Module) and c is not nn.Module)
+    kinds = [c for c in type(module).__mro__ if issubclass(c, nn.Module) and not issubclass(c, TracedPart)]
+    names = tuple(c.__name__ for c in kinds if c is not nn.Module)
     return (*names, "TransposedLinear") if is_transposed(module) else names or ("Module",)
 
 
