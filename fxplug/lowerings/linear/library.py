@@ -10,13 +10,14 @@ Compiled code is kept on disk by torch and calls these by name: one that is to m
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...blocks.low_rank import added, side
+from ...core.errors import SpecError
 from ...core.torch_internals.tensors import onednn_linear
 
 ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -121,10 +122,24 @@ def bank(
 # --- their names in torch's library
 
 
+def refuse_meta(x: Tensor, weight: Tensor) -> NoReturn:
+    """Raises SpecError: what is computed of x needs the values of a weight that has none."""
+    raise SpecError(
+        f"a fused layer reads a tensor {list(weight.shape)} on the meta device, which has no values, beside an input on "
+        f"{x.device}: give the tensor its values (to_empty and load_state_dict), offload with accelerate, whose hooks bring "
+        "them, or lower without fuse"
+    )
+
+
 def _define(name: str, arguments: str, results: str, run: Any, like: Any) -> None:
+    def on_meta(x: Tensor, *rest: Any) -> Any:
+        if not x.is_meta:  # one of the others is: nothing that this gives would be filled
+            refuse_meta(x, next(t for t in rest if isinstance(t, Tensor) and t.is_meta))
+        return like(x, *rest)
+
     LIBRARY.define(f"{name}({arguments}) -> {results}")  # type: ignore[no-untyped-call]
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    LIBRARY.impl(name, like, "Meta")  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, on_meta, "Meta")  # type: ignore[no-untyped-call]
 
 
 def _rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:

@@ -117,8 +117,16 @@ def _form(form: str, trained: bool) -> str:
 
 
 def _cast(x: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """The tensors in autocast's dtype where it is on, as it would cast them for torch's linear."""
+    """The tensors in autocast's dtype where it is on, as it would cast them for torch's linear.
+
+    Raises SpecError for weights on the meta device beside an input with values: torch's own products give whatever the memory
+    held then.
+    """
     kind = x.device.type
+    if kind != "meta":
+        for weight in rest:
+            if weight is not None and weight.is_meta:
+                library.refuse_meta(x, weight)
     if kind == "meta" or not torch.is_autocast_enabled(kind):  # which torch refuses to say of the meta device
         return x, *rest
     dtype = torch.get_autocast_dtype(kind)
