@@ -1281,3 +1281,12 @@ def test_what_the_first_integers_gave_is_kept_by_the_model_and_refused():
     """Other indices show that the value is not made of the weights alone."""
     with pytest.raises(fxplug.TraceError, match="first"):
         fxplug.trace(KeepsTheFirstMean(), torch.tensor([[3, 7, 15], [1, 8, 2]]))
+
+
+def test_a_graph_that_a_module_keeps_is_not_copied_to_be_compared():
+    """Its nodes hold each other: a copy of all that they hold would take minutes and gigabytes."""
+    from fxplug.core.capture.frozen_values import alike, frozen
+
+    graph = fxplug.trace(nn.Linear(2, 2), torch.randn(1, 2)).graph
+    kept = frozen({"graph": graph, "blocks": [1, 2]})
+    assert kept[1]["graph"] is graph and alike(kept, frozen({"graph": graph, "blocks": [1, 2]}))

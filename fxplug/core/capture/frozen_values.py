@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ..ir.containers import children, leaves, map_leaves, unlike
 from ..ir.ops import other_kind
@@ -30,8 +30,8 @@ def frozen(value: Any, depth: int = 0) -> Any:
         return value.copy()
     if isinstance(value, Number):
         return value.value
-    if depth > DEPTH or isinstance(value, (str, bytes, int, float, complex, type, type(None))):
-        return value
+    if depth > DEPTH or isinstance(value, (str, bytes, int, float, complex, type, type(None), fx.Graph)):
+        return value  # the nodes of a graph hold each other, so that copies of it would never end
     if isinstance(value, FunctionType):
         return ("function", value.__code__)
     if isinstance(value, MethodType):
