@@ -71,7 +71,8 @@ def anima() -> Case:
     )  # fmt: skip
     call = {"height": 64, "width": 64, "num_inference_steps": STEPS}
     for sign, what in enumerate(("", "negative_")):
-        call |= {f"{what}qwen_prompt_embeds": noise(1, 6, 16) * (1 - sign / 2), f"{what}t5_input_ids": torch.arange(8)[None] + sign}
+        call[f"{what}qwen_prompt_embeds"] = noise(1, 6, 16) * (1 - sign / 2)
+        call[f"{what}t5_input_ids"] = torch.arange(8)[None] + sign
         call |= {f"{what}qwen_attention_mask": torch.ones(1, 6).bool(), f"{what}t5_attention_mask": torch.ones(1, 8).bool()}
     blocks = AnimaAutoBlocks().sub_blocks["denoise"].sub_blocks["text2image"]
     return Case(pipe_of(blocks, transformer=model, text_conditioner=text), call)
@@ -92,7 +93,8 @@ def h3() -> Case:
     """A video and its sound, each with a scheduler."""
     model = MiniMaxH3Transformer3DModel(
         num_attention_heads=2, attention_head_dim=16, hidden_size=24, num_layers=2, num_refiner_layers=1, ffn_dim=32,
-        in_channels=24, audio_in_channels=32, text_dim=8, freq_dim=8, time_embed_hidden_dim=24, time_embed_dim=16, rope_freq_dim=2,
+        in_channels=24, audio_in_channels=32, text_dim=8, freq_dim=8, time_embed_hidden_dim=24, time_embed_dim=16,
+        rope_freq_dim=2,
     )  # fmt: skip
     pipe = pipe_of(MiniMaxH3Blocks().sub_blocks["denoise"].sub_blocks["t2va"], transformer=model)
     pipe.update_components(audio_scheduler=FlowMatchEulerDiscreteScheduler())

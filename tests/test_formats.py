@@ -32,8 +32,13 @@ def test_what_is_refused(manifest, finding):
 
 
 def test_a_checkpoint_of_a_later_format(tmp_path):
-    folder = checkpoint.write(tmp_path, checkpoint.Checkpoint({"w": torch.ones(2)}, {"step": 1}), keep=1)
-    assert checkpoint.read(folder).progress == {"step": 1}
-    (folder / "progress.json").write_text(json.dumps({"format": 2, "step": 1}))
-    with pytest.raises(TrainError, match="has format 2; this version reads up to 1: update fxplug; resume from another one"):
+    state = {"weights": {"w": torch.ones(2)}, "ema": {}, "progress": {"step": 1}}
+    folder = checkpoint.write(tmp_path, checkpoint.Checkpoint(state), keep=1)
+    assert checkpoint.read(folder).state["progress"] == {"step": 1}
+    said = json.loads((folder / "progress.json").read_text())
+    (folder / "progress.json").write_text(json.dumps({**said, "format": 3}))
+    with pytest.raises(TrainError, match="has format 3; this version reads up to 2: update fxplug; resume from another one"):
+        checkpoint.read(folder)
+    (folder / "progress.json").write_text(json.dumps({"format": 1, "step": 1}))
+    with pytest.raises(TrainError, match="is a checkpoint of an earlier version, which counts batches and not samples"):
         checkpoint.read(folder)

@@ -169,3 +169,14 @@ def test_fused_layers_run_on_the_meta_device():
         operators.bank_linear(x, weight, bias, down, up, torch.empty(2, 4, **meta), 2),
     ):
         assert y.shape == (2, 5, 6) and y.is_meta
+
+
+@pytest.mark.parametrize("how", ["fused", "blas", "stock", "auto"])
+def test_weights_without_values_are_refused(how):
+    """torch's own products give whatever the memory held then."""
+    net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+    new = fxplug.apply(fxplug.trace(net, torch.randn(2, 16)), fxplug.load_pass("lora", at="*", rank=2))
+    low = fxplug.lower(new, fuse=how)
+    low.get_submodule("0").to("meta")
+    with torch.no_grad(), pytest.raises((fxplug.FxplugError, RuntimeError, NotImplementedError), match="meta"):
+        low(torch.randn(2, 16))

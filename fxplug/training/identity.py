@@ -89,7 +89,9 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         for part in [] if tensor.is_meta else plain(tensor):
-            found.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            flat = part.detach().cpu().contiguous().flatten()
+            flat = flat.clone(memory_format=torch.contiguous_format) if flat.stride(0) != 1 else flat  # one of one element
+            found.update(flat.view(torch.uint8).numpy().data)
     return found.hexdigest()[:SHOWN]
 
 

@@ -289,15 +289,13 @@ class TracedPart(nn.Module):
     that the model did not have.
     """
 
-    hooks_set = 0  # how often accelerate has put one on any of them: a root does not see what is put on its parts
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the graph reads or the model did not have. Raises SpecError for what is fixed."""
         own = self.__dict__
         if name == HOOKED:
-            TracedPart.hooks_set += 1
+            own.pop(LOADED, None)
         if name in own.get("_modules", ()) or isinstance(value, nn.Module) or "_fixed" in own and name in own["_fixed"].names:
-            _checks().check_value(self, name, value, UncalledPart)
+            _checks().check_value(self, name, value, Container)
         elif any(name in own.get(table, ()) and own[table][name] is None for table in ("_parameters", "_buffers")):
             _checks().check_tensor(self, name, value)
         super().__setattr__(name, value)
@@ -326,7 +324,7 @@ class TracedPart(nn.Module):
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Do as torch's `add_module`. Raises SpecError where the model would call the new module, and the graph does not."""
-        _checks().check_value(self, name, module, UncalledPart)
+        _checks().check_value(self, name, module, Container)
         super().add_module(name, module)
 
 
@@ -347,29 +345,7 @@ class SharedCode(nn.Module):
     repeatable: frozenset[bool] = frozenset()
 
 
-class UncalledPart(TracedPart):
-    """A part whose tensors a graph may read, and that no graph calls."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set what the graph reads or the model did not have. Raises SpecError for what is fixed, and for a `forward`."""
-        if name == "forward":
-            _checks().check_forward(self, value, self.__dict__.get(HOOKED))
-        super().__setattr__(name, value)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter again. Raises SpecError for a new one, as of `torch.nn.utils.prune`, which no graph reads."""
-        if name not in self._parameters:
-            _checks().refuse_without_call(self, name)
-        super().register_parameter(name, param)
-
-
-@functools.lru_cache(256)
-def uncalled_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of a layer of this class that no graph calls any more; a layer is one of both."""
-    return type(kind.__name__, (UncalledPart, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
-
-
-class Container(UncalledPart):
+class Container(TracedPart):
     """Stands where a module was whose code is in the graph now: its parameters, children and plain attributes.
 
     `classes` holds the names of its class and of that class's bases; its own class has the first of them as its name.
@@ -397,6 +373,18 @@ class Container(UncalledPart):
 
     def _get_name(self) -> str:
         return self.classes[0]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the graph reads or the model did not have. Raises SpecError for what is fixed, and for a `forward`."""
+        if name == "forward":
+            _checks().check_forward(self, value, self.__dict__.get(HOOKED))
+        super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter again. Raises SpecError for a new one, as of `torch.nn.utils.prune`, which no graph reads."""
+        if name not in self._parameters:
+            _checks().refuse_without_call(self, name)
+        super().register_parameter(name, param)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises NotImplementedError: the code is in the graph of the traced model."""
@@ -455,8 +443,8 @@ def _refusing(name: str) -> Callable[..., Any]:
     original = getattr(nn.Module, name)
 
     @functools.wraps(original)
-    def method(self: UncalledPart, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, Container) or type(self).forward is Container.forward:
+    def method(self: Container, *args: Any, **kwargs: Any) -> Any:
+        if type(self).forward is Container.forward:
             _checks().refuse_without_call(self, name)
         return original(self, *args, **kwargs)
 
@@ -465,7 +453,7 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 OF_CALLS = "forward_hook forward_pre_hook backward_hook full_backward_hook full_backward_pre_hook".split()  # noqa: SIM905
 for _name in ("compile", *(f"register_{hook}" for hook in OF_CALLS)):
-    setattr(UncalledPart, _name, _refusing(_name))
+    setattr(Container, _name, _refusing(_name))
 
 
 class CodeInGraph(NotImplementedError):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from ..errors import SpecError, shown
-from .containers import FixedNames, TracedPart, module_at, uncalled_class
 
 WAYS = (
     "to compute something else write a pass or trace the changed model again, to read values use "
@@ -86,20 +85,6 @@ def check_forward(part: nn.Module, value: Any, hook: Any) -> None:
 def refuse_without_call(part: nn.Module, name: str) -> None:
     """Raises SpecError: what this name stands for acts when the part is called."""
     raise SpecError(f"{_place(part, name)} has no effect: no graph calls this part, as its code is in the graph; {WAYS}")
-
-
-def refuse_calls(tree: nn.Module, before: Iterable[fx.Graph], after: Iterable[fx.Graph]) -> None:
-    """Make an error of hooks on layers of a tree that the graphs before a change call, and those after it do not."""
-    called, left = (
-        {id(module_at(tree, path)): path for graph in graphs for path in {str(n.target) for n in graph.find_nodes(op="call_module")}}
-        for graphs in (before, after)
-    )
-    for path in (path for key, path in called.items() if key not in left):
-        top = module_at(tree, path)
-        for name, part in () if top is None else top.named_modules():
-            if id(part) not in left and not isinstance(part, TracedPart):
-                part.__dict__["_fixed"] = FixedNames(f"{path}.{name}" if name else path)
-                part.__class__ = uncalled_class(type(part))
 
 
 def _place(part: nn.Module, name: str) -> str:

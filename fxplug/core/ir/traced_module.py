@@ -70,8 +70,7 @@ def class_names(module: nn.Module) -> tuple[str, ...]:
     """
     if isinstance(module, (Container, TracedModule)):
         return module.classes
-    kinds = [c for c in type(module).__mro__ if issubclass(c, nn.Module) and not issubclass(c, TracedPart)]
-    names = tuple(c.__name__ for c in kinds if c is not nn.Module)
+    names = tuple(c.__name__ for c in type(module).__mro__ if issubclass(c, nn.Module) and c is not nn.Module)
     return (*names, "TransposedLinear") if is_transposed(module) else names or ("Module",)
 
 

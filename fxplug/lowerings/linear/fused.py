@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.ir.fixed import refuse_calls
 from ...core.ir.graph import Graph, change
 from ...core.ir.traced_module import TracedModule, check_traced, copied_graphs, shell
 from . import forms, measurement, operators
@@ -51,7 +50,6 @@ def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = Non
                 else:
                     call_instead(graph, tree, node, node, operators.linear, [], *more)
         graph.lint()
-    refuse_calls(tree, gm.graphs.values(), graphs.values())
     return gm.derived(tree, graphs, **({"forms": chosen} if chosen else {}))
 
 
