@@ -226,7 +226,9 @@ def opened(result: Any, nodes: list[fx.Node]) -> Any:
         return opened(found, nodes)
     if isinstance(result, dict):
         return {key: opened(value, nodes) for key, value in result.items()}
-    return tuple(opened(value, nodes) for value in result) if isinstance(result, (tuple, list)) else result
+    if isinstance(result, list):  # which code that goes on with it may append to
+        return [opened(value, nodes) for value in result]
+    return tuple(opened(value, nodes) for value in result) if isinstance(result, tuple) else result
 
 
 def head(graph: fx.Graph) -> fx.Node:
