@@ -38,7 +38,7 @@ for index in range(0, len(images), 2):
 judge = SVC().fit(images[1::4], labels[1::4])
 print(f"the judge is right about {judge.score(images[3::4], labels[3::4]):.1%} of digits that it has not seen")
 
-run = fxplug.train(PARTS / "train.yaml", out=OUT, set=[f"data.images={folder}", *sys.argv[2:]])
+run = fxplug.train(PARTS / "train.yaml", out=OUT / "run", set=[f"data.images={folder}", *sys.argv[2:]])
 
 
 def recognised(module, count=30):

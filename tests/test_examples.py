@@ -200,7 +200,7 @@ def test_hcp_and_everydream(tmp_path):
     command = [sys.executable, str(EXAMPLES / "hcp_and_everydream.py"), str(tmp_path / "out"), *less]
     run = subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES.parent)
     assert run.returncode == 0, run.stderr
-    assert "epoch 0 of out begins at step 0" in run.stderr and "recognised: " in run.stdout
+    assert "epoch 0 of run begins at step 0" in run.stderr and "recognised: " in run.stdout
 
 
 @pytest.mark.slow

@@ -176,7 +176,6 @@ def test_the_groups_of_trainable_are_taken_with_their_own_rates():
     ({"save": {"keep": 5}}, "train.save.keep: has no effect, because the run writes nothing"),
     ({"log": {"samples": 2, "tensorboard": False}}, "train.log.samples: has no effect, because the run writes nothing"),
     ({"log": {"every": 5}}, "train.log.every: has no effect, because the run writes nothing"),
-    ({"log": {"every": 5, "tensorboard": False}}, "train.log.every: is for TensorBoard, and has no effect with tensorboard"),
     ({"settings": Train(task="classify", steps=1)}, "steps, batch, log would have no effect beside settings=...: set it there"),
     ({"data": DataLoader(Digits(), 4)}, "train.batch: has no effect, because the batches of the DataLoader have 4 samples"),
     ({"data": DataLoader(Digits(count=91), 8), "task": {"classify": {"augment": "none", "cutmix": 1.0}}},
@@ -197,7 +196,6 @@ def test_what_asks_for_nothing_needs_no_folder():
 
 @pytest.mark.parametrize(("changed", "message"), [
     ({"train__test": {"every": 2}}, "train.test.every: has no effect without test data"),
-    ({"train__log": {"every": 2, "tensorboard": False}}, "train.log.every: is for TensorBoard"),
     ({"train__log": {"samples": 2, "tensorboard": False}}, "train.log.samples: has no effect, because the task draws no"),
     ({"data": {"call": "runs:Digits", "split": "train"}}, "data.split: has no effect with 'call': it is for 'dataset'"),
     ({"data": {"call": "runs:Digits", "repeats": "folders"}}, "data.repeats: has no effect with 'call': it is for 'images'"),

@@ -45,9 +45,6 @@ def check_used(settings: Train, out: Path | None, tests: Any) -> None:
     if settings.test.every and tests is None:
         finding = "has no effect without test data: set 'test' in the section data, or pass test=..."
         raise SpecError(finding, path=("train", "test", "every"))
-    if not settings.log.tensorboard and settings.log.every != Log().every:
-        finding = "is for TensorBoard, and has no effect with tensorboard: false (log.jsonl has every step)"
-        raise SpecError(finding, path=("train", "log", "every"))
     if out is None:
         for name, key, without in IDLE:
             if getattr(getattr(settings, name), key) not in without:
