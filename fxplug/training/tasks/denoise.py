@@ -206,14 +206,14 @@ class Denoise(Task):
         """Images float32 [n, c, h, w] in [0, 1], by the scheduler's own loop, for the n captions, labels or conditions given.
 
         The noise of image i is that of the seed `seed` + i, whatever else is drawn. `guidance` and `steps` are the task's
-        where they are not given; a `trial` ends the loop after its first step. Further inputs go to the module itself:
-        `functools.partial(module, strength=0.5)`.
+        where they are not given; a `trial` ends the loop after its first step, and shows plugins, which may count, no caption.
+        Further inputs go to the module itself: `functools.partial(module, strength=0.5)`.
         """
         count, scale = len(next(iter(given.values()))), self.guidance if guidance is None else guidance
         seeds = [torch.Generator().manual_seed(seed + n) for n in range(count)]
         noise = torch.stack([torch.randn(self.shape, generator=seed) for seed in seeds]).to(self.info.device)
         given = {k: v.to(self.info.device) if isinstance(v, Tensor) else v for k, v in given.items()}
-        if "caption" in given:
+        if "caption" in given and not trial:
             given["caption"] = [self.info.prompt(caption) for caption in given["caption"]]
         nothing = torch.ones(count, dtype=torch.bool, device=self.info.device)
         wanted = self._conditions(given, ~nothing)
