@@ -87,6 +87,14 @@ def refuse_without_call(part: nn.Module, name: str) -> None:
     raise SpecError(f"{_place(part, name)} has no effect: no graph calls this part, as its code is in the graph; {WAYS}")
 
 
+def refuse_hook(path: str) -> None:
+    """Raises SpecError: nothing would call a hook on the layer there."""
+    raise SpecError(
+        f"a hook on '{path}' has no effect: no graph calls this layer any more, as a pass or a lowering reads its weights; "
+        f"hook it before that (they leave layers with hooks whole or take the hooks in), or {WAYS}"
+    )
+
+
 def _place(part: nn.Module, name: str) -> str:
     path = getattr(part.__dict__.get("_fixed"), "path", "")
     kind = next(iter(getattr(part, "classes", ())), type(part).__name__)

@@ -23,15 +23,17 @@ from ..errors import FxplugError, GuardError, shown
 from ..locks import call_with_read_lock, locks_of
 from ..torch_internals.modules import (
     CONTEXT_VARIABLES,
+    admit_hooks,
     break_graph,
     call_uncompiled,
     is_listening,
     leave_frame,
     leave_module,
+    refuse_hooks,
     without_compiler,
 )
 from . import ops
-from .containers import HOOKED
+from .containers import HOOKED, TracedPart
 
 if TYPE_CHECKING:
     from .traced_module import TracedModule
@@ -465,3 +467,31 @@ def signature_of(module: TracedModule) -> inspect.Signature:
 def graph_of(module: TracedModule) -> fx.Graph:
     """Get the graph of the mode that a module is in."""
     return module.graphs.get(module.training, module.graph)
+
+
+def refuse_uncalled(tree: nn.Module, before: Iterable[fx.Graph], after: Iterable[fx.Graph]) -> None:
+    """Make an error of hooks on layers of a tree that the graphs before a change call and those after it do not."""
+    after = list(after)
+    old, new = _targets(before, "call_module"), _targets(after, "call_module")
+    if old == new:
+        return
+    modules = dict(tree.named_modules(remove_duplicate=False))
+    given = _targets(after, "get_attr")  # of which layers go into what is called
+    called, kept, left = (
+        {id(m): m for path in paths if path in modules for m in modules[path].modules()} for paths in (new, given, old - new)
+    )
+    for layer in called.values():
+        admit_hooks(layer)
+    for path, layer in modules.items():
+        if id(layer) in left and not (id(layer) in called or id(layer) in kept or isinstance(layer, TracedPart)):
+            refuse_hooks(layer, functools.partial(_refuse_hook, path))
+
+
+def _targets(graphs: Iterable[fx.Graph], op: str) -> set[str]:
+    return {str(node.target) for graph in graphs for node in graph.find_nodes(op=op, sort=False)}
+
+
+def _refuse_hook(path: str) -> None:
+    from .fixed import refuse_hook  # for few modules
+
+    refuse_hook(path)

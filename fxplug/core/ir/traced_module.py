@@ -19,7 +19,7 @@ from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import count_parameters, is_transposed
 from ..torch_internals.modules import COMPILED, break_graph, leave_frame, without_compiler
 from .containers import LOADED, RESERVED, Container, SharedCode, TracedPart, child_of, module_at
-from .graph import OF_THE_ROOT, Graph, by_regions, compile_graph, copy_graph, in_turn, still_tied
+from .graph import OF_THE_ROOT, Graph, by_regions, compile_graph, copy_graph, in_turn, refuse_uncalled, still_tied
 
 if TYPE_CHECKING:
     from .part_modes import PartModes
@@ -398,6 +398,7 @@ class TracedModule(TracedPart, fx.GraphModule):
 
         What makes the same of another trace of the model is not known until `made_by` says it.
         """
+        refuse_uncalled(tree, self.graphs.values(), graphs.values())
         new: TracedModule = self._kind(tree, graphs, self._origin, self._extras)
         new.twin_error, new.meta = self.twin_error, {**self.meta, **meta}
         return new

@@ -20,8 +20,8 @@ def remove(module: TracedModule, name: str) -> TracedModule:
 
     What a pass with `place: param` leaves (`dora`, `loha`, `oft`, `bitfit`, ...): the layers whose parameters it changed stay
     written out as their functions on the same weights, as `diff` with the module before shows. The results are equal, and
-    passes find these layers as before; hooks on them are not called, as no graph calls the layers themselves any more. Where
-    that matters, trace the model again.
+    passes find these layers as before; hooks on them are an error, as no graph calls the layers themselves any more. Where that
+    matters, trace the model again.
 
     Raises SpecError for a name that is no pass here, for a pass that replaced something, which is no longer in the graph, and
     where what it put in is read by another pass, which has to go first.

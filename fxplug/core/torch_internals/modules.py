@@ -36,10 +36,11 @@ from .tensors import DisableTorchDispatch, DisableTorchFunction
 
 __all__ = [
     "BatchNorm", "CALL", "COMPILED", "CONTEXT_VARIABLES", "ConvNd", "DecoratorContextManager", "DropoutNd", "GLOBAL_HOOKS",
-    "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "as_listened", "autocast_settings", "backward_hooks", "break_graph",
-    "call_uncompiled",
+    "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "admit_hooks", "as_listened", "autocast_settings", "backward_hooks",
+    "break_graph", "call_uncompiled",
     "call_with_hooks", "constant_floats", "conv_forward", "enter_autocast", "exit_autocast", "forward_hooks", "is_compiling",
     "is_erased", "is_hooked", "is_listening", "leave_frame", "leave_module", "list_weights", "qualified_name",
+    "refuse_hooks",
     "set_grad_enabled", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_structure", "tree_unflatten",
     "treespec_dumps", "treespec_loads", "unwatched", "without_compiler",
 ]
@@ -56,7 +57,9 @@ COMPILED = "_compiled_call_impl"
 forward_hooks: Callable[[nn.Module], tuple[Any, Any]] = attrgetter("_forward_hooks", "_forward_pre_hooks")
 # what is called in a module's backward
 backward_hooks: Callable[[nn.Module], tuple[Any, Any]] = attrgetter("_backward_hooks", "_backward_pre_hooks")
-_ALL_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# where a module keeps what is called around its forward and its backward
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ALL_HOOKS = attrgetter(*_HOOK_TABLES)
 # hooks that all modules of a process have, by the name of the dict in which they are
 GLOBAL_HOOKS = {
     name: value
@@ -77,6 +80,25 @@ WEIGHT_LISTS = ("_flat_weights_names", "_all_weights", "_flat_weights", "_flat_w
 def is_hooked(module: nn.Module) -> bool:
     """Whether something is called before or after a module's forward or backward; we need the four dicts of its hooks."""
     return any(_ALL_HOOKS(module))
+
+
+class _NoHooks(OrderedDict):  # type: ignore[type-arg]
+    refuse: Callable[[], None]
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        self.refuse()
+
+
+def refuse_hooks(layer: nn.Module, refuse: Callable[[], None]) -> None:
+    """Let `refuse`, which raises, meet whoever sets a hook on this layer; we need that hooks are set in the four dicts."""
+    hooks = _NoHooks()
+    hooks.refuse = refuse
+    vars(layer).update(dict.fromkeys(_HOOK_TABLES, hooks))
+
+
+def admit_hooks(layer: nn.Module) -> None:
+    """Undo `refuse_hooks`, if it was done."""
+    vars(layer).update({name: OrderedDict() for name in _HOOK_TABLES if isinstance(vars(layer)[name], _NoHooks)})
 
 
 def list_weights(layer: nn.RNNBase) -> None:
