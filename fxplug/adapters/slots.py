@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blocks.base import with_values
 from ..core.errors import DEFAULT, LONGEST, Limits, SpecError, cut, did_you_mean, shown
 from ..core.locks import StateLock, choices_of, locks_of, read_lock, use_choices, write_lock
 from ..core.torch_internals.modules import unwatched
@@ -158,7 +159,7 @@ class Adapters:
         before: list[tuple[Tensor, Tensor]] = []
 
         def write(target: Tensor, value: Any) -> None:
-            before.append((target, target.clone()))
+            before.append((with_values(target), target.clone()))
             (target.copy_ if isinstance(value, Tensor) else target.fill_)(value)
 
         locks, fault = self.locks, self._half_made("KeyboardInterrupt")
@@ -242,10 +243,7 @@ class Adapters:
         return f"Adapters({cut(', '.join(self.names), LONGEST // 2) or 'none'}; {self.slots} slots)"
 
     def _table(self, p: str, name: str) -> Tensor:
-        table = self.tensor(f"{p}.gates.table.{name}")
-        if table.is_meta:
-            raise SpecError("the slots are on the meta device and have no values: move the module to another device")
-        return table
+        return with_values(self.tensor(f"{p}.gates.table.{name}"))
 
     def names_of(self, p: str) -> list[str]:
         """List the adapters in the slots of one pass, each an empty text where a slot is free."""
@@ -360,7 +358,7 @@ class Adapters:
         """Zero what lies in a slot, `but` tensors that are written whole: training may have written into a free one."""
         for bank in self.banks[p]:
             for key, tensor_name in bank.names.items():
-                view = bank.views(key, self.tensor(tensor_name), slot)
+                view = with_values(bank.views(key, self.tensor(tensor_name), slot))
                 if view.shape != (but or {}).get(tensor_name) and view.any():
                     write(view, 0)
 

@@ -188,6 +188,16 @@ def other_batch(entries: int, samples: int) -> str:
     )
 
 
+def with_values(tensor: Tensor) -> Tensor:
+    """The same tensor of a pass's slots. Raises SpecError for one on the meta device: what is written there is lost."""
+    if tensor.is_meta:
+        raise SpecError(
+            "the slots are on the meta device and have no values: move the module to another device; where accelerate has "
+            "offloaded it, change adapters before that, or take its hooks off"
+        )
+    return tensor
+
+
 class Table(Block):
     """The state of a pass's slots, as tensors: it is saved, moved and shared with the weights, and a change recompiles nothing.
 

@@ -299,7 +299,7 @@ def in_turn(forward: Any) -> Any:
             _begin(self, args, kwargs)
         if own is None:
             own = self.__dict__["_locks"] = locks_of(self)
-        run = _offloaded(forward) if HOOKED in self.__dict__ else forward
+        run = _offloaded(self, forward) if TracedPart.hooks_set else forward
         if "_tied" in self.__dict__:
             check_tied(self)
         return call_with_read_lock(own, _with_slots, run, self, args, kwargs) if own else run(self, *args, **kwargs)
@@ -307,10 +307,12 @@ def in_turn(forward: Any) -> Any:
     return wrapper
 
 
-def _offloaded(forward: Any) -> Any:
-    from .offload import with_parts_loaded  # for few modules
+@without_compiler
+def _offloaded(module: nn.Module, forward: Any) -> Any:
+    from .offload import offloaded_parts, with_parts_loaded  # for few modules
 
-    return with_parts_loaded(forward)
+    parts = offloaded_parts(module)
+    return with_parts_loaded(forward, parts) if parts else forward
 
 
 def _with_slots(forward: Any, module: TracedModule, args: Any, kwargs: Any) -> Any:

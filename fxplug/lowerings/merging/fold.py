@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...adapters.slots import Adapters
-from ...blocks.base import Table
+from ...blocks.base import Table, with_values
 from ...core import quantised
 from ...core.errors import SpecError, did_you_mean
 from ...core.ir import ops
@@ -125,9 +125,7 @@ def uniform(gm: nn.Module, name: str) -> Tensor:
     """What a whole batch takes of each slot of a pass, float32 (slots,). Raises SpecError where samples differ."""
     table = gm.get_submodule(f"{name}.{GATES}.table")
     assert isinstance(table, Table)
-    if table.weights.is_meta:
-        raise SpecError("the slots are on the meta device and have no values: move the module to another device")
-    weights = table.weights.float()
+    weights = with_values(table.weights).float()
     if not torch.equal(weights[: max(int(table.entries), 1)], weights[:1].expand(max(int(table.entries), 1), -1)):
         raise SpecError(
             f"the samples of a batch use different adapters of '{name}', which cannot be merged into one weight: use the same "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...blocks.base import Table
+from ...blocks.base import Table, with_values
 from ...blocks.lora import Lora
 from ...blocks.low_rank import in_slot
 from ...blocks.weight_update import Update
@@ -116,6 +116,10 @@ class Row:
     steps: list[tuple[str, str, str]]  # where a bank acts, its path, and the name of its pass
 
 
+def _shadow(root: nn.Module, row: Row) -> nn.Parameter:
+    return root.get_parameter(getattr(root, "meta", {}).get("originals", {}).get(row.name, row.name))
+
+
 class Shadows(nn.Module):
     """The base weights of a live merge, and what is needed to make the layers' own of them.
 
@@ -162,9 +166,15 @@ class Shadows(nn.Module):
     def switched(self, root: nn.Module) -> None:
         """Make those weights anew that another choice or another content of the slots concerns.
 
-        Raises SpecError where samples of a batch differ. A weight that was not finished is made anew by the next call.
+        Raises SpecError where samples of a batch differ, and on the meta device. A weight that was not finished is made anew by
+        the next call.
         """
         gates = self.choice(root)
+        for module in (self, *(root.get_submodule(path) for row in self.rows for _, path, _ in row.steps)):
+            for parameter in module.parameters():
+                with_values(parameter)
+        for row in self.rows:
+            with_values(_shadow(root, row))
         for row in self.rows:
             old = self.state.pop(row.name, None)
             now = [_parts(root.get_submodule(path), gates[name]) for _, path, name in row.steps]
@@ -186,8 +196,7 @@ class Shadows(nn.Module):
     def make(self, root: nn.Module, row: Row, now: list[Parts], gates: dict[str, list[float]]) -> None:
         """Write one shadow weight, from its base and what goes into it now."""
         self.writes += 1
-        name = getattr(root, "meta", {}).get("originals", {}).get(row.name, row.name)
-        shadow = root.get_parameter(name)
+        shadow = _shadow(root, row)
         base = self.get_parameter(row.base)
         parts = [part for part, state in zip(row.steps, now, strict=True) if state]
         if not parts:

@@ -1,0 +1,208 @@
+"""accelerate's offloading of parts, in each form of a module, and layers that no graph calls any more: right, or an error."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from accelerate.hooks import remove_hook_from_submodules
+from torch import nn
+from torch.nn.utils import parametrize, weight_norm
+
+import fxplug
+from fxplug.core.errors import SpecError
+from fxplug.lowerings.linear import library
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
+        self.mixed = nn.Parameter(torch.randn(16, 16))  # the graph reads it; torch's product of it is silent on the meta device
+
+    def forward(self, x):
+        return x + self.b(torch.relu(self.a(self.norm(x @ self.mixed))))
+
+
+def traced():
+    torch.manual_seed(0)
+    return fxplug.trace(nn.Sequential(*(Block() for _ in range(3))).eval(), (X,))
+
+
+def adapted(slots=0):
+    new = fxplug.apply(traced(), fxplug.load_pass("lora", at="re:.*[ab]$", rank=2, **({"slots": slots} if slots else {})))
+    for name, parameter in new.named_parameters():
+        if name.startswith("lora.") and not slots:
+            nn.init.normal_(parameter, std=0.3)
+    if slots:
+        new.adapters.load("ink", LAYERS)
+        new.adapters.use("ink")
+    return new
+
+
+def layers():
+    torch.manual_seed(1)
+    found = {}
+    for path, outer, inner in (row for n in range(3) for row in ((f"{n}.a", 32, 16), (f"{n}.b", 16, 32))):
+        found |= {f"{path}.lora_A.weight": torch.randn(2, inner), f"{path}.lora_B.weight": torch.randn(outer, 2) * 0.3}
+    return found
+
+
+LAYERS = layers()
+FORMS = {
+    "traced": traced,
+    "adapted": adapted,
+    "slots": lambda: adapted(2),
+    "fused": lambda: fxplug.lower(adapted(), fuse="fused"),
+    "blas": lambda: fxplug.lower(adapted(), fuse="blas"),
+    "fused slots": lambda: fxplug.lower(adapted(2), fuse="fused"),
+    "folded": lambda: fxplug.lower(adapted(), merge=True, fuse="fused"),
+    "live": lambda: fxplug.lower(adapted(2), merge="live", fuse="fused"),
+    "outlined": lambda: fxplug.lower(adapted(), fuse=None, outline=["*"]),
+    "both": lambda: fxplug.lower(adapted(), fuse="fused", outline=["*"]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_accelerate_offloads_is_loaded_for_a_call(form, tmp_path):
+    made = FORMS[form]()
+    parts = ["", "1", "1.a", *(["lora"] if hasattr(made, "lora") else [])]
+    with torch.no_grad():
+        want = made(X)
+        for n, (part, disk) in enumerate((part, disk) for part in parts for disk in (False, True)):
+            module = copy.deepcopy(made)
+            place = module.get_submodule(part)
+            disk_offload(place, tmp_path / str(n), CPU) if disk else cpu_offload(place, CPU)
+            assert all(p.is_meta for p in place.parameters())
+            for _ in range(2):
+                torch.testing.assert_close(module(X), want, rtol=1e-5, atol=1e-6, msg=f"'{part}' {disk}")
+            remove_hook_from_submodules(module)
+            torch.testing.assert_close(module(X), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["fused", "blas", "fused slots"])
+def test_fused_layers_refuse_weights_without_values(form):
+    for part in ("0.a", "0.b", "lora"):
+        module = FORMS[form]()
+        module.get_submodule(part).to("meta")
+        with pytest.raises(SpecError, match=r"a fused layer reads a tensor \[\d+, \d+\] on the meta device.*input on cpu"):
+            module(X)
+    whole = copy.deepcopy(FORMS[form]()).to("meta")
+    assert whole(X.to("meta")).is_meta
+
+
+def test_operators_refuse_weights_without_values():
+    x, down, up, bias = torch.randn(4, 16), torch.randn(2, 16), torch.randn(8, 2), torch.randn(8)
+    weight = torch.empty(8, 16, device="meta")
+    ops, scale = torch.ops.fxplug, torch.tensor(1.0)
+    calls = {
+        "product": lambda x, w: ops.product(x, w, bias.to(w.device)),
+        "lora": lambda x, w: ops.lora(x, w, None, down.to(w.device), up.to(w.device), scale),
+        "lora_and_hidden": lambda x, w: ops.lora_and_hidden(x, w, None, down.to(w.device), up.to(w.device), scale)[0],
+        "bank": lambda x, w: ops.bank(x, w, None, down.to(w.device), up.to(w.device), torch.ones(4, 2), 1, 0),
+    }
+    for call in calls.values():
+        assert call(x.to("meta"), weight).is_meta
+        with pytest.raises(SpecError, match=r"a tensor \[8, 16\] on the meta device"):
+            call(x, weight)
+    assert calls["product"](x, weight.new_ones(8, 16, device="cpu")).shape == (4, 8) and library.ONEDNN is not None
+
+
+@pytest.mark.parametrize("form", ["slots", "fused slots", "live"])
+def test_adapters_are_not_changed_where_it_would_be_lost(form):
+    module = FORMS[form]()
+    want = module(X)
+    cpu_offload(module, CPU)
+    with pytest.raises(SpecError, match="the slots are on the meta device .*accelerate has offloaded it"):
+        module.adapters.load("ink", {key: value * 2 for key, value in LAYERS.items()}, replace=True)
+    remove_hook_from_submodules(module)
+    module.adapters.use("ink")
+    torch.testing.assert_close(module(X), want)
+
+
+def test_a_part_of_live_weights_is_not_changed_where_it_would_be_lost():
+    module = FORMS["live"]()
+    cpu_offload(module[1], CPU)
+    with pytest.raises(SpecError, match="on the meta device"):
+        module.adapters.use(None)
+
+
+@pytest.mark.parametrize("merge", ["fold", "auto"])
+def test_offloaded_weights_are_not_merged(merge):
+    module = adapted()
+    cpu_offload(module[1], CPU)
+    with pytest.raises(SpecError, match=rf"merge='{merge}' computes weights, and accelerate has offloaded"):
+        fxplug.lower(module, merge=merge)
+
+
+HOOKS = {
+    "forward": lambda layer: layer.register_forward_hook(lambda part, args, out: out * 2),
+    "forward pre": lambda layer: layer.register_forward_pre_hook(lambda part, args: args),
+    "backward": lambda layer: layer.register_full_backward_hook(lambda *_: None),
+    "backward pre": lambda layer: layer.register_full_backward_pre_hook(lambda *_: None),
+    "weight norm": lambda layer: weight_norm(layer),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_hooks_act_or_are_an_error(form):
+    module = FORMS[form]()
+    want, refused = module(X), 0
+    for path, layer in list(module.named_modules()):
+        if type(layer).__name__ not in ("Linear", "Lora", "LayerNorm"):
+            continue
+        try:
+            handle = HOOKS["forward"](layer)
+        except SpecError as error:
+            assert f"a hook on '{path}' has no effect: no graph calls this layer any more" in str(error)
+            refused += 1
+            continue
+        assert form == "slots" and ".Lora." in path or not torch.equal(module(X), want), path
+        handle.remove()
+    assert bool(refused) == (form in ("fused", "blas", "fused slots", "folded", "live", "both"))
+
+
+@pytest.mark.parametrize("form", ["fused", "both"])
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_what_no_graph_calls_is_not_hooked(form, copied, hook):
+    module = FORMS[form]()
+    source, want = module.meta["source"], module(X)
+    again = copy.deepcopy(module) if copied else module
+    with pytest.raises(SpecError, match=r"a hook on '1\.a' has no effect.*hook it before that"):
+        HOOKS[hook](again[1].a)
+    if hook != "weight norm":  # which has taken the weight apart by then
+        assert torch.equal(again(X), want)
+    HOOKS[hook](source[1].a)  # those of the source go on to work
+
+
+@pytest.mark.parametrize("kind", ["dora", "vera", "ia3"])
+def test_hooks_beside_a_pass_that_reads_weights(kind):
+    plain = traced()
+    new = fxplug.apply(plain, fxplug.load_pass(kind, at="1.a"))
+    for module in (new, fxplug.remove(new, kind)):  # which leaves the layer's code in the graph
+        calls = any(node.target == "1.a" for node in module.graph.find_nodes(op="call_module"))
+        assert calls == (kind != "dora")
+        if calls:
+            HOOKS["forward"](module[1].a)
+            assert not torch.equal(module(X), plain(X))
+        else:
+            with pytest.raises(SpecError, match=r"a hook on '1\.a' has no effect"):
+                HOOKS["forward"](module[1].a)
+    HOOKS["forward"](plain[1].a)
+
+
+def test_what_reads_weights_reads_them_anew():
+    module = FORMS["fused"]()
+    want = module(X)
+    module[1].a.weight = nn.Parameter(module[1].a.weight * 2)
+    assert not torch.allclose(module(X), want)
+    parametrize.register_parametrization(module[2].a, "weight", nn.Identity())
+    again = copy.deepcopy(module)
+    assert torch.equal(again(X), module(X))
