@@ -11,6 +11,7 @@ import os
 import resource
 import shutil
 import threading
+import warnings
 from pathlib import Path
 
 import exports_made
@@ -663,3 +664,33 @@ def test_the_seal_is_metadata_for_every_reader_of_onnx(made):
     entries = {entry.key: entry.value for entry in onnx.load_from_string(data).metadata_props}
     assert entries["fxplug.sha256"] == hashlib.sha256(data[: -len(sealed(b""))]).hexdigest() and METADATA in entries
     assert str(Path(fxplug.__file__).parent.parent) not in data.decode("latin1")  # nothing of the machine
+
+
+class Masked(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.q, self.o, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
+
+    def forward(self, x, mask):
+        if self.kind == "softmax":
+            scores = (x @ x.transpose(-1, -2)).masked_fill(~mask[:, None], torch.finfo(x.dtype).min)
+            return self.o(scores.softmax(-1) @ x)
+        x = self.q(x)[:, None]
+        return self.o(nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask[:, None, None])[:, 0])
+
+
+@pytest.mark.parametrize("kind", ["attention", "softmax"])
+def test_a_sample_that_sees_nothing_is_tried(kind, tmp_path):
+    torch.manual_seed(0)
+    net, x, mask = Masked(kind).eval(), torch.randn(3, 5, 8), torch.ones(3, 5, dtype=torch.bool)
+    gm = fxplug.trace(net, (x, mask))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exported = fxplug.export(gm, tmp_path / "masked.onnx", (x, mask), to="onnx")
+    model = fxplug.load_onnx(tmp_path / "masked.onnx")
+    torch.testing.assert_close(torch.as_tensor(model(x, mask)), net(x, mask))
+    mask[1] = False
+    equal = torch.allclose(torch.as_tensor(model(x, mask)), net(x, mask), atol=1e-5)
+    said = [str(w.message) for w in caught if "nothing but False in 'mask'" in str(w.message)]
+    assert bool(said) is not equal and equal is (kind == "softmax")
+    assert equal or any(said[0] in note for note in exported.notes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from ..core.errors import FxplugError, shown
 from ..core.ir.containers import difference, leaves, map_leaves
 from .aoti_writer import CompileRefused, Unfit, refusing
 from .onnx_file import INSTALL
-from .onnx_model import load_onnx
+from .onnx_model import OnnxModel, load_onnx
 
 CLOSE = 10  # so many times what rounding may change within a model is more than rounding, and less than another weight
 
@@ -36,7 +38,8 @@ def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list
 
     args, kwargs = map_leaves(program.example_inputs, lambda t, _: t.cpu())
     try:
-        out = load_onnx(file)(*args, **kwargs)
+        model = load_onnx(file)
+        out = model(*args, **kwargs)
     except FxplugError as error:
         what = str(error).replace(file, "it")
         if "NOT_IMPLEMENTED" in what:  # another of its providers may have what the CPU's lacks
@@ -54,7 +57,52 @@ def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list
             "torch.onnx: export to aoti or pt2"
         )
     random = ", which draws random numbers" if drawn else ""
-    return [f"onnxruntime {onnxruntime.__version__} differs from the module{random} by {most} at most, on the example inputs"]
+    notes = [f"onnxruntime {onnxruntime.__version__} differs from the module{random} by {most} at most, on the example inputs"]
+    return notes if drawn else notes + _try_masked(model, program.example_inputs, module, len(said))
+
+
+def _try_masked(model: OnnxModel, inputs: Any, module: nn.Module, conditions: int) -> list[str]:
+    """A note and a warning where a model computes something else for a sample with nothing but False in a tensor of booleans.
+
+    Attention that sees nothing is what torch's kernels and those of ONNX give different values for.
+    """
+    found = []
+    tensors = [value for value in leaves(inputs) if isinstance(value, torch.Tensor)]
+    for place, (tensor, name) in enumerate(zip(tensors, model.manifest["inputs"], strict=False)):
+        if tensor.dtype != torch.bool or not tensor.numel():
+            continue
+        masked = _masked(inputs, place)
+        try:
+            wanted = _called(module, masked)
+        except Exception:  # a call that the module itself does not take
+            continue
+        if not all(bool(holds) for holds in wanted[len(wanted) - conditions :]):
+            continue
+        args, kwargs = map_leaves(masked, lambda t, _: t.cpu())
+        out = [value for value in leaves(model(*args, **kwargs)) if isinstance(value, torch.Tensor)]
+        apart = [difference(b.cpu(), a, within=True) for a, b in zip(out, wanted, strict=False)]
+        if any(gap.times > CLOSE for gap in apart):
+            most = f"{max(gap.distance for gap in apart):.1e}"
+            found.append(
+                f"it differs from the module by {most} where a sample has nothing but False in '{name}': torch and ONNX "
+                "compute attention that sees nothing differently, so give no such sample, or export to aoti or pt2"
+            )
+            warnings.warn(found[-1], stacklevel=2)
+    return found
+
+
+def _masked(inputs: Any, place: int) -> Any:
+    """Inputs with one of their tensors False in its first sample, of several, or everywhere."""
+    places = count()
+
+    def masked(tensor: torch.Tensor, _: Any) -> torch.Tensor:
+        if next(places) != place:
+            return tensor
+        new = tensor.clone()
+        (new[0] if new.dim() > 1 else new).fill_(False)
+        return new
+
+    return map_leaves(inputs, masked)
 
 
 def _called(module: nn.Module, inputs: Any) -> list[torch.Tensor]:
