@@ -17,6 +17,9 @@ from fxplug.core.ir.containers import unlike
 
 # torch says that it is slow where it is not compiled
 pytestmark = [pytest.mark.filterwarnings("ignore:flex_attention called"), pytest.mark.filterwarnings("ignore:return_lse is")]
+if torch.__version__ < "2.14":  # whose own compiler warns of its own code
+    warns = ("Dynamo does not know how to trace the builtin", "<class 'torch.autograd.function.Function'> should not be")
+    pytestmark += [pytest.mark.filterwarnings(f"ignore:{text}") for text in warns]
 
 
 class Heads(nn.Module):
