@@ -22,6 +22,9 @@ if torch.__version__ < "2.14":  # whose own compiler warns of its own code
     pytestmark += [pytest.mark.filterwarnings(f"ignore:{text}") for text in warns]
 
 
+BROKEN = "after an error within flex_attention, torch 2.13 fails in every later call of it that is not compiled"
+
+
 class Heads(nn.Module):
     """Attention of two heads, with what `attend` makes of it."""
 
@@ -217,10 +220,13 @@ def test_what_a_graph_cannot_follow_is_refused_and_a_leaf_does_it(make: Callable
     model, x = Own(make).eval(), torch.randn(1, 2, 16, 8)
     with pytest.raises(fxplug.TraceError, match=words):
         fxplug.trace(model, (x,))
+    if torch.__version__ < "2.14":
+        pytest.skip(BROKEN)
     gm = fxplug.trace(model, (x,), leaf=["inner"], real=True)
     assert torch.equal(gm(x), model(x))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.14", reason=BROKEN)
 def test_a_model_of_diffusers_that_makes_its_mask_in_forward() -> None:
     case = next(c for c in zoo.cases() if c.name == "diffusers/AnyFlowFARTransformer3DModel")
     model = case.build().eval()
