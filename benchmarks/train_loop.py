@@ -27,11 +27,11 @@ from skimage import data
 from torch.utils.data import Dataset
 
 import fxplug
+from fxplug.compat.everydream.plugins import LoadedPlugins
 from fxplug.core.spec.train_section import Data
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.optimizer_step import Stepper
-from fxplug.training.plugins import Plugins
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH = 64 if DEVICE == "cuda" else 8
@@ -144,7 +144,7 @@ def loading(folder: Path, workers: int, wait: float = 0.0) -> float:
 
 def calling(plugins: list[Any], count: int = 200) -> float:
     """Seconds that the hooks of one step take."""
-    called = Plugins(plugins)
+    called = LoadedPlugins(plugins)
     called.common = {"module": None, "project_name": "", "log_folder": Path(), "data_root": None}
     taken = []
     for step in range(count):

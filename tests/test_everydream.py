@@ -18,12 +18,12 @@ from sweeps import sweep
 
 import fxplug
 from fxplug.compat.everydream import BasePlugin
+from fxplug.compat.everydream.plugins import LoadedPlugins
+from fxplug.compat.everydream.state import Optimizers
 from fxplug.core.errors import TrainError
 from fxplug.core.spec.train_section import Data
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
-from fxplug.training.plugin_state import Optimizers
-from fxplug.training.plugins import Plugins
 
 THEIRS = checkout_of("doc/PLUGINS.md")
 theirs = pytest.mark.skipif(not THEIRS.is_dir(), reason="SEEDS names no folder with a checkout of EveryDream2trainer")
@@ -313,7 +313,7 @@ def test_the_image_is_seen_before_its_caption(tmp_path):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
         (folder / f"{number}.txt").write_text("a square")
     spec = Data(images=str(folder), captions="required", size=8)
-    batches = Loader(open_items(spec, tmp_path), spec, 1, hooks=Plugins([Order])).epoch(0)
+    batches = Loader(open_items(spec, tmp_path), spec, 1, hooks=LoadedPlugins([Order])).epoch(0)
     captions = [caption for batch in batches for caption in batch["caption"]]
     assert calls == ["image", "caption"] * 3 and captions == [f"a square after {n}" for n in (2, 4, 6)]
 
@@ -362,7 +362,7 @@ def test_modules_beside_those_of_the_trainer_are_the_users_own(tmp_path, monkeyp
         "class A:\n    def transform_caption(self, caption):\n        return f'{WORD} {clean_filename(caption)}'\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert Plugins(["plugins.a.A"]).transform_caption("cat!") == "own cat"
+    assert LoadedPlugins(["plugins.a.A"]).transform_caption("cat!") == "own cat"
 
 
 # its own

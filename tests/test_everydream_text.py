@@ -169,7 +169,7 @@ def test_a_word_is_learnt(pictures, tmp_path):
     how = {"text": EMBEDDINGS, "passes": [], "train__weight_decay": 0.0, "train__ema": 0.9}
     run = draw(pictures, tmp_path / "run", "test_everydream_text:Word", **how)
     (plugin,) = run.trainer.plugins._plugins.values()
-    after = run.trainer.plugin_state.text_encoder.get_input_embeddings().weight.detach()
+    after = run.trainer.plugins.state.text_encoder.get_input_embeddings().weight.detach()
     changed = (after != plugin.before).any(1).nonzero().flatten().tolist()
     assert changed == [plugin.number]
     assert torch.load(tmp_path / "run/module/word.bin").equal(after[plugin.number])
@@ -191,7 +191,7 @@ def test_its_textual_inversion_learns_a_word(pictures, tmp_path):
     # it puts back the words of each batch: with momentum, those of earlier batches move on, there as here
     run = draw(pictures, tmp_path / "run", name, text=EMBEDDINGS, train__optimizer="sgd")
     (plugin,) = run.trainer.plugins._plugins.values()
-    after = run.trainer.plugin_state.text_encoder.get_input_embeddings().weight.detach()
+    after = run.trainer.plugins.state.text_encoder.get_input_embeddings().weight.detach()
     changed = (after != plugin.original_text_embeddings).any(1).nonzero().flatten().tolist()
     assert changed == plugin.training_token_ids and after[changed[0]].isfinite().all()
     (saved,) = torch.load(tmp_path / "run/module/textual_inversions/hat.bin").values()

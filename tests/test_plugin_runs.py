@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 
 import fxplug
 from fxplug.compat.everydream import BasePlugin
+from fxplug.compat.everydream.hooks import OFFERED
 from fxplug.core.errors import SpecError
-from fxplug.training.plugin_hooks import OFFERED
 
 
 class Captioned(Dataset):

@@ -10,9 +10,9 @@ from sweeps import sweep
 from torch.utils.data import DataLoader, Dataset
 
 from fxplug.compat.everydream import BasePlugin
+from fxplug.compat.everydream.hooks import OFFERED
+from fxplug.compat.everydream.plugins import LoadedPlugins
 from fxplug.core.errors import SpecError, TrainError
-from fxplug.training.plugin_hooks import OFFERED
-from fxplug.training.plugins import Plugins
 
 COMMON = {"project_name": "run", "log_folder": "out/run", "data_root": "photos", "ed_state": None}
 # the quick example of its document, word for word
@@ -74,11 +74,11 @@ def test_plugins_chain_in_the_written_order(folder):
             return caption + more
 
     tags = "plugins.example_plugin.ShuffleTags"
-    assert Plugins([tags]).transform_caption("cat, a, b") == "cat, b, a"
-    assert Plugins([tags, Upper, AddMore]).transform_caption("cat, a, b") == "CAT, B, A, More"
-    assert Plugins([AddMore, Upper, tags]).transform_caption("cat, a, b") == "CAT, MORE, B, A"
-    assert Plugins([]).transform_caption("cat") == "cat"
-    assert Plugins([Upper]).transforms and not Plugins([type("Empty", (BasePlugin,), {})]).transforms
+    assert LoadedPlugins([tags]).transform_caption("cat, a, b") == "cat, b, a"
+    assert LoadedPlugins([tags, Upper, AddMore]).transform_caption("cat, a, b") == "CAT, B, A, More"
+    assert LoadedPlugins([AddMore, Upper, tags]).transform_caption("cat, a, b") == "CAT, MORE, B, A"
+    assert LoadedPlugins([]).transform_caption("cat") == "cat"
+    assert LoadedPlugins([Upper]).transforms and not LoadedPlugins([type("Empty", (BasePlugin,), {})]).transforms
 
 
 def test_a_plugin_takes_any_part_of_the_data():
@@ -95,7 +95,7 @@ def test_a_plugin_takes_any_part_of_the_data():
         def on_training_end(self):
             seen.update(over=True)
 
-    call(Plugins([Some]), "on_step_end", "on_epoch_end", "on_training_end")
+    call(LoadedPlugins([Some]), "on_step_end", "on_epoch_end", "on_training_end")
     assert seen["epoch"] == 1 and seen["ended"] == 1 and seen["over"]
     assert seen["rest"].keys() == set(OFFERED["on_step_end"]) - {"loss", "lr", "epoch"}
 
@@ -109,8 +109,8 @@ def test_beside_the_configuration_comes_before_the_working_folder(folder):
     (other / "plugins" / "my_plugin.py").write_text(DOCUMENT.replace("epoch number", "beside"))
     (other / "alone.py").write_text(DOCUMENT)
     before = list(sys.path)
-    near = Plugins(["plugins.my_plugin.MyPlugin", "plugins.example_plugin.Gamma", "alone:MyPlugin"], base=other)
-    far = Plugins(["plugins.my_plugin.MyPlugin"])
+    near = LoadedPlugins(["plugins.my_plugin.MyPlugin", "plugins.example_plugin.Gamma", "alone:MyPlugin"], base=other)
+    far = LoadedPlugins(["plugins.my_plugin.MyPlugin"])
     assert sys.path == before
     assert type(of(near)) is not type(of(far))
     files = [sys.modules.get(type(of(plugins)).__module__).__file__ for plugins in (far,)]
@@ -128,7 +128,7 @@ def test_two_configurations_in_one_process_have_their_own_modules(tmp_path, monk
             "from plugins.plugins import BasePlugin\nfrom words import WORD\n"
             "class Mine(BasePlugin):\n    def transform_caption(self, caption):\n        return f'{WORD} {caption}'\n"
         )
-        loaded.append(Plugins(["plugins.mine.Mine"], base=tmp_path / name))
+        loaded.append(LoadedPlugins(["plugins.mine.Mine"], base=tmp_path / name))
     assert [p.transform_caption("cat") for p in loaded] == ["one cat", "two cat"]
     assert issubclass(type(of(loaded[0])), BasePlugin)
     assert pickle.loads(pickle.dumps(loaded[1])).transform_caption("cat") == "two cat"  # and can be sent to a worker
@@ -136,7 +136,7 @@ def test_two_configurations_in_one_process_have_their_own_modules(tmp_path, monk
 
 def test_a_plugins_package_with_an_init_file(folder):
     (folder / "plugins" / "__init__.py").write_text("")
-    assert Plugins(["plugins.example_plugin.ShuffleTags"]).transform_caption("a, b, c") == "a, c, b"
+    assert LoadedPlugins(["plugins.example_plugin.ShuffleTags"]).transform_caption("a, b, c") == "a, c, b"
 
 
 # what may be wrong
@@ -144,7 +144,7 @@ def test_a_plugins_package_with_an_init_file(folder):
 
 def error(spec, **more):
     with pytest.raises(SpecError) as info:
-        Plugins(["plugins.my_plugin.MyPlugin", spec], **more)
+        LoadedPlugins(["plugins.my_plugin.MyPlugin", spec], **more)
     assert info.value.path[:3] == ("train", "plugins", 1)
     return info.value.finding
 
@@ -176,13 +176,13 @@ def test_classes_that_cannot_be_made():
 
     def finding(spec):
         with pytest.raises(SpecError) as info:
-            Plugins([spec])
+            LoadedPlugins([spec])
         return info.value.finding
 
     assert finding((Options, {"colour": 1})) == "Options has no option 'colour' (did you mean 'color'?); it takes color, size"
     assert finding(Options) == "Options needs the option 'color'"
     assert finding({Options: {"color": "none"}}) == "Options cannot be built: ValueError: no such colour"
-    assert Plugins([{Options: {"color": "red"}}, Options("blue")])
+    assert LoadedPlugins([{Options: {"color": "red"}}, Options("blue")])
 
 
 def made(**methods):
@@ -191,7 +191,7 @@ def made(**methods):
 
 def finding(**methods):
     with pytest.raises(SpecError) as info:
-        Plugins([made(**methods)])
+        LoadedPlugins([made(**methods)])
     return info.value.finding
 
 
@@ -201,8 +201,9 @@ def test_hooks_that_do_not_exist():
     assert "no hook is called 'transform_captions'" in finding(transform_captions=lambda self, caption: caption)
     assert "Mine is not a plugin: it has none of the methods on_model_load" in finding(run=lambda self: None)
     with pytest.raises(SpecError, match="no hook is called 'on_step_stop'"):
-        Plugins([type("Mine", (BasePlugin,), {"on_step_stop": lambda self, **kwargs: None})])
-    assert Plugins([type("Empty", (BasePlugin,), {}), made(on_gpu=True, on_epoch_end=lambda self: None)])  # a value is no hook
+        LoadedPlugins([type("Mine", (BasePlugin,), {"on_step_stop": lambda self, **kwargs: None})])
+    value = made(on_gpu=True, on_epoch_end=lambda self: None)  # which is no hook
+    assert LoadedPlugins([type("Empty", (BasePlugin,), {}), value])
 
 
 def test_arguments_that_a_hook_does_not_offer():
@@ -229,8 +230,8 @@ def test_hooks_that_would_never_run():
 def test_a_transform_that_returns_something_else(given):
     plugin = made(transform_caption=lambda self, caption: given)
     with pytest.raises(TrainError, match="plugin Mine raised in transform_caption: TypeError: it returned .* return a str"):
-        Plugins([plugin]).transform_caption("cat")
-    plugins = Plugins([plugin], on_error="continue")
+        LoadedPlugins([plugin]).transform_caption("cat")
+    plugins = LoadedPlugins([plugin], on_error="continue")
     plugins.note = str
     assert plugins.transform_caption("cat") == "cat"
 
@@ -253,7 +254,7 @@ class Captions(Dataset):
 def test_plugins_in_worker_processes(folder, method):
     with open(folder / "log", "w") as file:
         keeps = made(on_epoch_end=lambda self: None)
-        plugins = Plugins(["plugins.example_plugin.ShuffleTags", keeps])
+        plugins = LoadedPlugins(["plugins.example_plugin.ShuffleTags", keeps])
         of(plugins, 1).file = file  # does not transform, so it need not be sent
         loader = DataLoader(Captions(plugins), num_workers=1, batch_size=2, multiprocessing_context=method)
         assert [caption for batch in loader for caption in batch] == [f"cat {index}, b, a" for index in range(4)]
@@ -263,4 +264,4 @@ def test_plugins_in_worker_processes(folder, method):
 
 def test_a_plugin_that_cannot_be_sent_to_a_worker():
     with pytest.raises(TrainError, match="plugin Mine cannot be sent to worker processes.*set 'workers' of the data to 0"):
-        pickle.dumps(Plugins([made(transform_caption=lambda self, caption: caption)]))
+        pickle.dumps(LoadedPlugins([made(transform_caption=lambda self, caption: caption)]))

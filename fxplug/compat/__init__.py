@@ -4,4 +4,6 @@ from ..core.extensions import Extension
 
 HCP = Extension(name="hcp", verbs={"convert": "fxplug.compat.verbs:convert"})
 ZHIJIAN = Extension(name="zhijian", names={"blitz": "fxplug.compat.zhijian.blitz:blitz"})
-EVERYDREAM = Extension(name="everydream", bases=("training",))
+EVERYDREAM = Extension(
+    name="everydream", bases=("training",), hooks={"training_plugins": "fxplug.compat.everydream.plugins:LoadedPlugins"}
+)

@@ -23,9 +23,9 @@ from ..core.spec.train_section import Data
 from ..reporting.reports import report
 from .checkpoint import newest
 from .data.loader import Loader
-from .data.sources import match_test_items, open_items
+from .data.sources import open_items
 from .distributed import check_agreement, gathered, launched
-from .plugins import Plugins
+from .plugins import load_plugins
 from .run_folder import RunFolder
 from .shared_samples import share
 from .tasks.conditioning import ENCODER
@@ -88,7 +88,7 @@ def train(
             check = RunFolder(folder, config.train.save, warnings.warn).check
             check(resumes=start is not None and start.is_relative_to(folder))
         task = make_task(config.train.task)
-        plugins = Plugins(config.train.plugins, base=config.base, on_error=config.train.on_plugin_error)
+        plugins = load_plugins(config.train.plugins, base=config.base, on_error=config.train.on_plugin_error)
         rank, world = share(accelerator, config.train)
         common: dict[str, Any] = {"seed": config.seed, "rank": rank, "world": world, "batch": config.train.batch}
         hooks = plugins if plugins.transforms else None
@@ -96,8 +96,7 @@ def train(
         tests: Data | None = config.data.test
         test = None
         if tests is not None:
-            found_tests = match_test_items(open_items(tests, config.base, test=True), data.items)
-            test = Loader(found_tests, tests, train=False, **common)
+            test = Loader(open_items(tests, config.base, test=True), tests, train=False, **common)
         checked = config.verify and accelerator.is_main_process
         result = rewrite(config, verify=checked, progress=progress, compile=False)
         remember(result)

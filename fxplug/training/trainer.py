@@ -22,7 +22,8 @@ from ..lowerings.frozen_norms import HeldBuffers, frozen_buffers
 from ..lowerings.regions.submodules import originals
 from .checkpoint import newest
 from .checks import check_batches, check_samples, check_used, choose_precision
-from .data.loader import too_many
+from .data.loader import Loader, too_many
+from .data.sources import match_test_items
 from .data.wrapped_loader import loader_of
 from .diagnosis import check_fits, without_gradient
 from .distributed import check_agreement, gathered, launched, prepared, set_mode
@@ -38,12 +39,10 @@ from .param_groups import (
     choose,
     frozen_names,
     make_optimizer,
-    optimizer_config,
     rewritten_parts,
     trained_beside,
 )
-from .plugin_state import Optimizers, TrainBatch, TrainingState, plugin_batch
-from .plugins import Plugins
+from .plugins import Plugins, load_plugins
 from .progress import Progress
 from .random_draws import Draws, mixed, preserve_random_state, read_random_state, seeded
 from .run_folder import RunFolder
@@ -109,7 +108,7 @@ class Trainer:
         self.first = self.accelerator.is_main_process
         if not isinstance(plugins, Plugins):
             specs = self.settings.plugins if plugins is None else plugins
-            plugins = Plugins(specs, base=base, on_error=self.settings.on_plugin_error)
+            plugins = load_plugins(specs, base=base, on_error=self.settings.on_plugin_error)
         self.plugins = plugins
         self.groups = choose(module, self.settings, others=self.task.trains)
         place = self.accelerator.device
@@ -120,6 +119,8 @@ class Trainer:
         common: dict[str, Any] = {"batch": self.settings.batch, "seed": seed, "rank": self.rank, "world": self.world}
         self.data = loader_of(data, train=True, hooks=self.plugins if self.plugins.transforms else None, **common)
         self.tests = None if test is None else loader_of(test, train=False, hooks=None, **common)
+        if isinstance(self.data, Loader) and isinstance(self.tests, Loader):
+            match_test_items(self.tests.items, self.data.items)
         for key in ("patience", "best"):
             if getattr(self.settings.test, key) and not (self.tests and self.settings.test.every):
                 raise TrainError(f"test.{key} compares tests: set test.every, and the test data ('test' in the section data)")
@@ -129,13 +130,7 @@ class Trainer:
         set_up_task(self.task, module, self.data, self.tests, name=self.settings.task.name, **where)
         self.parts = rewritten_parts(module, self.task)
         self._check_first_batch()  # before plugins see the module, which may hook it
-        self.plugin_state = TrainingState(
-            train_batch=TrainBatch(self.data, self.task),
-            unet=module,
-            write_checkpoint=lambda path: self.outputs.keep_at(path),
-            **self.task.parts(),
-        )
-        self._tell_of_the_model()
+        self.plugins.begin(self)
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
         if not self.groups:
             raise TrainError("nothing trains: no pass of the module or of the text encoder has parameters that train")
@@ -163,25 +158,6 @@ class Trainer:
             watch=self.watch,
             plugins=self.plugins,
             out=self.out,
-        )
-
-    def _tell_of_the_model(self) -> None:
-        """What plugins get in all hooks, and the first hook: before the module is lowered, so that its hooks are kept."""
-        folder = self.out or Path.cwd()
-        self.plugins.common = {
-            "module": self.module,
-            "project_name": folder.absolute().name,
-            "log_folder": str(folder),
-            "data_root": self.data.root,
-            "ed_state": self.plugin_state,
-        }
-        self.plugins.call(
-            "on_model_load",
-            config=self.config,
-            optimizer_config=optimizer_config(self.task, self.settings),
-            resume_ckpt=self.task.encoder and self.task.encoder.source,
-            disable_unet_training=not self.groups,
-            disable_textenc_training=not self.task.trains,
         )
 
     def _first_batch(self) -> tuple[Batch | None, Draws]:
@@ -241,7 +217,7 @@ class Trainer:
         steps, per_epoch = self.steps, self.progress.per_epoch
         self.schedule = RateSchedule(made, self.settings.scheduler, steps, per_epoch, given=scheduler)
         self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
-        self.plugin_state.optimizer = Optimizers(self.optimizer, self.plugin_state.text_encoder)
+        self.plugins.begin_steps(self.optimizer)
         self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
         self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
         buffers = buffers_of(self.parts) if self.sharded is None else buffers_of_sharded(self.sharded)
@@ -366,9 +342,8 @@ class Trainer:
         batches = self.data.epoch(progress.epoch, start=progress.done)
         before = time.perf_counter()
         while progress.done < progress.batches and progress.step < self.steps and not self.take_step.stop:
-            taken = [self.moved(batch) for batch in itertools.islice(batches, progress.next_batches())]
-            if any(self.plugins.has(hook) for hook in ("on_step_start", "on_backpropagation", "on_step_end")):
-                taken = [plugin_batch(batch, self.task) for batch in taken]
+            following = itertools.islice(batches, progress.next_batches())
+            taken = [self.plugins.see_batch(self.moved(batch)) for batch in following]
             record = self._step(taken)
             after = time.perf_counter()
             self._after({**record, "seconds": after - before}, taken[-1])

@@ -1,6 +1,6 @@
 """What plugins hold of a run, under the names that EveryDream2trainer's train.py has: its state, and the batch.
 
-Where a run loads its plugins, `from train import ...` gives this module (see fxplug/training/plugin_loader.py).
+Where a run loads its plugins, `from train import ...` gives this module (see fxplug/compat/everydream/loader.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import did_you_mean
-from .tasks.task import Task
+from ...core.errors import did_you_mean
+from ...training.tasks.task import Task
 
 
 class Optimizers:
@@ -134,7 +134,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
-def plugin_batch(batch: dict[str, Any], task: Task) -> dict[str, Any]:
+def batch_for_plugins(batch: dict[str, Any], task: Task) -> dict[str, Any]:
     """A batch with what EveryDream2trainer's has: `captions`, `tokens` [b, n] where the task has a text encoder, `loss_scale`
     [b] and `runt_size`, 0, as no sample is there twice to fill it up. The loss adds `timesteps` [b]."""
     image = batch.get("image")

@@ -15,21 +15,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from ..core.errors import SpecError, did_you_mean
-from ..core.spec.pass_file import import_target
-from ..core.spec.train_section import Use
-from ..core.spec.yaml_source import shown
-from .plugin_hooks import OFFERED, BasePlugin
-from .tasks.task import construct
+from ...core.errors import SpecError, did_you_mean
+from ...core.spec.pass_file import import_target
+from ...core.spec.train_section import Use
+from ...core.spec.yaml_source import shown
+from ...training.tasks.task import construct
+from .hooks import OFFERED, BasePlugin
 
 PREFIXES = ("on_", "transform_", "modify_")
 CHAINED = PREFIXES[1:]  # hooks that are given one value and give it back, changed or not
 # modules of EveryDream2trainer's that plugins import from, and what stands in for them while they are imported
 STAND_INS = {
-    "plugins.plugins": "fxplug.training.plugin_hooks",
-    "train": "fxplug.training.plugin_state",
-    "utils.sample_generator": "fxplug.training.plugin_state",
-    "colorama": "fxplug.training.plugin_state",  # where it is not installed
+    "plugins.plugins": "fxplug.compat.everydream.hooks",
+    "train": "fxplug.compat.everydream.state",
+    "utils.sample_generator": "fxplug.compat.everydream.state",
+    "colorama": "fxplug.compat.everydream.state",  # where it is not installed
 }
 SHARED = ("plugins", "utils", "train")  # names that others may have imported already
 

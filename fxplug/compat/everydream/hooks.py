@@ -8,7 +8,7 @@ before, the same at the start and the end of a step. `batch` is the dict that is
 changes in it before the forward pass is what the model sees.
 
 Hooks that begin with `on_` also get COMMON: `project_name` (the name of the output folder), `log_folder` (its path, as text),
-`data_root` (the folder of the training data) and `ed_state` (see fxplug/training/plugin_state.py). A new hook is a line of
+`data_root` (the folder of the training data) and `ed_state` (see fxplug/compat/everydream/state.py). A new hook is a line of
 OFFERED, a method of BasePlugin, and one `plugins.call("its_name", ...)` where it happens.
 """
 
