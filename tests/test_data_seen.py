@@ -15,6 +15,7 @@ import processes
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import fxplug
@@ -434,6 +435,20 @@ def test_a_data_set_of_numbers_is_not_matched_with_names(tmp_path):
         match_test_items(loader_of(Own(), 1).items, train)
     named = loader_of(Own(["a", "b"]), 1).items
     assert match_test_items(loader_of(Subset(Own(["a", "b"]), [0, 1]), 1).items, named).classes == ["a", "b"]
+
+
+def test_test_data_in_python_have_the_labels_of_the_training_data():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 3))
+    gm = fxplug.apply(fxplug.trace(model, (torch.randn(2, 3, 8, 8),)), fxplug.load_pass("lora", at="1", rank=2))
+
+    def trainer(*classes):
+        image = torch.zeros(3, 8, 8)
+        return fxplug.Trainer(gm, "classify", Own(["a", "b", "c"], image=image), Own(classes, image=image), batch=2, quiet=True)
+
+    made = trainer("b", "c")  # a data set of its own, that begins to count at its first class
+    assert next(made.tests.epoch(0))["label"].tolist() == [1, 1]
+    with pytest.raises(SpecError, match="the class 'd' is not among the 3 of the training data"):
+        trainer("a", "d")
 
 
 @pytest.mark.parametrize("label", [2, -1, 2**40])

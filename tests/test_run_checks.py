@@ -400,6 +400,29 @@ def test_other_dtypes_and_precisions():
         trainer(mixed, trainable=["head", "norm"])
 
 
+class Asks(nn.Module):
+    """Asks for the dtype of what a layer gives, as the upsamplers of diffusers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3 * 16 * 16, 16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        return self.second(x.relu() if x.dtype == torch.float32 else x * 2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_graph_that_does_not_hold_under_autocast_is_said_before_the_first_step(precision):
+    gm = fxplug.apply(fxplug.trace(Asks(), (torch.randn(8, 3, 16, 16),)), fxplug.load_pass("lora", at="first", rank=2))
+    if precision == "fp32":
+        trainer(gm)
+        return
+    text = r"does not hold under autocast \(precision: bf16\): (.|\n)*\(dtype: bfloat16\).*or take precision: fp32"
+    with pytest.raises(TrainError, match=text):
+        trainer(gm, precision="bf16")
+
+
 # --- the average of the weights
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, fx, nn
 
 from ..core.capture.fake_tensors import quiet
-from ..core.errors import SpecError, TrainError
+from ..core.errors import GuardError, SpecError, TrainError
 from ..core.ir.containers import leaves, map_leaves
 from ..core.ir.graph import without_edges
 from ..core.ir.traced_module import TracedModule
@@ -170,20 +171,27 @@ def check_fits(module: TracedModule, task: Task, batch: Mapping[str, Any], draws
         return
     given, inputs = inputs_by_name(module, args, kwargs), inputs_of(module)
     traced = {name: one for name, one in inputs.items() if one.shape is not None and isinstance(given.get(name), Tensor)}
-    if all(one.shape == tuple(given[name].shape) and one.dtype == given[name].dtype for name, one in traced.items()):
+    like = all(one.shape == tuple(given[name].shape) and one.dtype == given[name].dtype for name, one in traced.items())
+    if like and accelerator.mixed_precision == "no":
         return
-    failure = _failure(module, args, kwargs, accelerator)
+    failure = _failure(module, args, kwargs, accelerator.autocast())
     if failure is None:
         return
+    if isinstance(failure, GuardError) and _failure(module, args, kwargs, nullcontext()) is None:
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}[accelerator.mixed_precision]
+        raise TrainError(
+            f"the graph of this model does not hold under autocast (precision: {accelerator.mixed_precision}): {failure}\n  "
+            f"convert the model before the trace (dtype: {dtype}), what trains is float32 all the same; or take precision: fp32"
+        ) from failure
     for name, one in traced.items():
         given[name] = torch.empty(one.shape or (), dtype=one.dtype, device=given[name].device)
-    if _failure(module, (), given, accelerator) is None:  # else it is nothing about the batch
+    if _failure(module, (), given, accelerator.autocast()) is None:  # else it is nothing about the batch
         raise TrainError(misfit(failure, module, batch, args, kwargs)) from failure
 
 
-def _failure(module: TracedModule, args: Any, kwargs: Any, accelerator: Accelerator) -> Exception | None:
+def _failure(module: TracedModule, args: Any, kwargs: Any, autocast: AbstractContextManager[Any]) -> Exception | None:
     """What a call of the module raises, on fake tensors of the same geometry."""
-    with FakeTensorMode(allow_non_fake_inputs=True), swapped(module, empty), accelerator.autocast(), quiet():
+    with FakeTensorMode(allow_non_fake_inputs=True), swapped(module, empty), autocast, quiet():
         args, kwargs = map_leaves((args, kwargs), lambda t, _: empty(t) if isinstance(t, Tensor) else t)
         try:
             module(*args, **kwargs)
