@@ -101,11 +101,12 @@ def called(task: Task, batch: Mapping[str, Any], draws: Draws, accelerator: Acce
 
 def _check_draws(gm: TracedModule, plan: Plan, args: Any, kwargs: Any) -> None:
     """What draws random numbers must do so in the plan too, where the first process draws for all."""
+    graph = gm.graphs.get(plan.mode) or gm.graph
     with restore_state(gm):
-        drawn = walk(gm, gm.graphs.get(plan.mode) or gm.graph, bound(gm, args, kwargs)).random
+        drawn = walk(gm, graph, bound(gm, args, kwargs)).random
     known = {node.name for stage in plan.stages for node in stage.modes[plan.mode].walk.random}
-    for node in drawn:
-        if node.name not in known:
+    for node in graph.nodes:
+        if node in drawn and node.name not in known:
             raise SpecError(
                 f"'{node.name}' draws random numbers although the model is in evaluation, and processes that share a sample "
                 "would draw different ones: set its dropout to 0, or mode: train"
