@@ -200,7 +200,10 @@ def argument_names(module: nn.Module, count: int) -> list[str]:
 # objects that a model hands on to torch functions without looking into them
 OPAQUE = (torch.Generator,)
 USED_BY_CODE = ("torch", "slice", "inf", "nan", "NoneType")  # names in the code that FX writes
-CAN_BE_INPUTS = "only tensors, torch.Generator, plain values, and tuples, lists and dicts of them can be inputs of a graph"
+CAN_BE_INPUTS = (
+    "only tensors, torch.Generator, plain values, and tuples, lists and dicts of them can be inputs of a graph: call the model "
+    "without it, or trace the submodules that do not take it"
+)
 
 
 def run(recording: Recording, regions: RegionEdges, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -292,11 +295,11 @@ class _InputBinding:
         if not has_tensor(value) and kinds.isdisjoint(OPAQUE) and not (open_here and kinds & KINDS.keys()):
             if not _printable(value):
                 odd = next((x for x in leaves(value) if not isinstance(x, torch.Size) and type(x) not in PRINTABLE), value)
-                raise TraceError(f"argument '{name}' is {_described(value, odd)}: {CAN_BE_INPUTS}")
+                raise TraceError(f"argument '{name}' is {_described(value, odd)}; {CAN_BE_INPUTS}")
             self.checks[ops.check_constants].append((node, _as_plain(value), name, ops.kind_of(value)))
             return self.contained(node, copy.deepcopy(value), name)
         if not isinstance(value, (tuple, list, dict)):
-            raise TraceError(f"argument '{name}' is a {type(value).__name__}: {CAN_BE_INPUTS}")
+            raise TraceError(f"argument '{name}' is a {type(value).__name__}; {CAN_BE_INPUTS}")
         members = dict(children(value) or ())
         args = (node, tuple(members), name, ops.kind_of(value)[0])
         self.recording.node("call_function", ops.check_members, args, {}, "check_members", effect=True)
