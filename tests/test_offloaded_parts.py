@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload
+from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload
 from accelerate.hooks import remove_hook_from_submodules
 from torch import nn
 from torch.nn.utils import parametrize, weight_norm
@@ -133,12 +133,120 @@ def test_a_part_of_live_weights_is_not_changed_where_it_would_be_lost():
         module.adapters.use(None)
 
 
-@pytest.mark.parametrize("merge", ["fold", "auto"])
-def test_offloaded_weights_are_not_merged(merge):
-    module = adapted()
-    cpu_offload(module[1], CPU)
-    with pytest.raises(SpecError, match=rf"merge='{merge}' computes weights, and accelerate has offloaded"):
-        fxplug.lower(module, merge=merge)
+READING = {  # passes whose graphs read the weights of layers that they do not call
+    "dora": {}, "loha": {}, "lokr": {}, "bitfit": {}, "boft": {"block_size": 2}, "vera": {}, "lora": {}, "lora_weight": {},
+    "weight_norm": {}, "oft": {"block_size": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READING)
+def test_one_layer_is_offloaded(name):
+    torch.manual_seed(3)
+    made = fxplug.apply(traced(), fxplug.load_pass(name, at="re:.*[ab]$", **READING[name]))
+    for parameter in made.parameters():
+        parameter.data += torch.randn(parameter.shape) * 0.1
+    want = made(X)
+    layers = [path for path, layer in made.named_modules() if path and next(layer.parameters(recurse=False), None) is not None]
+    for path in layers:
+        module = copy.deepcopy(made)
+        cpu_offload(module.get_submodule(path), CPU)
+        for _ in range(2):
+            torch.testing.assert_close(module(X), want, rtol=1e-5, atol=1e-6, msg=path)
+    assert len(layers) > 9
+
+
+def test_a_layer_that_was_replaced_is_offloaded():
+    module = fxplug.apply(traced(), fxplug.load_pass("dora", at="1.a"))
+    module(X)
+    module[1].a = nn.Linear(16, 32)
+    want = module(X)
+    cpu_offload(module[1].a, CPU)
+    assert torch.equal(module(X), want)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.mix = nn.Embedding(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.mix(self.table(x)) @ self.table.weight.mT
+
+
+def test_a_layer_whose_weights_are_read_beside_its_call_is_not_offloaded_alone():
+    tokens = torch.arange(6).view(1, 6)
+    module = fxplug.trace(Twice().eval(), (tokens,))
+    want = module(tokens)
+    for part in ("", "table"):
+        cpu_offload(module.get_submodule(part), CPU)
+        with pytest.raises(SpecError, match="'table', which the graph calls and whose weights it reads elsewhere too"):
+            module(tokens)  # without that, torch multiplies with memory that nobody has written
+        remove_hook_from_submodules(module)
+    cpu_offload_with_hook(module, CPU)
+    assert torch.equal(module(tokens), want)
+
+
+MADE = {
+    "apply": lambda module: fxplug.apply(module, fxplug.load_pass("lora", at="1.a", rank=2)),
+    "remove": lambda module: fxplug.remove(module, "lora"),
+    "fold": lambda module: fxplug.lower(module, merge="fold"),
+    "auto": lambda module: fxplug.lower(module, merge="auto"),
+    "fused": lambda module: fxplug.lower(module, fuse="fused"),
+    "features": lambda module: fxplug.features(module, ["1"]),
+}
+
+
+@pytest.mark.parametrize("step", MADE)
+@pytest.mark.parametrize("part", ["", "1", "1.a"])
+def test_what_is_offloaded_is_not_rewritten(step, part, tmp_path):
+    module = adapted() if step in ("remove", "fold", "auto", "fused") else traced()
+    want = MADE[step](copy.deepcopy(module))(X)
+    cpu_offload(module.get_submodule(part), CPU)
+    for call in (MADE[step], lambda module: fxplug.save(module, tmp_path / "folder")):
+        with pytest.raises(SpecError, match=r"Hook has set a forward on a traced \w+, which no rewrite.*take it off before"):
+            call(module)
+    remove_hook_from_submodules(module)
+    torch.testing.assert_close(MADE[step](module)(X), want)
+    fxplug.save(module, tmp_path / "folder")
+
+
+COPIED = {**MADE, "deepcopy": copy.deepcopy, "copy": copy.copy}
+
+
+@pytest.mark.parametrize("step", COPIED)
+def test_the_hook_of_a_whole_module_is_not_that_of_what_is_made_of_it(step):
+    module = adapted() if step in ("remove", "fold", "auto", "fused") else traced()
+    want, before = COPIED[step](copy.deepcopy(module))(X), module(X)
+    cpu_offload_with_hook(module, CPU)
+    made = COPIED[step](module)
+    cpu_offload_with_hook(made, CPU)  # which takes an older hook's forward for the module's, if there is one
+    for one in (made, module):
+        torch.testing.assert_close(one(X), want if one is made else before)
+        remove_hook_from_submodules(one)
+        torch.testing.assert_close(one(X), want if one is made else before)
+
+
+@pytest.mark.parametrize("offload", [cpu_offload, cpu_offload_with_hook])
+def test_hooks_that_were_taken_off_leave_nothing_behind(offload):
+    module = traced()
+    want = module(X)
+    offload(module, CPU)
+    for hooked in (True, False):
+        output = module.graph.output_node()
+        with module.graph.inserting_before(output):
+            double = module.graph.call_function(torch.mul, (output.args[0], 2))
+        if hooked:
+            with pytest.raises(SpecError, match="has set a forward on a traced Sequential"):
+                module.recompile()
+            module.graph.erase_node(double)
+            remove_hook_from_submodules(module)
+        else:
+            output.args = (double,)
+            module.recompile()
+    assert torch.equal(module(X), want * 2)
+    new = fxplug.apply(module, fxplug.load_pass("lora", at="1.a", rank=2))
+    new[1].norm.weight = nn.Parameter(torch.zeros(16))
+    assert not torch.allclose(new(X), want * 2)  # the new layer's weight, and not the old one's
 
 
 HOOKS = {

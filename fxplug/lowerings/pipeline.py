@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..core.errors import MatchError, SpecError, did_you_mean, shown
-from ..core.ir.containers import HOOKED
 from ..core.ir.traced_module import TracedModule
 from ..core.locks import with_read_lock
 from .linear import forms, fused
@@ -50,11 +49,6 @@ def lower(
             return lower(gm, merge=merge, pack=pack, fuse=fuse, outline=outline)
     again = partial(lower, merge=merge, pack=pack, fuse=fuse, outline=outline)
     merge, fuse, regions = _checked(gm, merge, pack, fuse, outline)
-    if merge and any(HOOKED in vars(part) for part in gm.modules()) and any(p.is_meta for p in gm.parameters()):
-        raise SpecError(
-            f"merge='{merge}' computes weights, and accelerate has offloaded those of this module: lower it before that, or "
-            "take the hooks off (accelerate.hooks.remove_hook_from_submodules)"
-        )
     source = made = gm
     if merge == "auto":
         source = made = _folded(gm, fold.foldable(gm, [n for n in _names(gm) if n not in fold.slotted(gm)]))

@@ -17,7 +17,7 @@ from torch import nn
 from ..core.artifacts.artifact import save
 from ..core.capture.retracer import with_retracer
 from ..core.errors import SpecError, TraceError, shown
-from ..core.ir.graph import signature_of
+from ..core.ir.entry_checks import signature_of
 from ..core.ir.traced_module import TracedModule
 from ..core.ir.variants import LIMIT, Variants, as_kind
 from .control import load_part

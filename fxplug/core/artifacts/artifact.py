@@ -22,7 +22,7 @@ from ..errors import DEFAULT, ArtifactError, Limits, SpecError, shown
 from ..extensions import need_hook
 from ..ir.containers import Container
 from ..ir.graph import note_tied
-from ..ir.traced_module import TracedModule
+from ..ir.traced_module import TracedModule, drop_forward
 from ..locks import with_read_lock
 from ..reading import Raises, reported
 from ..weight_files import save_file
@@ -180,6 +180,9 @@ def _document(
 ) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
     """graph.json of a module and its variants, and the tensors of each weight file; none of them without `values`."""
     module, *variants = all_modules
+    for part in module.modules():
+        if part is not module:  # whose hooks, as those of a pipeline's offloading, are not the module's
+            drop_forward(part)
     tensors, files = records_of(module, _pass_names(module), values)
     stacks: list[Any] = []
     try:

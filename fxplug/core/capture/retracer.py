@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import FxplugError, SpecError, TraceError, shown
 from ..ir.containers import PLAIN_TYPES, Container, leaves, tensor_at
-from ..ir.graph import signature_of
+from ..ir.entry_checks import signature_of
 from ..ir.traced_module import TracedModule, check_traced
 from ..ir.variants import LIMIT, VariantCache, Variants, as_kind
 from ..torch_internals.modules import forward_hooks

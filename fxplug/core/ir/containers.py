@@ -272,7 +272,7 @@ def call_of(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 HOOKED = "_hf_hook"  # where accelerate keeps what it does before and after a call of a module
-LOADED = "_loaded_parts"  # where a root keeps which of its parts have something there
+WATCHED = "_watched"  # where a root keeps which of its parts and layers may have something there that it must see
 
 
 class FixedNames(NamedTuple):
@@ -289,13 +289,9 @@ class TracedPart(nn.Module):
     that the model did not have.
     """
 
-    hooks_set = 0  # how often accelerate has put one on any of them: a root does not see what is put on its parts
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the graph reads or the model did not have. Raises SpecError for what is fixed."""
         own = self.__dict__
-        if name == HOOKED:
-            TracedPart.hooks_set += 1
         if name in own.get("_modules", ()) or isinstance(value, nn.Module) or "_fixed" in own and name in own["_fixed"].names:
             _checks().check_value(self, name, value, Container)
         elif any(name in own.get(table, ()) and own[table][name] is None for table in ("_parameters", "_buffers")):

@@ -1,7 +1,8 @@
-"""Whether a graph holds for a call, as far as its first checks tell, and whether a call can be made again."""
+"""How a traced module is called, whether its graph holds for a call as far as its first checks tell, and whether again."""
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -97,3 +98,8 @@ def _owner(node: fx.Node) -> fx.Node:
         if not functions.may_alias(functions.short_name(node.target)):
             break
     return node
+
+
+def signature_of(module: TracedModule) -> inspect.Signature:
+    """How a module is called, whatever an offloader has put in the place of its `forward`."""
+    return inspect.signature(type(module).forward.__get__(module))

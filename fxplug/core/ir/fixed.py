@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from ..errors import SpecError, shown
+from ..torch_internals.modules import admit_hooks, refuse_hooks
 
 WAYS = (
     "to compute something else write a pass or trace the changed model again, to read values use "
@@ -87,8 +89,42 @@ def refuse_without_call(part: nn.Module, name: str) -> None:
     raise SpecError(f"{_place(part, name)} has no effect: no graph calls this part, as its code is in the graph; {WAYS}")
 
 
-def refuse_hook(path: str) -> None:
-    """Raises SpecError: nothing would call a hook on the layer there."""
+def drop_forward(module: Any, hook: Any) -> None:
+    """Delete the forward of its class that accelerate leaves on a module when its hooks go. Raises SpecError for another.
+
+    That one is bound to this module, and would be called in place of what a copy or a rewrite of it computes.
+    """
+    forward = vars(module)["forward"]
+    function = getattr(forward, "__func__", None)
+    of_graph = hasattr(module, "_wrap") and getattr(function, "__code__", None) is module._wrap(print).__code__
+    if not (function is type(module).forward or of_graph and forward.__self__ is module):
+        hook = hook or next(iter(getattr(vars(module).get("_diffusers_hook"), "hooks", {}).values()), None)
+        kind = next(iter(getattr(module, "classes", ())), type(module).__name__)
+        raise SpecError(
+            f"{f'{type(hook).__name__} has set a' if hook else 'there is another'} forward on a traced {kind}, which no "
+            "rewrite, lowered or saved module takes along: take it off before (pipe.remove_all_hooks(), "
+            "accelerate.hooks.remove_hook_from_submodules(module)), and set it again on the result"
+        )
+    del vars(module)["forward"]
+
+
+def refuse_uncalled(tree: nn.Module, old: set[str], new: set[str], given: set[str], part: type[nn.Module]) -> None:
+    """Make an error of hooks on layers of a tree that were called, by `old` paths, and are not by the `new` ones.
+
+    Layers `given` to what is called are left alone, and so are those of the class `part`, which see to hooks themselves.
+    """
+    modules = dict(tree.named_modules(remove_duplicate=False))
+    called, kept, left = (
+        {id(m): m for path in paths if path in modules for m in modules[path].modules()} for paths in (new, given, old - new)
+    )
+    for layer in called.values():
+        admit_hooks(layer)
+    for path, layer in modules.items():
+        if id(layer) in left and not (id(layer) in called or id(layer) in kept or isinstance(layer, part)):
+            refuse_hooks(layer, partial(_refuse_hook, path))
+
+
+def _refuse_hook(path: str) -> None:
     raise SpecError(
         f"a hook on '{path}' has no effect: no graph calls this layer any more, as a pass or a lowering reads its weights; "
         f"hook it before that (they leave layers with hooks whole or take the hooks in), or {WAYS}"

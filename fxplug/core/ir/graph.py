@@ -7,7 +7,6 @@ dicts and slices; nothing here checks that what a node reads stands before it, `
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import keyword
 import operator
@@ -23,17 +22,16 @@ from ..errors import FxplugError, GuardError, shown
 from ..locks import call_with_read_lock, locks_of
 from ..torch_internals.modules import (
     CONTEXT_VARIABLES,
-    admit_hooks,
     break_graph,
     call_uncompiled,
     is_listening,
     leave_frame,
     leave_module,
-    refuse_hooks,
+    refuses_hooks,
     without_compiler,
 )
 from . import ops
-from .containers import HOOKED, TracedPart
+from .containers import HOOKED, WATCHED, TracedPart, module_at
 
 if TYPE_CHECKING:
     from .traced_module import TracedModule
@@ -299,7 +297,11 @@ def in_turn(forward: Any) -> Any:
             _begin(self, args, kwargs)
         if own is None:
             own = self.__dict__["_locks"] = locks_of(self)
-        run = _offloaded(self, forward) if TracedPart.hooks_set else forward
+        run = forward
+        if _has_hooks(self):
+            from .offload import with_parts_loaded  # for few modules
+
+            run = with_parts_loaded(forward, self)
         if "_tied" in self.__dict__:
             check_tied(self)
         return call_with_read_lock(own, _with_slots, run, self, args, kwargs) if own else run(self, *args, **kwargs)
@@ -307,12 +309,27 @@ def in_turn(forward: Any) -> Any:
     return wrapper
 
 
-@without_compiler
-def _offloaded(module: nn.Module, forward: Any) -> Any:
-    from .offload import offloaded_parts, with_parts_loaded  # for few modules
+def _has_hooks(root: nn.Module) -> bool:
+    """Whether accelerate has put a hook on a part or layer whose code or weights the graphs have themselves."""
+    places = root.__dict__.get(WATCHED)
+    for parts, name in _watch(root) if places is None else places:
+        if HOOKED in getattr(parts.get(name), "__dict__", ()):
+            return True
+    return False
 
-    parts = offloaded_parts(module)
-    return with_parts_loaded(forward, parts) if parts else forward
+
+@without_compiler
+def _watch(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Note these, and in whose `_modules` they are: a layer may be replaced."""
+    graphs = list(getattr(root, "graphs", {}).values())
+    called, read = targets(graphs, "call_module"), {name.rpartition(".")[0] for name in targets(graphs, "get_attr")}
+    root.__dict__[WATCHED] = found = [
+        (module._modules, name)
+        for path, module in root.named_modules()
+        for name in (module._modules if isinstance(module._modules, dict) else ())  # a scripted module's is not
+        if (at := f"{path}.{name}" if path else name) not in called or at in read
+    ]
+    return found
 
 
 def _with_slots(forward: Any, module: TracedModule, args: Any, kwargs: Any) -> Any:
@@ -407,6 +424,7 @@ def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
 leave_frame(in_turn(nn.Module.forward).__code__)
 leave_frame(by_regions(nn.Module.forward).__code__)
 leave_frame(_with_slots.__code__)
+leave_frame(_has_hooks.__code__)
 leave_module(locks)
 
 
@@ -461,39 +479,20 @@ ENTRY = (ops.check_constants, ops.check_inputs, ops.check_members, ops.check_gen
 OF_INPUTS = (operator.getitem, ops.edge, ops.input_or_default)  # what takes a call's arguments apart
 
 
-def signature_of(module: TracedModule) -> inspect.Signature:
-    """How a module is called, whatever an offloader has put in the place of its `forward`."""
-    return inspect.signature(type(module).forward.__get__(module))
-
-
 def graph_of(module: TracedModule) -> fx.Graph:
     """Get the graph of the mode that a module is in."""
     return module.graphs.get(module.training, module.graph)
 
 
-def refuse_uncalled(tree: nn.Module, before: Iterable[fx.Graph], after: Iterable[fx.Graph]) -> None:
-    """Make an error of hooks on layers of a tree that the graphs before a change call and those after it do not."""
-    after = list(after)
-    old, new = _targets(before, "call_module"), _targets(after, "call_module")
-    if old == new:
-        return
-    modules = dict(tree.named_modules(remove_duplicate=False))
-    given = _targets(after, "get_attr")  # of which layers go into what is called
-    called, kept, left = (
-        {id(m): m for path in paths if path in modules for m in modules[path].modules()} for paths in (new, given, old - new)
-    )
-    for layer in called.values():
-        admit_hooks(layer)
-    for path, layer in modules.items():
-        if id(layer) in left and not (id(layer) in called or id(layer) in kept or isinstance(layer, TracedPart)):
-            refuse_hooks(layer, functools.partial(_refuse_hook, path))
+def note_uncalled(tree: nn.Module, before: Collection[fx.Graph], after: Collection[fx.Graph]) -> None:
+    """Let layers of a tree that the graphs before a change call, and those after it do not, refuse hooks."""
+    old, new = (targets(graphs, "call_module") for graphs in (before, after))
+    if old - new or any(refuses_hooks(module_at(tree, path)) for path in new - old):
+        from .fixed import refuse_uncalled  # for few modules
+
+        refuse_uncalled(tree, old, new, targets(after, "get_attr"), TracedPart)
 
 
-def _targets(graphs: Iterable[fx.Graph], op: str) -> set[str]:
+def targets(graphs: Iterable[fx.Graph], op: str) -> set[str]:
+    """What the nodes of some graphs with this operation have as targets."""
     return {str(node.target) for graph in graphs for node in graph.find_nodes(op=op, sort=False)}
-
-
-def _refuse_hook(path: str) -> None:
-    from .fixed import refuse_hook  # for few modules
-
-    refuse_hook(path)

@@ -18,8 +18,8 @@ from ..errors import LONGEST, GuardError, SpecError, TraceError, cut
 from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import count_parameters, is_transposed
 from ..torch_internals.modules import COMPILED, break_graph, leave_frame, without_compiler
-from .containers import LOADED, RESERVED, Container, SharedCode, TracedPart, child_of, module_at
-from .graph import OF_THE_ROOT, Graph, by_regions, compile_graph, copy_graph, in_turn, refuse_uncalled, still_tied
+from .containers import HOOKED, RESERVED, WATCHED, Container, SharedCode, TracedPart, child_of, module_at
+from .graph import OF_THE_ROOT, Graph, by_regions, compile_graph, copy_graph, in_turn, note_uncalled, still_tied
 
 if TYPE_CHECKING:
     from .part_modes import PartModes
@@ -39,7 +39,8 @@ BEFORE_TRAINING = "values_before_training"  # an attribute: what these were then
 OWN_STATE = set(
     "_graph _twin _extras _origin _code _graph_mode _accessors _locks _block _steps _variants _entry _slots _samples "  # noqa
     "_parts _mixed _part_modes checkpointing _diffusers_hook".split()  # noqa: SIM905
-) | {LOADED}
+) | {WATCHED}
+NOT_COPIED = OWN_STATE | {HOOKED, "forward", "_old_forward"}  # of a root: accelerate's hook is bound to it
 FORWARDS = {True: "_forward_train", False: "_forward_eval"}  # the forward of a class with a graph for each mode
 WRITTEN = ("_code", "_lineno_map", "_prologue_start")  # what FX notes of a code; dynamo asks for the second
 Step = Callable[["TracedModule"], "TracedModule"]
@@ -87,9 +88,11 @@ def shell(module: nn.Module) -> nn.Module:
             new = object.__new__(Container if root else type(old))
             # the dictionaries of hooks are copied: a hook on one tree is none on the other
             new.__dict__ = {
-                k: v.copy() if type(v) is OrderedDict else v for k, v in vars(old).items() if not (root and k in OWN_STATE)
+                k: v.copy() if type(v) is OrderedDict else v for k, v in vars(old).items() if not (root and k in NOT_COPIED)
             }
             new.__dict__.pop(COMPILED, None)  # `module.compile()` has compiled the call of the old one
+            if new.__dict__.pop("forward", None):
+                drop_forward(old)
             for table in ("_parameters", "_buffers"):
                 new.__dict__[table] = dict(getattr(old, table))
             new.__dict__["_non_persistent_buffers_set"] = set(old._non_persistent_buffers_set)
@@ -98,6 +101,13 @@ def shell(module: nn.Module) -> nn.Module:
         return copies[id(old)]
 
     return copy_of(module)
+
+
+def drop_forward(module: nn.Module) -> None:
+    """Delete a forward of the class's that is a module's own attribute, too. Raises SpecError for another, such as a hook's."""
+    if "forward" in vars(module):
+        from . import fixed  # for few modules
+        fixed.drop_forward(module, vars(module).get(HOOKED))
 
 
 def _is_ours(name: str) -> bool:
@@ -178,6 +188,7 @@ class TracedModule(TracedPart, fx.GraphModule):
 
     def recompile(self) -> Any:
         """Write the code of the graph anew; with a graph for each mode `forward` takes that of the mode it is in."""
+        drop_forward(self)
         self._steps = None  # whoever calls this has edited the graph, and an edit by hand cannot be made in another graph
         self._part_modes = None
         vars(self).pop(CHECKPOINTING, None)
@@ -192,7 +203,7 @@ class TracedModule(TracedPart, fx.GraphModule):
         blank, code, forward = compile_graph(graphs[mode])
         cls = type(self)
         if mode == in_force:
-            vars(self).update({key: value for key, value in vars(blank).items() if key in WRITTEN})
+            vars(self).update({WATCHED: None, **{key: value for key, value in vars(blank).items() if key in WRITTEN}})
         cls._codes[mode] = blank._code
         own = vars(self)
         if self._may_differ(len(graphs)) and own["_part_modes"] is None:
@@ -246,6 +257,7 @@ class TracedModule(TracedPart, fx.GraphModule):
 
     def _forget_code(self) -> None:
         """Write the code anew when it is next asked for: the graphs are as they were, and what is around them is not."""
+        drop_forward(self)
         cls = type(self)
         vars(self).pop("_code", None)
         cls._codes, cls.forward = {}, _LazyForward(self)  # type: ignore[assignment]
@@ -398,7 +410,7 @@ class TracedModule(TracedPart, fx.GraphModule):
 
         What makes the same of another trace of the model is not known until `made_by` says it.
         """
-        refuse_uncalled(tree, self.graphs.values(), graphs.values())
+        note_uncalled(tree, self.graphs.values(), graphs.values())
         new: TracedModule = self._kind(tree, graphs, self._origin, self._extras)
         new.twin_error, new.meta = self.twin_error, {**self.meta, **meta}
         return new
@@ -429,7 +441,7 @@ class TracedModule(TracedPart, fx.GraphModule):
         tree: Any = Container(self.classes)
         with read_lock(locks_of(self), "read"):
             for key, value in vars(self).items():
-                ours = key in OWN_STATE or _is_ours(key) or getattr(value, "__self__", None) is self
+                ours = key in NOT_COPIED or _is_ours(key) or getattr(value, "__self__", None) is self
                 if not ours and key != "meta":  # which may hold whole modules
                     tree.__dict__[key] = copied(value)
         return self._copy_on(tree)

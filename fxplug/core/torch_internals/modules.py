@@ -41,6 +41,7 @@ __all__ = [
     "call_with_hooks", "constant_floats", "conv_forward", "enter_autocast", "exit_autocast", "forward_hooks", "is_compiling",
     "is_erased", "is_hooked", "is_listening", "leave_frame", "leave_module", "list_weights", "qualified_name",
     "refuse_hooks",
+    "refuses_hooks",
     "set_grad_enabled", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_structure", "tree_unflatten",
     "treespec_dumps", "treespec_loads", "unwatched", "without_compiler",
 ]
@@ -94,6 +95,11 @@ def refuse_hooks(layer: nn.Module, refuse: Callable[[], None]) -> None:
     hooks = _NoHooks()
     hooks.refuse = refuse
     vars(layer).update(dict.fromkeys(_HOOK_TABLES, hooks))
+
+
+def refuses_hooks(layer: nn.Module | None) -> bool:
+    """Whether `refuse_hooks` was done to a layer."""
+    return any(isinstance(vars(layer).get(name), _NoHooks) for name in _HOOK_TABLES) if layer is not None else False
 
 
 def admit_hooks(layer: nn.Module) -> None:
