@@ -34,6 +34,7 @@ from fxplug.core.reading import about
 from fxplug.core.writing import new_file
 from fxplug.exports import onnx_file, onnx_writer
 from fxplug.exports.onnx_file import METADATA, is_data_of, sealed
+from fxplug.exports.onnx_model import OnnxModel
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -694,3 +695,19 @@ def test_a_sample_that_sees_nothing_is_tried(kind, tmp_path):
     said = [str(w.message) for w in caught if "nothing but False in 'mask'" in str(w.message)]
     assert bool(said) is not equal and equal is (kind == "softmax")
     assert equal or any(said[0] in note for note in exported.notes)
+
+
+def test_a_sample_that_sees_nothing_may_be_what_onnxruntime_fails_on(tmp_path, monkeypatch):
+    x, mask, calls, run = torch.randn(3, 5, 8), torch.ones(3, 5, dtype=torch.bool), [], OnnxModel.__call__
+
+    def call(self, *args):
+        calls.append(args)
+        if not args[1].all():
+            raise ArtifactError("NaN in Softmax")
+        return run(self, *args)
+
+    monkeypatch.setattr(OnnxModel, "__call__", call)
+    gm = fxplug.trace(Masked("softmax").eval(), (x, mask))
+    with pytest.warns(UserWarning, match="it fails where a sample has nothing but False in 'mask'.*NaN in Softmax"):
+        exported = fxplug.export(gm, tmp_path / "masked.onnx", (x, mask), to="onnx")
+    assert len(calls) == 2 and exported.notes
