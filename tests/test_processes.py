@@ -75,11 +75,15 @@ def test_processes_with_different_configurations_say_what_differs(answers):
 
 
 @pytest.mark.slow
-def test_a_sharded_run_is_resumed_by_one_process_and_the_other_way(tmp_path):
+@pytest.mark.parametrize("shard", [True, False])
+def test_a_run_is_resumed_by_one_process_and_the_other_way(shard, tmp_path):
     common = {**PLAIN, "train__ema": 0.9}
-    shard = {**common, "train__batch": 8, "train__shard": True}
+    both = {**common, "train__batch": 8, "train__shard": shard}
     whole = run(tmp_path / "one", **{**common, "train__batch": 16})
-    launched(tmp_path, run, ("run", {**shard, "train__steps": 3}, {}))
+    launched(tmp_path, run, ("run", {**both, "train__batch": 4, "train__accumulate": 2, "train__steps": 3}, {}))
     run(tmp_path / "run", resume=True, **{**common, "train__batch": 16, "train__steps": 5})
-    ended, _ = launched(tmp_path, run, ("end", {**shard, "resume": True, "out": "run"}, {}))
+    ended, _ = launched(tmp_path, run, ("end", {**both, "resume": True, "out": "run"}, {}))
     assert ended["end"] == pairs(whole)
+    again = dict(fxplug.load(tmp_path / "run" / "module").named_parameters())
+    for key, value in trained(whole.module).items():
+        assert (again[key] - value).abs().max() < 1e-5
