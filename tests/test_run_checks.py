@@ -480,5 +480,23 @@ def test_a_setting_is_used_or_refused_before_anything_is_written(tmp_path, small
     small_vit.load_state_dict(before)
 
 
+class Called(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(48, 10), function
+
+    def forward(self, x):
+        return self.function(self.linear(x.flatten(1)[:, :48]))
+
+
+def test_a_module_that_could_not_be_written_at_the_end_is_refused_at_the_start(tmp_path):
+    net = nn.Sequential(Called(lambda x: x.relu()), nn.Linear(10, 10))
+    module = fxplug.apply(fxplug.trace(net, torch.randn(2, 3, 16, 16), leaf=["0"]), fxplug.load_pass("lora", at="1", rank=2))
+    with pytest.raises(TrainError, match=r"module/ could not be written at the end .*: '0' \(Called\) cannot be rebuilt"):
+        trainer(module, out=tmp_path / "run", steps=1)
+    assert not (tmp_path / "run").exists()
+    assert len(trainer(module, steps=1).fit()) == 1
+
+
 def test_random_settings_are_used_or_refused():
     assert fuzz_settings.fuzz_settings(40, 0) == []

@@ -1,13 +1,18 @@
-"""What is checked of a run before it starts: settings that nothing would use, its precision, its batches and its pictures."""
+"""What is checked of a run before it starts: settings that nothing would use, its precision, batches, pictures and what it
+writes at its end.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from ..core.artifacts.artifact import check_savable
 from ..core.errors import FxplugError, SpecError, TrainError, below
+from ..core.ir.traced_module import TracedModule
 from ..core.spec.train_section import Log, Save, Train
 from ..core.writing import check_folder
 from .distributed import relaunched
@@ -49,6 +54,15 @@ def check_used(settings: Train, out: Path | None, tests: Any) -> None:
         for name, key, without in IDLE:
             if getattr(getattr(settings, name), key) not in without:
                 raise SpecError("has no effect, because the run writes nothing: pass out=...", path=("train", name, key))
+
+
+def check_saved(modules: Iterable[TracedModule]) -> None:
+    """TrainError for a module that could not be written at the end of the run."""
+    for module in modules:
+        try:
+            check_savable(module)
+        except FxplugError as error:
+            raise TrainError(f"module/ could not be written at the end (without out=... none is): {error}") from error
 
 
 def check_batches(settings: Train, task: Task, data: Any) -> None:

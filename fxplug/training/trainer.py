@@ -21,7 +21,7 @@ from ..core.spec.train_section import Train, read_use, written
 from ..lowerings.frozen_norms import HeldBuffers, frozen_buffers
 from ..lowerings.regions.submodules import originals
 from .checkpoint import newest
-from .checks import check_batches, check_samples, check_used, choose_precision
+from .checks import check_batches, check_samples, check_saved, check_used, choose_precision
 from .data.loader import Loader, too_many
 from .data.sources import match_test_items
 from .data.wrapped_loader import loader_of
@@ -129,6 +129,8 @@ class Trainer:
         where = {"device": place, "base": Path(base or Path.cwd()), "timm": timm, "plugins": self.plugins, "seed": seed}
         set_up_task(self.task, module, self.data, self.tests, name=self.settings.task.name, **where)
         self.parts = rewritten_parts(module, self.task)
+        if self.out is not None:
+            check_saved(self.parts.values())
         self._check_first_batch()  # before plugins see the module, which may hook it
         self.plugins.begin(self)
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
