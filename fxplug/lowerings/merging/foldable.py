@@ -181,6 +181,8 @@ class FoldableGraph:
         steps = []
         node, kind, module, x = layer.node, layer.kind, layer.module, layer.x
         scaled = x if isinstance(self.block(x), Scale) and self.takes(x) and kind in LAYERS and kind != "Embedding" else None
+        if scaled in self.gone:  # it is in the layer before
+            scaled = None
         if scaled is not None:
             reason = self.scales(self.block(x), x, kind, rest)
             if kind != "Linear" and (module is None or module.groups != 1):
@@ -230,6 +232,8 @@ class FoldableGraph:
     def fits(self, block: nn.Module, user: fx.Node, layer: Layer, x: Any) -> str | None:
         """Why a block behind a layer that reads x cannot go into its weight, or None."""
         node, kind, module = layer.node, layer.kind, layer.module
+        if kind == "Embedding" and (module.max_norm if module is not None else argument(node, 3, "max_norm")) is not None:
+            return "max_norm changes the table whenever it is read"
         if not isinstance(block, Lora):
             shape: Any = argument(node, 1, "normalized_shape") if module is None else getattr(module, "normalized_shape", ())
             if kind in ("LayerNorm", "RMSNorm") and len(shape) != 1:
@@ -243,8 +247,6 @@ class FoldableGraph:
             own = {k: getattr(module, k) for k in block.geometry}
             if block.same_padding or own != block.geometry:
                 return "its stride, padding or dilation differs from the layer's"
-        if kind == "Embedding" and (module.max_norm if module is not None else argument(node, 3, "max_norm")) is not None:
-            return "max_norm changes the table whenever it is read"
         return None
 
     def scales(self, block: Any, node: fx.Node, kind: str, rest: list[Any]) -> str | None:
