@@ -17,16 +17,17 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DataDependentOutputException", "DisableTorchDispatch", "DisableTorchFunction", "DynamicOutputShapeException", "FakeTensor",
     "FakeTensorMode", "NATIVE", "Node", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "as_parameter", "assert_later",
     "check", "disabled_torch_function", "fake_of", "flash_cpu", "flash_cpu_backward", "flash_cuda", "flash_cuda_backward",
-    "flop_counter", "function_modes", "gradient_hooks", "is_error_of_dynamo", "is_operator", "is_watched", "kept_on_fakes",
-    "lerp_all", "memory_id", "name_of", "onednn_linear", "pack_padded_sequence", "pad_packed_sequence", "pad_sequence",
-    "schema", "set_gradient_hooks", "set_version", "size_name", "unset_fake_temporarily", "version", "weight_norm",
-    "wrapper_of",
+    "flop_counter", "function_modes", "gradient_hooks", "is_error_of_dynamo", "is_operator", "is_transforming", "is_watched",
+    "kept_on_fakes", "lerp_all", "memory_id", "name_of", "onednn_linear", "pack_padded_sequence", "pad_packed_sequence",
+    "pad_sequence", "schema", "set_gradient_hooks", "set_version", "size_name", "unset_fake_temporarily", "version",
+    "weight_norm", "wrapper_of",
 ]
 
 # how often a tensor's memory was written; we need that operations in place count, and promise no number. Not in inference mode
@@ -39,6 +40,11 @@ check: Callable[..., None] = torch._check
 assert_later: Callable[[torch.Tensor, str], None] = torch._assert_async
 # every tensor of a list moves towards that of another by a weight, in few kernels
 lerp_all: Any = torch._foreach_lerp_
+
+
+def is_transforming() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is at work; we need functorch's stack and the level."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...blocks.low_rank import side
+from ...core.torch_internals.tensors import is_transforming
 from . import library
 
 Run = TypeVar("Run", bound=Callable[..., Any])
@@ -111,7 +112,9 @@ def trains(*tensors: Tensor | None) -> bool:
 
 
 def _form(form: str, trained: bool) -> str:
-    """The form that a call takes."""
+    """The form that a call takes: torch's own products where they are transformed, as ours are seen by autograd alone."""
+    if not torch.compiler.is_exporting() and is_transforming():
+        return "stock"
     forms = form.split(",")
     return forms[0] if len(forms) == 1 else forms[MODES.index((torch.compiler.is_compiling(), trained))]
 
