@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from ..core.quantised import is_transposed, weight_shape
 from .banks import Bank, rows_for
 from .base_weights import warn_on_other_base
 from .files import AdapterFile, Fit, Source, fit, read
-from .own_files import homes_of, of_pass
+from .own_files import description, homes_of, of_pass
 from .saved_heads import resized_layers, trained_layers, without_heads
+from .updates import Entry
 
 # the block's class -> the parameter that is zero, or one, in a new one, which then changes nothing
 ZERO = {
@@ -231,6 +233,7 @@ def fit_to(
 ) -> Fit:
     """Where the entries of a file go among a module's homes: those of weights by layer, of other parameters by their names."""
     homes = [bank for rows in banks.values() for bank in rows]
+    file = _by_layer(file, homes) if file.own else file
     applied = getattr(module, "meta", {}).get("passes", [])
     at = {(site["block"], site["path"].partition("@")[0]) for entry in applied for site in entry["sites"]}
     tokens = [entry for entry in file.entries if entry.method == "tokens"]
@@ -244,9 +247,62 @@ def fit_to(
             )
     homes.sort(key=lambda bank: bank.kind != "Delta")  # whose shape may be another
     shapes = {bank.key: bank.shape for bank in homes if bank.key == bank.path}
+    homes_of_tied = {path: bank.path for bank in homes if bank.key == bank.path for block, path in at if block == bank.block}
+    shared = {path: home for path, home in homes_of_tied.items() if path not in shapes}
+    shapes |= {path: shapes[home] for path, home in shared.items()}
     beside = {bank.key: bank.shape for bank in homes if bank.key != bank.path}
     beside |= {f"{bank.path}.bias": bank.shape[:1] for bank in homes if bank.kind == "Scale"}  # it scales both
-    if not any(e.param != "weight" or "+bias" in e.kind or e.method in ("diff", "whole") for e in file.entries):
-        return fit(file, shapes, part, weights, guess, beside)
-    here = {name: tuple(p.shape) for name, p in module.named_parameters()} if module is not None else {}
-    return fit(file, shapes, part, weights, guess, beside, here)
+    here: dict[str, Sequence[int]] = {}
+    if any(e.param != "weight" or "+bias" in e.kind or e.method in ("diff", "whole") for e in file.entries):
+        here = {name: tuple(p.shape) for name, p in module.named_parameters()} if module is not None else {}
+    return _with_shared(fit(file, shapes, part, weights, guess, beside, here), shared)
+
+
+def _by_layer(file: AdapterFile, homes: Sequence[Bank]) -> AdapterFile:
+    """A file of passes by name with the updates of its layers, where all of it is DoRA in blocks that have homes; or itself.
+
+    The DoRA of a table is such a file, as no other tool has it.
+    """
+    banks = {bank.block.partition(".")[2]: bank for bank in homes if bank.kind == "Dora"}
+    entries: dict[str, Entry] = {}
+    left = set(file.own)
+    for path, _, block in (site for row in description(file)["passes"] for site in row["sites"]):
+        own = {key.removeprefix(f"{block}."): value for key, value in file.own.items() if key.startswith(f"{block}.")}
+        bank = banks.get(block.partition(".")[2])
+        if bank is None or own.keys() != {*bank.parameters, "scale"} or own["scale"].numel() != 1:
+            return file
+        left -= {f"{block}.{key}" for key in own}
+        own["magnitude"], scale = own["magnitude"].flatten(), float(own.pop("scale"))
+        kind, param = "dora by input" if bank.dim else "dora", bank.param
+        entries.setdefault(block, Entry(path, path, "", kind, own, scale, len(own["down"]), param=param))
+    return file if left else replace(file, entries=tuple(entries.values()), own={})
+
+
+def _with_shared(found: Fit, shared: Mapping[str, str]) -> Fit:
+    """A fit in which layers that share a weight, and so a block, with another are that one's.
+
+    Raises ArtifactError for an update of its own. One without the other's is an update of something else.
+    """
+    placed, outside = dict(found.placed), dict(found.outside)
+    for path, home in shared.items():
+        if (entry := placed.pop(path, None)) is None:
+            continue
+        other = placed.get(home)
+        if other is None:
+            outside[path] = entry.name
+        elif not _are_equal(entry, other, found.layers[home]):
+            raise ArtifactError(
+                f"{found.file.source}: '{other.name}' and '{entry.name}' have updates of their own, and '{home}' and '{path}' "
+                "share a weight that has one here: apply the pass lora, which has one for each"
+            )
+    layers = {path: shape for path, shape in found.layers.items() if path not in shared}
+    return replace(found, layers=layers, placed=placed, outside=outside)
+
+
+def _are_equal(one: Entry, other: Entry, shape: Sequence[int]) -> bool:
+    """Whether two updates of a weight are the same, which a file may have as those of a table and of a linear layer."""
+    a, b = dict(one.tensors), dict(other.tensors)
+    if one.kind == other.kind == "lora":
+        a, b = {"update": one.update(shape)}, {"update": other.update(shape)}
+    alike = (one.kind, one.method, one.scale, a.keys()) == (other.kind, other.method, other.scale, b.keys())
+    return alike and all(torch.allclose(value, b[key], rtol=1e-5, atol=1e-7) for key, value in a.items())
