@@ -39,6 +39,7 @@ _FORMS = [
 ]
 INNER = ".base_layer.out_proj"  # of a MultiheadAttention, within PEFT's wrapper around that
 WRAPPED = re.compile(r"\.modules_to_save(?:\.default)?(?=\.)")  # PEFT's wrapper around a layer that it saves whole
+TABLES = "fxplug.tables"  # in a file's metadata: which of its layers are Embeddings, a line each, as square halves do not tell
 _OWN = re.compile(
     r"^(?P<layer>.*)\.(?P<block>(?P<cls>Lora|LoraWeight|Dora|Loha|Lokr)(?:_\d+)?)\."
     r"(?P<name>(?:down|up)(?:\.weight)?|up\.bias|scale|magnitude|hada_\w+|lokr_\w+)$"

@@ -21,7 +21,7 @@ from ..core import reading
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean, shown
 from ..core.spec.addresses import by_ending
 from . import peft_config
-from .file_keys import INNER, SHARED, LayerKeys, find_saved_module, place
+from .file_keys import INNER, SHARED, TABLES, LayerKeys, find_saved_module, place
 from .file_kinds import INTEGERS, LayerFacts, UpdateKind, changes_of, nearest_kind
 from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable
 from .layer_matching import WRAPPED, Fit, fit, split_part
@@ -294,6 +294,8 @@ class _AdapterFileReader:
         (rows, columns), rank = tensors["down"].shape, tensors["up"].shape[1]
         if not rows == columns == rank:
             return columns == rank
+        if TABLES in self.about:
+            return layer.keys["down"].removesuffix(".Lora.down.weight") in str(self.about[TABLES]).split("\n")
         if self.kinds is None:  # only what the folder says of the block can tell
             graph = self.folder / "graph.json" if self.folder else None
             read = object_of(reading.read_json(graph, limits=self.limits), str(graph)) if graph and kind_of(graph) else {}

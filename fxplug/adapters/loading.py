@@ -186,6 +186,18 @@ def _new(bank: Bank, there: Callable[[str], Tensor | None]) -> list[tuple[Tensor
     return made
 
 
+def check_samples(p: str, banks: Sequence[Bank], slots: Sequence[int], tensor: Callable[[str], Tensor], module: Any) -> None:
+    """Raises SpecError where some slots of a pass, of which samples take different ones, change a layer without samples."""
+    for bank in banks if slots else ():
+        if getattr(module_at(module, bank.block), "batch_dim", 0) < 0:
+            up = tensor(bank.names["up"])
+            if any(bank.views("up", up, slot).any() for slot in slots):
+                raise SpecError(
+                    f"the adapters of '{p}' change '{bank.path}', whose input has no samples, as positions have none, so all "
+                    "of a batch share it: use the same adapters for all samples, or load some that leave it alone"
+                )
+
+
 # --- what a module has
 
 

@@ -19,7 +19,7 @@ from .banks import Bank, check_name, is_finite, rows_for
 from .base_weights import warn_on_other_base
 from .contents import in_slots
 from .files import Fit, Source, read
-from .loading import fit_to, tensor_of, weights_of
+from .loading import check_samples, fit_to, tensor_of, weights_of
 from .saved_heads import without_heads
 from .writing import About, Saved, about_of, content, write
 
@@ -455,6 +455,8 @@ class Adapters:
                     f"the adapters of '{p}' change weights ({mapping.kind} at '{mapping.path}'), which all samples of a batch "
                     "share: use the same adapters for all samples, or a pass that runs beside its layers, such as lora"
                 )
+            apart = (made[p][0] != made[p][0][:1]).any(0).nonzero()[:, 0].tolist()
+            check_samples(p, self.banks[p], apart, self.tensor, getattr(self, "module", None))
         return made
 
     def strengths(self, weights: Weights) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from ..core.writing import new_file, new_folder
 from . import formats
 from .base_weights import describe_base
 from .contents import AdapterContents, ModelLayer, layers_of, trained
+from .file_keys import TABLES
 from .find_tensors import PICKLED, SAFE
 from .formats import CONFIGURED, alpha_of, part_of, refused, tensors_of
 from .loading import ZERO, is_table, tensor_of, without_slots
@@ -352,7 +353,11 @@ def _in_dtype(entry: Entry, dtype: torch.dtype | None) -> Entry:
 
 def _metadata(as_: str, rows: Sequence[tuple[str, Entry]], model: About, name: str) -> dict[str, str]:
     """What kohya's tools say of their files, and the fields of modelspec 1.0.0 (github.com/Stability-AI/ModelSpec)."""
-    if as_ in (*CONFIGURED, "fxplug"):
+    if as_ == "fxplug":
+        tables = {path for path, layer in model.layers.items() if layer.kind == "Embedding"}
+        named = sorted(f"{entry.part or 'adapter'}.{key}" for key, entry in rows if entry.path in tables)
+        return {TABLES: "\n".join(named)} if named else {}
+    if as_ in CONFIGURED:
         return {}
     low = [(len(model.layers[e.path].shape), e) for _, e in rows if not e.method]
     flat = [(e.rank, alpha_of(e)) for dims, e in low if dims == 2]

@@ -64,8 +64,16 @@ def test_slots_that_nobody_takes_change_nothing(gm, kind):
 def test_layers_of_every_kind_and_values_without_samples():
     torch.manual_seed(0)
     x, words = torch.randn(4, 3, 8, 8), torch.randint(0, 20, (4, 3))
-    new = filled(fxplug.trace(Odd().eval(), (x, words)), "lora", at="*", rank=4)
-    for what in USES + MIXED:
+    gm = fxplug.trace(Odd().eval(), (x, words))
+    new = filled(gm, "lora", at="*", rank=4)
+    for what in USES:
+        new.adapters.use(what)
+        same(new(x, words), all_of(new, x, words))
+    for what in MIXED:
+        with pytest.raises(fxplug.SpecError, match="change 'positions', whose input has no samples"):
+            new.adapters.use(what)
+    new = filled(gm, "lora", at="re:^(?!positions)", rank=4)
+    for what in MIXED:
         new.adapters.use(what)
         same(new(x, words), all_of(new, x, words))
 
