@@ -156,7 +156,11 @@ def control_network(state: State) -> nn.Module:
 
     if "quantised" in state.done:
         raise NotApplicable("diffusers copies no packed weights into a ControlNet: quantise the two")
-    return unets.control(state.subject.model).to(DEVICE)  # type: ignore[no-any-return]
+    try:
+        network = unets.control(state.subject.model)
+    except ValueError as error:  # ControlNetModel has not the blocks of every UNet
+        raise NotApplicable(f"diffusers makes no ControlNet of this model: {error}") from error
+    return network.to(DEVICE)  # type: ignore[no-any-return]
 
 
 def of_a_unet(feature: Feature, given: Callable[[State], dict[str, Any]]) -> Feature:
