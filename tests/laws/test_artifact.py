@@ -927,3 +927,25 @@ def test_no_path_of_the_machine_is_in_an_artifact(tmp_path, monkeypatch):
         fxplug.save(new, out)
         text = "".join(file.read_text() for file in out.glob("*.json")) + (out / "graph.txt").read_text()
         assert f"{name}:" in text and str(tmp_path) not in text and str(Path(fxplug.__file__).parents[1]) not in text
+
+
+VIEWS = {
+    "same": lambda a: (a, a),
+    "transposed": lambda a: (a, a.T),
+    "overlapping": lambda a: (a.view(-1)[:18].view(3, 6), a.view(-1)[12:30].view(3, 6)),
+    "apart": lambda a: (a[:3], a[3:]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_parameters_in_one_memory_are_refused_unless_they_lie_apart(name, tmp_path):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    model.one, model.two = (nn.Parameter(view) for view in VIEWS[name](torch.randn(6, 6)))
+    gm = fxplug.trace(model.eval(), torch.randn(2, 6))
+    if name != "apart":
+        with pytest.raises(fxplug.ArtifactError, match="'one' and 'two' are views of one memory, which a file cannot"):
+            fxplug.save(gm, tmp_path / "gm")
+        assert not (tmp_path / "gm").exists()
+        gm.two = nn.Parameter(gm.two.clone())
+    fxplug.save(gm, tmp_path / "gm")
+    assert torch.equal(fxplug.load(tmp_path / "gm").two, gm.two)

@@ -145,6 +145,7 @@ def records_of(
     files: dict[str, dict[str, torch.Tensor]] = {"model.safetensors": {}, **{f"{p}.safetensors": {} for p in passes}}
     first: dict[int, str] = {}
     storages: set[int] = set()
+    memory: dict[int, list[tuple[Any, Any, str]]] = {}  # of parameters, by storage
     for name, tensor, persistent in state_of(module):
         packed = is_packed(tensor)
         record = _tensor_record(name, tensor, persistent, packed)
@@ -153,6 +154,8 @@ def records_of(
             record["same_as"] = first[id(tensor)]
             continue
         first[id(tensor)] = name
+        if isinstance(tensor, nn.Parameter) and not packed and not tensor.is_meta and tensor.numel():
+            _check_apart(name, tensor, memory.setdefault(tensor.untyped_storage().data_ptr(), []))
         parts: dict[str, torch.Tensor] = {}
         if packed:
             facts, parts = _parts(name, module.get_submodule(name.rpartition(".")[0]), tensor)
@@ -166,6 +169,19 @@ def records_of(
         for key, value in {f"{name}.{key}": part for key, part in parts.items()}.items() if packed else [(name, tensor)]:
             files[file][key] = _portable_tensor(value, storages)
     return records, files
+
+
+def _check_apart(name: str, tensor: Tensor, others: list[tuple[Any, Any, str]]) -> None:
+    """Note where a parameter is in its storage. Raises ArtifactError where another is there, as a file has them apart."""
+    start = tensor.storage_offset() * tensor.element_size()
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = start + (span + 1) * tensor.element_size()
+    if other := next((other for begin, stop, other in others if begin < end and start < stop), None):
+        raise ArtifactError(
+            f"the parameters '{other}' and '{name}' are views of one memory, which a file cannot hold: give the model one "
+            "parameter and read the other from it in forward, or clone() one before the trace, which makes them two"
+        )
+    others.append((start, end, name))
 
 
 def _parts(name: str, owner: nn.Module, tensor: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
