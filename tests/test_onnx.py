@@ -710,4 +710,4 @@ def test_a_sample_that_sees_nothing_may_be_what_onnxruntime_fails_on(tmp_path, m
     gm = fxplug.trace(Masked("softmax").eval(), (x, mask))
     with pytest.warns(UserWarning, match="it fails where a sample has nothing but False in 'mask'.*NaN in Softmax"):
         exported = fxplug.export(gm, tmp_path / "masked.onnx", (x, mask), to="onnx")
-    assert len(calls) == 2 and exported.notes
+    assert sum(not given[1].all() for given in calls) == 1 and exported.notes

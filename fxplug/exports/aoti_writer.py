@@ -15,18 +15,21 @@ from typing import Any
 
 import torch
 from safetensors.torch import save as save_tensors
+from torch import nn
 from torch.export import ExportedProgram
 
 from .. import __version__
 from ..core.errors import FxplugError
 from ..core.reading import open_archive, opened
-from ..core.torch_internals.exporting import compile_package, find_compiler, processor
+from ..core.torch_internals.exporting import compile_package, conditions_of, find_compiler, processor
 from ..core.torch_internals.tensors import OpOverload, name_of
 from ..core.writing import folder, open_new
+from .blockers import Unfit, refusing
 from .call_signature import Json, describe
 from .machines import capabilities, needed
 from .package import TEMPORARY, _loader
 from .package_file import FORMAT, MANIFEST, TENSORS, unpack
+from .size_trial import try_package
 
 # what inductor does to constants otherwise: those of one value are worked out at compile time and whatever they feed with
 # them (a new adapter's zeros, and all that is multiplied by them), those of few numbers are written into the code, and weights
@@ -37,25 +40,6 @@ LIVE = {
     "freezing": False,
     "aot_inductor.use_runtime_constant_folding": False,
 }
-
-
-class Unfit(FxplugError):
-    """A module whose package would not follow its adapters, however many sizes are free."""
-
-
-class CompileRefused(Exception):
-    """What torch does not take, with as many free sizes as were asked for; its own error is the cause."""
-
-
-@contextlib.contextmanager
-def refusing() -> Iterator[None]:
-    """Tell errors of torch's export and of its compilers as Refused: another try, with fewer free sizes, may do."""
-    try:
-        yield
-    except (FxplugError, OSError):
-        raise
-    except Exception as error:  # torch's, and the module's: they raise many kinds
-        raise CompileRefused(str(error).strip() or type(error).__name__) from error
 
 
 def check_compiler(device: torch.device) -> None:
@@ -79,42 +63,49 @@ def write(
     file: str,
     tensors: Mapping[str, torch.Tensor],
     facts: Mapping[str, Any],
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None,
+    module: nn.Module,
 ) -> list[str]:
     """Compile an exported program into a package `file`, and give notes about what it does not check.
 
-    `parameters` are those of the exported `forward`, `tensors` what stays live, by name, `facts` more for the manifest, and
-    `options` inductor's own. Raises Unfit when a tensor that has to be live is not.
+    `parameters` are those of the exported `forward`, `tensors` what stays live, by name, `facts` more for the manifest,
+    `options` inductor's own, and `module` what was exported, beside which the package is tried. Raises Unfit when a tensor that
+    has to be live is not, and what the trial does.
     """
-    signature, notes = describe(program, parameters)
+    before = len(conditions_of(program))
     with quiet(), torch.no_grad(), open_new(file) as sink, refusing():
         compile_package(program, sink, {**(options or {}), **LIVE})
-    constants, metadata = _compiled(file)
-    state = _state(program)
-    read = _names_read(program) & set(tensors) | set(facts.get("where", {}).values())
-    lost = sorted(name for name in read if name not in constants)
-    if lost:
-        raise Unfit(
-            f"the compiled program does not read {', '.join(lost[:3])}{' ...' if lost[3:] else ''}, so changing the adapter "
-            "would have no effect there: export the module that this one was lowered from, module.meta['source']"
-        )
-    # names of adapters and the like are part of the state, and no part of the program
-    march = (options or {}).get("cpp.march") or processor()  # for which processors, None or "native" for the one here
-    live = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    manifest = {
-        "format": FORMAT,
-        "fxplug": __version__,
-        "torch": torch.__version__,
-        "platform": sys.platform,
-        "machine": metadata.get("AOTI_MACHINE", ""),
-        "device": metadata["AOTI_DEVICE_KEY"],
-        "features": needed(metadata.get("AOTI_CPU_ISA", "").split(), capabilities(), march in (None, "native")),
-        "capability": list(torch.cuda.get_device_capability()) if metadata["AOTI_DEVICE_KEY"] == "cuda" else None,
-        "constants": {name: _facts(tensor) for name, tensor in state.items() if name in constants},
-        "operators": _operators(program),
-        "signature": signature,
-        **facts,
-    }
+    signature, notes = describe(program, parameters)  # of the sizes that are free still: the compiler fixes some
+    decided = conditions_of(program)[before:]
+    with _compiled(file) as loader:
+        constants, metadata = set(loader.get_constant_fqns()), dict(loader.get_metadata())
+        state = _state(program)
+        read = _names_read(program) & set(tensors) | set(facts.get("where", {}).values())
+        lost = sorted(name for name in read if name not in constants)
+        if lost:
+            raise Unfit(
+                f"the compiled program does not read {', '.join(lost[:3])}{' ...' if lost[3:] else ''}, so changing the "
+                "adapter would have no effect there: export the module that this one was lowered from, module.meta['source']"
+            )
+        # names of adapters and the like are part of the state, and no part of the program
+        march = (options or {}).get("cpp.march") or processor()  # for which processors, None or "native" for the one here
+        live = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        manifest = {
+            "format": FORMAT,
+            "fxplug": __version__,
+            "torch": torch.__version__,
+            "platform": sys.platform,
+            "machine": metadata.get("AOTI_MACHINE", ""),
+            "device": metadata["AOTI_DEVICE_KEY"],
+            "features": needed(metadata.get("AOTI_CPU_ISA", "").split(), capabilities(), march in (None, "native")),
+            "capability": list(torch.cuda.get_device_capability()) if metadata["AOTI_DEVICE_KEY"] == "cuda" else None,
+            "constants": {name: _facts(tensor) for name, tensor in state.items() if name in constants},
+            "operators": _operators(program),
+            "signature": signature,
+            **facts,
+        }
+        kept, more = try_package(loader, manifest, live, program, module, decided)
+    signature["guards"] += kept
     with open(file, "r+b") as out:
         with zipfile.ZipFile(out, "a", zipfile.ZIP_STORED) as archive:
             start = archive.namelist()[0].partition("/")[0]
@@ -122,11 +113,12 @@ def write(
             archive.writestr(f"{start}/{TENSORS}", save_tensors(live))
         out.flush()
         os.fsync(out.fileno())
-    return notes
+    return notes + more
 
 
-def _compiled(file: str) -> tuple[set[str], dict[str, str]]:
-    """The names of the constants that a compiled program reads, and what AOTInductor says of it."""
+@contextlib.contextmanager
+def _compiled(file: str) -> Iterator[Any]:
+    """The loader of a compiled program."""
 
     def unfit(finding: str) -> Unfit:
         return Unfit(f"AOTInductor did not write a package: {finding}; leave out the options that cause this")
@@ -134,8 +126,7 @@ def _compiled(file: str) -> tuple[set[str], dict[str, str]]:
     with opened(file, raises=unfit) as handle, folder(TEMPORARY) as work:
         archive = open_archive(handle, unfit)
         unpack(archive, work, unfit)
-        loader = _loader(work, 1, -1)
-        return set(loader.get_constant_fqns()), dict(loader.get_metadata())
+        yield _loader(work, 1, -1)
 
 
 @contextlib.contextmanager

@@ -1,16 +1,39 @@
-"""What stands in the way of an export, as far as a module, its inputs and its result show."""
+"""What stands in the way of an export: errors, and what a module, its inputs and its result show."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from ..core import quantised
+from ..core.errors import FxplugError
 from ..core.ir.containers import leaves
 from ..core.verifier import Subject, Unsupported
 
 PLAIN = (torch.Tensor, torch.SymInt, int, float, bool, str, type(None))  # what an exported program may give
 GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
+
+
+class Unfit(FxplugError):
+    """A module whose package would not follow its adapters, however many sizes are free."""
+
+
+class CompileRefused(Exception):
+    """What torch does not take, with as many free sizes as were asked for; its own error is the cause."""
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Tell errors of torch's export and of its compilers as Refused: another try, with fewer free sizes, may do."""
+    try:
+        yield
+    except (FxplugError, OSError):
+        raise
+    except Exception as error:  # torch's, and the module's: they raise many kinds
+        raise CompileRefused(str(error).strip() or type(error).__name__) from error
 
 
 def check_export(subject: Subject) -> str:

@@ -27,10 +27,12 @@ from ..core.ir.traced_module import TracedModule, shell
 from ..core.ir.variants import module_for
 from ..core.locks import with_read_lock
 from ..core.reading import about, reported
+from ..core.torch_internals import modules as pytree
 from ..core.writing import new_file, open_new
 from . import onnx_trial, onnx_writer
-from .aoti_writer import CompileRefused, Unfit, check_compiler, quiet, refusing, write
-from .blockers import packed_layer
+from .aoti_writer import check_compiler, quiet, write
+from .blockers import CompileRefused, Unfit, packed_layer, refusing
+from .size_trial import NotFree
 
 FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2", "onnx": ".onnx"}
 FREE: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -129,7 +131,7 @@ def export(
         def finish(program: ExportedProgram) -> list[str]:
             with reported(about(target, Unwritten), "cannot be written"):
                 if to == "aoti":
-                    return write(program, parameters, name, _live(module), facts, options)
+                    return write(program, parameters, name, _live(module), facts, options, plain)
                 if to == "onnx":
                     slots = _slots(module, facts)
                     place = functools.partial(_place, module)
@@ -243,26 +245,47 @@ def _export(
 ) -> tuple[ExportedProgram, str, list[str], list[str]]:
     """The program with as many free sizes as go through export and `finish`; how many, why not more, and what `finish` gave."""
     levels = list(FREE)[list(FREE).index(free) :]
-    tries = [(level, (args, kwargs)) for level in levels]
+    doubled: Any = None
+    tries: list[tuple[str, Any]] = [(level, (args, kwargs)) for level in levels]
     if any(t.dim() and t.shape[0] == 1 for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
         # torch.export fixes a size of 1 wherever an example has it
         doubled = map_leaves((args, kwargs), lambda t, _: torch.cat([t, t]) if t.dim() and t.shape[0] == 1 else t)
         tries = [(level, doubled) for level in levels if level != "none"] + tries
     failures: list[str] = []
     error: Exception | None = None
-    for kept, (some_args, some_kwargs) in tries:
-        bound = inspect.signature(module.forward).bind(*some_args, **some_kwargs).arguments
-        shapes = {name: _shapes(value, FREE[kept]) for name, value in bound.items()}
+    fixed: set[tuple[int, int]] = set()  # dimensions of the inputs, by number, that are not free in what was written
+    while tries:
+        kept, call = tries[0]
         try:
-            with quiet(), refusing():
-                program = torch.export.export(module, some_args, some_kwargs, dynamic_shapes=shapes, strict=False)
+            program = _free_program(module, call, FREE[kept], fixed)
             return program, kept, failures, finish(program)
         except (Unfit, Unwritten):
             raise
+        except NotFree as caught:
+            failures.append(f"{caught}: they stay as in the example")
+            fixed |= caught.places
+            tries = [one for one in tries if one[1] is not doubled]  # a size that stays is the example's own
         except (CompileRefused, FxplugError) as caught:
             error = caught
             failures.append(f"with {kept} dimensions free it fails: {first_line(caught)}")
+            tries.pop(0)
     raise FxplugError("torch.export fails for this module: " + "; ".join(failures)) from error
+
+
+def _free_program(
+    module: nn.Module, call: Any, free: Callable[[torch.Tensor], Any], fixed: set[tuple[int, int]]
+) -> ExportedProgram:
+    """The program of a call with these dimensions of its tensors free, but for the fixed ones."""
+    numbers = {id(value): i for i, value in enumerate(pytree.tree_flatten(call)[0])}
+
+    def dims(tensor: torch.Tensor) -> Any:
+        return {d: dim for d, dim in free(tensor).items() if (numbers[id(tensor)], d) not in fixed}
+
+    args, kwargs = call
+    bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    shapes = {name: _shapes(value, dims) for name, value in bound.items()}
+    with quiet(), refusing():
+        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
 
 
 def _write_out_rounding(graph: fx.Graph) -> None:

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.func import functional_call
 
 from ..core.errors import FxplugError, shown
 from ..core.ir.containers import difference, leaves, map_leaves
-from .aoti_writer import CompileRefused, Unfit, refusing
+from .blockers import CompileRefused, Unfit
 from .onnx_file import INSTALL
 from .onnx_model import OnnxModel, load_onnx
-
-CLOSE = 10  # so many times what rounding may change within a model is more than rounding, and less than another weight
+from .size_trial import CLOSE, SizeTrial, call_alone
 
 
 def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list[str]) -> list[str]:
@@ -28,7 +26,7 @@ def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list
     mean: see `Results`. Raises Refused for a model that does not run, Unfit for one that computes something else.
     """
     with torch.random.fork_rng():
-        wanted, again = _called(module, program.example_inputs), _called(module, program.example_inputs)
+        wanted, again = call_alone(module, program.example_inputs), call_alone(module, program.example_inputs)
     if importlib.util.find_spec("onnxruntime") is None:
         return [f"it was not checked, because onnxruntime is not installed: {INSTALL}"]
     for holds, text in zip(wanted[len(wanted) - len(said) :], said, strict=True):
@@ -57,6 +55,16 @@ def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list
             "torch.onnx: export to aoti or pt2"
         )
     random = ", which draws random numbers" if drawn else ""
+    if not drawn:
+
+        def called(args: Any, kwargs: Any) -> list[torch.Tensor]:
+            results: list[torch.Tensor] = call_alone(module, (args, kwargs))
+            count = len(results) - len(said)
+            if not all(bool(holds) for holds in results[count:]):
+                raise FxplugError("a condition of the module does not hold")
+            return results[:count]
+
+        SizeTrial(program).check(model, called)
     notes = [f"onnxruntime {onnxruntime.__version__} differs from the module{random} by {most} at most, on the example inputs"]
     return notes if drawn else notes + _try_masked(model, program.example_inputs, module, len(said))
 
@@ -73,7 +81,7 @@ def _try_masked(model: OnnxModel, inputs: Any, module: nn.Module, conditions: in
             continue
         masked = _masked(inputs, place)
         try:
-            wanted = _called(module, masked)
+            wanted = call_alone(module, masked)
         except Exception:  # a call that the module itself does not take
             continue
         if not all(bool(holds) for holds in wanted[len(wanted) - conditions :]):
@@ -108,16 +116,3 @@ def _masked(inputs: Any, place: int) -> Any:
         return new
 
     return map_leaves(inputs, masked)
-
-
-def _called(module: nn.Module, inputs: Any) -> list[torch.Tensor]:
-    """What the module gives. Raises Unfit for one that changes its own state or what it is given, which no ONNX model does."""
-    state = {name: tensor.detach().clone() for name, tensor in module.named_buffers()}
-    given = map_leaves(inputs, lambda t, _: t.detach().clone())
-    with torch.no_grad(), refusing():
-        found: list[torch.Tensor] = functional_call(module, state, *given)
-    before = [*dict(module.named_buffers()).items(), *((f"its input {i}", t) for i, t in enumerate(leaves(inputs)))]
-    for (name, old), new in zip(before, [*state.values(), *leaves(given)], strict=True):
-        if isinstance(old, torch.Tensor) and difference(old, new).distance > 0:
-            raise Unfit(f"a call of this module changes {name}, and an ONNX model cannot: export to aoti or pt2")
-    return found

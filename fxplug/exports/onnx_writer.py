@@ -26,7 +26,8 @@ from ..core.ir.graph import change
 from ..core.torch_internals.exporting import DEFAULT, OPSETS, translated, untranslated
 from ..core.torch_internals.tensors import OpOverload, assert_later
 from ..core.writing import locked, open_new
-from .aoti_writer import CompileRefused, Unfit, _state, hushed, quiet, refusing
+from .aoti_writer import _state, hushed, quiet
+from .blockers import CompileRefused, Unfit, refusing
 from .call_signature import Json, Placeholder, describe, encoded
 from .onnx_file import FORMAT, INSTALL, METADATA, data_name, is_data_of, sealed
 
@@ -221,8 +222,6 @@ def _make_live(model: Any, tensors: Mapping[str, torch.Tensor], state: Mapping[s
     An initializer that is also an input can be overridden at each run and costs nothing where it is not; a session takes no
     part of it into what it folds or lays out anew.
     """
-    from onnxscript.optimizer import optimize
-
     initializers = model.graph.initializers
     names = {name: tensor for name, tensor in tensors.items() if name.endswith(".gates.table.names")}
     whole = sorted(tensors.keys() - names.keys())
@@ -238,12 +237,35 @@ def _make_live(model: Any, tensors: Mapping[str, torch.Tensor], state: Mapping[s
         value.const_value = None
         model.graph.inputs.append(value)
     with hushed("onnx_ir"):
-        optimize(model)
+        _shorten(model)
     for name, (value, const) in values.items():
         value.const_value = const
         initializers[name] = value
     loaded = {name.removesuffix(".gates.table.names"): _texts(tensor) for name, tensor in names.items()}
     return {"live": list(values), "names": loaded}
+
+
+def _shorten(model: Any) -> None:
+    """Fold what is constant, and leave out what nothing reads.
+
+    No rules rewrite patterns, as in onnxscript's `optimize`: they take a constant near 0 or 1 for that, and drop `+ 1e-8`.
+    onnxruntime has its own, which are exact.
+    """
+    from onnx_ir.passes import common
+    from onnxscript import optimizer
+
+    optimizer.inline(model)
+    for _ in range(2):
+        with contextlib.suppress(RuntimeError):  # it fails at a split into parts of a free size, which stays as it is
+            optimizer.fold_constants(model, onnx_shape_inference=True)
+        for clear in (common.RemoveUnusedNodesPass, common.RemoveUnusedFunctionsPass, common.RemoveUnusedOpsetsPass):
+            clear()(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.LiftSubgraphInitializersToMainGraphPass()(model)
+    common.DeduplicateInitializersPass()(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.OutputFixPass()(model)
+    common.NameFixPass()(model)
 
 
 def _texts(names: torch.Tensor) -> list[str]:

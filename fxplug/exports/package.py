@@ -83,6 +83,10 @@ class ExportedModel:
             raise SpecError(f"no pass of this {self.noun} has slots: {how}")
         return self._adapters
 
+    def check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raises what a call with these arguments raises before it computes anything."""
+        self._check_samples(self._signature.flatten(args, kwargs))
+
     def _check_samples(self, flat: Sequence[torch.Tensor]) -> None:
         """Raises SpecError where samples have entries of their own, and no input has so many samples."""
         for table, known in self._tables:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch.export import ExportedProgram
 from ..errors import FxplugError
 
 __all__ = [
-    "DEFAULT", "LOADER", "OPSETS", "compile_package", "find_compiler", "guards_of", "processor", "translated", "untranslated",
+    "Condition", "DEFAULT", "LOADER", "OPSETS", "compile_package", "conditions_of", "find_compiler", "guards_of", "processor",
+    "size_at", "translated", "untranslated",
 ]
 
 # a compiled program from a folder or an archive (path, name, one thread, runners, device index); we need its constants by name,
@@ -33,6 +35,44 @@ def guards_of(program: ExportedProgram) -> list[str]:
             f"torch {torch.__version__} does not report for which sizes an exported program is valid, and a package without "
             "these conditions would compute wrong results: use a version of torch that fxplug is tested with"
         ) from None
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Something that was found to hold while a program was compiled: `text` in Python over the names of its free sizes."""
+
+    text: str
+    names: frozenset[str]
+    numbers: frozenset[int]  # that stand in it
+    expression: Any
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Whether it holds where the free sizes are these."""
+        try:
+            return bool(self.expression.subs({symbol: sizes[str(symbol)] for symbol in self.expression.free_symbols}))
+        except ArithmeticError:  # a division by a size that is 0 then
+            return False
+
+
+def conditions_of(program: ExportedProgram) -> list[Condition]:
+    """What was decided of the sizes of a program so far; we need the guards of its sizes, to which a compiler adds its own."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    values = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
+    sizes: Iterator[Any] = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    known = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+    found = [guard.expr for guard in known.guards] if known is not None else []
+    made = []
+    for e in found:
+        numbers = frozenset(int(number) for number in e.atoms() if number.is_Integer)
+        made.append(Condition(PythonPrinter().doprint(e), frozenset(map(str, e.free_symbols)), numbers, e))
+    return made
+
+
+def size_at(size: torch.SymInt, sizes: Mapping[str, int]) -> int:
+    """What a size of an exported program is where its free sizes are these, by name; we need its expression."""
+    expression = size.node.expr
+    return int(expression.subs({symbol: sizes[str(symbol)] for symbol in expression.free_symbols}))
 
 
 def find_compiler() -> str:

@@ -1,0 +1,87 @@
+"""What an export calls free is: the sizes that its compiler or exporter fixed, or decided by, are guarded by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxplug
+from fxplug.core.errors import GuardError
+
+X = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+SIZES = [
+    (2, 3, 12, 12), (1, 3, 12, 12), (5, 3, 12, 12), (2, 3, 24, 24), (3, 3, 17, 25), (2, 3, 5, 9), (2, 4, 12, 12),
+    (20, 3, 12, 40),
+]  # fmt: skip
+OPERATIONS = {
+    "average pool": lambda x: F.adaptive_avg_pool2d(x, 3),
+    "maximum pool": lambda x: F.adaptive_max_pool2d(x, 2),
+    "pyramid": lambda x: sum(F.interpolate(F.adaptive_avg_pool2d(x, n), x.shape[2:]) for n in (1, 2, 3)),
+    "area": lambda x: F.interpolate(x, scale_factor=0.5, mode="area"),
+    "antialias": lambda x: F.interpolate(x, scale_factor=0.5, mode="bilinear", antialias=True),
+    "chunk": lambda x: x.chunk(2, 2)[0] + 1,
+    "pixels": lambda x: F.pixel_unshuffle(x, 2),
+    "convolution": lambda x: F.conv2d(x, x.new_ones(4, 3, 3, 3), padding=1),
+    "sorted": lambda x: x.flatten(1).sort(-1)[0],
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+}
+FREE = ["convolution", "sorted", "attention"]  # of every size
+
+
+class Of(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.scale = function, nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.function(x * self.scale)
+
+
+def exported(name, to, folder):
+    gm = fxplug.trace(Of(OPERATIONS[name]).eval(), X)
+    made = fxplug.export(gm, folder, X, to=to)
+    return made, fxplug.load_onnx(made.path) if to == "onnx" else fxplug.load_package(made.path, trusted=True)
+
+
+@pytest.mark.parametrize(
+    ("to", "name"),
+    [*(("onnx", name) for name in OPERATIONS), ("aoti", "maximum pool"),
+     *(pytest.param("aoti", name, marks=pytest.mark.slow) for name in OPERATIONS if name != "maximum pool")],
+)  # fmt: skip
+def test_other_sizes_are_right_or_refused_by_name(name, to, tmp_path):
+    made, model = exported(name, to, tmp_path)
+    taken = 0
+    for size in SIZES:
+        x = X.flatten().repeat(40)[: torch.Size(size).numel()].view(size)
+        try:
+            found = model(x)
+        except GuardError as error:
+            assert "x" in str(error) and size != SIZES[0]
+            continue
+        torch.testing.assert_close(torch.as_tensor(found), OPERATIONS[name](x), rtol=1e-4, atol=1e-4)
+        taken += 1
+    assert taken >= (3 if 0 in made.dynamic["x"] else 1)
+    if name in FREE:
+        assert {0, 2, 3} <= {*made.dynamic["x"]} and taken >= 5  # a decision for speed alone is no condition
+
+
+@pytest.mark.parametrize("small", [1e-8, 1e-9, 1e-12])
+def test_onnx_keeps_small_constants(small, tmp_path):
+    gm = fxplug.trace(Of(lambda x: (x + small).log() * (1 + 1e-6) - 1e-8).eval(), X.abs())
+    model = fxplug.load_onnx(fxplug.export(gm, tmp_path, X.abs(), to="onnx").path)
+    for x in (torch.zeros_like(X), torch.full_like(X, small), X.abs()):
+        torch.testing.assert_close(torch.as_tensor(model(x)), gm(x), rtol=1e-6, atol=1e-6)
+
+
+def test_a_size_that_stays_is_that_of_the_example(tmp_path):
+    gm = fxplug.trace(Of(OPERATIONS["average pool"]).eval(), X[:1])
+    made = fxplug.export(gm, tmp_path, X[:1], to="onnx")
+    model = fxplug.load_onnx(made.path)
+    for x in (X[:1], X):  # torch.export is shown two samples where the example has one
+        try:
+            torch.testing.assert_close(torch.as_tensor(model(x)), gm(x))
+        except GuardError:
+            assert len(x) == 2
+    assert any("they stay as in the example" in note for note in made.notes)
