@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from sweeps import sweep
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fxplug
 from fxplug.parallel.comparison import check_pretended
@@ -154,8 +155,8 @@ def test_the_weights_of_all_calls_are_summed_once(monkeypatch):
     from fxplug.parallel.runtime import checksums
 
     seen = []
-    real = checksums._sum
-    monkeypatch.setattr(checksums, "_sum", lambda t: seen.append(t) or real(t))
+    real = checksums._hash
+    monkeypatch.setattr(checksums, "_hash", lambda t: seen.append(t) or real(t))
     gm, new = traced(), parallel()
 
     def run(rank):
@@ -277,3 +278,41 @@ def test_a_model_of_which_nothing_can_be_split_says_what_stands_in_the_way():
     gm = fxplug.trace(Mixing(), tokens())
     with pytest.raises(fxplug.SpecError, match=r"can be split along 'sequence': '\w+' .*faults.py:\d+.: it mixes tokens"):
         fxplug.parallel_plan(gm, tokens(), ulysses=2, split={"x": 1})
+
+
+class Own(torch.Tensor):
+    """A subclass without a rule of its own, as torchvision's and fastai's are."""
+
+
+PAIRS = {  # what a sum of bits times their place takes for one
+    "labels": (torch.tensor([1, 2]), torch.tensor([3, 1])),
+    "more labels": (torch.tensor([1, 2]), torch.tensor([4, 1])),
+    "one-hot rows": (torch.eye(4)[[0, 1]], torch.eye(4)[[1, 0]]),
+    "signs": (torch.tensor([0.0, -0.0]), torch.tensor([-0.0, 0.0])),
+    "halves": (torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor([2.0, 1.0], dtype=torch.bfloat16)),
+    "booleans": (torch.tensor([True, False, True]), torch.tensor([False, True, True])),
+    "complex": (torch.tensor([1 + 2j]), torch.tensor([2 + 1j])),
+    "a subclass": (torch.ones(3).as_subclass(Own), torch.zeros(3).as_subclass(Own)),
+    "classes": (torch.ones(3).as_subclass(Own), torch.ones(3)),
+    "wrapped": (TwoTensor(torch.ones(3), torch.ones(3)), TwoTensor(torch.ones(3), torch.zeros(3))),
+    "strides": (torch.ones(3, 4), torch.ones(4, 3).T),
+    "shapes": (torch.ones(12), torch.ones(3, 4)),
+    "dtypes": (torch.zeros(3), torch.zeros(3, dtype=torch.int32)),
+    "far apart": (torch.arange(3_000_000) == 5, torch.arange(3_000_000) == 2_900_005),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_differs_between_processes_is_told_apart(name):
+    from fxplug.parallel.runtime import checksums
+
+    rows = [repr(checksums._table(torch.nn.Identity(), (each,), {})) for each in PAIRS[name]]
+    again = [repr(checksums._table(torch.nn.Identity(), (each.clone(),), {})) for each in PAIRS[name] if name != "strides"]
+    assert rows[0] != rows[1] and again == rows[: len(again)]
+
+
+def test_small_whole_numbers_have_hashes_of_their_own():
+    from fxplug.parallel.runtime import checksums
+
+    rows = torch.cartesian_prod(*[torch.arange(12)] * 4)
+    assert len({int(checksums._hash(row)) for row in rows}) == len(rows)

@@ -21,20 +21,22 @@ from .faults import guarded
 from .mesh import AXES, World
 from .pretended import ThreadGroup
 
-# of weights: the version that was summed last, and the sum of its bits
+# of weights: the version that was hashed last, and the hash
 KNOWN: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 PLANS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-CHUNK = 1 << 20  # elements that are summed at a time
+CHUNK = 1 << 20  # elements that are hashed at a time
+GOLDEN, FACTOR = -0x61C8864680B583EB, 0x5851F42D4C957F2D  # odd numbers without a pattern
+NUMBERS: dict[torch.device, Tensor] = {}  # one for each place
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_equal_on_ranks(root: nn.Module, world: World, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Compare the graph, mode, parameters, buffers and inputs with those of the other processes of a mesh.
 
-    Of tensors it compares shapes, dtypes and a sum of all bits, each times its place: of the inputs at each call, of a weight
-    at the first one and when torch has counted that it was written since. Eight bytes of each process travel. Every process
-    raises the same GuardError, which names a tensor and the processes that have another one. What is sharded, quantised or on
-    the meta device is left out.
+    Of tensors it compares shapes, strides, dtypes and a hash of all bits: of the inputs at each call, of a weight at the first
+    one and when torch has counted that it was written since. Eight bytes of each process travel. Every process raises the same
+    GuardError, which names a tensor and the processes that have another one. Weights that are sharded, quantised or on the
+    meta device are left out.
     """
     if not any(world.groups.values()):
         return
@@ -58,7 +60,7 @@ def check_equal_on_ranks(root: nn.Module, world: World, args: Sequence[Any], kwa
 
 
 def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """What is compared, by name: shape, dtype and checksum of tensors, other inputs as they are printed."""
+    """What is compared, by name: shape, dtype, strides and hash of tensors, other inputs as they are printed."""
     tensors: dict[str, Tensor] = {}
     if root not in PLANS:
         PLANS[root] = mark_of(root)
@@ -70,7 +72,8 @@ def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
         for index, leaf in enumerate(found := leaves(value)):
             name = f"input {place}" + (f"[{index}]" if len(found) > 1 else "")
             if isinstance(leaf, Tensor):
-                tensors[name] = leaf
+                table[f"class of {name}"] = (type(leaf).__name__,)
+                tensors.update(_plain_parts(name, leaf))
             elif isinstance(leaf, (bool, int, float, str, type(None))):
                 table[name] = (type(leaf).__name__, repr(leaf))
     plain = {name: t for name, t in tensors.items() if type(t) in (Tensor, nn.Parameter) and not t.is_meta}
@@ -78,12 +81,27 @@ def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, t in plain.items():
         if name not in sums:
-            by_device.setdefault(t.device, []).append((name, _sum(t)))
+            by_device.setdefault(t.device, []).append((name, _hash(t)))
     for rows in by_device.values():
         sums.update(zip([name for name, _ in rows], torch.stack([s for _, s in rows]).tolist(), strict=True))
     KNOWN.update({t: (version(t), sums[n]) for n, t in plain.items() if not n.startswith("input ") and not t.is_inference()})
-    table.update({name: (tuple(t.shape), str(t.dtype), sums[name]) for name, t in plain.items()})
+    table.update({name: (tuple(t.shape), str(t.dtype), _strides(t), sums[name]) for name, t in plain.items()})
     return table
+
+
+def _plain_parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that a tensor of any class is made of, by name: itself, or what a wrapper has in it."""
+    if type(tensor) is Tensor:
+        return {name: tensor}
+    if hasattr(tensor, "__tensor_flatten__"):
+        parts, _ = tensor.__tensor_flatten__()
+        return {key: t for part in parts for key, t in _plain_parts(f"{name}.{part}", getattr(tensor, part)).items()}
+    return {name: tensor.detach().as_subclass(Tensor)}
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """How a tensor lies in memory; where there is one value along a dimension, its stride says nothing."""
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
 def _shown(value: tuple[Any, ...]) -> str:
@@ -138,16 +156,29 @@ def _gather_objects(known: list[Any], size: int, group: Any) -> list[list[Any]]:
     return rows
 
 
-def _sum(t: Tensor) -> Tensor:
-    """The sum of a tensor's bits as whole numbers, each times its place, int64: the same on any device."""
+def _hash(t: Tensor) -> Tensor:
+    """A multilinear hash of a tensor's bits modulo 2**64, int64, the same on any device (Lemire and Kaser, arXiv 1202.4961).
+
+    The sum of the bits of each value, times a number for its place that looks random.
+    """
     t = t.detach()
     t = torch.view_as_real(t) if t.is_complex() else t
     bits = t.contiguous().flatten().view(WHOLE[t.element_size()])
-    total, place = torch.zeros((), dtype=torch.int64, device=t.device), 1
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
     for some in torch.split(bits, CHUNK):
-        total += (some.long() * torch.arange(place, place + len(some), device=t.device)).sum()
-        place += len(some)
+        total = total * FACTOR + (some.long() * _numbers(len(some), t.device)).sum()
     return total
+
+
+def _numbers(count: int, device: torch.device) -> Tensor:
+    """A number for each place, from 64-bit finalizers over 1, 2, ... (splitmix64), kept for the next call."""
+    known = NUMBERS.get(device)
+    if known is None or len(known) < count:
+        z = torch.arange(1, max(count, 1 << 12) + 1, dtype=torch.int64, device=device) * GOLDEN
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+            z = (z ^ (z >> shift)) * factor
+        known = NUMBERS[device] = z | 1
+    return known[:count]
 
 
 def _rank(world: World) -> int:
