@@ -489,6 +489,17 @@ def process(rank, folder):
     torch.save([image(late), image(late)], f"{folder}/late{rank}.pt")
     with pytest.raises(fxplug.SpecError, match="3 stages need 3 processes, and there are 2"):
         links_of(3, {"batch": 1})
+    bank = fxplug.apply(own(), fxplug.load_pass("lora", at="head", rank=2, slots=1))
+    bank.adapters.load("ink", {"head.lora_A.weight": torch.ones(2, 24), "head.lora_B.weight": torch.ones(16, 2)})
+    waiting = fxplug.pipefusion(bank, inputs(), stages=2, patches=3, overlap=False, check=False)
+    for each in (found, late, waiting):
+        with pytest.raises(fxplug.GuardError, match="the input 0 of process 1 is not that of process 0"):
+            image(each, seed=rank)  # as where nobody gives a seed
+    waiting.adapters.use("ink" if rank else None)
+    with pytest.raises(fxplug.GuardError, match=r"buffer 'lora.gates.table.weights' of process 1 is not that of process 0"):
+        image(waiting)
+    waiting.adapters.use("ink")
+    image(waiting)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ class Links:
         self.rank, self.ranks, self.groups = rank, list(ranks), list(groups)
         self.known: dict[Any, Any] = {}
         self.going: list[tuple[Any, Tensor]] = []  # tensors live until they have been sent
+        self.world: World | None = None  # all processes that have this image, for what is compared
         self.device = torch.device("cpu")
 
     def send(self, to: int, values: Any, key: Any) -> None:
@@ -124,7 +125,10 @@ def links_of(stages: int, ways: Mapping[str, int], mesh: DeviceMesh | None = Non
         groups = [dist.new_group(row) for _ in range(2)]
         if dist.get_rank() in row:
             mine = [row.index(dist.get_rank()), row, groups]
-    return Links(*mine), world_of(ways, mesh)
+    links, world = Links(*mine), world_of(ways, mesh)
+    along = {"sizes": stages, "ranks": links.rank, "groups": links.groups[0].group_name}
+    links.world = World(**{name: {**vars(world)[name], "ulysses": value} for name, value in along.items()})
+    return links, world
 
 
 class _Outline(NamedTuple):

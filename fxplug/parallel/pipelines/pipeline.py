@@ -14,6 +14,7 @@ from ...core.clock import Clock
 from ...core.errors import GuardError, SpecError, VerifyError
 from ...core.ir.containers import difference, leaves
 from ...core.ir.traced_module import TracedModule
+from ..runtime.checksums import check_equal_on_ranks
 from .links import Links
 from .patches import PatchValue, keep, summands
 from .stages import Stages
@@ -92,10 +93,19 @@ class PipeFusion(nn.Module):
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the next step of an image, for the arguments that the model takes. Raises GuardError for others."""
+        """Compute the next step of an image, for the arguments that the model takes.
+
+        Raises GuardError for others, and where those of the processes differ.
+        """
         inputs = self.bound(args, kwargs)
+        self.compare(inputs)
         run = self.begin(inputs)
         return self.step(run, inputs, self.is_full_step(run))
+
+    def compare(self, inputs: Sequence[Any]) -> None:
+        """Raises GuardError in every process where one has other inputs, weights or adapters than the others."""
+        if self.peers is not None and self.peers.world is not None:
+            check_equal_on_ranks(self.module, self.peers.world, inputs, {})
 
     def is_full_step(self, run: ImageRun) -> bool:
         """Say whether the next step of a run is one for all tokens."""
