@@ -25,8 +25,11 @@ def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list
     `module` is what was exported; it gives its results as a list, and then its conditions, of which `said` tells what they
     mean: see `Results`. Raises Refused for a model that does not run, Unfit for one that computes something else.
     """
-    with torch.random.fork_rng():
-        wanted, again = call_alone(module, program.example_inputs), call_alone(module, program.example_inputs)
+    try:
+        with torch.random.fork_rng():
+            wanted, again = call_alone(module, program.example_inputs), call_alone(module, program.example_inputs)
+    except Unfit as error:
+        raise Unfit(f"{error}, and an ONNX model cannot: export to aoti or pt2") from None
     if importlib.util.find_spec("onnxruntime") is None:
         return [f"it was not checked, because onnxruntime is not installed: {INSTALL}"]
     for holds, text in zip(wanted[len(wanted) - len(said) :], said, strict=True):

@@ -88,7 +88,7 @@ def call_alone(module: nn.Module, inputs: Any) -> Any:
     before = [*dict(module.named_buffers()).items(), *((f"its input {i}", t) for i, t in enumerate(leaves(inputs)))]
     for (name, old), new in zip(before, [*state.values(), *leaves(given)], strict=True):
         if isinstance(old, Tensor) and difference(old, new).distance > 0:
-            raise Unfit(f"a call of this module changes {name}, and an ONNX model cannot: export to aoti or pt2")
+            raise Unfit(f"a call of this module changes {name}")
     return found
 
 
