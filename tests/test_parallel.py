@@ -152,6 +152,31 @@ def test_sums_and_their_gradients():
         assert gradient.shape == x.shape
 
 
+WAYS = [{"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "ring": 2}, {"batch": 2}, {"tensor": 2}, {"batch": 2, "ulysses": 2}]
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=str)
+@pytest.mark.parametrize("how", ["einsum", "sdpa"])
+def test_the_mean_over_processes_is_the_gradient_of_inputs_and_of_parameters(how, ways):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(24, 24), Attend(how), nn.GELU(), nn.Linear(24, 24)).eval(), torch.randn(2, 8, 24)
+    gm = fxplug.trace(model, x)
+    plan = fxplug.parallel_plan(gm, x, check=False, **ways)
+    new = fxplug.parallelize(gm, plan)
+    weights, ends = torch.randn(2, 8, 24), [*model.parameters()]
+
+    def gradients(module, parameters):
+        given = x.clone().requires_grad_()
+        return torch.autograd.grad((module(given) * weights).sum(), [given, *parameters])
+
+    wanted = gradients(model, ends)
+    names = [name for name, _ in model.named_parameters()]
+    found = pretended(plan.ways, lambda rank: gradients(new, [dict(new.named_parameters())[name] for name in names]))
+    for index, gradient in enumerate(wanted):
+        mean = sum(each[index] for each in found) / len(found)
+        torch.testing.assert_close(mean, gradient, rtol=1e-4, atol=1e-5, msg=["input", *names][index])
+
+
 # --- models that nobody listed
 
 
