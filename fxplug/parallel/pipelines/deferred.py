@@ -46,10 +46,17 @@ class Recipe:
 
 
 class Later(Tensor):
-    """A tensor that comes patch by patch. `settle(recipe, why)` gives the whole where an operation needs it."""
+    """A tensor that comes patch by patch. `settle(recipe, why)` gives the whole where an operation needs it.
+
+    Once its whole is there it is an ordinary tensor to all that is done with it: what is written into it or into a view of it
+    is there, and what was computed of it before stays.
+    """
 
     recipe: Recipe
     settle: Callable[[Recipe, Tensor, str], Tensor]
+    base: Later | None = None  # of a view, and how it is taken of that
+    taken: Callable[[Tensor], Tensor] | None = None
+    whole: Tensor | None = None
     __torch_function__: Any = disabled_torch_function
 
     @staticmethod
@@ -60,15 +67,28 @@ class Later(Tensor):
         found.recipe, found.settle = recipe, settle
         return found
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether its whole is there."""
+        return self.whole is not None if self.base is None else self.base.is_settled
+
+    @torch.no_grad()
     def settled(self, why: str = "") -> Tensor:
         """The whole; every process asks for it at the same place."""
-        if self.recipe.whole is None:
-            self.recipe.whole = self.settle(self.recipe, self, why)
-            self.recipe.forget([], ())
-        return self.recipe.whole
+        if self.base is not None and self.taken is not None:
+            return self.taken(self.base.settled(why))
+        if self.whole is None:
+            if self.recipe.whole is None:
+                self.recipe.whole = self.settle(self.recipe, self, why).detach()
+                self.recipe.forget([], ())
+            self.whole = self.recipe.whole.clone()  # which may be written into; what was recorded before reads the recipe's
+        return self.whole
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.settled("numpy").numpy(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.settled("tolist").tolist()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Later({tuple(self.shape)}, {self.dtype})"
@@ -77,14 +97,16 @@ class Later(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         name = func.name().partition("::")[2].partition(".")[0]
-        one = next(v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Later))
+        laters = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Later)]
+        one = laters[0]
         if any(name.endswith(end) for end in SHAPES):
             given = pytree.tree_map_only(Later, lambda v: torch.empty_like(_meta(v), device=v.device), (args, kwargs))
             return func(*given[0], **given[1])
         elsewhere = kwargs.get("device") not in (None, one.device)
         pointwise = torch.Tag.pointwise in func.tags or func.is_view or name in MOVES
         other = any(not isinstance(r.type, (torch.TensorType, torch.ListType)) for r in schema(func).returns)
-        if elsewhere or other or not pointwise or schema(func).is_mutable:
+        settled = all(later.is_settled for later in laters)
+        if settled or elsewhere or other or not pointwise or schema(func).is_mutable:
             why = f"'{name}'{_place()}"
             given = pytree.tree_map_only(Later, lambda v: v.settled(why), (args, kwargs))
             return func(*given[0], **given[1])
@@ -93,7 +115,20 @@ class Later(Tensor):
         kept = pytree.tree_map_only(Tensor, lambda v: v.recipe if isinstance(v, Later) else v.clone(), (args, kwargs))
         leaves, tree = pytree.tree_flatten(result)
         made = [Later(leaf, one.device, Recipe(func, kept, i), one.settle) for i, leaf in enumerate(leaves)]
+        for i, later in enumerate(made if func.is_view else ()):
+            later.base, later.taken = one, _member(func, args, kwargs, i)
         return pytree.tree_unflatten(made, tree)
+
+
+def _member(func: Any, args: Any, kwargs: Any, number: int) -> Callable[[Tensor], Tensor]:
+    """What takes this one of the views that an operation gives of a tensor that comes later."""
+
+    def view(base: Tensor) -> Tensor:
+        given = pytree.tree_map_only(Later, lambda _: base, (args, kwargs))
+        found: Tensor = pytree.tree_leaves(func(*given[0], **given[1]))[number]
+        return found
+
+    return view
 
 
 def _meta(value: Tensor) -> Tensor:
