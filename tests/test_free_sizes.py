@@ -85,3 +85,22 @@ def test_a_size_that_stays_is_that_of_the_example(tmp_path):
         except GuardError:
             assert len(x) == 2
     assert any("they stay as in the example" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("to", ["onnx", pytest.param("aoti", marks=pytest.mark.slow)])
+def test_a_tensor_that_is_given_twice_and_one_within_a_dict(to, tmp_path):
+    gm = fxplug.trace(Pooled().eval(), (X, X), {"more": {"y": X}})
+    made = fxplug.export(gm, tmp_path, (X, X), {"more": {"y": X}}, to=to)
+    model = fxplug.load_onnx(made.path) if to == "onnx" else fxplug.load_package(made.path, trusted=True)
+    torch.testing.assert_close(torch.as_tensor(model(X, X, more={"y": X})), gm(X, X, more={"y": X}))
+    with pytest.raises(GuardError, match=r"more\['y'\]"):
+        model(X, X, more={"y": X[:, :, :7, :7]})
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, a, b, more):
+        return F.adaptive_avg_pool2d(a * self.scale, 3).mean() + b.sum() + F.adaptive_max_pool2d(more["y"], 2).mean()

@@ -276,10 +276,11 @@ def _free_program(
     module: nn.Module, call: Any, free: Callable[[torch.Tensor], Any], fixed: set[tuple[int, int]]
 ) -> ExportedProgram:
     """The program of a call with these dimensions of its tensors free, but for the fixed ones."""
-    numbers = {id(value): i for i, value in enumerate(pytree.tree_flatten(call)[0])}
+    flat = pytree.tree_flatten(call)[0]
 
-    def dims(tensor: torch.Tensor) -> Any:
-        return {d: dim for d, dim in free(tensor).items() if (numbers[id(tensor)], d) not in fixed}
+    def dims(tensor: torch.Tensor) -> Any:  # which may be given twice
+        held = {d for number, d in fixed if flat[number] is tensor}
+        return {d: dim for d, dim in free(tensor).items() if d not in held}
 
     args, kwargs = call
     bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments

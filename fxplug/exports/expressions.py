@@ -65,7 +65,7 @@ def parsed(text: str) -> ast.expr:
 
 def readable(text: str) -> str:
     """A condition as a user writes it: `image.shape[0] < 64`."""
-    return text.replace("L['", "").replace("']", "").replace(".size()", ".shape")
+    return re.sub(r"L\['(\w+)'\]", r"\1", text).replace(".size()", ".shape")
 
 
 def evaluate(tree: ast.expr, arguments: Mapping[str, Any]) -> bool | int | float:

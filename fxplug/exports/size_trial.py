@@ -20,6 +20,7 @@ from ..core.torch_internals.exporting import Condition, size_at
 from ..core.torch_internals.tensors import size_name
 from .blockers import CompileRefused, Unfit, refusing
 from .call_signature import Json, Signature
+from .expressions import parsed
 from .machines import capabilities, lacking
 from .package import ExportedModel, Package
 from .package_file import PackageManifest, check_manifest
@@ -49,9 +50,9 @@ def try_package(
     trial = SizeTrial(program)
     device = next((t.device for t in leaves(program.example_inputs) if isinstance(t, Tensor)), torch.device(manifest["device"]))
     where = Signature(manifest["signature"], device).where
-    why = _untried(manifest, program, module)
-    if why:
-        return trial.readable(decided, where), [f"it was not tried beside the module{why}"]
+    if why := _untried(manifest, program, module):
+        kept, notes = _checkable(trial.readable(decided, where))
+        return kept, [f"it was not tried beside the module{why}", *notes]
     tensors = {name: tensor.to(device) for name, tensor in live.items()}
     said = json.loads(json.dumps(manifest))  # as it is read from the file
     package = Package(loader, check_manifest(said, PackageManifest, ArtifactError), tensors, device)
@@ -62,7 +63,21 @@ def try_package(
             f"the package differs from the module by {gap.distance:.1e} on the example inputs; this is a bug of AOTInductor: "
             "export to pt2 or onnx"
         )
-    return trial.readable(trial.check(package, lambda *call: call_alone(module, call), decided), where), []
+    return _checkable(trial.readable(trial.check(package, lambda *call: call_alone(module, call), decided), where))
+
+
+def _checkable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Those of some conditions that a package can check, and a note on each of the others."""
+    found: list[str] = []
+    notes = []
+    for text in texts:
+        try:
+            parsed(text)
+        except FxplugError as error:
+            notes.append(f"the package does not check a condition on sizes: {text} ({error})")
+        else:
+            found.append(text)
+    return found, notes
 
 
 def _untried(manifest: Json, program: ExportedProgram, module: nn.Module) -> str:

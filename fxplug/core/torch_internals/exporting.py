@@ -50,7 +50,7 @@ class Condition:
         """Whether it holds where the free sizes are these."""
         try:
             return bool(self.expression.subs({symbol: sizes[str(symbol)] for symbol in self.expression.free_symbols}))
-        except ArithmeticError:  # a division by a size that is 0 then
+        except (ArithmeticError, TypeError):  # a division by a size that is 0 then; what has no truth
             return False
 
 
@@ -65,7 +65,11 @@ def conditions_of(program: ExportedProgram) -> list[Condition]:
     made = []
     for e in found:
         numbers = frozenset(int(number) for number in e.atoms() if number.is_Integer)
-        made.append(Condition(PythonPrinter().doprint(e), frozenset(map(str, e.free_symbols)), numbers, e))
+        try:
+            text = PythonPrinter().doprint(e)
+        except NotImplementedError:  # torch prints no Python of it
+            text = str(e)
+        made.append(Condition(text, frozenset(map(str, e.free_symbols)), numbers, e))
     return made
 
 
