@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 
 import pytest
 import torch
@@ -314,3 +316,29 @@ def test_what_reads_weights_reads_them_anew():
     parametrize.register_parametrization(module[2].a, "weight", nn.Identity())
     again = copy.deepcopy(module)
     assert torch.equal(again(X), module(X))
+
+
+def test_threads_rewrite_a_module_whose_hooks_were_taken_off():
+    faults = []
+
+    def rewrite(module):
+        try:
+            fxplug.features(module, ["1"])
+        except Exception as error:
+            faults.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(8):
+            module = traced()
+            cpu_offload(module, CPU)
+            remove_hook_from_submodules(module)
+            threads = [threading.Thread(target=rewrite, args=(module,)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert faults == []

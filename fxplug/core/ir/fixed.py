@@ -89,12 +89,13 @@ def refuse_without_call(part: nn.Module, name: str) -> None:
     raise SpecError(f"{_place(part, name)} has no effect: no graph calls this part, as its code is in the graph; {WAYS}")
 
 
-def drop_forward(module: Any, hook: Any) -> None:
-    """Delete the forward of its class that accelerate leaves on a module when its hooks go. Raises SpecError for another.
+def check_own_forward(module: Any, hook: Any) -> None:
+    """Raises SpecError for a forward that is a module's own, but that of its class, which accelerate leaves when its hooks go.
 
-    That one is bound to this module, and would be called in place of what a copy or a rewrite of it computes.
+    It is bound to this module, and would be called in place of what a copy or a rewrite of it computes.
     """
-    forward = vars(module)["forward"]
+    if (forward := vars(module).get("forward")) is None:  # another thread was here
+        return
     function = getattr(forward, "__func__", None)
     of_graph = hasattr(module, "_wrap") and getattr(function, "__code__", None) is module._wrap(print).__code__
     if not (function is type(module).forward or of_graph and forward.__self__ is module):
@@ -105,7 +106,6 @@ def drop_forward(module: Any, hook: Any) -> None:
             "rewrite, lowered or saved module takes along: take it off before (pipe.remove_all_hooks(), "
             "accelerate.hooks.remove_hook_from_submodules(module)), and set it again on the result"
         )
-    del vars(module)["forward"]
 
 
 def refuse_uncalled(tree: nn.Module, old: set[str], new: set[str], given: set[str], part: type[nn.Module]) -> None:

@@ -91,8 +91,7 @@ def shell(module: nn.Module) -> nn.Module:
                 k: v.copy() if type(v) is OrderedDict else v for k, v in vars(old).items() if not (root and k in NOT_COPIED)
             }
             new.__dict__.pop(COMPILED, None)  # `module.compile()` has compiled the call of the old one
-            if new.__dict__.pop("forward", None):
-                drop_forward(old)
+            drop_forward(old, new.__dict__)  # others may read the old one's meanwhile
             for table in ("_parameters", "_buffers"):
                 new.__dict__[table] = dict(getattr(old, table))
             new.__dict__["_non_persistent_buffers_set"] = set(old._non_persistent_buffers_set)
@@ -103,11 +102,12 @@ def shell(module: nn.Module) -> nn.Module:
     return copy_of(module)
 
 
-def drop_forward(module: nn.Module) -> None:
+def drop_forward(module: nn.Module, table: dict[str, Any] | None = None) -> None:
     """Delete a forward of the class's that is a module's own attribute, too. Raises SpecError for another, such as a hook's."""
-    if "forward" in vars(module):
+    if "forward" in (own := vars(module) if table is None else table):
         from . import fixed  # for few modules
-        fixed.drop_forward(module, vars(module).get(HOOKED))
+        fixed.check_own_forward(module, vars(module).get(HOOKED))
+        own.pop("forward", None)
 
 
 def _is_ours(name: str) -> bool:
