@@ -6,6 +6,7 @@ import copy
 import functools
 import queue
 import threading
+import warnings
 
 import processes
 import pytest
@@ -206,17 +207,93 @@ def test_images_one_after_the_other():
     assert equal(first[0], image(silent)[0])
 
 
+class Worded(nn.Module):
+    """A denoiser with a condition (samples, 3)."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.inner = nn.Linear(3, 4), UShaped()
+
+    def forward(self, x, timestep, words):
+        return self.inner(x + self.words(words)[:, :, None, None], timestep)
+
+
+WORDS = torch.randn(2, 3, generator=torch.Generator().manual_seed(5)) * 2
+
+
+@functools.cache
+def worded():
+    return fxplug.trace(small.seeded(Worded).eval(), (*inputs(), WORDS)).eval()
+
+
+def guided(model, conditions):
+    """What the calls of an image give, by step and condition; `conditions` are the calls of each step, in their order."""
+    x, time = inputs(1)
+    found = []
+    with torch.no_grad():
+        for t, several in zip(torch.linspace(900, 100, len(conditions)), conditions, strict=True):
+            out = {n: model(x, torch.full_like(time, float(t)), WORDS[n : n + 1]) for n in several}
+            found.append({n: whole(v).clone() for n, v in out.items()})
+            x = whole(x - sum(out.values()) / 6)
+    return found
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [[(0, 1)] * 6, [(0, 1)] * 3 + [(1,)] * 3, [(0, 1)] * 3 + [(0,)] * 3, [(1,)] * 2 + [(0, 1)] * 4, [(0, 1), (1, 0)] * 3,
+     [(0, 1), (0, 1), (1,), (0, 1), (0, 1)]],
+    ids=["both", "ends", "ends with the first", "begins", "turns", "stops for a step"],
+)  # fmt: skip
+def test_guidance_that_changes_is_told_apart_by_its_conditions(conditions):
+    """Each condition goes on with what it had itself at the step before, or begins with a step in one piece."""
+    found, exact = fxplug.pipefusion(worded(), (*inputs(1), WORDS[:1]), patches=4), worded()
+    got, time = guided(found, conditions), torch.linspace(900, 100, len(conditions))
+    x, before = inputs(1)[0], set()
+    for t, step, several in zip(time, got, conditions, strict=True):
+        for n in several:
+            with torch.no_grad():
+                want = exact(x, t[None], WORDS[n : n + 1])
+            assert far(step[n], want) < 0.1 and torch.equal(step[n], want) is (n not in before)
+        before, x = set(several), whole(x - sum(step.values()) / 6)
+
+
 def test_two_halves_of_guidance_in_one_call_or_in_two():
-    found = made(2, 3)
-    together, _ = image(found)
-    apart = []
+    found = fxplug.pipefusion(worded(), (*inputs(), WORDS), stages=2, patches=3)
     x, time = inputs()
     with torch.no_grad():
         for t in torch.linspace(900, 100, 6):
-            apart.append(torch.cat([found(half, torch.full((1,), float(t))) for half in x.chunk(2)]))
-            x = x - apart[-1] / 6
-    for a, b in zip(apart, together, strict=True):
-        assert distance(b, a) < CLOSE
+            halves = zip(x.chunk(2), WORDS.chunk(2), strict=True)
+            apart = torch.cat([found(half, torch.full((1,), float(t)), words) for half, words in halves])
+            x = x - apart / 6
+    found.new_image()
+    y, time = inputs()
+    with torch.no_grad():
+        for t in torch.linspace(900, 100, 6):
+            y = y - found(y, torch.full_like(time, float(t)), WORDS) / 6
+    assert distance(y, x) < CLOSE
+
+
+def test_calls_that_nothing_tells_apart_run_in_one_piece():
+    found, exact = made(2, 3), own()
+    x, time = inputs()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i, t in enumerate((900.0, 700.0, 500.0, 300.0, 100.0)):
+            now = torch.full_like(time, t)
+            for other in (x * 0.1 + 3, x)[i > 2 :]:  # guidance ends early, and the first is left out
+                assert torch.equal(found(other, now), exact(other, now)) is (i < 4)
+            x = x * 0.9
+    with pytest.warns(UserWarning, match="calls at one time have the same conditions"), torch.no_grad():
+        found.new_image()
+        for t in (900.0, 900.0, 700.0):
+            found(x, torch.full_like(time, t))
+    found.new_image()
+    with torch.no_grad():
+        for t in (900.0, 700.0, 500.0):
+            found(x, torch.full_like(time, t))
+        with pytest.raises(fxplug.SpecError, match="two calls at timestep 500 have the same conditions, .* new_image"):
+            found(x * 2, torch.full_like(time, 500.0))
+    found.new_image()
 
 
 def test_the_last_steps_are_corrected():
@@ -298,7 +375,7 @@ class LocalLinks(Links):
         return copied(self.local.swap(copied(values))[source])  # written again meanwhile
 
     def swap(self, values, key):
-        return [], self.local.swap(copied(values))
+        return tuple, self.local.swap(copied(values))
 
 
 def copied(values):
@@ -513,6 +590,52 @@ def test_two_processes_give_what_one_gives(tmp_path):
         for got, x in torch.load(tmp_path / f"late{rank}.pt"):
             want_late, y = image(stale(2))
             assert equal(got, want_late) and torch.equal(x, y)
+
+
+def odd_one(rank, case, late):
+    """An image of which process 1 does something else at one step; the other says so, and nobody waits for ever."""
+    kind = {"ways": 2} if late else {"stages": 2, "patches": 4}
+    new = (fxplug.stale_sequence if late else fxplug.pipefusion)(own(), inputs(), **kind, check=False)
+    x, time = inputs()
+    text = {
+        "skips a call": "input 1 of process 1 is not that of process 0",
+        "other size": "process 0 is at step 3 of an image; process 1 is at step 0",
+        "begins an image": "process 0 is at step 3 of an image; process 1 is at step 0",
+        "looks": r"process 0 is at step 3 of an image; process 1 is at .*, which needs all of a result",
+    }[case]
+    mine = rank == 1
+
+    def run():
+        y = x
+        for i, t in enumerate((900.0, 700.0, 500.0, 300.0, 100.0)):
+            if i == 3 and mine:
+                if case == "skips a call":
+                    continue
+                if case == "other size":
+                    y = inputs(height=12)[0]
+                if case == "begins an image":
+                    new.new_image()
+                if case == "looks":
+                    float(y.mean())
+            y = y - new(y, torch.full_like(time, t)) / 5
+        float(y.mean())
+
+    with torch.no_grad(), pytest.raises(fxplug.GuardError, match=text):
+        run()
+
+
+ODD = [("skips a call", False), ("other size", False), ("begins an image", False), ("looks", False), ("skips a call", True),
+       ("other size", True), ("begins an image", True)]  # fmt: skip
+
+
+def odd_ones(rank):
+    for case, late in ODD:
+        odd_one(rank, case, late)
+
+
+@pytest.mark.slow
+def test_a_process_that_does_another_thing_is_told_in_every_process():
+    processes.group(odd_ones)
 
 
 # --- what cannot be

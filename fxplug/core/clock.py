@@ -26,6 +26,7 @@ class _Stream:
 
     number: int
     time: float = math.nan
+    went_on: bool = False  # at that time, with what was kept of an earlier one
     sample: Tensor | None = None
     others: list[tuple[str, Tensor, int]] = field(default_factory=list)  # name, value, and how often it was written
     fixed: list[bool] = field(default_factory=list)  # which of these must stay as they are
@@ -44,6 +45,7 @@ class _Stream:
             self.fixed = [fixed or equal for fixed, equal in zip(self.fixed, again, strict=True)]
         else:
             self.fixed = [not _may_vary(name, value) for name, value, _ in others]
+        self.went_on = not math.isnan(self.time)
         self.time, self.others = time, others
         self.sample = None if sample is None else sample.detach().clone()  # a sampler may write into it
 
@@ -54,8 +56,9 @@ class Clock:
     A run begins with the first call, where the time goes back, and where a pipeline of diffusers that calls has begun one: its
     scheduler has another schedule. A run has streams, such as the calls with and without a condition at one time, which are
     told apart by their conditions. A call that goes on with no stream, as its conditions are others or its sample does not
-    come from the last one, begins a stream. Without a name every call is the next step until somebody says that a run begins.
-    Raises SpecError for a name that no input has.
+    come from the last one, begins a stream. Where samples are not read, calls with the same conditions at one time begin a
+    stream each time, as nothing says which is which. Without a name every call is the next step until somebody says that a run
+    begins. Raises SpecError for a name that no input has, and for two such calls after one.
     """
 
     def __init__(self, name: str | None, names: Sequence[str], samples: bool = True) -> None:
@@ -67,6 +70,7 @@ class Clock:
             )
         self.name, self.position, self.names = name, -1 if name is None else list(names).index(name), list(names)
         self.samples = samples
+        self.is_ambiguous = False  # whether nothing says which earlier call the last one goes on with
         self.reset()
 
     def reset(self) -> None:
@@ -109,8 +113,16 @@ class Clock:
         elif moved:
             self.direction = moved
             self.streams = [stream for stream in self.streams if stream.time == before]
-        waiting = [stream for stream in self.streams if stream.time != now]
-        stream = next((stream for stream in waiting if stream.continues_run(sample, tensors)), None)
+        alike = [stream for stream in self.streams if stream.continues_run(sample, tensors)]
+        stream = next((stream for stream in alike if stream.time != now), None)
+        self.is_ambiguous = not self.samples and len(alike) > 1
+        if self.is_ambiguous:
+            stream = None  # it begins anew
+        if not self.samples and stream is None and any(one.time == now and one.went_on for one in alike):
+            raise SpecError(
+                f"two calls at {self.name} {now:g} have the same conditions, and there was one such call before: which of them "
+                "goes on with it cannot be seen. Say that a run begins before the first of them: new_image() or reset()"
+            )
         if stream is None:
             stream, self.begun = _Stream(self.begun), self.begun + 1
             self.streams.append(stream)

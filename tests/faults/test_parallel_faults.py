@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from datetime import timedelta
@@ -250,6 +251,44 @@ def test_one_process_fails_and_the_other_says_so(how, text, tmp_path):
     assert not any(one.is_alive() for one in started)
     told = (tmp_path / "0.txt").read_text()
     assert text in told and told.startswith("GuardError"), told
+
+
+def late(rank, world, ways, folder):
+    """A process that does not come for the second call, on a mesh of two axes or as a stage."""
+    torch.set_num_threads(1)
+    faults.GRACE = 2.0
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS))
+    if "stages" in ways:
+        new = fxplug.pipefusion(traced(), tokens(), **ways, patches=3, clock=None, check=False)
+    else:
+        new = parallel(**ways)
+    with torch.no_grad():
+        for _ in range(3):
+            new(tokens())
+        dist.barrier()
+        start = time.monotonic()
+        if rank == world - 1:
+            os._exit(0) if "stages" in ways else time.sleep(5 * SECONDS)
+            return
+        with pytest.raises(fxplug.GuardError, match=f"process {world - 1} has died or did not reach the collective") as error:
+            while True:
+                new(tokens())
+    assert time.monotonic() - start < 2 * SECONDS + 3 * faults.GRACE
+    Path(folder, f"{rank}.txt").write_text(str(error.value))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [{"batch": 2, "ulysses": 2}, {"ulysses": 2, "ring": 2}, {"stages": 2}], ids=str)
+def test_a_process_that_does_not_come_is_named_within_the_timeout(ways, tmp_path):
+    world = math.prod(ways.values())
+    started = [processes.CONTEXT.Process(target=late, args=(rank, world, ways, str(tmp_path))) for rank in range(world)]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join(240)
+    assert not any(one.is_alive() for one in started)
+    assert all((tmp_path / f"{rank}.txt").exists() for rank in range(world - 1))
 
 
 # --- plans that cannot be

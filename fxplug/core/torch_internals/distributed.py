@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -9,7 +10,10 @@ import torch.distributed._functional_collectives as functional
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "default_store", "group_of_name", "joined_group", "wait"]
+__all__ = [
+    "all_gather", "all_reduce", "all_to_all", "default_store", "group_of_name", "joined_group", "limit_waiting", "timeout",
+    "wait",
+]  # fmt: skip
 
 # these give a tensor that is not there yet; its name of the first since torch 2.15, and before
 all_gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -17,6 +21,8 @@ all_reduce: Any = functional.all_reduce
 all_to_all: Any = functional.all_to_all_single
 # the tensor, once it is there
 wait: Any = functional.wait_tensor
+# its name of the first since torch 2.14, and before
+_set_timeout: Any = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 # the process group of a name, as a graph has it
 group_of_name: Any = _resolve_process_group
 # the store through which the default group was set up; we need its `clone`, `check`, `set` and `get`
@@ -26,3 +32,15 @@ default_store: Any = dist.distributed_c10d._get_default_store
 def joined_group(mesh: DeviceMesh, name: str) -> Any:
     """The name of the group of all processes of a mesh with several axes; we need that it runs in the mesh's own order."""
     return mesh._flatten(name).get_group().group_name
+
+
+def timeout() -> timedelta:
+    """How long a collective of the default group waits, which torch tells of its backends alone."""
+    group = dist.distributed_c10d._get_default_group()
+    found: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return found
+
+
+def limit_waiting(name: str) -> None:
+    """Let the group of a name wait as long as the default group, as a group that a mesh makes does not."""
+    _set_timeout(timeout(), group_of_name(name))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...core.errors import SpecError
 from ...core.torch_internals import modules as pytree
+from ...core.torch_internals.distributed import limit_waiting, timeout
+from ..runtime.faults import guarded
 from ..runtime.mesh import World, world_of
+
+WAITING = "what the others have of their patches"
 
 
 class Links:
@@ -41,56 +46,72 @@ class Links:
             text = json.dumps([pytree.treespec_dumps(tree), [_header(leaf) for leaf in leaves]]).encode()
             head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             going = [t.to(self.device) for t in (torch.tensor([len(head)]), head)] + going
-        self.going = [row for row in self.going if not row[0].is_completed()]
-        self.going += [(dist.isend(tensor, self.ranks[to], group), tensor) for tensor in going]
+
+        def call() -> None:
+            self.going = [row for row in self.going if not row[0].is_completed()]
+            self.going += [(dist.isend(tensor, self.ranks[to], group), tensor) for tensor in going]
+
+        guarded(call, group.group_name, f"what stage {to} takes")
 
     def receive(self, source: int, key: Any) -> Any:
-        """What a stage has sent."""
+        """What a stage has sent. Raises GuardError where nothing comes."""
         group = self.groups[self.rank < source]
+
+        def into(tensor: Tensor) -> Tensor:
+            guarded(lambda: dist.recv(tensor, self.ranks[source], group), group.group_name, f"what stage {source} sends")
+            return tensor
+
         if (source, self.rank, key) not in self.known:
-            size = torch.empty(1, dtype=torch.int64, device=self.device)
-            dist.recv(size, self.ranks[source], group)
-            head = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-            dist.recv(head, self.ranks[source], group)
+            size = into(torch.empty(1, dtype=torch.int64, device=self.device))
+            head = into(torch.empty(int(size), dtype=torch.uint8, device=self.device))
             spec, said = json.loads(bytes(head.tolist()))
             self.known[source, self.rank, key] = [_heard(leaf) for leaf in said], pytree.treespec_loads(spec)
         outlines, tree = self.known[source, self.rank, key]
         leaves = self.empty(outlines)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.numel():
-                dist.recv(leaf, self.ranks[source], group)
+                into(leaf)
         return pytree.tree_unflatten(leaves, tree)
 
     def share(self, source: int, values: Any, key: Any) -> Any:
-        """What one stage has, for all."""
+        """What one stage has, for all. Raises GuardError where a process does not come."""
         group = self.groups[0]
         leaves, tree = pytree.tree_flatten(values)
+
+        def wait(call: Any) -> None:
+            guarded(call, group.group_name, f"what stage {source} gives to all")
+
         if ("all", key) not in self.known:
             rows: list[Any] = [(_outlines(leaves), tree)]
-            dist.broadcast_object_list(rows, self.ranks[source], group)
+            wait(lambda: dist.broadcast_object_list(rows, self.ranks[source], group))
             self.known["all", key] = rows[0]
         outlines, tree = self.known["all", key]
         if self.rank != source:
             leaves = self.empty(outlines)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.numel():
-                leaves[i] = leaf = leaf.contiguous()
-                dist.broadcast(leaf, self.ranks[source], group)
+                leaves[i] = tensor = leaf.contiguous()
+                wait(functools.partial(dist.broadcast, tensor, self.ranks[source], group))
         return pytree.tree_unflatten(leaves, tree)
 
-    def swap(self, values: Sequence[Tensor], key: Any) -> tuple[list[Any], list[list[Tensor]]]:
-        """Begin to give tensors to all: what to wait for, and what each process gave, which is there by then."""
+    def swap(self, values: Sequence[Tensor], key: Any) -> tuple[Callable[[], None], list[list[Tensor]]]:
+        """Begin to give tensors to all: what waits for them, and what each process gave, which is there by then."""
+        name = self.groups[0].group_name
         if ("swap", key) not in self.known:
             shapes: list[Any] = [None] * len(self.ranks)
-            dist.all_gather_object(shapes, _outlines(values), self.groups[0])
+            guarded(lambda: dist.all_gather_object(shapes, _outlines(values), self.groups[0]), name, WAITING)
             self.known["swap", key] = shapes
         rows = [self.empty(outlines) for outlines in self.known["swap", key]]
         rows[self.rank] = [value.contiguous() for value in values]
-        works = [
+        works: list[Any] = [
             dist.broadcast(tensor, self.ranks[source], self.groups[0], async_op=True)
             for source, row in enumerate(rows) for tensor in row if tensor.numel()
         ]  # fmt: skip
-        return works, rows
+
+        def wait() -> None:
+            guarded(lambda: [work.wait() for work in works], name, WAITING)
+
+        return wait, rows
 
     def empty(self, outlines: Sequence[Any]) -> list[Any]:
         """What values are received into, one for each outline."""
@@ -116,13 +137,15 @@ def links_of(stages: int, ways: Mapping[str, int], mesh: DeviceMesh | None = Non
             )
         kind = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
         mesh = init_device_mesh(str(kind or "cpu"), (needed // stages, stages), mesh_dim_names=("batch", "stages"))
+        for axis in ("batch", "stages"):
+            limit_waiting(mesh.get_group(axis).group_name)
     names = mesh.mesh_dim_names or ()
     if "stages" not in names or mesh["stages"].size() != stages:
         raise SpecError(f"a mesh for {stages} stages must have that number of processes along 'stages': {mesh}")
     mine: list[Any] = []
     rows = mesh.mesh.movedim(names.index("stages"), -1).reshape(-1, stages).tolist()
     for row in rows:  # every process makes all groups; one for what goes on, one for what comes back
-        groups = [dist.new_group(row) for _ in range(2)]
+        groups = [dist.new_group(row, timeout()) for _ in range(2)]
         if dist.get_rank() in row:
             mine = [row.index(dist.get_rank()), row, groups]
     links, world = Links(*mine), world_of(ways, mesh)

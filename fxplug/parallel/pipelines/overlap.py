@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...core.errors import SpecError
 from ...core.torch_internals import modules as pytree
+from ..runtime.checksums import check_together
 from .deferred import Later, Recipe, owners
 from .patches import part, put
 from .pipeline import ImageRun, PipeFusion
@@ -67,12 +68,13 @@ class Overlapping(PipeFusion):
                 f"the scheduler's step cannot run patch by patch: {self.waited} needs the whole output of the model; use a "
                 "scheduler that works element by element, or set overlap=False, which waits at each step"
             )
+        # of what is promised nothing is known but how it will look
+        self.compare(run, pytree.tree_map(lambda v: f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Later) else v, inputs))
         entire = self.is_full_step(run)
         if not entire:
             return self.promised(run, inputs)
         inputs = pytree.tree_map(lambda v: v.settled() if isinstance(v, Later) else v, inputs)
         self.finish()
-        self.compare(inputs)  # at these steps alone: at others inputs are promised
         result = self.step(run, inputs, True)
         self.learn(run, inputs, result)
         return result
@@ -198,6 +200,8 @@ class Overlapping(PipeFusion):
         """The whole of a promise: the last stage's, for all."""
         assert self.links is not None
         last, found = len(self.plan.stages) - 1, None
+        if self.links.world is not None:
+            check_together(self.links.world, f"{why or 'the next step'}, which needs all of a result")
         self.waited = self.waited or why
         if self.links.rank == last:
             self.finish()

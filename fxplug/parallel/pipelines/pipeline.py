@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -42,7 +43,8 @@ class PipeFusion(nn.Module):
     tokens meet takes what the other patches gave last. What is kept between calls are inputs and results of the stages' graphs.
 
     A new image begins where the clock, an input such as the timestep, goes back, where the shapes of the inputs change, where
-    a pipeline of diffusers begins one, and with `new_image()`. Calls with other conditions are kept apart.
+    a pipeline of diffusers begins one, and with `new_image()`. Calls with other conditions are kept apart; those at one time
+    with the same ones run in one piece, as nothing says which of them goes on with which.
 
     Every process holds the weights of its own stage alone; one without torch.distributed runs all. No gradients.
     """
@@ -98,14 +100,14 @@ class PipeFusion(nn.Module):
         Raises GuardError for others, and where those of the processes differ.
         """
         inputs = self.bound(args, kwargs)
-        self.compare(inputs)
         run = self.begin(inputs)
+        self.compare(run, inputs)
         return self.step(run, inputs, self.is_full_step(run))
 
-    def compare(self, inputs: Sequence[Any]) -> None:
-        """Raises GuardError in every process where one has other inputs, weights or adapters than the others."""
+    def compare(self, run: ImageRun, inputs: Sequence[Any]) -> None:
+        """Raises GuardError in every process where one has another step, inputs, weights or adapters than the others."""
         if self.peers is not None and self.peers.world is not None:
-            check_equal_on_ranks(self.module, self.peers.world, inputs, {})
+            check_equal_on_ranks(self.module, self.peers.world, inputs, {}, f"step {run.index} of an image")
 
     def is_full_step(self, run: ImageRun) -> bool:
         """Say whether the next step of a run is one for all tokens."""
@@ -127,6 +129,12 @@ class PipeFusion(nn.Module):
         """Give the run that this call is a step of: a new one where an image begins and for inputs of other shapes."""
         new, number = self.clock.tick(inputs, {})
         shapes = tuple((x.shape, x.dtype) for x in leaves(inputs) if isinstance(x, Tensor))
+        if self.clock.is_ambiguous:
+            warnings.warn(
+                "calls at one time have the same conditions, so which of them goes on with which cannot be seen, and all of "
+                "them run in one piece: give what differs as an input of its own",
+                stacklevel=3,
+            )
         if new:
             self.forget()
         self.runs = {n: run for n, run in self.runs.items() if n in self.clock.numbers}

@@ -30,9 +30,8 @@ class StaleSequence(PipeFusion):
 
     def forget(self) -> None:
         """Wait for what is on its way, and drop what is kept of an image's calls."""
-        for waiting in getattr(self, "waiting", {}).values():
-            for work in waiting[0]:
-                work.wait()
+        for wait, *_ in getattr(self, "waiting", {}).values():
+            wait()
         super().forget()
         self.waiting: dict[int, Any] = {}  # by the run's identity: what is on its way
 
@@ -51,22 +50,21 @@ class StaleSequence(PipeFusion):
         rows = {at_once: [i for i, row in enumerate(stage.kept) if (row.node in now) is at_once] for at_once in (True, False)}
         for at_once, indices in rows.items():
             sizes = [part[1:] for part in (parts[ranks[0]][i] for i in indices)]
-            works: list[Any] = []
+            wait: Any = tuple  # nothing
             if self.peers is None:
                 found = [[parts[rank][i][0] for i in indices] for rank in ranks]
             else:
                 self.peers.device = self.device
-                works, found = self.peers.swap([parts[ranks[0]][i][0] for i in indices], (run.shapes, at_once))
-            self.waiting[id(run)] = works, found, indices, sizes
+                wait, found = self.peers.swap([parts[ranks[0]][i][0] for i in indices], (run.shapes, at_once))
+            self.waiting[id(run)] = wait, found, indices, sizes
             if at_once:
                 self.arrive(run)
         return self.ended(run, inputs, run.cells, [])
 
     def arrive(self, run: ImageRun) -> None:
         """Keep what was on its way."""
-        works, found, indices, sizes = self.waiting.pop(id(run), ([], [], [], []))
-        for work in works:
-            work.wait()
+        wait, found, indices, sizes = self.waiting.pop(id(run), (tuple, [], [], []))
+        wait()
         kept = self.plan.stages[0].kept
         for patch, values in enumerate(found):
             for i, value, size in zip(indices, values, sizes, strict=True):

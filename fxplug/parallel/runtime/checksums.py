@@ -24,29 +24,43 @@ from .pretended import ThreadGroup
 # of weights: the version that was hashed last, and the hash
 KNOWN: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 PLANS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+NEXT = "next step"  # of each process, before anything else is compared
 CHUNK = 1 << 20  # elements that are hashed at a time
 GOLDEN, FACTOR = -0x61C8864680B583EB, 0x5851F42D4C957F2D  # odd numbers without a pattern
 NUMBERS: dict[torch.device, Tensor] = {}  # one for each place
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_equal_on_ranks(root: nn.Module, world: World, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_equal_on_ranks(
+    root: nn.Module, world: World, args: Sequence[Any], kwargs: Mapping[str, Any], call: str = "a call"
+) -> None:
     """Compare the graph, mode, parameters, buffers and inputs with those of the other processes of a mesh.
 
     Of tensors it compares shapes, strides, dtypes and a hash of all bits: of the inputs at each call, of a weight at the first
     one and when torch has counted that it was written since. Eight bytes of each process travel. Every process raises the same
     GuardError, which names a tensor and the processes that have another one. Weights that are sharded, quantised or on the
-    meta device are left out.
+    meta device are left out. `call` says what the processes are about to do, which must be the same thing, too.
     """
-    if not any(world.groups.values()):
-        return
-    table = _table(root, args, kwargs)
+    if any(world.groups.values()):
+        _compare(world, {NEXT: (call,), **_table(root, args, kwargs)})
+
+
+def check_together(world: World, call: str) -> None:
+    """Raises GuardError in every process where they are not about to do the same thing, as `call` says it."""
+    if any(world.groups.values()):
+        _compare(world, {NEXT: (call,)})
+
+
+def _compare(world: World, table: Mapping[str, Any]) -> None:
     digest = int.from_bytes(hashlib.sha256(repr(table).encode()).digest()[:8], signed=True)
     if len(set(_everyone(world, [digest], _gather_numbers))) == 1:
         return
     tables = dict(sorted(_everyone(world, [(_rank(world), table)], _gather_objects)))
     for name in dict.fromkeys(name for found in tables.values() for name in found):
         values = {rank: found.get(name, ("none",)) for rank, found in tables.items()}
+        if name == NEXT and len(set(values.values())) > 1:
+            rows = "; ".join(f"process {rank} is at {value[0]}" for rank, value in values.items())
+            raise GuardError(f"the processes do not do the same things: {rows}. Run the same code in all of them")
         usual = Counter(values.values()).most_common(1)[0][0]
         if others := sorted(rank for rank, value in values.items() if value != usual):
             first = next(rank for rank in sorted(values) if values[rank] == usual)

@@ -10,22 +10,25 @@ import sys
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ...core.capture.user_code import is_user_code, short_path
 from ...core.errors import GuardError
 from ...core.torch_internals.distributed import default_store, group_of_name
 
 GRACE = 5.0  # seconds for the others to fail too
+T = TypeVar("T")
 SIGNS = ("timed out", "timeout", "closed by peer", "connection", "broken pipe", "reset by peer", "nccl")
 
 
-def guarded(call: Callable[[], Tensor], group: str) -> Tensor:
-    """What a collective of a group gives. Raises GuardError where a process died or does not come: its rank, and the node."""
+def guarded(call: Callable[[], T], group: str, what: str = "") -> T:
+    """What a collective of a group gives. Raises GuardError where a process died or does not come: its rank, and the node.
+
+    `what` says what is waited for where the node does not tell.
+    """
     if torch.compiler.is_compiling():
         return call()
     try:
@@ -35,7 +38,8 @@ def guarded(call: Callable[[], Tensor], group: str) -> Tensor:
             raise
         text = str(error).splitlines()[0]
         # nothing plainer: the error is raised in generated code, and only the frame knows the node that it stands at
-        raise GuardError(f"{_report(_place(sys._getframe()), group)} ({text.rpartition('] ')[2][:120]})") from error
+        place = f"{what and f'for {what} '}at {_place(sys._getframe())}"
+        raise GuardError(f"{_report(place, group)} ({text.rpartition('] ')[2][:120]})") from error
 
 
 def _report(place: str, group: str) -> str:
@@ -47,16 +51,20 @@ def _report(place: str, group: str) -> str:
         end = time.monotonic() + GRACE
         others = [other for other in dist.get_process_group_ranks(group_of_name(group)) if other != rank]
         places = {other: _query(store, f"fxplug/at/{other}", end) for other in others}
+        lost = [str(other) for other, there in places.items() if there is None]
+        store.set(f"fxplug/lost/{rank}", ", ".join(lost))
+        if not lost:  # another group of theirs may have lost one
+            known = [_query(store, f"fxplug/lost/{other}", end + GRACE) for other in others]
+            lost = sorted({one for text in known if text for one in text.split(", ")} - {str(rank)})
     except Exception:  # torch's own: the store is gone
         return (
             "process 0, which runs the store of torch.distributed, does not answer and must have died; "
-            f"process {rank} waits at {place}"
+            f"process {rank} waits {place}"
         )
-    lost = [str(other) for other, there in places.items() if there is None]
     if lost:
-        return f"process {', '.join(lost)} has died or did not reach the collective; process {rank} waits at {place}"
+        return f"process {', '.join(lost)} has died or did not reach the collective; process {rank} waits {place}"
     rows = sorted({**places, rank: place}.items())
-    return "the processes wait for each other: " + "; ".join(f"process {other} waits at {there}" for other, there in rows)
+    return "the processes wait for each other: " + "; ".join(f"process {other} waits {there}" for other, there in rows)
 
 
 def _query(store: Any, key: str, end: float) -> str | None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...core.errors import SpecError, shown
-from ...core.torch_internals.distributed import joined_group
+from ...core.torch_internals.distributed import joined_group, limit_waiting
 
 # from the outermost: neighbours talk most along the last
 AXES = ("batch", "rows", "ring", "ulysses", "tensor")
@@ -75,6 +75,8 @@ def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> World:
             )
         kind = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
         mesh = init_device_mesh(str(kind or "cpu"), tuple(ways.values()), mesh_dim_names=tuple(ways))
+        for axis in ways:
+            limit_waiting(mesh.get_group(axis).group_name)
     return _placed(ways, mesh)
 
 
@@ -91,6 +93,7 @@ def _placed(ways: Mapping[str, int], mesh: DeviceMesh) -> World:
     both = [axis for axis in ("ring", "ulysses") if axis in names]
     if len(both) == 2:
         groups[SEQUENCE] = joined_group(mesh[tuple(both)], SEQUENCE)
+        limit_waiting(groups[SEQUENCE])
     elif both:
         groups[SEQUENCE] = groups[both[0]]
     return World(sizes, ranks, groups)
