@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import warnings
 
 import processes
 import pytest
@@ -574,6 +575,36 @@ def test_what_is_called_otherwise_than_planned_is_told():
     few = own_inputs(1, 2, 2)
     with pytest.raises(fxplug.GuardError, match=r"1 tokens .dimension 2 of \(1, 24, 1\). cannot be split over 2 processes"):
         pretended(plan.ways, lambda rank: new(*few))
+
+
+def test_fewer_samples_than_processes_are_computed_whole():
+    """Guidance off in a pipeline that was planned with it: each process has the one sample, and its gradients."""
+    gm, plan = own("sdpa"), fxplug.parallel_plan(own("sdpa"), own_inputs(), batch=2)
+    x, step = own_inputs(1)
+    given = list(gm.parameters())
+    one = gm(x, step)
+    wanted = torch.autograd.grad(one.square().sum(), given)
+
+    def run(rank):
+        out = plan.written(x, step)
+        return out, torch.autograd.grad(out.square().sum(), given)
+
+    with pytest.warns(UserWarning, match="1 samples are fewer than the 2 processes along 'batch': each computes all of them"):
+        found = pretended(plan.ways, run)
+    for out, gradients in found:
+        assert torch.equal(out, one) and all(map(torch.equal, gradients, wanted))
+    both = fxplug.parallel_plan(gm, own_inputs(), batch=2, ulysses=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for out in pretended(both.ways, lambda rank: both.written(x, step)):
+            assert distance(gm(x, step), out) < CLOSE
+
+
+def test_fewer_samples_than_processes_are_refused_where_one_draws_for_all():
+    model = small.Call(lambda x, layer: F.dropout(layer(x), 0.5, True), nn.Linear(3, 3))
+    plan = fxplug.parallel_plan(fxplug.trace(model, torch.randn(4, 3)), torch.randn(4, 3), batch=2, check=False)
+    with pytest.raises(fxplug.GuardError, match=r"1 samples .dimension 0 of \(1, 3\). cannot be split over 2 processes"):
+        pretended(plan.ways, lambda rank: plan.written(torch.ones(1, 3)))
 
 
 def test_attention_is_tried_on_as_many_values_as_keys():

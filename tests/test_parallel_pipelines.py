@@ -122,7 +122,6 @@ def test_other_texts_sizes_and_batches_than_planned(name, more):
     [
         ("sd3", {"ulysses": 2, "ring": 2}, {"length": 1}, r"1 tokens \(dimension 1 of \(2, 1, 24\)\) cannot be split over 4"),
         ("flux", {"ulysses": 2, "ring": 2}, {"size": (4, 4)}, r"1 tokens .* cannot be split over 4 processes"),
-        ("dit", {"batch": 2, "ulysses": 2}, {"guidance": 1.0}, r"1 samples \(dimension 0 of \(1,\)\) cannot be split over 2"),
         ("pixart", {"ulysses": 2, "ring": 2}, {"size": (48, 32)}, r"embeddings.py:\d+: .*height.* now it is True: trace again"),
     ],
 )
@@ -130,6 +129,15 @@ def test_what_the_plan_cannot_serve_is_told(name, ways, more, text):
     plan, new = parallel(name, **ways)
     with pytest.raises(fxplug.GuardError, match=text):
         drawn(plan, case(name)[0], new, **more)
+
+
+@pytest.mark.parametrize("name", ["dit", pytest.param("pixart", marks=pytest.mark.slow)])
+def test_guidance_off_where_the_plan_splits_it(name):
+    key = "guidance" if name == "dit" else "guidance_scale"
+    plan, new = parallel(name, batch=2, ulysses=2)
+    with pytest.warns(UserWarning, match="samples are fewer than the 2 processes along 'batch'"):
+        found = drawn(plan, case(name)[0], new, **{key: 1.0})
+    assert all(off(case(name)[0](**{key: 1.0}), each) < CLOSE for each in found)
 
 
 # --- with adapters, caches and a second network

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 
+import fuzz_rows
 import processes
 import pytest
 import torch
@@ -336,3 +337,53 @@ def process(rank):
 @pytest.mark.slow
 def test_two_processes_decode_as_one():
     processes.group(process)
+
+
+# --- other heights than planned
+
+
+def halved_and_repeated(x):
+    return x[:, :, ::2].repeat_interleave(2, 2)[:, :, : x.shape[2]]
+
+
+ANY = {
+    "corners": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True),
+    "bicubic corners": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic", align_corners=True),
+    "nearest 1.3": lambda x: F.interpolate(x, scale_factor=1.3),
+    "rolled": lambda x: x.roll(2, 2),
+    "cropped": lambda x: x[:, :, :28],
+    "from the end": lambda x: x[:, :, -28:],
+    "narrowed": lambda x: x.tril(20),
+    "plain": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+}
+SOME = {
+    "halved and repeated": halved_and_repeated,
+    "halved corners": lambda x: F.interpolate(x, scale_factor=0.5, mode="bilinear", align_corners=True),
+}
+
+
+@pytest.mark.parametrize("kind", [*ANY, *SOME])
+def test_at_other_heights_rows_are_right_or_refused_by_all(kind):
+    torch.manual_seed(3)
+    model = Net(Call({**ANY, **SOME}[kind]))
+    gm = fxplug.trace(model, (torch.randn(1, 2, 16, 6),)).eval()
+    plan = fxplug.parallel_plan(gm, (torch.randn(1, 2, 16, 6),), rows=2)
+    for height in (16, 17, 24, 31, 32, 64, 96):
+        x, refused = torch.randn(1, 2, height, 6), []
+
+        def run(rank, x=x, refused=refused):
+            try:
+                return plan.written(x)
+            except fxplug.GuardError:
+                refused.append(rank)
+
+        found = pretended(plan.ways, run)
+        if refused:
+            assert kind in SOME and height % 8 and sorted(refused) == [0, 1]
+        else:
+            assert all(distance(model(x), out) < CLOSE for out in found)
+
+
+@sweep("seed", range(40), 0)
+def test_random_operations_at_other_heights(seed):
+    assert fuzz_rows.miss(seed) == ""

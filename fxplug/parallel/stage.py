@@ -68,7 +68,7 @@ def _plan_graph(
     memory: Memory,
 ) -> ShardingPlan:
     axis, ways = along
-    first, second = (ShardTrials(gm, seed, axis == "rows", memory) for seed in (0, 1))
+    first, *others = (ShardTrials(gm, seed, axis == "rows", memory) for seed in range(3))
     if axis == "rows":
         found = rows.best(first, walked, named_starts(graph, split) if split else None)
     elif axis == "batch" or split:
@@ -76,7 +76,10 @@ def _plan_graph(
         found = planned(walked, first, given, one=axis == "batch")
     else:
         found = token_origins.best(first, walked, ways)
-    replan(found, second)
+    if axis == "rows":
+        rows.check_at_other_rows(found, others)
+    else:
+        replan(found, others[0])
     if found.share() == 0:
         raise Unsplittable(next((f"{node_label(n)}: {why}" for n, why in found.why.items()), "no operation can be split"))
     return found

@@ -143,6 +143,9 @@ class PlanWriter:
             settings: tuple[Any, ...] = self.axis, place.dim, place.layout.inner, True
             if self.axis == "rows":  # tokens of other values may be whole rows
                 settings += (tuple(self.found.walk.values[node].shape[place.dim + 1 :]),)
+                settings += (self.found.divisor, self.found.rest) if self.found.divisor > 1 else ()
+            elif self.axis == "batch" and self.found.samples_are_apart():
+                settings += (None, 1, 0, True)
             after = max(self.size(stream), head(self.graph) if twin.op == "placeholder" else twin)
             cut = self.call(Split, settings, twin, (stream,), after=after)
         sizes = nodes_in(list(self.sizes.values()))

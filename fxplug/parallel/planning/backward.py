@@ -27,7 +27,7 @@ class Backward:
     def __init__(self, walk: Walk, tries: ShardTrials) -> None:
         self.walk, self.tries, self.fed = walk, tries, walk.fed()
         self.sizes: list[int] = []
-        self.planner = Planner(ShardingPlan(walk, tries, {}), set(), False)
+        self.planner = Planner(ShardingPlan(walk, tries, {}), False)
 
     def stream(self, size: int) -> int:
         """The number of the stream of this size, which is new where there is none."""

@@ -34,6 +34,7 @@ CHECKS = (*ENTRY, ops.guard, ops.check_added, ops.check_state)
 FACTS = (ops.device_of, ops.dtype_of, ops.autograd_query)  # of a tensor, the same for its parts
 MOST = 4  # inputs that are split together in one try
 MANY = 12  # choices of numbers that are scaled
+CUTS, LEAST, FARTHEST = ("getitem", "narrow", "tril", "triu"), 8, 4096  # at the last number nothing is cut
 LONG = 32  # a dimension that is longer is shorter in a try
 
 
@@ -49,22 +50,25 @@ def planned(
     streams: Sequence[int] = (),
     grains: Mapping[fx.Node, int] | None = None,
     kind: type[Planner] | None = None,
+    *,
+    like: ShardingPlan | None = None,
 ) -> ShardingPlan:
     """A plan from these starts: values whose dimension is split from there on. With `one` all are of one stream.
 
     A start that is a place is of the streams with these sizes, which are numbers in the model's code: heads, features.
-    `grains` are a token's elements at the others. `kind` may know more ways to run an operation. Raises Unsplittable.
+    `grains` are a token's elements at the others. `kind` may know more ways to run an operation. Raises Unsplittable, also
+    where a plan is not `like` another one.
     """
-    forced: set[fx.Node] = set()
+    forced: set[fx.Node] = set() if like is None else set(like.forced)
     while True:
         tries.streams.clear()
         tries.streams.true[:] = streams
-        found = ShardingPlan(walk, tries, dict(starts), grains=dict(grains or {}))
+        found = ShardingPlan(walk, tries, dict(starts), grains=dict(grains or {}), forced=forced)
         for stream in range(len(streams)):
             here = ((n, p.dim) for n, p in starts.items() if isinstance(p, Placement) and stream in p.layout.streams)
             found.origins.append(next(here))
         try:
-            found = (kind or Planner)(found, forced, one).run()
+            found = (kind or Planner)(found, one, like).run()
             found.sizes, found.settings = list(tries.streams.true), (one, streams, grains, kind)
             return found
         except NeedsGather as error:
@@ -77,10 +81,7 @@ def planned(
 
 def replan(found: ShardingPlan, tries: ShardTrials) -> None:
     """Make a plan once more, with other random values. Raises Unsplittable where it is another one then."""
-    again = planned(found.walk, tries, found.starts, *found.settings)
-    for node in found.walk.graph.nodes:
-        if found.steps.get(node) != again.steps.get(node):
-            raise Unsplittable(f"what {node_label(node)} does depends on random values")
+    planned(found.walk, tries, found.starts, *found.settings, like=found)
 
 
 class Planner:
@@ -88,8 +89,8 @@ class Planner:
 
     means = False  # over tokens are believed: they are tried on tokens that differ
 
-    def __init__(self, found: ShardingPlan, forced: set[fx.Node], one: bool) -> None:
-        self.found, self.forced, self.one = found, forced, one
+    def __init__(self, found: ShardingPlan, one: bool, like: ShardingPlan | None = None) -> None:
+        self.found, self.forced, self.one, self.like = found, found.forced, one, like
         self.walk, self.tries, self.values = found.walk, found.tries, found.values
         self.tries.writes = self.walk.writes
         self.counted = len(found.tries.streams.true)  # streams that numbers in the model's code count
@@ -99,13 +100,25 @@ class Planner:
         for node in self.walk.graph.nodes:
             if node.op == "output":
                 break
+            self.tries.streams.more = self.tokens_left_alone(node)
             self.values[node] = self.value(node)
             if node in self.found.starts and node not in self.forced:
                 if self.found.is_split(node):
                     del self.found.starts[node]  # tokens have come to it
                 else:
                     self.begin_split(node, self.found.starts[node])
+            if self.like is not None and self.found.steps.get(node) != self.like.steps.get(node):
+                raise Unsplittable(f"what {node_label(node)} does depends on random values")
         return self.found
+
+    def tokens_left_alone(self, node: fx.Node) -> int:
+        """So many tokens that an operation, which cuts off what is behind a number in its arguments, leaves none of it."""
+        if name_of(node) not in CUTS or any(self.found.hangs_on_sizes(n) for n in node.all_input_nodes):
+            return 0
+        numbers = [0]
+        fx.node.map_aggregate((node.args, node.kwargs), lambda v: numbers.append(abs(v)) if type(v) is int else None)
+        hidden = min(self.tries.streams.small, default=FARTHEST) <= (most := max(numbers)) < FARTHEST
+        return -(-most // LEAST) * LEAST if hidden else 0
 
     def full_value(self, node: fx.Node) -> Any:
         """The value of a node of which each process has all."""
@@ -287,6 +300,8 @@ class Planner:
         `values` are those of its inputs, and `true` is what it gives on them.
         """
         inputs, used = node.all_input_nodes, self.tries.used
+        if step.whole_numbers and len(step.gathers) < len(split) and self.may_cut(node):
+            return None
         result = self.tries.run_parts(node, values, step)
         if result is None:
             return None
@@ -316,6 +331,18 @@ class Planner:
         value, add = found
         kinds = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in leaves_of(value)]
         return step._replace(add=bool(add), mean=add if isinstance(add, tuple) else ()), kinds, written
+
+    def may_cut(self, node: fx.Node) -> bool:
+        """Whether an operation cuts tokens off at a number that is not that of the tokens themselves.
+
+        On parts it does nothing, and so it may seem to do to the whole where that has no more tokens in a try.
+        """
+        if name_of(node) not in CUTS:
+            return False
+        numbers = [n for n in node.all_input_nodes if self.found.hangs_on_sizes(n)]
+        own = {self.values[n].place.layout for n in node.all_input_nodes if is_placed(self.values[n])}
+        asked = [self.found.place(n.all_input_nodes[0]) if n.target == "size" else None for n in numbers]
+        return any(place is None or place.layout not in own for place in asked)
 
     def check_mutation(self, value: fx.Node) -> None:
         """Refuse writing into memory that the graph shares and a plan does not: that of a copy, gathered or split."""
@@ -471,5 +498,3 @@ class Planner:
         masks = (inputs.index(mask),) if isinstance(mask, fx.Node) and self.found.is_split(mask) else ()
         self.found.steps[node] = ArgumentSplit(gathers=masks, special="attention")
         return Leaf(self.walk.values[node], places[0])
-
-

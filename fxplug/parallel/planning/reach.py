@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +31,11 @@ class ReachProbe:
         assert leaf.place is not None
         self.dim: int = leaf.place.dim
         self.x: Tensor = self.given[self.input]
-        self.size: int = self.x.shape[self.dim]
+        self.base = self.size = self.x.shape[self.dim]
+        self.run()
+
+    def run(self) -> None:
+        """Run the operation on all rows."""
         self.whole = self.of(self.x)
         self.bound = 0.0
         if self.whole is not None and self.whole.numel() and not self.whole.is_complex():
@@ -45,9 +50,9 @@ class ReachProbe:
             new = []
             for leaf, kind in zip(leaves, kinds, strict=True):
                 if isinstance(kind, StreamNumber):
-                    if type(leaf) is not int or leaf * x.shape[self.dim] % self.size:
+                    if type(leaf) is not int or leaf * x.shape[self.dim] % self.base:
                         return None
-                    leaf = leaf * x.shape[self.dim] // self.size
+                    leaf = leaf * x.shape[self.dim] // self.base
                 new.append(leaf.clone() if isinstance(leaf, Tensor) else leaf)
             given[node] = pytree.tree_unflatten(new, tree)
         given[self.input] = x.clone()
@@ -57,6 +62,15 @@ class ReachProbe:
         except OperationRefused:  # too few rows, or sizes that do not go together
             return None
         return found if isinstance(found, Tensor) else None
+
+    def longer(self, times: int) -> ReachProbe:
+        """The same operation on some times as many rows."""
+        found, shape = copy.copy(self), list(self.x.shape)
+        shape[self.dim] *= times
+        found.x = self.tries.random(shape, self.x.dtype)
+        found.size = shape[self.dim]
+        found.run()
+        return found
 
     def rows(self, begin: int, end: int) -> Any:
         """What the rows from `begin` to before `end` give: a tensor, or None."""
@@ -89,6 +103,17 @@ def reach_of(probe: ReachProbe) -> tuple[Reach, int] | None:
         if best is not None and best[0] * 2 <= probe.size:
             break
     return None if best is None else best[1:]
+
+
+def holds(probe: ReachProbe, reach: Reach, dim: int) -> bool:
+    """Whether an operation reads no more where there are so many rows that it does not read all of them."""
+    least = (reach.before + reach.after + 1 + reach.least) * reach.period
+    longer = probe.longer(2 + least // probe.size)
+    if longer.whole is None or longer.whole.dim() <= dim:
+        return False
+    size = longer.whole.shape[dim]
+    rows = {0, size - 1, *range(size // 2, min(size, size // 2 + reach.gives))}
+    return all(right(longer, reach, dim, row, row + 1) for row in rows)
 
 
 def right(probe: ReachProbe, reach: Reach, dim: int, first: int, last: int) -> bool:

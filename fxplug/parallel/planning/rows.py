@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 
 from ..runtime.halos import Reach
 from ..runtime.layouts import Layout
-from .planner import Planner, planned
-from .reach import ReachProbe, extents, reach_of
+from .planner import Planner, planned, replan
+from .reach import ReachProbe, extents, holds, reach_of
 from .sharding_plan import ShardingPlan, Unsplittable
 from .streams import ArgumentSplit, Leaf, Placement
 from .trials import ShardTrials
@@ -69,7 +69,9 @@ class Spatial(Planner):
             rank = self.walk.values[node].dim()
             images = [v for v in self.walk.values.values() if isinstance(v, Tensor) and v.dim() == rank]
             parts = LARGER if any(1 < image.shape[dim] < size for image in images) else SMALL
-            self.tries.streams.own[found] = parts[math.gcd(size, max(SMALL))]
+            first, second = parts[self.tries.multiple or math.gcd(size, max(SMALL))]
+            more = self.tries.more + 8 * (first + second + 2 * self.tries.more == size)  # as many as there are say little
+            self.tries.streams.own[found] = first + more, second + more
         return found
 
     def norm(self, node: fx.Node) -> GlobalNorm | None:
@@ -123,21 +125,27 @@ class Spatial(Planner):
     def reach(self, node: fx.Node, index: int) -> tuple[Reach, int, int] | None:
         """What a node reads of one input, the dimension of rows in its result, and how many there are; None for all of it."""
         probe = ReachProbe(self.tries, node, self.values, index)
-        found = reach_of(probe)
-        if found is None:
+        if probe.whole is None:
             return None
-        reach, dim = found
-        return extents(probe, reach, dim) or reach, dim, probe.whole.shape[dim]
+        for times in (1, 3):  # of few rows a reach may be all of them, whatever it is of more
+            tried = probe if times == 1 else probe.longer(times)
+            found = reach_of(tried)
+            if found is not None and holds(tried, *found):
+                reach, dim = found
+                return extents(tried, reach, dim) or reach, dim, probe.whole.shape[dim]
+        return None
 
     def rows(self, node: fx.Node, dim: int, small: int, place: Placement, reach: Reach) -> Layout | None:
         """Where the rows of a result lie: along a stream that there is, or along one of their own."""
         streams, true = self.tries.streams, self.walk.values[node].shape[dim]
         (source,) = place.layout.streams
+        if reach.extra and reach.size(streams.true[source] * place.layout.inner) != true:
+            return None
         for stream in (source, *range(len(streams.true))):
             times = small // streams.small[stream]
             if times and times * streams.small[stream] == small and times * streams.true[stream] == true:
                 return Layout((stream,), 1, times)
-        if small < 2 or not reach.extra or reach.size(streams.true[source] * place.layout.inner) != true:
+        if small < 2 or not reach.extra:
             return None
         self.found.origins.append((node, dim))
         stream = streams.new(true, small)
@@ -185,6 +193,21 @@ def best(tries: ShardTrials, walk: Walk, split: Mapping[fx.Node, int] | None = N
     if found is None or not found.share():
         raise failed or Unsplittable("no input is an image or a feature map whose rows can be split")
     return found
+
+
+def check_at_other_rows(found: ShardingPlan, tries: Sequence[ShardTrials]) -> None:
+    """Make a plan once more for rows whose number is a multiple of something else, with other random values.
+
+    Where it is another one then, it holds for numbers of rows like that of the example alone, and is made once more for these.
+    Raises Unsplittable where that is another one, too.
+    """
+    multiple = math.gcd(found.sizes[0], max(SMALL))
+    tries[0].multiple, tries[1].more = 1 if multiple > 1 else 2, 8
+    try:
+        replan(found, tries[0])
+    except Unsplittable:
+        replan(found, tries[1])
+        found.divisor, found.rest = (multiple, 0) if multiple > 1 else (2, 1)
 
 
 def _choices(walk: Walk) -> Iterator[tuple[dict[fx.Node, int], int]]:

@@ -29,6 +29,9 @@ class ShardingPlan:
     sizes: list[int] = field(default_factory=list)  # of each stream
     grains: dict[fx.Node, int] = field(default_factory=dict)  # elements of a token, of starts that have not one
     derived: set[int] = field(default_factory=set)  # streams whose size follows from that of another
+    forced: set[fx.Node] = field(default_factory=set)  # nodes that run on what is whole, as a later one writes into it
+    divisor: int = 1  # tokens are so many times this, and the rest, wherever the plan holds
+    rest: int = 0
     settings: tuple[Any, ...] = ()  # with which it was planned, beside starts
 
     __repr__ = brief_fields
@@ -62,6 +65,11 @@ class ShardingPlan:
     def cut(self, node: fx.Node) -> bool:
         """Whether a value is computed as a whole, and split then."""
         return self.steps.get(node, ArgumentSplit()).cut is not None
+
+    def samples_are_apart(self) -> bool:
+        """Whether there is one stream, and no process adds anything up with others or takes what they have drawn."""
+        together = any(s.add or s.same or s.mean or s.once or s.special for s in self.steps.values())
+        return len(self.sizes) == 1 and not together
 
     def summed(self, node: fx.Node) -> bool:
         """Whether the processes give summands of a value."""

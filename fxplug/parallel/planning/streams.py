@@ -61,6 +61,7 @@ class Streams:
     def __init__(self) -> None:
         self.true: list[int] = []
         self.own: dict[int, tuple[int, int]] = {}  # parts that are others than the usual
+        self.more = 0  # tokens in each part, for an operation that does something to the tokens behind so many
 
     def new(self, size: int, small: int | None = None) -> int:
         """A stream of this size, and of one that follows from other streams' when these are small."""
@@ -80,7 +81,8 @@ class Streams:
     @property
     def parts(self) -> list[tuple[int, int]]:
         """How much of each stream the two pretended processes have."""
-        return [self.own[n] if n in self.own else PARTS[n] for n in range(len(self.true))]
+        usual = [self.own[n] if n in self.own else PARTS[n] for n in range(len(self.true))]
+        return [(first + self.more, second + self.more) for first, second in usual]
 
     @property
     def small(self) -> list[int]:

@@ -45,6 +45,8 @@ class ShardTrials:
         self.streams = Streams()
         self.pool = torch.rand(POOL, generator=torch.Generator().manual_seed(seed)) + 0.1
         self.used = 0
+        self.multiple = 0  # of which the rows are tried; 0 for what their true number is a multiple of
+        self.more = 0  # rows in each part than usual
         self.writes: Mapping[fx.Node, Sequence[fx.Node]] = {}  # the inputs that a node writes into
         self.known: dict[Any, Any] = {} if memory is None else memory.known.setdefault(seed, {})
         self.latest: tuple[str, nn.Module] | None = None  # the module that was called last, by its path

@@ -7,6 +7,7 @@ a parameter's gradients is its gradient, as DDP and FSDP take it.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar
@@ -66,9 +67,14 @@ class Collective(Block):
         if "region" not in meta and "part" not in meta:  # what enters a region, or a part of a step cache, may be parts
             check_equal_on_ranks(root, self.here(), args, kwargs)
 
-    def group_of(self) -> tuple[int, int, Any]:
-        """Rank, number of processes and group along the axis."""
+    def group_of(self, *sizes: int) -> tuple[int, int, Any]:
+        """Rank, number of processes and group along the axis: 0, 1 and None where each computes all of too few samples.
+
+        `sizes` are those of the streams that are split.
+        """
         world = self.here()
+        if self.axis == "batch" and sizes and min(sizes) < world.sizes[self.axis]:
+            return 0, 1, None
         return world.ranks[self.axis], world.sizes[self.axis], world.groups.get(self.axis)
 
     def everywhere(self, x: Tensor) -> Tensor:
@@ -94,28 +100,39 @@ class Split(Lengthwise):
 
     A token has `inner` elements, or as many as the call says; the streams stand there once, or several times in front of each
     other. `born` says that tokens begin here: fewer than there are processes raise GuardError, and so do other sizes than
-    `behind` in the dimensions behind.
+    `behind` in the dimensions behind, and a number of tokens that leaves another `rest` by the `divisor`. With `few` each
+    process computes all of fewer samples than there are processes.
     """
 
     def __init__(
         self, ways: dict[str, int], axis: str, dim: int, inner: int = 1, born: bool = False,
-        behind: Sequence[int] | None = None,
+        behind: Sequence[int] | None = None, divisor: int = 1, rest: int = 0, few: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(ways, axis, dim, inner)
         self.born, self.behind = bool(born), None if behind is None else [check_integer("behind", size) for size in behind]
+        self.divisor, self.rest, self.few = check_integer("divisor", divisor, 1), check_integer("rest", rest), bool(few)
 
     def forward(self, x: Tensor, *sizes: int, inner: int | None = None) -> Tensor:
-        rank, world, _ = self.group_of()
+        rank, world, _ = self.group_of(*sizes)
         inner = self.inner if inner is None else inner
-        for size in sizes:
-            if self.born and size < world:
-                what, where = "samples" if self.axis == "batch" else "tokens", f"dimension {self.dim} of {tuple(x.shape)}"
-                raise GuardError(f"{size} {what} ({where}) cannot be split over {world} processes")
+        many = self.group_of()[1]
+        if self.born and min(sizes) < many and not self.few:
+            what, where = "samples" if self.axis == "batch" else "tokens", f"dimension {self.dim} of {tuple(x.shape)}"
+            raise GuardError(f"{min(sizes)} {what} ({where}) cannot be split over {many} processes")
+        if self.born and world < many and not torch.compiler.is_compiling():
+            few = f"{min(sizes)} samples are fewer than the {many} processes along 'batch'"
+            warnings.warn(f"{few}: each computes all of them", stacklevel=2)
         total = sum(sizes) * inner
         if self.born and x.shape[self.dim] != total:
             raise GuardError(
                 f"dimension {self.dim} of {tuple(x.shape)} must be {sum(sizes)} times {inner}, as in the plan: use inputs of "
                 "that size, or make a plan with inputs of this one"
+            )
+        if sum(sizes) % self.divisor != self.rest:
+            kind = f"a multiple of {self.divisor}" if not self.rest else "odd"
+            raise GuardError(
+                f"dimension {self.dim} of {tuple(x.shape)} holds {sum(sizes)} tokens, and that must be {kind}, as in the plan: "
+                "use inputs of such a size, or make a plan with inputs of this one"
             )
         if self.behind is not None and list(x.shape[self.dim + 1 :]) != self.behind:
             raise GuardError(
@@ -129,7 +146,7 @@ class Gather(Lengthwise):
     """The whole of a tensor whose dimension `dim` is split: forward(x, *sizes), the inverse of `Split`."""
 
     def forward(self, x: Tensor, *sizes: int, inner: int | None = None) -> Tensor:
-        rank, world, group = self.group_of()
+        rank, world, group = self.group_of(*sizes)
         inner = self.inner if inner is None else inner
         counts = layouts.counts(sizes, world)
         y = torch.unflatten(x, self.dim, (times(x, self.dim, counts[rank] * inner), counts[rank] * inner))
@@ -175,7 +192,7 @@ class GlobalSize(Collective):
         self.dim = check_integer("dim", dim)
 
     def forward(self, x: Tensor, *sizes: int) -> int:
-        rank, world, _ = self.group_of()
+        rank, world, _ = self.group_of(*sizes)
         return layouts.global_size(x, self.dim, sizes, rank, world)
 
 

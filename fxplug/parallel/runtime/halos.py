@@ -113,7 +113,8 @@ class Cut(Near):
         reach = read(self.reach)
         first, last = (n - begin // reach.period * reach.gives for n in (first, last))
         whole = end - begin == given * inner
-        if gives < world or last > y.shape[self.dim] or (whole and y.shape[self.dim] != gives * out):
+        fewer = reach.extra and reach.size(given * inner) != gives * out  # which every process sees
+        if gives < world or fewer or last > y.shape[self.dim] or (whole and y.shape[self.dim] != gives * out):
             raise GuardError(
                 f"{gives * out} rows of {given * inner} cannot be split over {world} processes: use fewer processes for "
                 "'rows', or make a plan with inputs of this size"

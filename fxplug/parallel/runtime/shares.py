@@ -84,7 +84,7 @@ class Count(Collective):
     """A number that counts tokens of the whole, or multiples of them, for this process's: forward(n, *sizes)."""
 
     def forward(self, n: int, *sizes: int) -> int:
-        rank, world, _ = self.group_of()
+        rank, world, _ = self.group_of(*sizes)
         return n // sum(sizes) * layouts.counts(sizes, world)[rank]
 
 
