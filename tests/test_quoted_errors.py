@@ -18,6 +18,7 @@ import small
 import test_after_trace as after
 import test_parallel as parallel
 import test_parallel_pipelines as pictures
+import test_parallel_rows as rows
 import test_parallel_training as training
 import test_parallel_values as values
 import test_pipefusion as pipefusion
@@ -107,6 +108,22 @@ def remove_of_a_parallel_one():
     fxplug.remove(fxplug.parallelize(gm, fxplug.parallel_plan(gm, inputs, ulysses=2)), "lora")
 
 
+def call_with_other_rows():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), small.Call(rows.halved_and_repeated))
+    gm = fxplug.trace(model, torch.randn(1, 3, 16, 16))
+    plan = fxplug.parallel_plan(gm, torch.randn(1, 3, 16, 16), rows=2)
+    other = torch.randn(1, 3, 17, 16)
+    pretended(plan.ways, lambda rank: plan.written(other))
+
+
+def begin_guidance_late():
+    found = pipefusion.made(2, 3)
+    x, now = pipefusion.inputs()
+    with torch.no_grad():
+        for t in (900.0, 700.0, 500.0, 500.0):
+            found(x, torch.full_like(now, t))
+
+
 def draw_by_a_scheduler_that_looks_at_all():
     pipe, one = pipefusion.with_pixart(diffusers.DDIMScheduler(thresholding=True), overlap=True)
 
@@ -154,6 +171,8 @@ HERE = {
     "cannot be cut into 99 stages": lambda folder: steps(stages=99),
     "correct=2 needs": lambda folder: steps(correct=2),
     "no input 'timestp'": lambda folder: steps(clock="timestp"),
+    "must be a multiple of 8, as in the plan": lambda folder: call_with_other_rows(),
+    "two calls at timestep 500": lambda folder: begin_guidance_late(),
     "the scheduler's step": lambda folder: draw_by_a_scheduler_that_looks_at_all(),
     "computes no gradients": lambda folder: pipefusion.made(2, 3).train(),
     "runs it in steps": lambda folder: fxplug.in_steps(parallel.own("sdpa"), parallel.own_inputs()),
@@ -163,7 +182,8 @@ HERE = {
 # what two processes or a training are needed for: the test at the end
 PROCESSES = (
     "the plan is for 3 processes", "the mesh has 2 processes", "process 0 has a plan for ulysses 2", "the weight 'position'",
-    "keeps only its part of some weights", "process 1 has died", "4 processes share each sample", "draws random numbers alth",
+    "keeps only its part of some weights", "process 1 has died", "the processes do not do the same things",
+    "4 processes share each sample", "draws random numbers alth",
     "train.parallel: nothing of this model", "processes 0 and 1 share each sample",
 )  # fmt: skip
 READ = ("unknown key 'ulyses'",)  # tests/test_parallel_training.py provokes it
@@ -297,6 +317,17 @@ def _in_two(rank, folder):
     torch.save(said, f"{folder}/{rank}.pt")
 
 
+def _one_looks(rank, folder):
+    new = fxplug.pipefusion(pipefusion.own(), pipefusion.inputs(), stages=2, patches=3, check=False)
+    x, now = pipefusion.inputs()
+    with torch.no_grad(), pytest.raises(fxplug.GuardError) as error:
+        for step, t in enumerate((900.0, 700.0, 500.0, 300.0)):
+            if step == 3 and rank == 1:
+                x.mean().item()
+            x = x - new(x, torch.full_like(now, t)) / 4
+    torch.save([shown(error.value)], f"{folder}/looks{rank}.pt")
+
+
 def _one_dies(folder):
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     new, _, inputs = own()
@@ -314,6 +345,9 @@ def test_the_errors_of_several_processes_read_as_the_page_says(tmp_path):
     processes.group(_in_two, str(tmp_path))
     said = torch.load(tmp_path / "0.pt")
     assert said == torch.load(tmp_path / "1.pt")
+    processes.group(_one_looks, str(tmp_path))
+    assert torch.load(tmp_path / "looks0.pt") == torch.load(tmp_path / "looks1.pt")
+    said += torch.load(tmp_path / "looks0.pt")
     processes.ended(_one_dies, str(tmp_path), folder=tmp_path, world=2)
     said += torch.load(tmp_path / "dead.pt")
     (tmp_path / "training").mkdir()
