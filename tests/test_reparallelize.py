@@ -11,6 +11,7 @@ import pytest
 import small
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 import fxplug
@@ -110,6 +111,28 @@ def test_marks_of_a_step_cache_go_into_the_split_graph_itself(tmp_path):
     marks = {"name": "marks", "rules": [rule]}
     new = fxplug.apply(fxplug.load(tmp_path / "new"), fxplug.load_pass(marks))
     assert [entry["name"] for entry in new.meta["passes"]] == ["batch_parallel", "marks"]
+
+
+def test_passes_of_a_split_module_are_merged_by_name():
+    """What splits it is no function of weights."""
+    gm = fxplug.apply(traced(), lora())
+    fill(gm, "lora")
+    new = split(gm, {"batch": 2})
+    with pytest.raises(fxplug.SpecError, match="batch_parallel cannot be merged; merge the others: passes=..lora"):
+        fxplug.merge(new)
+    same(gm, fxplug.merge(new, passes=["lora"]), new.meta["plan"].ways)
+
+
+def test_adapters_of_a_split_module_are_saved_by_name(tmp_path):
+    gm = fxplug.apply(traced(), lora())
+    new = split(gm, {"batch": 2})
+    fill(gm, "lora")
+    with pytest.raises(fxplug.ArtifactError, match="batch_parallel has a Split there, which no adapter format can represent"):
+        fxplug.save_adapter(new, tmp_path / "all.safetensors", as_="kohya")
+    for name, module in {"one": gm, "split": new}.items():
+        fxplug.save_adapter(module, tmp_path / f"{name}.safetensors", passes=["lora"], as_="kohya")
+    one, other = (load_file(tmp_path / f"{name}.safetensors") for name in ("one", "split"))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.parametrize("check", [False, True])

@@ -106,7 +106,7 @@ class PlanWriter:
         site = {"site": like.name, "place": "node", "block": block}
         node.meta["pass"] = {"name": self.name, **site, "where": ""}
         if block:
-            self.sites.append({"path": like.name, "place": "node", "block": block})
+            self.sites.append({"path": like.name, "place": "node", "block": str(node.target)})
         return node
 
     def node(self, one: fx.Node) -> fx.Node:
