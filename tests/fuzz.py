@@ -10,6 +10,7 @@ import argparse
 import importlib
 import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -35,9 +36,10 @@ def main() -> int:
     share = -(-given.cases // given.processes)
     starts = range(given.seed, end, share)
     jobs = [(f"fuzz_{name}", min(share, end - start), start) for name in given.names or names for start in starts]
-    # a process for each job: what an attack leaves in one cannot help the next
-    with multiprocessing.get_context("spawn").Pool(given.processes, maxtasksperchild=1) as pool:
-        misses = [line for lines in pool.imap_unordered(run, jobs, chunksize=1) for line in lines]
+    # a process for each job: what an attack leaves in one cannot help the next; no Pool, whose processes may have none below
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.processes, mp_context=spawn, max_tasks_per_child=1) as pool:
+        misses = [line for lines in pool.map(run, jobs) for line in lines]
     print(*misses, f"{given.cases} cases of {', '.join(given.names or names)}: {len(misses)} misses", sep="\n")
     return 1 if misses else 0
 
