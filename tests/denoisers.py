@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import unets
 from torch import Tensor, nn
 
 import fxplug
@@ -180,6 +181,8 @@ class Host:
     dtype: torch.dtype
     convolutional: bool = False
     pictures: bool = False  # for an IP-Adapter
+    unet: nn.Module | None = None
+    controlled: bool = False
 
     def call(self, seed: int, batch: int = 4, size: tuple[int, int] = (6, 8), words: int = 5) -> Call:
         """A call of some samples, images of height and width, or so many tokens as these have patches; and words."""
@@ -189,14 +192,22 @@ class Host:
         args: tuple[Any, ...] = torch.randn(shape, generator=drawn).to(self.dtype), times
         if self.words:
             args = *args, torch.randn(batch, words, TEXT, generator=drawn).to(self.dtype)
-        more = {"image": torch.randn(batch, 4, TEXT, generator=drawn).to(self.dtype)} if self.pictures else {}
+        more: dict[str, Any] = {"return_dict": False} if self.unet is not None else {}
+        if self.pictures:
+            more["image"] = torch.randn(batch, 4, TEXT, generator=drawn).to(self.dtype)
+        if self.controlled:
+            more["cond"] = torch.rand(batch, 3, *(8 * n for n in size), generator=drawn).to(self.dtype)
         return args, more
 
 
 def build(rng: random.Random, kind: str, dtype: torch.dtype) -> Host:
-    """A denoiser of a kind: tokens, patches, text or convolutions."""
+    """A denoiser of a kind: tokens, patches, text, convolutions or unet, which is one of diffusers."""
     torch.manual_seed(rng.randrange(2**31))
-    if kind == "convolutions":
+    unet = None
+    if kind == "unet":
+        text, model, image, words = "unet", unets.sd15_model(), True, True
+        unet = model
+    elif kind == "convolutions":
         options: tuple[str, bool] = rng.choice(["nearest", "transposed"]), rng.random() < 0.4
         text, model = f"convolutions {options}", Convolutions(*options)
         image, words = True, False
@@ -207,10 +218,10 @@ def build(rng: random.Random, kind: str, dtype: torch.dtype) -> Host:
             rng.random() < 0.5, rng.choice(["", "learned", "counted"]), rng.random() < 0.3, rng.choice([2, 3, 4]),
         )  # fmt: skip
         text, model, image, words = str(drawn).replace("Drawn", kind), Denoiser(drawn), drawn.image, bool(drawn.text)
-    for parameter in model.parameters():
+    for parameter in model.parameters() if unet is None else ():
         if parameter.dim() < 2:
             nn.init.normal_(parameter, float(parameter.mean().round()), 0.2)
-    host = Host(f"{text} {dtype}", None, image, words, dtype, kind == "convolutions")  # type: ignore[arg-type]
+    host = Host(f"{text} {dtype}", None, image, words, dtype, kind == "convolutions", unet=unet)  # type: ignore[arg-type]
     args, kwargs = host.call(0)
     host.gm = fxplug.trace(model.to(dtype).eval(), args, kwargs).eval()
     return host

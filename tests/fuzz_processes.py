@@ -30,6 +30,7 @@ from typing import Any
 import denoisers
 import torch
 import torch.distributed as dist
+import unets
 from stories import STEPPED, STORIES, Stopped, group_of
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -54,7 +55,7 @@ PASSES: dict[str, dict[str, Any]] = {
     "oft": {"at": "transformer_blocks.**", "block_size": 3}, "ssf": {"at": "**"}, "scale": {"at": "**"},
     "bottleneck": {"at": "transformer_blocks.*.ff"}, "parallel_adapter": {"at": "transformer_blocks.*.ff"},
     "slots": {"at": "transformer_blocks.**", "rank": 2, "slots": 2}, "ip_adapter": {"image": ["n", 4, denoisers.TEXT]},
-    "first_block_cache": {}, "teacache": {},
+    "first_block_cache": {}, "teacache": {}, "controlnet": {},
 }  # fmt: skip
 
 
@@ -177,20 +178,27 @@ def draw(seed: int, kinds: tuple[str, ...] = (), again: bool = True) -> Case:
     kind = rng.choice(["tokens", "patches", "text", "text", "convolutions"])
     if story in ("caches", *STEPPED) and kind == "convolutions":
         kind = "patches"
+    if story == "calls" and rng.random() < 0.15:
+        kind = "unet"
     host = denoisers.build(rng, kind, dtype)
     names = {"switching": ["slots"], "caches": [rng.choice(["first_block_cache", "teacache"])]}.get(story, [])
     if kind == "convolutions":
         names = [name for name in names if name == "slots"]
-    if kind == "text" and "text='cross'" in host.text and rng.random() < 0.3:
+    if (kind == "unet" or "text='cross'" in host.text) and rng.random() < 0.4:
         names.append("ip_adapter")
         host.pictures = True
-    others = [name for name in PASSES if name not in ("slots", "ip_adapter", "first_block_cache", "teacache")]
-    names += rng.sample(others, rng.choice([0, 0, 1, 1, 2]))
+    others = [name for name in PASSES if name not in ("slots", "ip_adapter", "first_block_cache", "teacache", "controlnet")]
+    if kind == "unet":
+        names += rng.sample(["controlnet", "lora"], rng.choice([1, 2]))
+    else:
+        names += rng.sample(others, rng.choice([0, 0, 1, 1, 2]))
     gm = host.gm
     for name in names:
         options = {**PASSES[name]}
         if kind == "convolutions":
             options["at"] = "**"
+        if name == "controlnet":
+            host.controlled, options = True, {"network": unets.control(host.unet).to(dtype)}
         gm = fxplug.apply(gm, fxplug.load_pass("lora" if name == "slots" else name, name=name, **options))
         fill(gm, name, len(name))
     case = Case(seed, host, gm.eval(), story, passes=names)
@@ -210,7 +218,8 @@ def draw(seed: int, kinds: tuple[str, ...] = (), again: bool = True) -> Case:
         if number == 2 and rng.random() < 0.25:
             case.stepped["batch"] = 2
         return case
-    case.ways = rng.choice(WAYS["convolutions" if kind == "convolutions" else "tokens"])
+    keys = {"convolutions": ["convolutions"], "unet": list(WAYS)}.get(kind, ["tokens"])
+    case.ways = rng.choice([ways for key in keys for ways in WAYS[key]])
     case.plan = fxplug.parallel_plan(case.gm, *host.call(0), **case.ways, check=False)  # which takes threads: no fork after it
     meshes = ["all", "all", "named"] if case.world != 2 else ["all", "all", "named", "groups", "some"]
     case.mesh = rng.choice(meshes)
