@@ -24,10 +24,10 @@ def drawn_call(run: Any, host: Any = None, same: bool = False) -> Any:
     seed = rng.randrange(2**20)
     if same or rng.random() < 0.4:
         return host.call(seed)
-    sizes = [(6, 8), (6, 8), (6, 10)] if "rows" in run.case.ways else SIZES
     if run.case.story in ("train", "resume"):  # of which no step may be refused
-        return host.call(seed, rng.choice([4, 5, 6]), rng.choice(sizes[:3]), rng.choice([5, 7]))
-    return host.call(seed, rng.choice(BATCHES), rng.choice(sizes), rng.choice([5, 5, 3, 1, 9]))
+        same_rows = [(6, 8), (6, 8), (6, 10)] if "rows" in run.case.ways else SIZES[:3]
+        return host.call(seed, rng.choice([4, 5, 6]), rng.choice(same_rows), rng.choice([5, 7]))
+    return host.call(seed, rng.choice(BATCHES), rng.choice(SIZES), rng.choice([5, 5, 3, 1, 9]))
 
 
 def made(run: Any, case: Any = None) -> Any:
@@ -102,7 +102,7 @@ def gradients(run: Any) -> None:
             named = sorted(module.named_parameters(), key=lambda row: row[0]) if run.case.ways.get("tensor", 1) == 1 else []
             found = [averaged(run, t.grad) for t in (*args, *(p for _, p in named)) if t.grad is not None]
             # where all that a gradient has is rounding, as that of a bias of keys, it is seen beside the largest
-            least = max(g.float().abs().max() for g in found) * (1e-1 if found[0].dtype == torch.bfloat16 else 1e-2)
+            least = max(g.float().abs().max() for g in found) * 1e-2
             return [torch.cat([g.flatten(), least.to(g.dtype)[None]]) for g in found]
 
         run.step(f"gradients {[tuple(a.shape) for a in args]}", found)
