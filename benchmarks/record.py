@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from fxplug.lowerings.linear.forms import device_name
 
 PACKAGES = ("torch", "diffusers", "timm", "peft", "lycoris-lora")
 # asked at the start: commits made while it measures are not what is measured
@@ -36,5 +35,7 @@ def write(file: Path, results: dict[str, Any]) -> None:
 
 
 def processor() -> str:
-    """The processor, by the name that measured forms are kept under, without the threads."""
-    return device_name(torch.device("cpu")).rpartition(",")[0]
+    """The name of the processor."""
+    name, info = platform.machine(), Path("/proc/cpuinfo")
+    line = re.search(r"^model name\s*:\s*(.+)$", info.read_text(errors="replace"), re.MULTILINE) if info.is_file() else None
+    return f"{name} {line[1].strip()}" if line else name

@@ -39,9 +39,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from fxplug.lowerings.linear import operators
-from fxplug.lowerings.linear.forms import Case
+from fxplug.lowerings.linear.forms import Case, case_of
 from fxplug.lowerings.linear.layers import linear_layers
-from fxplug.lowerings.linear.measurement import case_of
 
 PAGE = Path(__file__).parent.parent / "docs/measured.md"
 KERNEL, DISPATCH = 2e-6, 5e-6  # seconds of a kernel beside its work, and of the host to launch one in eager mode

@@ -9,7 +9,7 @@ from torch import nn
 
 import fxplug
 from fxplug.blocks import low_rank
-from fxplug.lowerings.linear import forms, operators
+from fxplug.lowerings.linear import forms, operators, updated
 
 WEIGHTS = {"one": [1, 0, 0], "two": [0.5, 0, 2], "none": [0, 0, 0]}
 
@@ -167,6 +167,8 @@ def test_fused_layers_run_on_the_meta_device():
         operators.linear(x, weight, bias),
         operators.lora_linear(x, weight, bias, down, up, torch.ones((), **meta)),
         operators.bank_linear(x, weight, bias, down, up, torch.empty(2, 4, **meta), 2),
+        updated.dora_linear(x, weight, bias, down, up, torch.ones((), **meta), torch.empty(6, **meta)),
+        updated.lokr_linear(x, weight, bias, torch.ones((), **meta), down[:2, :4], None, None, weight[:3, :2], None, None),
     ):
         assert y.shape == (2, 5, 6) and y.is_meta
 
@@ -180,3 +182,114 @@ def test_weights_without_values_are_refused(how):
     low.get_submodule("0").to("meta")
     with torch.no_grad(), pytest.raises((fxplug.FxplugError, RuntimeError, NotImplementedError), match="meta"):
         low(torch.randn(2, 16))
+
+
+# --- weights that an update maps
+
+MAPPED = {
+    "dora": {"rank": 4, "alpha": 2.0},
+    "lokr": {"rank": 4},
+    "lokr of wholes": {"rank": 64},
+    "lokr of products": {"rank": 1, "decompose_both": True, "alpha": 3.0},
+    "lokr by a factor": {"rank": 2, "factor": 4},
+}
+
+
+def of_mapped(name, dtype=torch.float32, bias=True):
+    """A rewrite whose update is not new, and a batch."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(24, 36, bias=bias), nn.GELU(), nn.Linear(36, 24, bias=bias)).to(dtype)
+    kind, x = name.split(" ")[0], torch.randn(2, 40, 24, dtype=dtype)
+    new = fxplug.apply(fxplug.trace(net, x), fxplug.load_pass(kind, at="*", **MAPPED[name]))
+    for key, parameter in new.named_parameters():
+        parameter.requires_grad_(key.startswith(kind))
+        if key.startswith(kind) and "magnitude" not in key:
+            nn.init.normal_(parameter, std=0.3)
+    return new, x
+
+
+def learned_by(module, new, x):
+    """The result, and the gradients of the input and of all that trains."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *(p for p in new.parameters() if p.requires_grad)])]
+
+
+@pytest.mark.parametrize("how", ["fused", "blas"])
+@pytest.mark.parametrize("name", MAPPED)
+def test_a_mapped_weight_has_the_results_and_gradients_of_the_rewrite(name, how):
+    for bias in (True, False):
+        new, x = of_mapped(name, bias=bias)
+        low = fxplug.lower(new, fuse=how)
+        targets = {n.target for n in low.graph.nodes if n.op == "call_function"}
+        assert targets & {updated.dora_linear, updated.lokr_linear} and F.linear not in targets
+        assert set(low.meta["forms"].values()) == {how}
+        wanted = learned_by(new, new, x)
+        for call in (low, torch.compile(low, fullgraph=True, backend="aot_eager")):
+            for got, want in zip(learned_by(call, new, x), wanted, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+        with torch.no_grad():
+            torch.testing.assert_close(low(x), new(x), rtol=1e-5, atol=1e-5)
+
+
+def test_channels_without_magnitude_or_weight_have_the_gradients_of_the_rewrite():
+    new, x = of_mapped("dora")
+    block = new.get_submodule("dora.0.Dora")
+    with torch.no_grad():
+        block.magnitude[3] = 0  # the result says nothing of its direction
+        new.get_parameter("0.weight")[5] = 0
+        block.up[5] = 0  # nor has this one any
+    low = fxplug.lower(new, fuse="fused")
+    for got, want in zip(learned_by(low, new, x), learned_by(new, new, x), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+    assert float(learned_by(low, new, x)[-1].abs().max()) > 0
+
+
+@pytest.mark.parametrize("name", ["dora", "lokr"])
+def test_a_mapped_weight_keeps_its_precision_under_autocast(name):
+    new, x = of_mapped(name)
+    low = fxplug.lower(new, fuse="fused")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, want = learned_by(low, new, x), learned_by(new, new, x)
+    for a, b, exact in zip(got, want, learned_by(new, new, x), strict=True):
+        assert a.dtype == b.dtype
+        off, theirs = (float((t.float() - exact).abs().max() / exact.abs().max()) for t in (a, b))
+        assert off < max(2 * theirs, 1e-2)
+
+
+def test_a_mapped_weight_that_is_read_twice_or_trained_or_has_a_hook_stays_as_it_is():
+    new, x = of_mapped("dora")
+    new.get_parameter("0.weight").requires_grad_(True)
+    low = fxplug.lower(new, fuse="fused")
+    for got, want in zip(learned_by(low, new, x), learned_by(new, new, x), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(self.layer(x))
+
+    twice = fxplug.apply(fxplug.trace(Twice(), torch.randn(3, 8)), fxplug.load_pass("dora", at="layer", rank=2))
+    fused, y = fxplug.lower(twice, fuse="fused"), torch.randn(3, 8)
+    torch.testing.assert_close(fused(y), twice(y), rtol=1e-5, atol=1e-6)
+    slots = fxplug.apply(fxplug.trace(Twice(), torch.randn(3, 8)), fxplug.load_pass("dora", at="layer", rank=2, slots=2))
+    torch.testing.assert_close(fxplug.lower(slots, fuse="fused")(y), slots(y), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, at the first transform
+@pytest.mark.parametrize("name", ["dora", "lokr"])
+def test_mapped_weights_in_half_precision_transforms_exports_and_empty_batches(name):
+    new, x = of_mapped(name, torch.bfloat16)
+    low = fxplug.lower(new, fuse="blas")
+    for got, want in zip(learned_by(low, new, x), learned_by(new, new, x), strict=True):
+        assert float((got.float() - want.float()).abs().max()) < 4e-2 * float(want.float().abs().max())
+    new, x = of_mapped(name)
+    low = fxplug.lower(new, fuse="fused")
+    assert low(x[:0]).shape == (0, 40, 24)
+    got, want = (torch.func.jvp(m, (x,), (torch.ones_like(x),)) for m in (low, new))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    program = torch.export.export(low, (x,))
+    torch.testing.assert_close(program.module()(x), new(x), rtol=1e-5, atol=1e-5)

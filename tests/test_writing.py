@@ -106,7 +106,6 @@ WAYS = {
 
 @sweep("way", WAYS, "full")
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.filterwarnings("default:the measurements could not be saved")  # where no test before has measured these shapes
 def test_a_command_that_cannot_write(name, way, monkeypatch):
     how, words = WAYS[way]
     saved()

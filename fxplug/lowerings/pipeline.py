@@ -36,7 +36,7 @@ def lower(
     default of a module that is served: passes with slots are merged live, unless samples have entries of their own now, and
     the others are folded as far as they are functions of weights.
 
-    `fuse` joins layers and their updates, in the form that was measured fastest ("auto"), in one form for all, or not (None,
+    `fuse` joins layers and their updates, in the form of a rule for its sizes ("auto"), in one form for all, or not (None,
     False): see `fused.fuse`. `outline` compiles repeated regions once: "auto" where there are some, True finds them too and
     raises where there are none, a list names them: see `nested.nest`. `pack` changes nothing any more.
 

@@ -18,7 +18,7 @@ def tune(
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Measure which form each layer with an update takes on this device; `lower` then takes the fastest."""
+    """Measure the forms of each layer with an update on this device, beside the one that `lower` takes."""
     from ..core.flow import saved_inputs
     from ..core.models.example_inputs import example_inputs
     from .linear.measurement import tune as run

@@ -108,7 +108,7 @@ def prepared(
 ) -> tuple[nn.Module, TracedModule | None]:
     """What runs in training, on shared weights, and the sharded module when there is one.
 
-    Linear layers are fused with their low-rank updates, each in the form that was measured fastest, unless `fuse` is off, and
+    Linear layers are fused with their low-rank updates, each in the form of the rule for its sizes, unless `fuse` is off, and
     batch norms that are `frozen`, a predicate on names of parameters, keep their statistics. `checkpointing` and `shard`
     outline regions, `compile` compiles the whole as one graph (what is sharded in parts), or regions by kinds, and several
     processes are put under DDP when nothing is sharded, which looks for parameters without gradient in each step where some

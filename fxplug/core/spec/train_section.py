@@ -153,7 +153,7 @@ class Train(Section):
     )
     fuse: Literal[True, False, "auto", "stock", "fused", "blas", "remerge", "remerge:blas"] = setting(
         True,
-        "linear layers and their LoRA in the form measured fastest on this device, or in one for all; equal to rounding",
+        "linear layers and their LoRA in the form of a rule for their sizes, or in one for all; equal to rounding",
         "fused",
     )
     compile: Literal[True, False, "regions"] = setting(

@@ -1,28 +1,24 @@
-"""Which form a layer with its low-rank update takes: what was measured fastest for its shape, or none.
-
-Measurements are those of `measurement`, kept in one JSON file for each device, in the folder that FXPLUG_CACHE names, else in
-`fxplug` of the user's cache folder.
-"""
+"""Which form a layer with its low-rank update takes: a rule over its sizes, its dtype and the class of its device."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
+import math
 import platform
-import re
 import warnings
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx, nn
 
-from ...core import reading
-from ...core.errors import FxplugError, SpecError, did_you_mean, shown
-from ...core.writing import write_text
-from . import operators
+from ...core.errors import SpecError, did_you_mean, shown
+from ...core.ir.containers import tensor_at
+from . import library, operators
+from .layers import Layer, argument
+from .updated import Mapped
 
 FORMS = {
     "stock": "as the pass put it in",
@@ -30,12 +26,14 @@ FORMS = {
     "blas": "the same by torch's own products",
 }
 EARLIER = {"remerge": "fused", "remerge:blas": "blas", "kernel": "fused"}  # names of forms that went, and what is taken
-FORMAT = 4
+# what the rule goes by, for each class of devices; `benchmarks/forms.py` measures a CPU's and writes them
+LIMITS: dict[str, dict[str, Any]] = json.loads(files(__package__).joinpath("limits.json").read_text("utf-8"))
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class Case(NamedTuple):
     """What a form's time depends on. `rows` is batch times tokens; `slots` 0 is a plain `Lora`, `rank` 0 a layer without one;
-    `grad` and `compiled` are 1 for calls with gradients and in compiled code.
+    `grad`, `compiled` and `mapped` are 1 for calls with gradients, in compiled code, and of a weight that an update maps.
     """
 
     dtype: str
@@ -46,9 +44,27 @@ class Case(NamedTuple):
     slots: int
     grad: int = 0
     compiled: int = 0
+    mapped: int = 0
 
-    def __str__(self) -> str:
-        return " ".join(map(str, self))
+
+def case_of(
+    tree: nn.Module, node: fx.Node, layer: Layer | None, dtype: torch.dtype | None = None, update: Mapped | None = None
+) -> tuple[torch.device, Case] | None:
+    """The device and the case of a linear layer, with the `Lora` behind it, for the rows of the trace; None if not known."""
+    read = argument(node, 1, "weight") if layer is None else None
+    read = read if update is None else update.weight
+    if isinstance(read, fx.Node) and read.op == "get_attr":
+        weight: Any = tensor_at(tree, str(read.target))
+    else:
+        weight = None if layer is None else layer.module.weight
+    shape, block = node.meta.get("shape"), None if layer is None else layer.block
+    if not shape or type(weight) not in (torch.Tensor, nn.Parameter) or weight.dim() != 2:
+        return None
+    named = str(dtype or weight.dtype).removeprefix("torch.")
+    outer, inner = weight.shape
+    block = block if update is None else update.block
+    rank, slots = (0, 0) if block is None else (block.rank, block.slots)
+    return weight.device, Case(named, int(math.prod(shape[:-1])), inner, outer, rank, slots, mapped=int(update is not None))
 
 
 def form_named(how: str) -> str:
@@ -62,14 +78,43 @@ def form_named(how: str) -> str:
     return how
 
 
-def choose(found: Mapping[Case, Any], case: Case) -> str | None:
-    """The form that was measured fastest for a case; between the rows of two measurements stands what both found."""
-    if case in found:
-        return str(found[case]["form"])
-    alike = sorted((other.rows, entry["form"]) for other, entry in found.items() if other._replace(rows=case.rows) == case)
-    below = [form for rows, form in alike if rows < case.rows][-1:]
-    above = [form for rows, form in alike if rows > case.rows][:1]
-    return below[0] if below and below == above else None
+@functools.cache
+def class_of(device: str) -> str:
+    """The class of a type of devices, as LIMITS has it: CPUs apart whose makers' products torch has."""
+    if device != "cpu" or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return device
+    info = Path("/proc/cpuinfo")
+    maker = info.read_text(errors="replace") if info.is_file() else platform.processor()
+    return "cpu with mkl" if "GenuineIntel" in maker else device
+
+
+def form_of(case: Case, device: str) -> str:
+    """The form that a layer takes on a class of devices (`class_of`), the same in eager and in compiled code.
+
+    `own` are the dtypes of which there are products that are not torch's own. These win where a weight is heavy and a result is
+    wide; in training where what is read is narrow as well, or the rows are many. A layer of few multiplications takes longer to
+    call than to compute, and an update that torch's own products add beside the weight gains nothing over the layer as it is.
+    """
+    limits, (dtype, rows, inner, outer, rank, slots, grad, _, mapped) = LIMITS.get(device), case
+    if limits is None or dtype not in DTYPES or rows * inner * outer < limits["least"] or (slots and not limits["banks"]):
+        return "stock"
+    own = dtype in limits["own"] and inner * outer >= limits["heavy"]
+    wide, long = outer > limits["wide"], rows >= limits["long"]
+    if grad and (slots or not rank):
+        return "stock"
+    if grad:
+        return "fused" if own and inner <= limits["narrow"] and (wide or long) else "blas" if long or mapped else "stock"
+    if own and wide:
+        return "fused"
+    return "blas" if slots or (rank and library.pays(rows, outer, inner)) else "stock"
+
+
+def forms_of(case: Case, device: str) -> tuple[str, str]:
+    """The form of a case in all of `operators.MODES`, as the functions there read it, and in words."""
+    found = [form_of(case._replace(grad=int(grad)), class_of(device)) for _, grad in operators.MODES]
+    if len(set(found)) == 1:
+        return found[0], found[0]
+    return ",".join(found), f"{found[0]}, {found[1]} (with gradients)"
 
 
 def function(form: str, slots: bool) -> tuple[Any, tuple[Any, ...]]:
@@ -81,83 +126,3 @@ def function(form: str, slots: bool) -> tuple[Any, tuple[Any, ...]]:
 def say(text: str) -> None:
     """A warning that is given once."""
     warnings.warn(text, stacklevel=4)
-
-
-# --- the file of measurements
-
-
-def device_name(device: torch.device) -> str:
-    """The name that measurements on a device are kept under; a CPU's has the number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return device.type
-    name, info = platform.machine(), Path("/proc/cpuinfo")
-    if info.is_file():
-        line = re.search(r"^model name\s*:\s*(.+)$", info.read_text(errors="replace"), re.MULTILINE)
-        name = f"{name} {line[1].strip()}" if line else name
-    return f"{name}, {torch.get_num_threads()} threads"
-
-
-def cache_file(device: torch.device) -> Path:
-    """Where the measurements on a device are."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = os.environ.get("FXPLUG_CACHE") or Path(base) / "fxplug"
-    return Path(folder) / f"forms-{re.sub(r'[^A-Za-z0-9]+', '-', device_name(device)).strip('-').lower()}.json"
-
-
-def versions() -> dict[str, str | None]:
-    """The versions of what a form's time depends on."""
-    try:
-        return {"torch": torch.__version__, "fxplug": version("fxplug")}
-    except PackageNotFoundError:
-        return {"torch": torch.__version__, "fxplug": None}
-
-
-def measured(device: torch.device) -> dict[Case, dict[str, Any]]:
-    """What was measured on a device, each with the fastest `form`: {} without a file, and where it does not hold any more.
-
-    A file that another version of torch or fxplug wrote, or a damaged one, is ignored with one warning.
-    """
-    file = cache_file(device)
-    try:
-        stamp = file.stat().st_mtime_ns
-    except OSError:
-        return {}
-    return dict(read(file, stamp))
-
-
-@functools.lru_cache(maxsize=16)
-def read(file: Path, stamp: int) -> Mapping[Case, dict[str, Any]]:
-    """The entries of a file: form and ratios by case; {} with a warning for one that cannot be used."""
-    try:
-        document = reading.read_json(file)
-        if document["format"] != FORMAT or document["versions"] != versions():
-            old = ", ".join(f"{k} {v}" for k, v in dict(document["versions"]).items())
-            say(f"{file}: the measurements are from {old} and are ignored: run 'fxplug tune' again")
-            return {}
-        entries = {_case(text): entry for text, entry in document["cases"].items()}
-        for entry in entries.values():
-            if entry["form"] not in FORMS:
-                raise ValueError(f"unknown form {entry['form']!r}")
-            dict(entry["ratios"])
-        return entries
-    except (FxplugError, ValueError, TypeError, KeyError, AttributeError) as error:
-        say(f"{file} is damaged ({type(error).__name__}: {error}) and is ignored: run 'fxplug tune' again, or delete it")
-        return {}
-
-
-def _case(text: str) -> Case:
-    dtype, *numbers = text.split(" ")
-    return Case(dtype, *map(int, numbers))
-
-
-def write(device: torch.device, entries: Mapping[Case, dict[str, Any]]) -> Path:
-    """Add entries to the device's file, whole or not at all; what other versions wrote goes."""
-    file = cache_file(device)
-    with warnings.catch_warnings(action="ignore"):
-        old = read(file, file.stat().st_mtime_ns) if file.is_file() else {}
-    cases = {str(case): entry for case, entry in sorted({**old, **entries}.items())}
-    document = {"format": FORMAT, "device": device_name(device), "versions": versions(), "cases": cases}
-    write_text(file, json.dumps(document, indent=1) + "\n", reading.about(file, SpecError))
-    return file

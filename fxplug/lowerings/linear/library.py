@@ -34,21 +34,20 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None, blas: bool = Fals
     return onednn_linear(a, b, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def pays(rows: int, weight: Tensor) -> bool:
-    """Whether an update costs less on the weight (out, in) than on so many rows.
+def pays(rows: int, outer: int, inner: int) -> bool:
+    """Whether an update costs less on a weight (outer, inner) than on so many rows.
 
-    By multiplications it is rank * out * in against rank * rows * (out + in). The new weight is also written and read again:
-    on the CPUs measured (ViT-S and UNet sizes, rank 16) that doubles its price.
+    By multiplications it is rank * outer * inner against rank * rows * (outer + inner). The new weight is also written and
+    read again: on the CPUs measured (ViT-S and UNet sizes, rank 16) that doubles its price.
     """
-    out, inner = weight.shape
-    return rows * (out + inner) >= 2 * out * inner
+    return rows * (outer + inner) >= 2 * outer * inner
 
 
 def lora(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, blas: bool = False
 ) -> Tensor:
     """x @ (weight + scale * up @ down).T + bias, for x (rows, in), in the cheaper order."""
-    if pays(x.shape[0], weight):
+    if pays(x.shape[0], *weight.shape):
         return multiply(x, added(weight, down, up, scale), bias, blas)
     return multiply(x, weight, bias, blas).addmm_(multiply(x, down, None, blas).mul_(scale), up.t())
 
@@ -131,7 +130,9 @@ def refuse_meta(x: Tensor, weight: Tensor) -> NoReturn:
     )
 
 
-def _define(name: str, arguments: str, results: str, run: Any, like: Any) -> None:
+def define(name: str, arguments: str, results: str, run: Any, like: Any) -> None:
+    """Give a function a name in torch's library; `like` gives its result on the meta device."""
+
     def on_meta(x: Tensor, *rest: Any) -> Any:
         if not x.is_meta:  # one of the others is: nothing that this gives would be filled
             refuse_meta(x, next(t for t in rest if isinstance(t, Tensor) and t.is_meta))
@@ -147,13 +148,13 @@ def _rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
 
 
 # the compiler takes oneDNN's own operator only where the second factor is a constant
-_define("product", "Tensor a, Tensor b, Tensor? bias, bool blas=False", "Tensor", multiply, _rows)
-_define("lora", f"{UPDATED}, Tensor scale, bool blas=False", "Tensor", lora, _rows)
-_define(
+define("product", "Tensor a, Tensor b, Tensor? bias, bool blas=False", "Tensor", multiply, _rows)
+define("lora", f"{UPDATED}, Tensor scale, bool blas=False", "Tensor", lora, _rows)
+define(
     "lora_and_hidden", f"{UPDATED}, Tensor scale, bool blas=False", "(Tensor, Tensor)", lora_and_hidden,
     lambda x, weight, bias, down, *_: (_rows(x, weight), _rows(x, down)),
 )  # fmt: skip
-_define(
+define(
     "bank", f"{UPDATED}, Tensor rows, int slots, int batch_dim, bool blas=False", "Tensor", bank,
     lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
 )  # fmt: skip

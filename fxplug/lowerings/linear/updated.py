@@ -1,0 +1,228 @@
+"""Linear layers whose weight DoRA or LoKr maps: trained without the gradient of a whole weight.
+
+The product is that of the changed weight, as the rewritten layer has it. What trains gets its gradient by the factors that it
+is made of; that of the whole weight, which costs as much as the layer itself, is never there.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from ...blocks.lokr import Lokr
+from ...blocks.lora_weight import Dora
+from ...blocks.low_rank import decomposed, factor, kronecker, over_norm
+from ...core.ir.graph import Graph, erase_unused, insert, meta_of, replace
+from . import library, operators
+from .layers import argument, called
+from .operators import Run
+
+
+class Mapped:
+    """A call of F.linear whose weight is mapped by a `Dora` or a `Lokr` that nothing else reads."""
+
+    def __init__(self, node: fx.Node, mapping: fx.Node, block: Any) -> None:
+        self.node, self.mapping, self.block = node, mapping, block
+        self.weight: fx.Node = mapping.args[0]  # type: ignore[assignment]
+
+
+def mapped(tree: nn.Module, node: fx.Node) -> Mapped | None:
+    """The layer with its update, where it has a form of its own; None for any other node."""
+    mapping = argument(node, 1, "weight") if node.target is F.linear else None
+    if not isinstance(mapping, fx.Node) or len(mapping.users) != 1 or len(mapping.args) != 1 or mapping.kwargs:
+        return None
+    block: Any = called(tree, mapping, Dora) or called(tree, mapping, Lokr)
+    read = mapping.args[0]
+    if block is None or block.slots or len(block.shape) != 2 or getattr(read, "op", "") != "get_attr":
+        return None
+    return None if isinstance(block, Dora) and (block.dim or block.transposed) else Mapped(node, mapping, block)
+
+
+def fuse_mapped(graph: Graph, tree: nn.Module, found: Mapped, form: str) -> None:
+    """Put one function in the place of a layer and its update."""
+    node, path = found.node, str(found.mapping.target)
+    around = {"nn_module_stack": node.meta["nn_module_stack"]}
+
+    def read(name: str) -> fx.Node:
+        tensor = getattr(found.block, name)
+        return insert(graph, "get_attr", f"{path}.{name}", before=node, meta={**meta_of(tensor), **around})
+
+    there = {"scale", *(name for name, _ in found.block.named_parameters())}
+    names = ("down", "up", "scale", "magnitude") if isinstance(found.block, Dora) else ("scale", *FACTORS)
+    function: Any = dora_linear if isinstance(found.block, Dora) else lokr_linear
+    given = [argument(node, 0, "input"), found.weight, argument(node, 2, "bias")]
+    args = (*given, *(read(name) if name in there else None for name in names), *(() if form == "fused" else (form,)))
+    replace(node, insert(graph, "call_function", function, args, before=node, meta={**node.meta, **around}))
+    erase_unused([found.mapping], lambda n: True)
+
+
+# --- the functions that stand in a graph
+
+FACTORS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+
+
+@operators.operator("linear_with_dora", f"{library.UPDATED}, Tensor scale, Tensor magnitude")
+def dora_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, magnitude: Tensor,
+    form: str = "fused",
+) -> Tensor:  # fmt: skip
+    """linear(x, magnitude * V / |V|, bias) with V = weight + scale * up @ down, for x (..., in) and weight (out, in).
+
+    down is (rank, in), up (out, rank), magnitude (out,). |V| is the norm of each output channel and gets no gradient (DoRA, Liu
+    et al. 2024, arXiv 2402.09353, section 4.3).
+    """
+    way = _way(form, x, weight, bias, down, up, magnitude)
+    if way == "stock":
+        return F.linear(x, decomposed(weight + scale * (up @ down), magnitude, 0, weight.dtype).to(weight.dtype), bias)
+    x, bias, given = _called(x, bias)
+    call = torch.ops.fxplug.dora if torch.compiler.is_compiling() or operators.trains(x, bias, down, up, magnitude) else dora
+    return call(given, weight, bias, down, up, scale, magnitude, way == "blas")[0].view(*x.shape[:-1], len(weight))
+
+
+@operators.operator(
+    "linear_with_lokr", "Tensor x, Tensor weight, Tensor? bias, Tensor scale, " + ", ".join(f"Tensor? {n}" for n in FACTORS)
+)
+def lokr_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, w1: Tensor | None, w1_a: Tensor | None,
+    w1_b: Tensor | None, w2: Tensor | None, w2_a: Tensor | None, w2_b: Tensor | None, form: str = "fused",
+) -> Tensor:  # fmt: skip
+    """linear(x, weight + scale * kron(w1, w2), bias) for x (..., in), weight (out, in); a factor is whole or a product.
+
+    w1 is (a, c) and w2 (b, d) with a * b = out and c * d = in (LoKr, arXiv 2309.14859).
+    """
+    own = {n: t for n, t in zip(FACTORS, (w1, w1_a, w1_b, w2, w2_a, w2_b), strict=True) if t is not None}
+    first, second = factor(own, "lokr_w1"), factor(own, "lokr_w2")
+    way = _way(form, x, weight, bias, first, second)
+    if way == "stock":
+        return F.linear(x, (weight + scale * kronecker(first, second)).to(weight.dtype), bias)
+    x, bias, given = _called(x, bias)
+    call = torch.ops.fxplug.lokr if torch.compiler.is_compiling() or operators.trains(x, bias, first, second) else lokr
+    return call(given, weight, bias, first, second, scale, way == "blas")[0].view(*x.shape[:-1], len(weight))
+
+
+def _way(form: str, x: Tensor, weight: Tensor, *rest: Tensor | None) -> str:
+    """The form that a call takes: as rewritten where the base trains, and where an export looks on."""
+    for tensor in (weight, *rest):
+        if tensor is not None and tensor.is_meta and not x.is_meta:
+            library.refuse_meta(x, tensor)
+    plain = torch.compiler.is_exporting() or x.dim() < 2 or not x.numel() or operators.trains(weight)
+    return "stock" if plain else operators._form(form, operators.trains(x, *rest))
+
+
+def _called(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Input and bias in autocast's dtype where it is on, and the input as rows; the update itself is not cast."""
+    x, bias = operators._cast(x, bias)
+    return x, bias, x.flatten(0, -2)
+
+
+# --- their names in torch's library, and their gradients
+
+
+def in_own_dtypes(run: Run) -> Run:
+    """A function that autocast leaves alone: it would also keep what is cast in here, without its gradient, for others."""
+
+    @functools.wraps(run)
+    def call(x: Tensor, *rest: Any) -> Any:
+        if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+            return run(x, *rest)
+        with torch.autocast(x.device.type, enabled=False):
+            return run(x, *rest)
+
+    return call  # type: ignore[return-value]
+
+
+@in_own_dtypes
+def dora(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, magnitude: Tensor,
+    blas: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What `dora_linear` gives for x (rows, in), the changed weight in the dtype of x, and the norms |V|."""
+    changed = torch.addmm(weight, up * scale, down)
+    norm = torch.linalg.vector_norm(changed, dim=1)
+    changed = (changed * over_norm(magnitude.flatten(), norm)[:, None]).to(x.dtype)
+    return library.multiply(x, changed, bias, blas), changed, norm
+
+
+@in_own_dtypes
+def lokr(
+    x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor, second: Tensor, scale: Tensor, blas: bool = False
+) -> tuple[Tensor, Tensor]:
+    """What `lokr_linear` gives for x (rows, in), and the changed weight in the dtype of x."""
+    (a, c), (b, d) = first.shape, second.shape
+    own, other = (first * scale)[:, None, :, None], second[:, None]
+    changed = torch.addcmul(weight.reshape(a, b, c, d), own, other).view(weight.shape).to(x.dtype)
+    return library.multiply(x, changed, bias, blas), changed
+
+
+@in_own_dtypes
+def magnitude_gradient(
+    g: Tensor, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor,
+    magnitude: Tensor, norm: Tensor,
+) -> Tensor:  # fmt: skip
+    """That of magnitude, (out,), by the result y (rows, out), which is magnitude * (x @ V.T / norm) + bias."""
+    own = magnitude.flatten()
+    found = torch.linalg.vecdot(g, y, dim=0)
+    found = (found if bias is None else found - bias * g.sum(0)) / torch.where(own == 0, 1.0, own)
+    if (rows := ((own == 0) & (norm != 0)).nonzero().flatten()).numel():  # of these the result says nothing
+        direction = torch.addmm(weight[rows], up[rows] * scale, down) / norm[rows, None]
+        found[rows] = ((g[:, rows].t() @ x) * direction.to(x.dtype)).sum(1).to(found.dtype)
+    return torch.where(norm == 0, 0.0, found).reshape(magnitude.shape).to(magnitude.dtype)
+
+
+def _dora_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, bias, down, up, scale, magnitude, ctx.blas = inputs
+    ctx.mark_non_differentiable(output[1], output[2])
+    ctx.save_for_backward(x, weight, bias, down, up, scale, magnitude, *output)
+
+
+def _dora_backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    x, weight, bias, down, up, scale, magnitude, y, changed, norm = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    ratio = (over_norm(magnitude.flatten(), norm) * scale).to(g.dtype)[:, None]
+    gx = torch.ops.fxplug.product(g, changed.t(), None, ctx.blas) if needs[0] else None
+    inner, hidden = g @ (up.to(g.dtype) * ratio), x @ down.to(x.dtype).t()
+    gd, gu = inner.t() @ x, (g.t() @ hidden) * ratio
+    gm = torch.ops.fxplug.magnitude_gradient(g, y, x, weight, bias, down, up, scale, magnitude, norm) if needs[6] else None
+    return gx, None, g.sum(0) if needs[2] else None, gd.to(down.dtype), gu.to(up.dtype), None, gm, None
+
+
+def _lokr_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, _, _, first, second, scale, ctx.blas = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, first, second, scale, output[1])
+
+
+def _lokr_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    """Of both factors by the other one: as many multiplications as the layer has, over the sides of a factor."""
+    x, first, second, scale, changed = ctx.saved_tensors
+    needs, (a, c), (b, d), rows = ctx.needs_input_grad, first.shape, second.shape, len(g)
+    parts, blocks = x.reshape(-1, d), g.reshape(rows, a, b)
+    hidden = (parts @ second.to(x.dtype).t()).view(rows, c, b)
+    inner = torch.matmul(first.to(g.dtype).t(), blocks).reshape(-1, b)
+    gx = torch.ops.fxplug.product(g, changed.t(), None, ctx.blas) if needs[0] else None
+    g1, g2 = torch.bmm(blocks, hidden.transpose(1, 2)).sum(0) * scale, (inner.t() @ parts) * scale
+    return gx, None, g.sum(0) if needs[2] else None, g1.to(first.dtype), g2.to(second.dtype), None, None
+
+
+def _like(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return x.new_empty(len(x), len(weight)), x.new_empty(weight.shape)
+
+
+library.define(
+    "dora", f"{library.UPDATED}, Tensor scale, Tensor magnitude, bool blas=False", "(Tensor, Tensor, Tensor)", dora,
+    lambda x, weight, *_: (*_like(x, weight), weight.new_empty(len(weight))),
+)  # fmt: skip
+library.define(
+    "lokr", "Tensor x, Tensor weight, Tensor? bias, Tensor first, Tensor second, Tensor scale, bool blas=False",
+    "(Tensor, Tensor)", lokr, _like,
+)  # fmt: skip
+library.define(
+    "magnitude_gradient", "Tensor g, Tensor y, " + library.UPDATED + ", Tensor scale, Tensor magnitude, Tensor norm", "Tensor",
+    magnitude_gradient, lambda *given: torch.empty_like(given[8]),
+)  # fmt: skip
+torch.library.register_autograd("fxplug::dora", _dora_backward, setup_context=_dora_saves, lib=library.LIBRARY)
+torch.library.register_autograd("fxplug::lokr", _lokr_backward, setup_context=_lokr_saves, lib=library.LIBRARY)
