@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import warnings
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxplug
 from fxplug.lowerings.linear import forms, measurement, operators
@@ -118,6 +121,41 @@ def test_each_way_of_running_has_its_form(large):
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
                 torch.testing.assert_close(call(x), large(x), rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_code_of_a_gpu_has_the_update_on_the_weight_where_rows_are_many():
+    def taken(rows, **more):
+        return forms.forms_of(Case("bfloat16", rows, 1024, 1024, 16, 0)._replace(**more), "cuda")
+
+    assert taken(12608)[0] == "fused,fused,fused,stock" and taken(12608)[1] == "fused, stock (compiled, with gradients)"
+    assert taken(512)[0] == "fused,fused,stock,stock"  # less than 2 * 1024 * 1024 / 2048 rows
+    assert taken(12608, slots=4)[0] == "stock"
+
+
+def operations(call, *shapes, dtype=torch.bfloat16):
+    """What a compiler is given of a call, by the number of times; tensors on the meta device stand for those of a GPU."""
+    given = [torch.empty(shape, dtype=dtype if shape else torch.float32, device="meta") for shape in shapes]
+    graph = make_fx(call)(*given)
+    return Counter(str(n.target).split(".")[1] for n in graph.graph.nodes if n.op == "call_function")
+
+
+@pytest.mark.parametrize("rows", [16, 2, 40])
+def test_the_code_for_a_gpu_has_no_pass_over_rows_for_the_update(rows, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    shapes = (rows, 197, 64), (96, 64), (96,), (16, 64), (96, 16), ()
+
+    def call(form, *given):
+        with torch.no_grad():
+            return operators.lora_linear(*given, form)
+
+    assert operations(functools.partial(call, "fused"), *shapes).keys() & {"mm", "addmm", "add", "mul"} == {"addmm", "mul"}
+    assert operations(functools.partial(call, "stock"), *shapes)["add"] == 1
+    assert operations(functools.partial(operators.lora_linear, form="fused"), *shapes)["add"] == 0
+
+    def trained(x, *rest):
+        return operators.lora_linear(x.detach().requires_grad_(), *rest)
+
+    assert operations(trained, *shapes)["add"] == 1
 
 
 def test_small_layers_stay_bit_for_bit(new):

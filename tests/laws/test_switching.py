@@ -644,3 +644,29 @@ def test_samples_go_with_slots_and_have_a_dimension(traced):
     gm = fxplug.trace(case.build().eval(), args, {**kwargs, "timestep": torch.tensor(7)})
     with pytest.raises(SpecError, match="samples: ':in.timestep' was one number when traced and has no dimension of samples"):
         fxplug.apply(gm, fxplug.load_pass("lora", at="mid_block.**", slots=2, samples="timestep"))
+
+
+@pytest.mark.parametrize("fuse", [None, "fused", "blas"])
+def test_no_tensor_moves_while_adapters_are_switched(files, fuse):
+    """What a captured CUDA graph reads stays where it is, and another call of the same code gives the new choice's result."""
+    new = fxplug.apply(fxplug.trace(vit(), inputs()), fxplug.load_pass("lora", at="blocks.**", rank=6, slots=2))
+    low = fxplug.lower(new, fuse=fuse, outline=None)
+
+    def places():
+        return {name: (t.data_ptr(), tuple(t.shape)) for name, t in low.state_dict(keep_vars=True).items()} | {
+            name: (t.data_ptr(), tuple(t.shape)) for name, t in low.named_buffers()
+        }
+
+    before, adapters = places(), low.adapters
+    steps = [
+        lambda: adapters.load("ink", str(files["ink"][0])), lambda: adapters.use("ink"), lambda: adapters.use(None),
+        lambda: adapters.load("film", str(files["film"][0])), lambda: adapters.use({"ink": 0.5, "film": -2.0}),
+        lambda: adapters.use(["ink", None, "film", {"ink": 0.3}]), lambda: adapters.use("ink"),
+        lambda: adapters.unload("ink"), lambda: adapters.load("ink", str(files["clay"][0])),
+        lambda: adapters.use([{"ink": 1.0, "film": 1.0}, "film", None, "ink"]), lambda: adapters.use("film"),
+    ]  # fmt: skip
+    with torch.no_grad():
+        for step in steps:
+            step()
+            assert places() == before
+            torch.testing.assert_close(low(inputs()), new(inputs()), rtol=1e-4, atol=1e-5)

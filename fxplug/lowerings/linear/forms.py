@@ -89,32 +89,37 @@ def class_of(device: str) -> str:
 
 
 def form_of(case: Case, device: str) -> str:
-    """The form that a layer takes on a class of devices (`class_of`), the same in eager and in compiled code.
+    """The form that a layer takes on a class of devices (`class_of`).
 
     `own` are the dtypes of which there are products that are not torch's own. These win where a weight is heavy and a result is
     wide; in training where what is read is narrow as well, or the rows are many. A layer of few multiplications takes longer to
     call than to compute, and an update that torch's own products add beside the weight gains nothing over the layer as it is.
+    Where `compiled` is false, compiled code has no form but that on the weight.
     """
-    limits, (dtype, rows, inner, outer, rank, slots, grad, _, mapped) = LIMITS.get(device), case
+    limits, (dtype, rows, inner, outer, rank, slots, grad, compiled, mapped) = LIMITS.get(device), case
     if limits is None or dtype not in DTYPES or rows * inner * outer < limits["least"] or (slots and not limits["banks"]):
         return "stock"
     own = dtype in limits["own"] and inner * outer >= limits["heavy"]
     wide, long = outer > limits["wide"], rows >= limits["long"]
-    if grad and (slots or not rank):
+    on_weight = bool(rank and not slots and library.pays(rows, outer, inner))
+    if grad and (slots or not rank) or (compiled and not limits["compiled"] and (grad or mapped or not on_weight)):
         return "stock"
     if grad:
         return "fused" if own and inner <= limits["narrow"] and (wide or long) else "blas" if long or mapped else "stock"
     if own and wide:
         return "fused"
-    return "blas" if slots or (rank and library.pays(rows, outer, inner)) else "stock"
+    return "blas" if slots or on_weight else "stock"
 
 
 def forms_of(case: Case, device: str) -> tuple[str, str]:
     """The form of a case in all of `operators.MODES`, as the functions there read it, and in words."""
-    found = [form_of(case._replace(grad=int(grad)), class_of(device)) for _, grad in operators.MODES]
+    modes = [case._replace(compiled=int(compiled), grad=int(grad)) for compiled, grad in operators.MODES]
+    found = [form_of(mode, class_of(device)) for mode in modes]
     if len(set(found)) == 1:
         return found[0], found[0]
-    return ",".join(found), f"{found[0]}, {found[1]} (with gradients)"
+    words = zip(found, ("", " (with gradients)", " (compiled)", " (compiled, with gradients)"), strict=True)
+    kept = [f"{form}{mode}" for i, (form, mode) in enumerate(words) if not i or form != found[i % 2 if i > 1 else 0]]
+    return ",".join(found), ", ".join(kept)
 
 
 def function(form: str, slots: bool) -> tuple[Any, tuple[Any, ...]]:

@@ -2,7 +2,8 @@
 
 Each has forms, which give the same but for rounding: `fused`, on a CPU through oneDNN and with the update in the place that is
 the cheaper one at each call; `blas`, the same by torch's own products; `stock`, as the layer and its `Lora` do it. A form may
-be four (`MODES`) with commas between them: those in eager code without and with gradients, and in compiled code.
+be four (`MODES`) with commas between them: those in eager code without and with gradients, and in compiled code. In compiled
+code for a GPU the update is added to the weight, and what is trained or runs in autocast is as in `stock`.
 
 Dynamo takes each for one operator of torch's library and does not look inside: that would take it longer than all else.
 """
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...blocks.low_rank import side
+from ...blocks.low_rank import added, side
 from ...core.torch_internals.tensors import is_transforming
 from . import library
 
@@ -62,13 +63,16 @@ def lora_linear(
 
     x is (..., in), weight (out, in), bias (out,), down (rank, in), up (out, rank), scale one number.
     """
+    autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
     trained = trains(x, weight, bias, down, up)
     way = _form(form, trained)
     compiled = torch.compiler.is_compiling()
     alone = compiled and x.device.type != "cpu"  # there the compiler has products of its own, and joins what is around them
-    if way == "stock" or alone or not _fits(x, weight, down, up) or torch.compiler.is_exporting():
+    if way == "stock" or not _fits(x, weight, down, up) or torch.compiler.is_exporting() or (alone and (trained or autocast)):
         return torch.add(F.linear(x, weight, bias), side(x, down, up, scale))
+    if alone:  # but none for the update beside: on the weight, no pass over the rows is for it
+        return F.linear(x, added(weight, down, up, scale), bias)
     blas = way == "blas"
     flat, shape = x.flatten(0, -2), (*x.shape[:-1], weight.shape[0])
     if trained:
