@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .low_rank import combined
+from .low_rank import combined, factor
 from .weight_update import Update
 
 
@@ -56,6 +56,13 @@ class Loha(Update):
             nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
         nn.init.zeros_(self.hada_w2_b)
         self.banked()
+
+    def updated(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
+        if uniform is not None:
+            return super().updated(value, uniform)
+        own: dict[str, Tensor] = dict(self.named_parameters())
+        own["hada_w1_a"] = own["hada_w1_a"] * self.scale  # and one pass over the whole, not three
+        return torch.addcmul(value, *(factor(own, name).reshape(self.shape) for name in ("hada_w1", "hada_w2")))
 
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
         return combined(own).reshape(self.shape)

@@ -176,6 +176,7 @@ def magnitude_gradient(
 def _dora_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, weight, bias, down, up, scale, magnitude, ctx.blas = inputs
     ctx.mark_non_differentiable(output[1], output[2])
+    ctx.set_materialize_grads(False)  # zeros for a weight are a pass over it
     ctx.save_for_backward(x, weight, bias, down, up, scale, magnitude, *output)
 
 
@@ -193,6 +194,7 @@ def _dora_backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 def _lokr_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, _, _, first, second, scale, ctx.blas = inputs
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, first, second, scale, output[1])
 
 
@@ -202,7 +204,7 @@ def _lokr_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     needs, (a, c), (b, d), rows = ctx.needs_input_grad, first.shape, second.shape, len(g)
     parts, blocks = x.reshape(-1, d), g.reshape(rows, a, b)
     hidden = (parts @ second.to(x.dtype).t()).view(rows, c, b)
-    inner = torch.matmul(first.to(g.dtype).t(), blocks).reshape(-1, b)
+    inner = torch.bmm(first.to(g.dtype).t().expand(rows, c, a), blocks).view(-1, b)
     gx = torch.ops.fxplug.product(g, changed.t(), None, ctx.blas) if needs[0] else None
     g1, g2 = torch.bmm(blocks, hidden.transpose(1, 2)).sum(0) * scale, (inner.t() @ parts) * scale
     return gx, None, g.sum(0) if needs[2] else None, g1.to(first.dtype), g2.to(second.dtype), None, None
