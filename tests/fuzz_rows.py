@@ -146,12 +146,6 @@ def miss(seed: int) -> str:
     return ""
 
 
-def rows(cases: int, seed: int) -> list[str]:
+def fuzz_rows(cases: int, seed: int) -> list[str]:
     """A line for each case that is wrong."""
     return [line for number in range(cases) if (line := miss(seed + number))]
-
-
-if __name__ == "__main__":
-    import sys
-
-    print(*rows(int(sys.argv[1]), int(sys.argv[2])), sep="\n")
