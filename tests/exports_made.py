@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import fxplug
 
@@ -47,6 +50,15 @@ def adapter(path, rank, layers=("conv", "emb", "lin")):
             state[f"base_model.model.{layer}.{name}"] = torch.randn(size)
     save_file(state, path)
     return path
+
+
+@contextlib.contextmanager
+def one_registry():
+    """torch makes its table of translations anew for each export, which is half the time of a small one."""
+    make = ONNXRegistry.from_torchlib
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(make)))
+        yield
 
 
 @functools.cache

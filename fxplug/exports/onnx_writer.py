@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from .aoti_writer import _state, hushed, quiet
 from .blockers import CompileRefused, Unfit, refusing
 from .call_signature import Json, Placeholder, describe, encoded
 from .onnx_file import FORMAT, INSTALL, METADATA, data_name, is_data_of, sealed
+from .onnx_forms import WRONG, by_known_operations
 
 INLINE = 1 << 30  # bytes of weights that a model holds itself: protobuf ends at 2 GB, and what it holds is read at once
 SMALL = 1024  # bytes of a tensor that stays in the model wherever the weights are: shapes and the like
@@ -182,17 +183,18 @@ def _model(program: ExportedProgram, opset: int, place: Callable[[str], str]) ->
     """The program in ONNX. Raises Unfit where an operation has no form there, with its places; Refused for other reasons."""
     from torch.onnx import OnnxExporterError
 
+    wrong = [node for node in program.graph.nodes if node.target in WRONG]
+    if wrong:
+        raise Unfit(_lost(_places([(node.target, str(node.meta.get("stack_trace") or "")) for node in wrong], place), opset))
+    with quiet(), torch.no_grad(), refusing():
+        program = by_known_operations(program)
     try:
         with quiet(), torch.no_grad(), hushed("onnx_ir"):
             model = translated(program, opset)
     except OnnxExporterError as error:
         with refusing(), quiet():
             lost, reason = untranslated(program, opset, error)
-        places: dict[str, list[str]] = {}
-        for target, stack in lost:
-            found = places.setdefault(str(target), [])
-            if (where := place(stack)) not in found:
-                found.append(where)
+        places = _places(lost, place)
         if lost and all(isinstance(target, OpOverload) for target, _ in lost):
             raise Unfit(_lost(places, opset)) from error
         what = "; ".join(f"{name} at {', '.join(where[:SHOWN])}" for name, where in list(places.items())[:SHOWN])
@@ -201,6 +203,16 @@ def _model(program: ExportedProgram, opset: int, place: Callable[[str], str]) ->
     if written_as != opset:
         raise Unfit(f"torch.onnx wrote opset {written_as} instead of {opset}: give another opset")
     return model
+
+
+def _places(lost: Sequence[tuple[Any, str]], place: Callable[[str], str]) -> dict[str, list[str]]:
+    """The places of each of some operations, which come with their stacks."""
+    places: dict[str, list[str]] = {}
+    for target, stack in lost:
+        found = places.setdefault(str(target), [])
+        if (where := place(stack)) not in found:
+            found.append(where)
+    return places
 
 
 def _lost(places: Mapping[str, list[str]], opset: int) -> str:
