@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import exports_made
+import fuzz_exports
 import pytest
 import torch
 import torch.nn.functional as F
@@ -126,3 +129,14 @@ def test_no_samples_are_right_or_refused(to, tmp_path):
     model = fxplug.load_onnx(path) if to == "onnx" else fxplug.load_package(path, trusted=True)
     with pytest.raises(GuardError, match="ids, dimension 0: the size is 0, and the .* for 1 or more"):
         model(ids[:0])
+
+
+def test_operations_of_every_kind():
+    counts: Counter[str] = Counter()
+    assert fuzz_exports.fuzz_exports(16, 0, counts) == []
+    assert counts["exported"] >= 12 and counts["calls"] >= 80, counts
+
+
+@pytest.mark.slow
+def test_many_operations():
+    assert fuzz_exports.fuzz_exports(250, 1000) == []
