@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import threading
@@ -709,3 +710,31 @@ def test_a_sample_that_sees_nothing_may_be_what_onnxruntime_fails_on(tmp_path, m
     with pytest.warns(UserWarning, match="it fails where a sample has nothing but False in 'mask'.*NaN in Softmax"):
         exported = fxplug.export(gm, tmp_path / "masked.onnx", (x, mask), to="onnx")
     assert sum(not given[1].all() for given in calls) == 1 and exported.notes
+
+
+class Ids(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, ids, x):
+        return self.out(self.table(ids) * x)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda ids, x: not x.any(), "by .* where all numbers are 0"),
+        (lambda ids, x: ids.max() == 8 and ids.min() == 0, "by .* where 'ids' has the numbers of the first and the last row"),
+        (lambda ids, x: False, ""),
+    ],
+)
+def test_other_values_are_tried(wrong, said, tmp_path, monkeypatch):
+    ids, x, run = torch.tensor([[1, 2, 3]]), torch.randn(2, 3, 4), OnnxModel.__call__
+    monkeypatch.setattr(OnnxModel, "__call__", lambda self, *args: run(self, *args) + (1 if wrong(*args) else 0))
+    gm = fxplug.trace(Ids().eval(), (ids, x))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        notes = fxplug.export(gm, tmp_path, (ids, x), to="onnx").notes[1:]
+    assert [str(w.message) for w in caught if "differs from the module" in str(w.message)] == list(notes)
+    assert len(notes) == bool(said) and all(re.fullmatch(f"it differs from the module {said}: do not .*", n) for n in notes)

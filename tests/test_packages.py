@@ -223,6 +223,21 @@ def test_files_that_are_no_packages(made, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_other_values_than_the_examples_are_tried(tmp_path, monkeypatch):
+    run, x, mask = packages.Package.__call__, torch.randn(2, 4), torch.ones(2, 4, dtype=torch.bool)
+
+    def wrong(self, x, mask):
+        return run(self, x, mask) + (0 if x.any() and mask.any(-1).all() else 1)
+
+    gm = fxplug.trace(small.net(lambda self, x, mask: self.lin(x * mask), lin=nn.Linear(4, 4)).eval(), (x, mask))
+    monkeypatch.setattr(packages.Package, "__call__", wrong)
+    with pytest.warns(UserWarning) as caught:
+        notes = export(gm, tmp_path, (x, mask), to="aoti", options=QUICK).notes
+    for note, said in zip(notes, ("all numbers are 0", "a sample has nothing but False in 'mask'"), strict=True):
+        assert f"where {said}: do not give it such values" in note and any(note == str(w.message) for w in caught)
+
+
+@pytest.mark.slow
 def test_a_package_is_trusted_by_a_word(made):
     for given in ({}, {"trusted": False}, {"trusted": 1}, {"trusted": None}):
         with pytest.raises(ArtifactError, match=r"aoti.pt2 contains machine code.* use load_package\(path, trusted=True\)"):

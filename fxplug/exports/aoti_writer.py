@@ -29,7 +29,7 @@ from .call_signature import Json, describe
 from .machines import capabilities, needed
 from .package import TEMPORARY, _loader
 from .package_file import FORMAT, MANIFEST, TENSORS, unpack
-from .size_trial import try_package
+from .package_trial import try_package
 
 # what inductor does to constants otherwise: those of one value are worked out at compile time and whatever they feed with
 # them (a new adapter's zeros, and all that is multiplied by them), those of few numbers are written into the code, and weights

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import warnings
-from itertools import count
 from typing import Any
 
 import torch
@@ -15,8 +13,9 @@ from ..core.errors import FxplugError, shown
 from ..core.ir.containers import difference, leaves, map_leaves
 from .blockers import CompileRefused, Unfit
 from .onnx_file import INSTALL
-from .onnx_model import OnnxModel, load_onnx
+from .onnx_model import load_onnx
 from .size_trial import CLOSE, SizeTrial, call_alone
+from .value_trial import try_values
 
 
 def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list[str]) -> list[str]:
@@ -58,64 +57,20 @@ def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list
             "torch.onnx: export to aoti or pt2"
         )
     random = ", which draws random numbers" if drawn else ""
-    if not drawn:
-
-        def called(args: Any, kwargs: Any) -> list[torch.Tensor]:
-            results: list[torch.Tensor] = call_alone(module, (args, kwargs))
-            count = len(results) - len(said)
-            if not all(bool(holds) for holds in results[count:]):
-                raise FxplugError("a condition of the module does not hold")
-            return results[:count]
-
-        SizeTrial(program).check(model, called)
     notes = [f"onnxruntime {onnxruntime.__version__} differs from the module{random} by {most} at most, on the example inputs"]
-    return notes if drawn else notes + _try_masked(model, program.example_inputs, module, len(said))
+    if drawn:
+        return notes
 
+    def called(args: Any, kwargs: Any) -> list[torch.Tensor]:
+        results: list[torch.Tensor] = call_alone(module, (args, kwargs))
+        count = len(results) - len(said)
+        if not all(bool(holds) for holds in results[count:]):
+            raise FxplugError("a condition of the module does not hold")
+        return results[:count]
 
-def _try_masked(model: OnnxModel, inputs: Any, module: nn.Module, conditions: int) -> list[str]:
-    """A note and a warning where a model computes something else for a sample with nothing but False in a tensor of booleans.
+    def run(args: Any, kwargs: Any) -> Any:
+        args, kwargs = map_leaves((args, kwargs), lambda t, _: t.cpu())
+        return model(*args, **kwargs)
 
-    Attention that sees nothing is what torch's kernels and those of ONNX give different values for.
-    """
-    found = []
-    tensors = [value for value in leaves(inputs) if isinstance(value, torch.Tensor)]
-    for place, (tensor, name) in enumerate(zip(tensors, model.manifest["inputs"], strict=False)):
-        if tensor.dtype != torch.bool or not tensor.numel():
-            continue
-        masked = _masked(inputs, place)
-        try:
-            wanted = call_alone(module, masked)
-        except Exception:  # a call that the module itself does not take
-            continue
-        if not all(bool(holds) for holds in wanted[len(wanted) - conditions :]):
-            continue
-        args, kwargs = map_leaves(masked, lambda t, _: t.cpu())
-        try:
-            out = [value for value in leaves(model(*args, **kwargs)) if isinstance(value, torch.Tensor)]
-        except FxplugError as error:
-            found.append(f"it fails where a sample has nothing but False in '{name}', and the module does not: {error}")
-            warnings.warn(found[-1], stacklevel=2)
-            continue
-        apart = [difference(b.cpu(), a, within=True) for a, b in zip(out, wanted, strict=False)]
-        if any(gap.times > CLOSE for gap in apart):
-            most = f"{max(gap.distance for gap in apart):.1e}"
-            found.append(
-                f"it differs from the module by {most} where a sample has nothing but False in '{name}': torch and ONNX "
-                "compute attention that sees nothing differently, so give no such sample, or export to aoti or pt2"
-            )
-            warnings.warn(found[-1], stacklevel=2)
-    return found
-
-
-def _masked(inputs: Any, place: int) -> Any:
-    """Inputs with one of their tensors False in its first sample, of several, or everywhere."""
-    places = count()
-
-    def masked(tensor: torch.Tensor, _: Any) -> torch.Tensor:
-        if next(places) != place:
-            return tensor
-        new = tensor.clone()
-        (new[0] if new.dim() > 1 else new).fill_(False)
-        return new
-
-    return map_leaves(inputs, masked)
+    SizeTrial(program).check(model, called)
+    return notes + try_values(run, called, program, dict(enumerate(model.manifest["inputs"])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +12,13 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.func import functional_call
 
-from ..core.errors import ArtifactError, FxplugError, first_line
+from ..core.errors import FxplugError
 from ..core.ir.containers import difference, leaves, map_leaves
 from ..core.torch_internals import modules as pytree
 from ..core.torch_internals.exporting import Condition, size_at
 from ..core.torch_internals.tensors import size_name
-from .blockers import CompileRefused, Unfit, refusing
-from .call_signature import Json, Signature
-from .expressions import parsed
-from .machines import capabilities, lacking
-from .package import ExportedModel, Package
-from .package_file import PackageManifest, check_manifest
+from .blockers import Unfit, refusing
+from .package import ExportedModel
 
 CLOSE = 10  # so many times what rounding may change within a model is more than rounding, and less than another weight
 STEPS = (1, 2, 3, 4, 8, 16, 32)  # how far from the example's size is tried, until the file takes one
@@ -38,60 +33,6 @@ class NotFree(FxplugError):
     def __init__(self, places: set[tuple[int, int]], text: str) -> None:
         super().__init__(text)
         self.places = places
-
-
-def try_package(
-    loader: Any, manifest: Json, live: dict[str, Tensor], program: ExportedProgram, module: nn.Module, decided: list[Condition]
-) -> tuple[list[str], list[str]]:
-    """The conditions on which a compiled program gives what the module gives, of those that its compiler decided; and notes.
-
-    Raises Unfit for a program that computes something else on the example inputs, NotFree for one that does at other sizes.
-    """
-    trial = SizeTrial(program)
-    device = next((t.device for t in leaves(program.example_inputs) if isinstance(t, Tensor)), torch.device(manifest["device"]))
-    where = Signature(manifest["signature"], device).where
-    if why := _untried(manifest, program, module):
-        kept, notes = _checkable(trial.readable(decided, where))
-        return kept, [f"it was not tried beside the module{why}", *notes]
-    tensors = {name: tensor.to(device) for name, tensor in live.items()}
-    said = json.loads(json.dumps(manifest))  # as it is read from the file
-    package = Package(loader, check_manifest(said, PackageManifest, ArtifactError), tensors, device)
-    args, kwargs = program.example_inputs
-    gap = difference(tensors_of(call_alone(module, (args, kwargs))), tensors_of(package(*args, **kwargs)), within=True)
-    if gap.times > CLOSE:
-        raise Unfit(
-            f"the package differs from the module by {gap.distance:.1e} on the example inputs; this is a bug of AOTInductor: "
-            "export to pt2 or onnx"
-        )
-    return _checkable(trial.readable(trial.check(package, lambda *call: call_alone(module, call), decided), where))
-
-
-def _checkable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those of some conditions that a package can check, and a note on each of the others."""
-    found: list[str] = []
-    notes = []
-    for text in texts:
-        try:
-            parsed(text)
-        except FxplugError as error:
-            notes.append(f"the package does not check a condition on sizes: {text} ({error})")
-        else:
-            found.append(text)
-    return found, notes
-
-
-def _untried(manifest: Json, program: ExportedProgram, module: nn.Module) -> str:
-    """Why a package is not called here; an empty text where it is."""
-    if missing := lacking(manifest["features"], capabilities()):
-        return f", as this processor has no {', '.join(missing)}"
-    try:
-        with torch.random.fork_rng():
-            first, again = call_alone(module, program.example_inputs), call_alone(module, program.example_inputs)
-    except Unfit as error:  # it stores something between calls
-        return f": {error}"
-    except CompileRefused as error:
-        return f", which fails on the example inputs: {first_line(error)}"
-    return ", which draws random numbers" if difference(first, again).distance > 0 else ""
 
 
 def call_alone(module: nn.Module, inputs: Any) -> Any:

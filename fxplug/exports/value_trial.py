@@ -1,0 +1,92 @@
+"""A written file, called with values that an example seldom has: zeros, masks of nothing, ids at both ends."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from ..core.errors import FxplugError
+from ..core.ir.containers import Difference, difference, leaves, map_leaves
+from .size_trial import CLOSE, tensors_of
+
+EMBEDDING = torch.ops.aten.embedding.default
+Call = Callable[[Any, Any], Any]  # of arguments and keyword arguments
+
+
+def try_values(file: Call, module: Call, program: ExportedProgram, names: Mapping[int, str]) -> list[str]:
+    """A note and a warning for each kind of values with which a file gives something else than the module.
+
+    `names` are those of the program's tensors, by number. Values that the module does not take are not tried.
+    """
+    found: list[str] = []
+    for what, (args, kwargs) in _values(program, names):
+        try:
+            wanted = tensors_of(module(args, kwargs))
+        except Exception:  # the module's own
+            continue
+        try:
+            got = tensors_of(file(args, kwargs))
+        except FxplugError as error:
+            found.append(f"it fails where {what}, and the module does not: {error}")
+        else:
+            gap = _gap(wanted, got)
+            if gap.times > CLOSE:  # what nearly cancels has the rounding of the example's numbers
+                gap = _gap(wanted, got, tensors_of(module(*program.example_inputs)))
+            if gap.times <= CLOSE:
+                continue
+            found.append(f"it differs from the module by {gap.distance:.1e} where {what}: do not give it such values")
+        warnings.warn(found[-1], stacklevel=2)
+    return found
+
+
+def _gap(wanted: list[Tensor], got: list[Tensor], beside: list[Tensor] | None = None) -> Difference:
+    """How far results are apart, over the largest number in them and in those `beside` them."""
+    if beside is not None and len(wanted) == len(got) and all(a.shape == b.shape for a, b in zip(wanted, got, strict=True)):
+        wanted, got = ([torch.cat([a.flatten(), b.flatten()]) for a, b in zip(beside, t, strict=True)] for t in (wanted, got))
+    return difference([t.cpu() for t in wanted], [t.cpu() for t in got], within=True)
+
+
+def _values(program: ExportedProgram, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
+    """What some values are, and the example with them."""
+    inputs = program.example_inputs
+    tensors = [value for value in leaves(inputs) if isinstance(value, Tensor)]
+    if any(tensor.is_floating_point() for tensor in tensors):
+        yield "all numbers are 0", map_leaves(inputs, lambda t, _: torch.zeros_like(t) if t.is_floating_point() else t)
+    rows = _embedded(program)
+    for place, tensor in enumerate(tensors):
+        if tensor.dtype == torch.bool and tensor.numel():
+            yield f"a sample has nothing but False in '{names[place]}'", _with(inputs, place, _masked(tensor))
+        elif place in rows:
+            ends = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape) % 2 * (rows[place] - 1)
+            yield f"'{names[place]}' has the numbers of the first and the last row", _with(inputs, place, ends.to(tensor.dtype))
+
+
+def _embedded(program: ExportedProgram) -> dict[int, int]:
+    """How many rows the table has that an input has the numbers of, for each such tensor by its place."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    read = [nodes[str(name)] for name in program.graph_signature.user_inputs if str(name) in nodes]
+    found = {}
+    for place, node in enumerate(node for node in read if isinstance(node.meta.get("val"), Tensor)):
+        tables = [user.args[0].meta["val"] for user in node.users if user.target is EMBEDDING and user.args[1] is node]
+        if tables and all(isinstance(table.shape[0], int) for table in tables):
+            found[place] = min(table.shape[0] for table in tables)
+    return found
+
+
+def _masked(tensor: Tensor) -> Tensor:
+    """A mask, False in its first sample, of several, or everywhere."""
+    new = tensor.clone()
+    (new[0] if new.dim() > 1 else new).fill_(False)
+    return new
+
+
+def _with(inputs: Any, place: int, new: Tensor) -> Any:
+    """Inputs with another tensor at a place."""
+    places = count()
+    return map_leaves(inputs, lambda tensor, _: new if next(places) == place else tensor)
