@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from exports_made import LOAD
 from torch import nn
 
 import fxplug
@@ -85,6 +86,16 @@ def test_a_size_that_stays_is_that_of_the_example(tmp_path):
         except GuardError:
             assert len(x) == 2
     assert any("they stay as in the example" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("to", ["onnx", pytest.param("aoti", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dims", [(0,), ()])
+def test_what_is_squeezed_is_not_1_where_it_was_not(dims, to, tmp_path):
+    gm = fxplug.trace(Of(lambda x: x.squeeze(*dims)).eval(), X)
+    model = LOAD[to](fxplug.export(gm, tmp_path, X, to=to).path)
+    torch.testing.assert_close(torch.as_tensor(model(X[:, :, :5].repeat(2, 1, 1, 1))), gm(X[:, :, :5].repeat(2, 1, 1, 1)))
+    with pytest.raises(GuardError, match=r"for inputs with x.shape\[0\] != 1"):
+        model(X[:1])
 
 
 @pytest.mark.parametrize("to", ["onnx", pytest.param("aoti", marks=pytest.mark.slow)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -71,7 +71,9 @@ def describe(program: ExportedProgram, parameters: Mapping[str, inspect.Paramete
         if not required or parameter.name in given:
             entry["value"] = encoded(given.get(parameter.name, parameter.default))
         described.append(entry)
+    where = dict(place for name, value in given.items() for place in _places(value, name))
     guards, notes = _guards(program, dict(inspect.Signature(list(parameters.values())).bind(*args, **kwargs).arguments))
+    guards += [text for text in _squeezed(program, tensors, where) if text not in guards]
     ranges = {str(s): [_bound(r.lower), _bound(r.upper)] for s, r in program.range_constraints.items()}
     result = encoded(_result(program))
     return {"parameters": described, "tensors": tensors, "ranges": ranges, "guards": guards, "result": result}, notes
@@ -107,6 +109,21 @@ def _guards(program: ExportedProgram, arguments: dict[str, Any]) -> tuple[list[s
             raise FxplugError(f"the example inputs do not satisfy the condition {text}")
         guards.append(text)
     return guards, notes
+
+
+def _squeezed(program: ExportedProgram, tensors: list[Json], where: Mapping[int, str]) -> Iterator[str]:
+    """That what is squeezed and free is not 1: a program lets it stay, as the traced module does not."""
+    for node in program.graph.nodes:
+        if not str(node.target).startswith("aten.squeeze."):
+            continue
+        shape = node.args[0].meta["val"].shape
+        dims = node.args[1] if len(node.args) > 1 else range(len(shape))
+        for dim in [dims] if isinstance(dims, int) else dims:
+            name = None if isinstance(shape[dim], int) else size_name(shape[dim])
+            same = [(i, d) for i, tensor in enumerate(tensors) for d, size in enumerate(tensor["shape"]) if size == name]
+            if name is not None and same:
+                head, bracket, rest = where[same[0][0]].partition("[")
+                yield f"L['{head}']{bracket}{rest}.size()[{same[0][1]}] != 1"
 
 
 def encoded(value: Any) -> Json:
