@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import zoo
 from safetensors.torch import save_file
 from torch import nn
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import fxplug
+from fxplug.core.ir.containers import leaves
 
 QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -93,3 +96,71 @@ def same(exported, module, batch=3, side=6):
     out, wanted = exported(*args, shift=shift), module(*args, shift=shift)
     torch.testing.assert_close(out["y"], wanted["y"].detach(), **CLOSE)
     return out
+
+
+# --- models of libraries
+
+# and which of their sizes in the zoo is another one than the first
+FAMILIES = {
+    "UNet2DConditionModel-sd15": 1,
+    "DiTTransformer2DModel": 0,
+    "FluxTransformer2DModel": 1,
+    "PixArtTransformer2DModel": 0,  # its trace is for one size
+}
+
+
+def adapter_of(module, seed):
+    """A small adapter for every layer that has slots."""
+    torch.manual_seed(seed)
+    banks = [bank for banks in module.adapters.banks.values() for bank in banks]
+    sizes = [(bank.path, (("A", (3, bank.shape[1])), ("B", (bank.shape[0], 3)))) for bank in banks]
+    return {f"{path}.lora_{half}.weight": torch.randn(size) * 0.1 for path, both in sizes for half, size in both}
+
+
+def check_family(name, size, folder, to):
+    case = next(case for case in zoo.cases() if case.name == f"diffusers/{name}")
+    example = case.inputs(batch=2)
+    gm = fxplug.trace(case.build(), *example)
+    return check_model(gm, example, [case.inputs(batch=3), case.inputs(batch=4, size=size)], folder, to)
+
+
+def check_model(gm, example, others, folder, to, close=CLOSE):
+    """An export in a copy of its folder beside its module: other sizes, and adapters that are read, mixed and chosen by sample.
+
+    Two threads call it at the end.
+    """
+    args, kwargs = example
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*attn.*(qkv|to_[qkv])$", rank=4, slots=2))
+    (folder / "here").mkdir()
+    result = fxplug.export(new, folder / "here", args, kwargs, to=to, options=QUICK if to == "aoti" else None)
+    (folder / "here").rename(folder / "there")
+    model = LOAD[to](folder / "there" / result.path.name)
+    save_file(adapter_of(new, 1), folder / "ink.safetensors")
+    for adapters in (new.adapters, model.adapters):
+        adapters.load("ink", folder / "ink.safetensors")
+        adapters.load("film", adapter_of(new, 2))
+    calls = []
+    for args, kwargs in [example, *others]:
+        batch = next(t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)).shape[0]
+        mixed = [["ink", None, {"ink": 0.5, "film": -1.0}, "film"][i % 4] for i in range(batch)]
+        for what in (mixed, None, "ink", {"ink": 0.8, "film": 0.3}):
+            for adapters in (new.adapters, model.adapters):
+                adapters.use(what)
+            with torch.no_grad():
+                (wanted,) = leaves(new(*args, **kwargs))
+            (out,) = leaves(model(*args, **kwargs))
+            torch.testing.assert_close(out, wanted, **close)
+            calls.append((args, kwargs, wanted))
+        seen = [wanted for _, _, wanted in calls[-4:]]
+        assert batch == 1 or not any(torch.allclose(a, b, atol=1e-4) for i, a in enumerate(seen) for b in seen[:i])
+
+    lasting = calls[3::4]  # with the adapters that are in use
+
+    def again(n):
+        args, kwargs, wanted = lasting[n % len(lasting)]
+        return leaves(model(*args, **kwargs))[0], wanted
+
+    with ThreadPoolExecutor(2) as pool:
+        for out, wanted in pool.map(again, range(12)):
+            torch.testing.assert_close(out, wanted, **close)
+    return result

@@ -22,13 +22,11 @@ import onnxruntime
 import pytest
 import small
 import torch
-import zoo
-from exports_made import CLOSE, adapter, inputs, same
+from exports_made import CLOSE, adapter, check_model, inputs, same
 from torch import nn
 
 import fxplug
 from fxplug.core.errors import ArtifactError, FxplugError, SpecError
-from fxplug.core.ir.containers import leaves
 from fxplug.core.reading import about
 from fxplug.core.writing import new_file
 from fxplug.exports import onnx_file, onnx_writer
@@ -151,62 +149,16 @@ def test_calls_and_changes_from_threads(pair):
 # --- models
 
 
-def adapter_of(module, seed):
-    """A small adapter for every layer that has slots."""
-    torch.manual_seed(seed)
-    banks = [bank for banks in module.adapters.banks.values() for bank in banks]
-    sizes = [(bank.path, (("A", (3, bank.shape[1])), ("B", (bank.shape[0], 3)))) for bank in banks]
-    return {f"{path}.lora_{half}.weight": torch.randn(size) * 0.1 for path, both in sizes for half, size in both}
-
-
-def check_model(gm, example, others, path, close=CLOSE):
-    """An exported model beside its module: other sizes, and adapters that come, are mixed, are chosen by sample, and go."""
-    args, kwargs = example
-    new = fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*attn.*(qkv|to_[qkv])$", rank=4, slots=2))
-    result = fxplug.export(new, path, args, kwargs, to="onnx")
-    model = fxplug.load_onnx(result.path)
-    for adapters in (new.adapters, model.adapters):
-        adapters.load("ink", adapter_of(new, 1))
-        adapters.load("film", adapter_of(new, 2))
-    seen = []
-    for args, kwargs in others:
-        batch = next(t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)).shape[0]
-        mixed = [["ink", None, {"ink": 0.5, "film": -1.0}, "film"][i % 4] for i in range(batch)]
-        for what in (None, "ink", {"ink": 0.8, "film": 0.3}, mixed):
-            for adapters in (new.adapters, model.adapters):
-                adapters.use(what)
-            with torch.no_grad():
-                wanted = new(*args, **kwargs)
-            out = model(*args, **kwargs)
-            (out,), (wanted,) = leaves(out), leaves(wanted)
-            torch.testing.assert_close(out, wanted, **close)
-            seen.append(out)
-        assert not any(torch.allclose(a, b, atol=1e-4) for i, a in enumerate(seen[-4:]) for b in seen[-4:][:i])
-    return result
-
-
 @pytest.mark.slow
 def test_vit(tmp_path):
     gm, args, kwargs = small.plain_vit()
-    check_model(gm, (args, kwargs), [((torch.randn(n, 3, 32, 32),), {}) for n in (3, 5)], tmp_path / "vit")
+    check_model(gm, (args, kwargs), [((torch.randn(n, 3, 32, 32),), {}) for n in (3, 5)], tmp_path, "onnx")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, size",
-    [
-        ("UNet2DConditionModel-sd15", 1),
-        ("DiTTransformer2DModel", 0),
-        ("FluxTransformer2DModel", 1),
-        ("PixArtTransformer2DModel", 0),  # its trace is for one size
-    ],
-)
+@pytest.mark.parametrize("name, size", exports_made.FAMILIES.items())
 def test_diffusers(tmp_path, name, size):
-    case = next(case for case in zoo.cases() if case.name == f"diffusers/{name}")
-    example = case.inputs(batch=2)
-    gm = fxplug.trace(case.build(), *example)
-    result = check_model(gm, example, [case.inputs(batch=3), case.inputs(batch=4, size=size)], tmp_path / "model")
-    assert result.kept == "all"
+    assert exports_made.check_family(name, size, tmp_path, "onnx").kept == "all"
 
 
 @pytest.mark.slow
@@ -214,7 +166,7 @@ def test_half_precision(tmp_path):
     _, args, _ = small.plain_vit()
     gm = fxplug.trace(copy.deepcopy(small.plain_vit().model).half(), args[0].half())
     others = [((torch.randn(3, 3, 32, 32).half(),), {})]
-    check_model(gm, ((args[0].half(),), {}), others, tmp_path / "half", {"rtol": 0.02, "atol": 0.02})
+    check_model(gm, ((args[0].half(),), {}), others, tmp_path, "onnx", {"rtol": 0.02, "atol": 0.02})
 
 
 # --- what is exported

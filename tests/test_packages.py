@@ -432,6 +432,18 @@ def test_unet(tmp_path):
     assert all(any(torch.allclose(out, one, atol=1e-4) for one in wanted) for out in found)
 
 
+@pytest.mark.slow
+def test_vit(tmp_path):
+    gm, args, kwargs = small.plain_vit()
+    exports_made.check_model(gm, (args, kwargs), [((torch.randn(n, 3, 32, 32),), {}) for n in (1, 5)], tmp_path, "aoti")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, size", list(exports_made.FAMILIES.items())[1:])  # a whole UNet compiles for minutes
+def test_diffusers(tmp_path, name, size):
+    exports_made.check_family(name, size, tmp_path, "aoti")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype, close", [(torch.float32, CLOSE), (torch.bfloat16, {"rtol": 0.02, "atol": 0.05})])

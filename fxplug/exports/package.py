@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,8 +110,12 @@ class Package(ExportedModel):
     pipeline asks for them.
     """
 
-    def __init__(self, loader: Any, manifest: Json, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self, loader: Any, manifest: Json, tensors: dict[str, torch.Tensor], device: torch.device, runners: int = 1
+    ) -> None:
         self._loader, self.device = loader, device
+        # a call that waits within the loader for a free runner keeps Python's lock, which the one that runs may need
+        self._runners = threading.Semaphore(runners)
         self._attributes = {name: decode(value) for name, value in manifest["attributes"].items()}
         super().__init__(manifest, tensors, Signature(manifest["signature"], device))
         # from here on the program reads these tensors where they lie
@@ -137,7 +142,8 @@ class Package(ExportedModel):
 
     def _run(self, flat: list[torch.Tensor]) -> Any:
         self._check_samples(flat)
-        return self._loader.boxed_run(flat)
+        with self._runners:
+            return self._loader.boxed_run(flat)
 
     def state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """List the constants of the program and the tensors of the passes: their names, dtypes and shapes."""
@@ -221,7 +227,7 @@ def load_package(
                 raise ArtifactError(f"the program does not have {shown(missing[0])[1:-1]}, which its manifest lists")
             # what the program does not read, such as names, is read by us alone
             read = {name: tensor.to(where) for name, tensor in packed.tensors.items() if name in manifest["constants"]}
-            package = Package(loader, manifest, {**packed.tensors, **read}, where)
+            package = Package(loader, manifest, {**packed.tensors, **read}, where, runners)
         except BaseException:  # an interrupt, too: the folder goes, the error is raised again
             work.remove()
             raise
