@@ -23,6 +23,8 @@ from fxplug.core.errors import FxplugError
 from fxplug.core.ir.containers import difference
 from fxplug.exports.size_trial import tensors_of
 
+COST = 40
+
 STRIDE = 7919  # a prime: operations that are alike are far apart
 CLOSE = 20  # times what rounding may change
 ONE = """

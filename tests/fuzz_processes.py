@@ -38,6 +38,8 @@ import fxplug
 from fxplug.core.errors import FxplugError, VerifyError
 from fxplug.core.ir.containers import difference, leaves
 
+COST = 200
+
 CONTEXT = multiprocessing.get_context("fork")  # of a process that ran no backward pass
 SECONDS, DEADLINE = 20, 90  # of a collective, of a story
 LOST = re.compile("has died or did not reach|wait for each other|does not answer")

@@ -16,6 +16,8 @@ from fxplug.core.ir.containers import distance
 from fxplug.parallel.runtime.mesh import all_degrees
 from fxplug.parallel.runtime.pretended import pretended
 
+COST = 10
+
 CHANNELS = 4
 CLOSE = 1e-10  # in float64
 
