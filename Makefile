@@ -99,6 +99,7 @@ bench: install  ## measure tracing, ControlNet in one graph, training steps, and
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/train_loop.py
 	$(BIN)/python benchmarks/recompiles.py
+	$(BIN)/python benchmarks/forms.py --fit --write
 	$(BIN)/python benchmarks/unmerged.py
 	$(BIN)/python benchmarks/mixed.py
 	$(BIN)/python benchmarks/switching.py

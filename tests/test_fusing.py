@@ -279,6 +279,26 @@ def test_a_mapped_weight_that_is_read_twice_or_trained_or_has_a_hook_stays_as_it
     torch.testing.assert_close(fxplug.lower(slots, fuse="fused")(y), slots(y), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["dora", "lokr"])
+def test_a_half_base_with_an_update_in_float32(name):
+    new, x = of_mapped(name, torch.bfloat16)
+    for key, parameter in new.named_parameters():
+        parameter.data = parameter.data.float() if key.startswith(name) else parameter.data
+    low = fxplug.lower(new, fuse="blas")
+    for got, want in zip(learned_by(low, new, x), learned_by(new, new, x), strict=True):
+        assert got.dtype == want.dtype
+        assert float((got.float() - want.float()).abs().max()) < 4e-2 * float(want.float().abs().max())
+
+
+@pytest.mark.parametrize("name", ["dora", "lokr"])
+def test_a_fused_mapped_weight_is_split_over_processes(name):
+    new, x = of_mapped(name)
+    low = fxplug.lower(new, fuse="fused")
+    for ways in ({"batch": 2}, {"ulysses": 2, "split": {"input_1": 1}}):
+        plan = fxplug.parallel_plan(low, (x,), **ways)
+        assert plan.share > 0.9 and plan.away < 1e-5
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, at the first transform
 @pytest.mark.parametrize("name", ["dora", "lokr"])
 def test_mapped_weights_in_half_precision_transforms_exports_and_empty_batches(name):

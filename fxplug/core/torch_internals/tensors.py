@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -216,11 +217,14 @@ pad_sequence: Any = torch._C._nn.pad_sequence
 
 
 def flop_counter() -> Any:
-    """A FlopCounterMode that counts attention on a CPU, which torch's own does from 2.15 on, and torch.nn's fast paths."""
+    """A FlopCounterMode that counts oneDNN's products, torch.nn's fast paths, and attention on a CPU (torch's from 2.15)."""
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
     def flash(query: Any, key: Any, value: Any, *_: Any, **more: Any) -> int:
         return sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call, no-any-return]
+
+    def product(x: Any, weight: Any, *_: Any, **more: Any) -> Any:
+        return 2 * math.prod(x) * weight[0]
 
     def packed(query: Any, key: Any, value: Any, width: int, *_: Any, **more: Any) -> Any:
         batch, rows, columns = query[0], query[1], key[1]
@@ -241,4 +245,5 @@ def flop_counter() -> Any:
             return out
 
     fast = {torch.ops.aten._native_multi_head_attention: packed, torch.ops.aten._transformer_encoder_layer_fwd: layer}
+    fast |= {} if onednn_linear is None else {onednn_linear: product}
     return Counter(display=False, custom_mapping={flash_cpu: flash, **fast})

@@ -141,8 +141,8 @@ def dora(
     blas: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What `dora_linear` gives for x (rows, in), the changed weight in the dtype of x, and the norms |V|."""
-    changed = torch.addmm(weight, up * scale, down)
-    norm = torch.linalg.vector_norm(changed, dim=1)
+    changed = torch.addmm(weight.to(torch.promote_types(weight.dtype, up.dtype)), up * scale, down)
+    norm = torch.linalg.vector_norm(changed.to(weight.dtype), dim=1)  # as the magnitudes of a new one were taken
     changed = (changed * over_norm(magnitude.flatten(), norm)[:, None]).to(x.dtype)
     return library.multiply(x, changed, bias, blas), changed, norm
 
@@ -168,7 +168,8 @@ def magnitude_gradient(
     found = torch.linalg.vecdot(g, y, dim=0)
     found = (found if bias is None else found - bias * g.sum(0)) / torch.where(own == 0, 1.0, own)
     if (rows := ((own == 0) & (norm != 0)).nonzero().flatten()).numel():  # of these the result says nothing
-        direction = torch.addmm(weight[rows], up[rows] * scale, down) / norm[rows, None]
+        base = weight[rows].to(torch.promote_types(weight.dtype, up.dtype))
+        direction = torch.addmm(base, up[rows] * scale, down) / norm[rows, None]
         found[rows] = ((g[:, rows].t() @ x) * direction.to(x.dtype)).sum(1).to(found.dtype)
     return torch.where(norm == 0, 0.0, found).reshape(magnitude.shape).to(magnitude.dtype)
 
