@@ -70,7 +70,7 @@ class Spatial(Planner):
             images = [v for v in self.walk.values.values() if isinstance(v, Tensor) and v.dim() == rank]
             parts = LARGER if any(1 < image.shape[dim] < size for image in images) else SMALL
             first, second = parts[self.tries.multiple or math.gcd(size, max(SMALL))]
-            more = self.tries.more + 8 * (first + second + 2 * self.tries.more == size)  # as many as there are say little
+            more = self.tries.more + 4 * (first + second + 2 * self.tries.more == size)  # as many as there are say little
             self.tries.streams.own[found] = first + more, second + more
         return found
 
