@@ -291,7 +291,8 @@ def fuzz_exports(cases: int, seed: int, counts: Counter[str] | None = None, of: 
     return found
 
 
-def _attack(text: str, rng: random.Random, folder: Path, counts: Counter[str]) -> list[str]:
+def made_of(text: str, rng: random.Random) -> tuple[Of, list[str], Callable[..., dict[str, Tensor]], dict[str, int], Any, Any]:
+    """The module of an expression, names of its inputs, what makes tensors of sizes, the sizes, `rng`, and example inputs."""
     used = set(re.findall(r"(?<![.\w'])[A-Za-z]\w*", re.sub(r"\b\w+=", "", text)))
     sizes = {"B": rng.choice([2, 3]), "C": 4, "H": rng.randint(5, 8), "W": rng.randint(9, 12), "D": 6, "N": 13}
     rank, whole, number = rng.randint(2, 4), rng.choice([torch.int64, torch.int64, torch.int32]), rng.randrange(1 << 30)
@@ -303,7 +304,11 @@ def _attack(text: str, rng: random.Random, folder: Path, counts: Counter[str]) -
     names, layers = [name for name in example if name in used], [name for name in LAYERS if name in used]
     torch.manual_seed(number)
     module = Of(text, names, layers, {"d": rng.choice([0, 1, -1]), "k": rng.random() < 0.5}).eval().requires_grad_(False)
-    inputs = tuple(example[name] for name in names)
+    return module, names, made, sizes, rng, tuple(example[name] for name in names)
+
+
+def _attack(text: str, rng: random.Random, folder: Path, counts: Counter[str]) -> list[str]:
+    module, names, made, sizes, rng, inputs = made_of(text, rng)
     try:
         module(*inputs)
         gm = fxplug.trace(module, inputs)
