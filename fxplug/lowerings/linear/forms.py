@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from ...core.errors import SpecError, did_you_mean, shown
 from ...core.ir.containers import tensor_at
-from . import library, operators
+from . import devices, library, operators
 from .layers import Layer, argument
 from .updated import Mapped
 
@@ -24,6 +24,7 @@ FORMS = {
     "stock": "as the pass put it in",
     "fused": "one function: base and update, on a CPU by oneDNN, the cheaper of side path and weight at each call",
     "blas": "the same by torch's own products",
+    "triton": "kernels for CUDA: the update in the product, or in the weight where rows are many and nothing is trained",
 }
 EARLIER = {"remerge": "fused", "remerge:blas": "blas", "kernel": "fused"}  # names of forms that went, and what is taken
 # what the rule goes by, for each class of devices; `benchmarks/forms.py` measures a CPU's and writes them
@@ -120,6 +121,25 @@ def forms_of(case: Case, device: str) -> tuple[str, str]:
     words = zip(found, ("", " (with gradients)", " (compiled)", " (compiled, with gradients)"), strict=True)
     kept = [f"{form}{mode}" for i, (form, mode) in enumerate(words) if not i or form != found[i % 2 if i > 1 else 0]]
     return ",".join(found), ", ".join(kept)
+
+
+def triton_form(known: tuple[torch.device, Case] | None) -> tuple[str, str, str | None]:
+    """The form of the Triton kernels for a layer in all of `operators.MODES`, in words, and why it is none of theirs.
+
+    An update goes to the weight where that costs less for the rows of the trace, and nothing is trained.
+    """
+    if known is None:
+        return "stock", "stock", "the trace has no sizes for Triton's kernels"
+    device, case = known
+    cast = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if cast else getattr(torch, case.dtype)
+    reason = devices.unfit(device, dtype, case.rank)
+    if reason is not None:
+        return "stock", "stock", reason
+    if case.slots or not library.pays(case.rows, case.outer, case.inner):
+        return "triton", "triton", None
+    modes = ["triton" if grad else "triton:weight" for _, grad in operators.MODES]
+    return ",".join(modes), f"{modes[0]}, {modes[1]} (with gradients)", None
 
 
 def function(form: str, slots: bool) -> tuple[Any, tuple[Any, ...]]:

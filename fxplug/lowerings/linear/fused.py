@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ...core import quantised
 from ...core.ir.graph import Graph, change
 from ...core.ir.traced_module import TracedModule, check_traced, copied_graphs, shell
 from . import forms, operators
@@ -22,18 +23,25 @@ def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = Non
 
     `how` is a form of `forms.FORMS` for all layers, or `auto`: for each layer the form that a rule takes for its sizes and the
     rows of the trace (`forms.form_of`), and `stock`, which leaves it as it is: without gradients and with them, each of which
-    may take another form; in `dtype`, that of the weights if None, as autocast may have another.
+    may take another form; in `dtype`, that of the weights if None, as autocast may have another. `triton` is for layers with a
+    `Lora`; other updates take the form of the rule, or stay as they are, and what its kernels do not take stays so with a
+    warning that says why.
     `meta["forms"]` says which form each layer with an update has. Raises SpecError for what is no traced module, and an
     unknown form.
     """
     check_traced(gm, "fuse")
     form = forms.form_named(how)
     tree, graphs, chosen = shell(gm), copied_graphs(gm), dict(gm.meta.get("forms", {}))
+    left: dict[str, list[str]] = {}  # why kernels do not take some layers, and their paths
     for graph in graphs.values():
         for node, layer in linear_layers(graph, tree):
             taken = text = form
             update = mapped(tree, node)
-            if form == "auto":
+            if form == "triton" and layer is not None and layer.lora is not None:
+                taken, text, reason = forms.triton_form(forms.case_of(tree, node, layer, dtype))
+                if reason:
+                    left.setdefault(reason, []).append(str(node.target))
+            elif form == "auto" or update is not None and form == "triton":
                 case = forms.case_of(tree, node, layer, dtype, update)
                 taken, text = ("stock", "stock") if case is None else forms.forms_of(case[1], case[0].type)
             if update is not None:
@@ -50,7 +58,22 @@ def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = Non
                 else:
                     call_instead(graph, tree, node, node, operators.linear, [], *more)
         graph.lint()
+    if form == "triton":
+        _note_others(gm, chosen, left)
     return gm.derived(tree, graphs, **({"forms": chosen} if chosen else {}))
+
+
+def _note_others(gm: TracedModule, chosen: dict[str, str], left: dict[str, list[str]]) -> None:
+    """Say of the other layers with a block that they stay as they are, and warn of those that a user would not expect to."""
+    modules = dict(gm.named_modules())
+    sites = [site for entry in gm.meta.get("passes", []) for site in entry["sites"] if site["block"]]
+    for path in [site["path"].partition("@")[0] for site in sites]:
+        if path not in chosen and path in modules and quantised.is_quantised(modules[path]):
+            left.setdefault("Triton's kernels read numbers, and its weight is quantised", []).append(path)
+        chosen.setdefault(path, "stock")
+    if left:
+        found = [f"{p[0]}{f' and {len(p) - 1} more' if len(p) > 1 else ''}: {reason}" for reason, p in left.items()]
+        forms.say(f"fuse='triton' leaves layers in their stock form: {'; '.join(found)}")
 
 
 def _fuse_layer(graph: Graph, tree: nn.Module, layer: Layer, form: str) -> None:

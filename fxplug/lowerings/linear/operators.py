@@ -1,17 +1,20 @@
 """Linear layers, ones with their low-rank update, and ones with a bank of them: the functions that stand in a fused graph.
 
 Each has forms, which give the same but for rounding: `fused`, on a CPU through oneDNN and with the update in the place that is
-the cheaper one at each call; `blas`, the same by torch's own products; `stock`, as the layer and its `Lora` do it. A form may
-be four (`MODES`) with commas between them: those in eager code without and with gradients, and in compiled code. In compiled
-code for a GPU the update is added to the weight, and what is trained or runs in autocast is as in `stock`.
+the cheaper one at each call; `blas`, the same by torch's own products; `triton`, kernels with the update in the product, and
+`triton:weight`, one that adds it to the weight; `stock`, as the layer and its `Lora` do it. A form may be four (`MODES`) with
+commas between them: those in eager code without and with gradients, and in compiled code. In compiled code for a GPU `fused`
+adds the update to the weight, and what is trained or runs in autocast is as in `stock`.
 
 Dynamo takes each for one operator of torch's library and does not look inside: that would take it longer than all else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -20,10 +23,11 @@ from torch import Tensor
 
 from ...blocks.low_rank import added, side
 from ...core.torch_internals.tensors import is_transforming
-from . import library
+from . import devices, library
 
 Run = TypeVar("Run", bound=Callable[..., Any])
 MODES = ((False, False), (False, True), (True, False), (True, True))  # compiled, with gradients
+KEPT = ContextVar("KEPT", default=False)  # whether what an export gives is compiled here
 
 
 def operator(name: str, arguments: str) -> Callable[[Run], Run]:
@@ -67,9 +71,14 @@ def lora_linear(
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
     trained = trains(x, weight, bias, down, up)
     way = _form(form, trained)
+    if kernels := _kernels(way, x, weight, bias, down, up):
+        if way == "triton:weight":
+            return F.linear(x, torch.ops.fxplug.triton_merge(weight, down, up, scale), bias)
+        return kernels.linear(x, weight, bias, down, up, scale)  # type: ignore[no-any-return]
     compiled = torch.compiler.is_compiling()
     alone = compiled and x.device.type != "cpu"  # there the compiler has products of its own, and joins what is around them
-    if way == "stock" or not _fits(x, weight, down, up) or torch.compiler.is_exporting() or (alone and (trained or autocast)):
+    plain = way.startswith(("stock", "triton")) or not _fits(x, weight, down, up) or torch.compiler.is_exporting()
+    if plain or (alone and (trained or autocast)):
         return torch.add(F.linear(x, weight, bias), side(x, down, up, scale))
     if alone:  # but none for the update beside: on the weight, no pass over the rows is for it
         return F.linear(x, added(weight, down, up, scale), bias)
@@ -103,11 +112,43 @@ def bank_linear(
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
     trained = trains(x, weight, bias, down, up)
     way = _form(form, trained)
-    plain = torch.compiler.is_exporting() or trained or not _fits(x, weight, down, up) or way == "stock"
+    kernels = _kernels(way, x, weight, bias, down, up, slots=slots)
+    if kernels and rows.shape[0] and -1 < batch_dim < x.dim() - 1 and x.shape[batch_dim] % rows.shape[0] == 0:
+        return kernels.linear(x, weight, bias, down, up, rows, slots, batch_dim)  # type: ignore[no-any-return]
+    plain = torch.compiler.is_exporting() or trained or not _fits(x, weight, down, up) or way in ("stock", "triton")
     if x.device.type == "cpu" and not plain:
         call = torch.ops.fxplug.bank if torch.compiler.is_compiling() else library.bank
         return call(x, weight, bias, down, up, rows, slots, batch_dim, way == "blas")
     return torch.add(linear(x, weight, bias, way), side(x, down, up, rows, batch_dim))
+
+
+def _kernels(form: str, x: Tensor, *weights: Tensor | None, slots: int = 1) -> Any:
+    """The file of the Triton kernels, where a form is of them and they take a call; else None.
+
+    Triton's interpreter is none that a compiler looks into. What is exported has torch's own products, unless it is `KEPT`.
+    """
+    if not form.startswith("triton") or (torch.compiler.is_exporting() and not KEPT.get()):
+        return None
+    known = [weight for weight in weights if weight is not None]
+    if not x.numel() or not _fits(x, *known) or x.shape[-1] != known[0].shape[1]:  # of which torch's own products raise
+        return None
+    if devices.unfit(x.device, x.dtype, known[-1].shape[1] // slots) is not None:
+        return None
+    if devices.interpreted() and torch.compiler.is_compiling():
+        return None
+    from . import kernels
+
+    return kernels
+
+
+@contextlib.contextmanager
+def keeping_kernels() -> Iterator[None]:
+    """Exports in here keep the calls of Triton kernels."""
+    token = KEPT.set(True)
+    try:
+        yield
+    finally:
+        KEPT.reset(token)
 
 
 def trains(*tensors: Tensor | None) -> bool:
