@@ -10,7 +10,7 @@ MARKS := not slow and not gpu
 TESTS := -m "$(MARKS)"
 
 .DEFAULT_GOAL := help
-.PHONY: help install constraints demo test suite test-slow test-gpu versions lint fuzz pages docs zoo parallel-table matrix seeds formats bench clean
+.PHONY: help install constraints demo test suite test-slow test-gpu versions lint fuzz kernels pages docs zoo parallel-table matrix seeds formats bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -60,6 +60,12 @@ versions:  ## run TESTS on TORCH=oldest (the oldest of everything), or on TORCH=
 fuzz: export HF_HUB_OFFLINE = 1
 fuzz: install  ## attack readers, tracer, switches, plans and exports with CASES=10000 random cases each, from SEED=0 on
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)
+
+kernels: export OMP_NUM_THREADS = 1
+kernels: install  ## prove the Triton kernels without a GPU: values, what they compile to, and programs of torch.compile
+	TRITON_INTERPRET=1 $(BIN)/python -W ignore tests/kernels_interpreted.py
+	$(BIN)/python -W ignore tests/kernels_in_programs.py
+	$(BIN)/python -W ignore tests/kernels_compiled.py
 
 pages: export HF_HUB_OFFLINE = 1
 pages: install  ## write what the code says of itself below docs/reference: passes, verbs, keys, messages

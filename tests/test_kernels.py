@@ -40,7 +40,17 @@ def test_kernels_give_the_values_and_gradients_of_float64_in_all_ways():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["kernels_interpreted.py"])
+def test_compilers_take_the_kernels_into_their_programs():
+    proved("kernels_in_programs.py")
+
+
+@pytest.mark.slow
+def test_kernels_compile_without_spilling():
+    proved("kernels_compiled.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["kernels_interpreted.py", "kernels_in_programs.py", "kernels_compiled.py"])
 def test_a_kernel_that_is_broken_is_found(program):
     proved(program, "broken", TRITON_INTERPRET=str(int(program == "kernels_interpreted.py")))
 
