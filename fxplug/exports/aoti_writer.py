@@ -150,10 +150,11 @@ def hushed(name: str) -> Iterator[None]:
 
 
 def _operators(program: ExportedProgram) -> list[str]:
-    """The operators of libraries other than torch that the program may call."""
+    """The operators of libraries other than torch that the program may call: of Triton's it has the kernels."""
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     targets = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)}
-    return sorted({name_of(t) for t in targets if t.namespace not in ("aten", "prim", "prims")})
+    called = {name_of(t) for t in targets if t.namespace not in ("aten", "prim", "prims")}
+    return sorted(name for name in called if not name.startswith("fxplug::triton_"))
 
 
 def _state(program: ExportedProgram) -> dict[str, torch.Tensor]:

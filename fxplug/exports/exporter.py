@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -29,6 +30,7 @@ from ..core.locks import with_read_lock
 from ..core.reading import about, reported
 from ..core.torch_internals import modules as pytree
 from ..core.writing import new_file, open_new
+from ..lowerings.linear.operators import keeping_kernels
 from . import onnx_trial, onnx_writer
 from .aoti_writer import check_compiler, quiet, write
 from .blockers import CompileRefused, Unfit, packed_layer, refusing
@@ -143,7 +145,8 @@ def export(
                     torch.export.save(program, opened)
             return []
 
-        program, kept, failures, more = _export(plain, args, named, free, finish)
+        with keeping_kernels() if to == "aoti" else contextlib.nullcontext():
+            program, kept, failures, more = _export(plain, args, named, free, finish)
     seconds = time.perf_counter() - start
     return Exported(target, dynamic_dims(program), kept, seconds, (*notes, *failures, *more))
 
