@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from exports_made import LOAD
 from torch import nn
+from torch.utils._sympy.functions import Mod as TorchMod
 
 import fxplug
 from fxplug.core.errors import GuardError
+from fxplug.core.torch_internals.exporting import Condition
 
 X = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 SIZES = [
@@ -115,3 +118,9 @@ class Pooled(nn.Module):
 
     def forward(self, a, b, more):
         return F.adaptive_avg_pool2d(a * self.scale, 3).mean() + b.sum() + F.adaptive_max_pool2d(more["y"], 2).mean()
+
+
+def test_a_condition_whose_sizes_would_be_negative_does_not_hold():
+    size = sympy.Symbol("s0", integer=True, positive=True)
+    condition = Condition("(s0 - 3) % 2 == 1", frozenset({"s0"}), frozenset({2, 3}), sympy.Eq(TorchMod(size - 3, 2), 1))
+    assert condition.holds({"s0": 6}) and not condition.holds({"s0": 2})

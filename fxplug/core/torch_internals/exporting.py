@@ -50,7 +50,7 @@ class Condition:
         """Whether it holds where the free sizes are these."""
         try:
             return bool(self.expression.subs({symbol: sizes[str(symbol)] for symbol in self.expression.free_symbols}))
-        except (ArithmeticError, TypeError):  # a division by a size that is 0 then; what has no truth
+        except (ArithmeticError, TypeError, AssertionError):  # divided by 0; of no truth; torch's own, of a size below 0
             return False
 
 
