@@ -101,8 +101,10 @@ def _cumprod(values: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> T
 
 
 def _isin(elements: Any, among: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
-    a, b = (torch.as_tensor(each) for each in (elements, among))
-    found = (a.unsqueeze(-1) == b.flatten()).any(-1)
+    if isinstance(elements, Tensor) and isinstance(among, Tensor):
+        found = (elements.unsqueeze(-1) == among.flatten()).any(-1)
+    else:  # a number, of which a program would keep a tensor that torch 2.13 loses
+        found = elements == among if isinstance(elements, Tensor) else (among == elements).any()
     return ~found if invert else found
 
 
