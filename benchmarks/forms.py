@@ -162,7 +162,7 @@ def main() -> None:
                 found[f"{which} {text}"] = {"mean": mean(some), "worst": max(some), "cases": len(some)}
                 print(f"  {text}: {len(some)} cases, {mean(some):.3f} of the fastest form, at worst {max(some):.2f}")
     if options.json:
-        write(options.json, {"limits": limits, "lost": found, "rows": rows})
+        write(options.json, {"limits": limits, "lost": found})
     if options.write:
         file = Path(forms.__file__).with_name("limits.json")
         about = f"measured on {processor()}, torch {torch.__version__.partition('+')[0]}"
