@@ -313,3 +313,15 @@ def test_mapped_weights_in_half_precision_transforms_exports_and_empty_batches(n
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     program = torch.export.export(low, (x,))
     torch.testing.assert_close(program.module()(x), new(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dora", "lokr"])
+def test_gradients_of_a_gradient_are_those_of_the_rewrite(name):
+    new, x = of_mapped(name)
+    found = []
+    for module in (fxplug.lower(new, fuse="fused"), new):
+        y = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(module(y).square().sum(), y, create_graph=True)
+        found.append(torch.autograd.grad(g.square().sum(), [y, *(p for p in new.parameters() if p.requires_grad)]))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))

@@ -75,7 +75,7 @@ def dora_linear(
     down is (rank, in), up (out, rank), magnitude (out,). |V| is the norm of each output channel and gets no gradient (DoRA, Liu
     et al. 2024, arXiv 2402.09353, section 4.3).
     """
-    way = _way(form, x, weight, bias, down, up, magnitude)
+    way = _form_of_call(form, x, weight, bias, down, up, magnitude)
     if way == "stock":
         return F.linear(x, decomposed(weight + scale * (up @ down), magnitude, 0, weight.dtype).to(weight.dtype), bias)
     x, bias, given = _called(x, bias)
@@ -96,7 +96,7 @@ def lokr_linear(
     """
     own = {n: t for n, t in zip(FACTORS, (w1, w1_a, w1_b, w2, w2_a, w2_b), strict=True) if t is not None}
     first, second = factor(own, "lokr_w1"), factor(own, "lokr_w2")
-    way = _way(form, x, weight, bias, first, second)
+    way = _form_of_call(form, x, weight, bias, first, second)
     if way == "stock":
         return F.linear(x, (weight + scale * kronecker(first, second)).to(weight.dtype), bias)
     x, bias, given = _called(x, bias)
@@ -104,7 +104,7 @@ def lokr_linear(
     return call(given, weight, bias, first, second, scale, way == "blas")[0].view(*x.shape[:-1], len(weight))
 
 
-def _way(form: str, x: Tensor, weight: Tensor, *rest: Tensor | None) -> str:
+def _form_of_call(form: str, x: Tensor, weight: Tensor, *rest: Tensor | None) -> str:
     """The form that a call takes: as rewritten where the base trains, and where an export looks on."""
     for tensor in (weight, *rest):
         if tensor is not None and tensor.is_meta and not x.is_meta:
@@ -174,6 +174,14 @@ def magnitude_gradient(
     return torch.where(norm == 0, 0.0, found).reshape(magnitude.shape).to(magnitude.dtype)
 
 
+def _differentiable(inputs: tuple[Any, ...], needs: tuple[bool, ...], whole: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients by torch's own operations, where they are differentiated again: of a product with the whole weight."""
+    y = F.linear(inputs[0], whole.to(inputs[0].dtype), inputs[2])
+    wanted = [tensor for tensor, need in zip(inputs, needs, strict=False) if need]
+    found = iter(torch.autograd.grad(y, wanted, g, create_graph=True))
+    return tuple(next(found) if need else None for need in needs)
+
+
 def _dora_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, weight, bias, down, up, scale, magnitude, ctx.blas = inputs
     ctx.mark_non_differentiable(output[1], output[2])
@@ -184,6 +192,9 @@ def _dora_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor,
 def _dora_backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     x, weight, bias, down, up, scale, magnitude, y, changed, norm = ctx.saved_tensors
     needs = ctx.needs_input_grad
+    if torch.is_grad_enabled():
+        whole = decomposed(weight + scale * (up @ down), magnitude, 0, weight.dtype)
+        return _differentiable((x, weight, bias, down, up, scale, magnitude), needs, whole, g)
     ratio = (over_norm(magnitude.flatten(), norm) * scale).to(g.dtype)[:, None]
     gx = torch.ops.fxplug.product(g, changed.t(), None, ctx.blas) if needs[0] else None
     inner, hidden = g @ (up.to(g.dtype) * ratio), x @ down.to(x.dtype).t()
@@ -193,15 +204,18 @@ def _dora_backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 
 
 def _lokr_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, _, _, first, second, scale, ctx.blas = inputs
+    *tensors, ctx.blas = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, first, second, scale, output[1])
+    ctx.save_for_backward(*tensors, output[1])
 
 
 def _lokr_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     """Of both factors by the other one: as many multiplications as the layer has, over the sides of a factor."""
-    x, first, second, scale, changed = ctx.saved_tensors
+    x, weight, bias, first, second, scale, changed = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        whole = weight + scale * kronecker(first, second)
+        return _differentiable((x, weight, bias, first, second, scale), ctx.needs_input_grad, whole, g)
     needs, (a, c), (b, d), rows = ctx.needs_input_grad, first.shape, second.shape, len(g)
     parts, blocks = x.reshape(-1, d), g.reshape(rows, a, b)
     hidden = (parts @ second.to(x.dtype).t()).view(rows, c, b)
