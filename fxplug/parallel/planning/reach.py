@@ -111,6 +111,9 @@ def holds(probe: ReachProbe, reach: Reach, dim: int) -> bool:
     longer = probe.longer(2 + least // probe.size)
     if longer.whole is None or longer.whole.dim() <= dim:
         return False
+    beyond = _beyond(longer, dim, reach.gives, reach.period)
+    if beyond[0] > reach.before or beyond[1] > reach.after:  # what small values hide
+        return False
     size = longer.whole.shape[dim]
     rows = {0, size - 1, *range(size // 2, min(size, size // 2 + reach.gives))}
     return all(right(longer, reach, dim, row, row + 1) for row in rows)
