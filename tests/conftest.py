@@ -55,8 +55,11 @@ def small_layers(tmp_path_factory):
 
 
 @pytest.fixture
-def own_rule(small_layers):
-    """The rule as it is."""
+def own_rule(small_layers, monkeypatch):
+    """The rule as it is, which other processes of a test go by."""
+    from fxplug.lowerings.linear import forms
+
+    monkeypatch.setattr(forms, "form_of", small_layers)
     return small_layers
 
 

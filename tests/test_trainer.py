@@ -271,7 +271,7 @@ def killed(tmp_path, hook, at, how=signal.SIGKILL):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hook, step, kept", [("on_step_end", 4, [3]), ("on_model_save", 6, [3, 6])])
-def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path, hook, step, kept):
+def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path, own_rule, hook, step, kept):
     done = killed(tmp_path, hook, step)
     assert done.codes == [-signal.SIGKILL]
     assert [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == kept

@@ -23,8 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def rule(monkeypatch, own_rule):
-    """As it is, on a CPU of one class: tests/conftest.py has another for all tests."""
-    monkeypatch.setattr(forms, "form_of", own_rule)
+    """As it is, on a CPU of one class."""
     monkeypatch.setattr(forms, "class_of", lambda device: device)
 
 
