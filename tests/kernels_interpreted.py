@@ -215,6 +215,25 @@ def check_others():
     assert not Launch.count
 
 
+def check_gradients_of_gradients():
+    """A gradient's size, differentiated by the input and the factors, for one number and for samples of their own."""
+    gates = gates_of("mixed", 4, 3, 4)
+    for slots, take in ((1, torch.tensor(0.75)), (3, gates)):
+        sizes = (4, 5, 24), (36, 24), (36,), (slots * 4, 24), (36, slots * 4)
+        parts = [torch.randn(size, generator=torch.Generator().manual_seed(i)) * 0.3 for i, size in enumerate(sizes)]
+        found = []
+        for form, given in (("triton", parts), ("stock", [part.double() for part in parts])):
+            given = [part.clone().requires_grad_(i in (0, 3, 4)) for i, part in enumerate(given)]
+            trained = [part for part in given if part.requires_grad]
+            call, rest = (operators.lora_linear, ()) if slots == 1 else (operators.bank_linear, (slots, 0))
+            y = call(*given, take.to(given[0].dtype), *rest, form).square().sum()
+            first = torch.autograd.grad(y, trained, create_graph=True)
+            found.append(torch.autograd.grad(sum(one.square().sum() for one in first), trained))
+        for got, want in zip(*found, strict=True):
+            off = float((got.double() - want).norm() / want.norm())
+            assert off < 1e-5, f"a gradient of a gradient is {off:.1e} off"
+
+
 class Model(nn.Module):
     """Two linear layers and a convolution."""
 
@@ -285,6 +304,7 @@ def main(how=""):
         except (AssertionError, InterpreterError) as error:
             sys.exit(f"{case}: {error}")
     check_others()
+    check_gradients_of_gradients()
     check_lowered()
     for dtype in LIMITS:
         print(dtype, {name: f"{off:.1e}" for (of, name), off in worst.items() if of == dtype}, "at most", LIMITS[dtype])

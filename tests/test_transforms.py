@@ -58,6 +58,23 @@ def test_transforms_see_what_a_form_computes(form, frozen):
         assert want.abs().max() > 0.01, name
 
 
+def penalised(module):
+    """Gradients of a gradient's size: of the input, and of all that is trained."""
+    trained = {"x": X.clone().requires_grad_(), **{n: p for n, p in module.named_parameters() if p.requires_grad}}
+    given = list(trained.values())
+    first = torch.autograd.grad(squares(module)(given[0]), given, create_graph=True, allow_unused=True)
+    size = sum((one**2).sum() for one in first if one is not None)
+    return dict(zip(trained, torch.autograd.grad(size, given, materialize_grads=True), strict=True))
+
+
+@pytest.mark.parametrize("form", ["fused", "blas", "fused slots", "outlined", "both"])
+def test_gradients_of_a_gradient(form):
+    found, wanted = penalised(FORMS[form]()), penalised(FORMS["slots" if form == "fused slots" else "adapted"]())
+    assert found.keys() == wanted.keys()
+    off = {name: float((found[name] - want).norm() / want.norm()) for name, want in wanted.items()}
+    assert max(off.values()) < 1e-5, off
+
+
 @pytest.mark.parametrize("form", ["fused", "blas"])
 def test_a_transform_that_is_compiled(form):
     module, expected = FORMS[form](), FORMS["adapted"]()

@@ -17,9 +17,9 @@ def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = Non
     """Join each `nn.Linear` and the `Lora` behind it, or the `Dora` or `Lokr` that maps its weight, in one function.
 
     For faster steps and calls; `gm` stays as it is. Graph and module tree are copied, parameters are shared, so what it trains
-    is trained in `gm`: save and export that one. Results and gradients are those of `gm` but for rounding. Second derivatives
-    of the layers are not there. A layer with a hook, of a derived class, or a `Lora` with dropout, a bias, or behind another
-    block, stays as it is, and so does a mapped weight that is trained itself.
+    is trained in `gm`: save and export that one. Results and gradients are those of `gm` but for rounding. A layer with a
+    hook, of a derived class, or a `Lora` with dropout, a bias, or behind another block, stays as it is, and so does a mapped
+    weight that is trained itself.
 
     `how` is a form of `forms.FORMS` for all layers, or `auto`: for each layer the form that a rule takes for its sizes and the
     rows of the trace (`forms.form_of`), and `stock`, which leaves it as it is: without gradients and with them, each of which

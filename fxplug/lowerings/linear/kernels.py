@@ -128,7 +128,7 @@ def _merge(
 # --- launches, which torch's compilers take into their programs
 
 
-def shrink(x: Tensor, down: Tensor, gates: Tensor, slots: int, tokens: Any) -> Tensor:
+def shrink(x: Tensor, down: Tensor, gates: Tensor, slots: int, tokens: int) -> Tensor:
     """gates * (x @ down.T): (rows, slots * rank)."""
     m, (width, k) = x.shape[0], down.shape  # the features of a weight are never open
     hidden, block, rows = x.new_empty(m, width), _block(width // slots), 32
@@ -140,7 +140,7 @@ def shrink(x: Tensor, down: Tensor, gates: Tensor, slots: int, tokens: Any) -> T
 
 
 def lora(
-    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, gates: Tensor, slots: int, tokens: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, gates: Tensor, slots: int, tokens: int
 ) -> tuple[Tensor, Tensor]:
     """x @ weight.T + bias + hidden @ up.T, and hidden, which is what `shrink` gives."""
     m, (n, k), width, hidden = x.shape[0], weight.shape, up.shape[1], shrink(x, down, gates, slots, tokens)
@@ -179,7 +179,8 @@ def _saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     x, weight, _, down, up, gates, ctx.slots, ctx.tokens = inputs
     needs = ctx.needs_input_grad
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x if needs[1] or needs[3] else None, weight, down, up, gates, output[1] if needs[4] else None)
+    read, kept = needs[1] or needs[3] or needs[4], output[1] if needs[4] else None
+    ctx.save_for_backward(x if read else None, weight, down, up, gates, kept)
 
 
 def _gradients(ctx: Any, g: Tensor, _: Any) -> tuple[Any, ...]:
@@ -192,6 +193,9 @@ def _gradients(ctx: Any, g: Tensor, _: Any) -> tuple[Any, ...]:
         gx, inner = torch.ops.fxplug.triton_lora(g, weight.t(), None, up.t(), down.t(), *rest)
     elif needs[3]:
         inner = torch.ops.fxplug.triton_shrink(g, up.t(), *rest)
+    if torch.is_grad_enabled():  # a gradient of this one goes through the inner values, too
+        take = gates[torch.arange(len(g), device=g.device) // ctx.tokens % len(gates)] if gates.dim() else gates
+        inner, hidden = ((a @ b * take).to(g.dtype) for a, b in ((g, up), (x, down.t())))
     gw, gb = g.t() @ x if needs[1] else None, g.sum(0) if needs[2] else None
     gd, gu = inner.t() @ x if needs[3] else None, g.t() @ hidden if needs[4] else None
     return gx, gw, gb, gd, gu, None, None, None

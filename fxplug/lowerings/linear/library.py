@@ -187,10 +187,13 @@ def _lora_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     """Those of the first result, for g (rows, out): the gradient of x is the same product, turned round."""
     x, weight, down, up, scale, hidden = ctx.saved_tensors
     needs, blas, product = ctx.needs_input_grad, ctx.blas, torch.ops.fxplug.product
-    gx = None
+    gx = inner = None
     if needs[0]:
         gx, inner = torch.ops.fxplug.lora_and_hidden(g, weight.t(), None, up.t(), down.t(), scale, blas)
-    else:
+    again = torch.is_grad_enabled()  # a gradient of this one goes through the inner values, too
+    if again:
+        hidden = product(x, down, None, blas) * scale
+    if again or inner is None:
         inner = product(g, up.t(), None, blas) * scale
     gw = product(g.t(), x.t(), None, blas) if needs[1] else None
     # (rank, out) and not (out, rank): a product reads its second factor in either layout at full speed
