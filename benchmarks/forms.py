@@ -27,7 +27,7 @@ PRODUCTS = 1.2e9  # multiplications of a random layer, at most
 MODES = ("inference", "training", "slots", "mixed", "plain")
 GRID: dict[str, list[int]] = {
     "heavy": [0, 1 << 19, 1 << 20, 1 << 21, 3 << 20, 1 << 22],
-    "least": [1 << 22, 1 << 23, 1 << 24, 1 << 25], "wide": [0, 256, 384, 512, 768, 1024],
+    "least": [1 << power for power in (22, 23, 24, 25, 28, 31, 34)], "wide": [0, 256, 384, 512, 768, 1024],
     "narrow": [0, 256, 384, 512, 768, 1024, 1 << 30], "long": [0, 256, 512, 700, 1024, 2048],
 }  # fmt: skip
 
@@ -90,11 +90,10 @@ def measured(mode: str, case: Any, turns: int) -> dict[str, float]:
     return {form: statistics.median(a / b for a, b in zip(each, times["stock"], strict=True)) for form, each in times.items()}
 
 
-def lost(row: dict[str, Any], limits: dict[str, Any]) -> float:
-    """What the rule loses in one case."""
+def lost(row: dict[str, Any], limits: dict[str, Any], here: str) -> float:
+    """What the rule loses in one case, on a class of devices."""
     from fxplug.lowerings.linear import forms
 
-    here = forms.class_of("cpu")
     before, forms.LIMITS[here] = forms.LIMITS[here], limits
     try:
         form = forms.form_of(case_of(*row["case"]), here)
@@ -108,13 +107,13 @@ def mean(values: list[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
-def fitted(rows: list[dict[str, Any]], limits: dict[str, Any]) -> dict[str, Any]:
+def fitted(rows: list[dict[str, Any]], limits: dict[str, Any], here: str) -> dict[str, Any]:
     """The limits that lose least on these rows, looked for one after the other until none is better."""
-    best, least = dict(limits), mean([lost(row, limits) for row in rows])
+    best, least = dict(limits), mean([lost(row, limits, here) for row in rows])
     for key in [*GRID, *GRID]:
         for value in GRID[key]:
             tried = {**best, key: value}
-            if (loss := mean([lost(row, tried) for row in rows])) < least - 1e-5:
+            if (loss := mean([lost(row, tried, here) for row in rows])) < least - 1e-5:
                 best, least = tried, loss
     return best
 
@@ -150,13 +149,13 @@ def main() -> None:
     here = forms.class_of("cpu")
     limits = {"now": forms.LIMITS[here]}
     if options.fit:
-        limits["fitted"] = fitted([row for row in rows if row["of"] != "other"], forms.LIMITS[here])
+        limits["fitted"] = fitted([row for row in rows if row["of"] != "other"], forms.LIMITS[here], here)
     found: dict[str, Any] = {}
     for which, each in limits.items():
         print(which, {key: each[key] for key in GRID})
         for dtype, mode, other in itertools.product(options.dtypes, MODES, (False, True)):
             kind = [row for row in rows if (row["case"][0], row["case"][-1]) == (mode, dtype)]
-            some = [lost(row, each) for row in kind if (row["of"] == "other") is other]
+            some = [lost(row, each, here) for row in kind if (row["of"] == "other") is other]
             if some:
                 text = f"{dtype} {mode}{', other layers' * other}"
                 found[f"{which} {text}"] = {"mean": mean(some), "worst": max(some), "cases": len(some)}

@@ -12,7 +12,7 @@ and a call takes the sum of its kernels, or DISPATCH for each of them where that
 CUDA graph it does (`graph`). Peaks are the vendors' for dense products of float16 and bfloat16, which cost the same, with
 float32 sums; no kernel reaches them, and caches and half-filled waves of blocks are left out. Ratios are over the plain
 layers, of those layers alone: the rest of a model costs what it did. `--write` puts the table into docs/measured.md.
-`benchmarks/gpu.py` measures the same calls.
+`benchmarks/gpu_trial.py` measures forms on a GPU.
 
 plain      the layer alone                     rewritten  with LoRA as `apply` leaves it
 merged     the update added to its weight      fused      `fuse(how="fused")`
@@ -102,7 +102,7 @@ class Operations(TorchDispatchMode):
         return out
 
 
-# --- layers and forms, which gpu.py measures too
+# --- layers and forms
 
 
 def cases_of(kind: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> Counter[Case]:

@@ -1,20 +1,25 @@
-"""What forms should cost on a GPU (`benchmarks/roofline.py`), and the command that measures them (`benchmarks/gpu.py`)."""
+"""What forms should cost on a GPU (`benchmarks/roofline.py`), and the trial on one (`benchmarks/gpu_trial.py`)."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from fxplug.lowerings.linear import forms
+from fxplug.lowerings.linear.forms import Case
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import gpu
+import gpu_trial
 import roofline
 
-from fxplug.lowerings.linear import operators
-from fxplug.lowerings.linear.forms import Case
+BENCHMARKS = Path(gpu_trial.__file__).parent
 
 # so few rows that the update goes beside the weight, and so many that it goes into it
 FEW, MANY = (Case("bfloat16", rows, 320, 640, 8, 0) for rows in (100, 1000))
@@ -61,48 +66,84 @@ def test_a_table_goes_between_its_markers(tmp_path, monkeypatch):
     assert page.read_text() == "a\n<!-- gpu -->\n| x | y |\n|---|---|\n| 1 | 2 |\n<!-- end of gpu -->\nb\n"
 
 
+# --- the trial on a device
+
+
+def trial(*arguments, **environment):
+    """How the program ends and what it says, at tiny sizes."""
+    told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    run = [sys.executable, "-W", "ignore", BENCHMARKS / "gpu_trial.py", *map(str, arguments)]
+    done = subprocess.run(run, env=told, capture_output=True, text=True, cwd=BENCHMARKS)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_trial_runs_without_the_package():
+    code = "import gpu_trial, sys; print([n for n in ('networkx', 'diffusers', 'timm', 'fxplug.core.ir') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=BENCHMARKS)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_without_cuda_it_says_so(capsys):
-    assert gpu.main([]) == 2
-    assert "no CUDA device" in capsys.readouterr().out
-
-
-def test_only_a_gpu_that_is_known_is_compared(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    assert gpu.known_device("cuda", None)[1:] == H100[1:]
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
-    assert gpu.known_device("cuda", [756, 2000])[1:] == (756e12, 2000e9)
-    with pytest.raises(SystemExit, match="'NVIDIA H100 PCIe' are not known .*--peak TFLOPS GBS"):
-        gpu.known_device("cuda", None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("broken", [False, True])
-def test_the_command_on_a_cpu(tmp_path, monkeypatch, capsys, broken):
-    monkeypatch.setattr(roofline, "RANKS", (16,))
-    if broken:
-        right = operators.lora_linear
-        monkeypatch.setattr(operators, "lora_linear", lambda *args: right(*args) * (1.5 if args[-1] == "fused" else 1))
-    assert gpu.main(["--device", "cpu", "--turns", "2", "--json", str(tmp_path / "a.json")]) == int(broken)
+def test_the_trial_at_tiny_sizes(tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code, text = trial("--json", tmp_path / "a.json", TRITON_INTERPRET="1")
+    assert code == 0, text
     found = json.loads((tmp_path / "a.json").read_text())
-    assert [(row["model"], row["dtype"]) for row in found["rows"]] == [("small", "bfloat16"), ("small", "float16")]
-    for row in found["rows"]:
-        assert set(row["forms"]) == set(roofline.FORMS) and row["forms"]["plain"]["ratio"] == 1
-        assert all(isinstance(form["confirmed"], bool) for form in row["forms"].values())
-    text = capsys.readouterr().out
-    assert ("fused is" in text) is broken and ("all values agree" in text) is not broken
-    assert text.count("| small (1), 32 |") == 2
+    assert max(found["off"].values()) < 1e-6 and len(found["off"]) == 4
+    assert {row["mode"] for row in found["layers"]} == {"inference", "mixed", "training"}
+    for name, rows in found["models"].items():
+        assert rows["failed"] == {} and {"plain", "stock", "triton"} <= set(rows["eager"]), name
+        assert all(way.get("off", 0) < 1e-5 for how in ("eager", "compiled") for way in rows[how].values()), name
 
 
-@pytest.mark.slow
-def test_shapes_that_time_did_not_suffice_for_are_counted(capsys, monkeypatch):
-    monkeypatch.setattr(roofline, "RANKS", (16,))
-    assert gpu.main(["--device", "cpu", "--turns", "2", "--minutes", "0"]) == 0
-    assert "shapes were not measured in the time allowed" in capsys.readouterr().out
+WRONG = """
+import gpu_trial, sys
+right = gpu_trial.operators.lora_linear
+gpu_trial.operators.lora_linear = lambda *given: right(*given) * (1.001 if given[-1] == "triton" else 1)
+sys.exit(gpu_trial.main(["--sections", "check", "--json", sys.argv[1]]))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_the_trial_finds_kernels_that_are_wrong(tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    run = [sys.executable, "-W", "ignore", "-c", WRONG, tmp_path / "a.json"]
+    assert subprocess.run(run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, cwd=BENCHMARKS).returncode == 1
+    wrong = {line.partition(":")[0] for line in json.loads((tmp_path / "a.json").read_text())["wrong"]}
+    assert wrong == {f"float32, {mode}, triton" for mode in ("inference", "training")}
+
+
+def test_what_a_trial_found_becomes_the_tables_of_the_package(tmp_path, monkeypatch, own_rule):
+    """Where another form is never the fastest, the rule no longer takes it."""
+    sizes = json.loads(Path(gpu_trial.devices.__file__).with_name("tiles.json").read_text())["capabilities"]
+    for name in ("limits.json", "tiles.json"):
+        shutil.copy(Path(gpu_trial.devices.__file__).with_name(name), tmp_path)
+    monkeypatch.setattr(gpu_trial.devices, "__file__", str(tmp_path / "devices.py"))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- trial -->\nold\n<!-- end of trial -->\n")
+    monkeypatch.setattr(roofline, "PAGE", page)
+    spent = {form: {"eager": 2.0 if form == "fused" else 1.0, "graph": 1.0} for form in ("plain", "stock", "fused", "triton")}
+    layers = [{"mode": "inference", "shape": shape, "microseconds": spent} for shape in ([12608, 1024, 1024], [4096, 512, 512])]
+    found = {
+        "device": "A Device", "torch": "2", "triton": "3", "dtype": "bfloat16", "layers": layers,
+        "tiles": {"list": [[64, 64, 64, 4, 4]]}, "table": {"vit": {"inference, graph": {"stock": 1.5}}},
+    }  # fmt: skip
+    (tmp_path / "a.json").write_text(json.dumps(found))
+    assert gpu_trial.main(["--write", str(tmp_path / "a.json")]) == 0
+    limits = json.loads((tmp_path / "limits.json").read_text())
+    assert limits["cuda"]["about"] == "measured on A Device, torch 2" and limits["cpu"] == forms.LIMITS["cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(forms.LIMITS, "cuda", limits["cuda"])
+        assert forms.form_of(Case("bfloat16", 4096, 512, 512, 16, 0), "cuda") == "stock"
+        assert forms.form_of(Case("bfloat16", 1 << 20, 1 << 10, 1 << 10, 16, 0), "cuda") == "fused"
+    tiles = json.loads((tmp_path / "tiles.json").read_text())
+    assert tiles["devices"] == {"A Device": [[64, 64, 64, 4, 4]]} and tiles["capabilities"] == sizes
+    assert "| vit | inference, graph | 1.50 |" in page.read_text()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_command_on_a_gpu(capsys):
-    assert gpu.main(["--only", "sd15", "--turns", "3", "--peak", "100", "1000"]) == 0
-    assert "all values agree" in capsys.readouterr().out
+def test_the_trial_on_a_gpu(tmp_path):
+    code, text = trial("--json", tmp_path / "a.json", "--sections", "check", "--minutes", "1")
+    assert code == 0, text
