@@ -19,8 +19,7 @@ SECTIONS: dict[str, list[Any]] = {
     "Guides": [f"guides/{name}.md" for name in GUIDES],
     "Reference": [
         "reference/verbs.md", "reference/keys.md", {"Passes": ["reference/passes.md", "reference/passes/**/*.md"]},
-        {"Python": [f"reference/api/{name}.md" for name in API]}, "reference/errors.md", "reference/messages.md",
-        "reference/adapter_files.md",
+        {"Python": [f"reference/api/{name}.md" for name in API]}, "reference/errors.md", "reference/adapter_files.md",
     ],
 }  # fmt: skip
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")

@@ -28,7 +28,7 @@ Named = Annotated[str, typer.Argument(metavar="NAME", help="What the adapter is 
 Source = Annotated[Path, typer.Argument(metavar="FILE", help="The adapter: a file, or a folder.")]
 Adapter = Annotated[str | None, typer.Option("--adapter", help="Which of several in the file.")]
 Part = Annotated[str | None, typer.Option("--part", help="The part of a pipeline that the model is.")]
-Partial = Annotated[bool, typer.Option("--partial", help="Leave out what has no place here, or no form in the format.")]
+Partial = Annotated[bool, typer.Option("--partial", help="Leave out what the model or the format cannot hold.")]
 Out = Annotated[Path, typer.Option("--out", help="The adapter to write.")]
 Rank = Annotated[int | None, typer.Option("--rank", help="The rank, or the highest that a layer gets.")]
 As = Annotated[str, typer.Option("--as", help="The format: peft, diffusers, kohya, comfy, lycoris or fxplug.")]

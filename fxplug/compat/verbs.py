@@ -19,7 +19,7 @@ WEIGHTS = (".ckpt", ".safetensors", ".pt", ".pth", ".bin")
 
 
 def convert(
-    system: Annotated[str, typer.Argument(metavar="SYSTEM", help="Where the file comes from: hcp or zhijian.")],
+    system: Annotated[str, typer.Argument(metavar="SYSTEM", help="The tool that the file is for: hcp or zhijian.")],
     file: Annotated[
         Path,
         typer.Argument(

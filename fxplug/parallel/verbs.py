@@ -36,7 +36,7 @@ def parallel(
         bool, typer.Option("--plan-only", help="Find and print the plan, on the meta device where that can be.")
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare every value on pretended and on real processes with one process.")
+        bool, typer.Option("--check", help="Compare every value on simulated and on real processes with one process.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="The folder to save the parallel model in; with --predict the picture.")

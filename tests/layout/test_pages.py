@@ -33,8 +33,3 @@ def test_there_is_a_page_for_every_pass_and_no_other():
 def test_the_pages_about_keys_verbs_and_passes_are_those_that_are_made():
     made = runpy.run_path(str(PAGES.parents[2] / ".ci/reference.py"))["pages"]()
     assert {name: (PAGES.parent / name).read_text() for name in made} == made
-
-
-def test_the_page_of_messages_is_the_one_that_is_made():
-    page = runpy.run_path(str(PAGES.parents[2] / ".ci/messages.py"))["page"]()
-    assert (PAGES.parent / "messages.md").read_text() == page
