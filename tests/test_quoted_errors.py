@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import pickle
 import re
@@ -25,12 +26,15 @@ import test_reparallelize as again
 import torch
 import torch.distributed as dist
 import zoo
+from accelerate import cpu_offload
 from runs import launched
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import prune
 
 import fxplug
+from fxplug.blocks import Block
 from fxplug.parallel.runtime.mesh import all_degrees
 from fxplug.parallel.runtime.pretended import pretended
 
@@ -47,7 +51,7 @@ def quoted(page):
             yield from (quote for text in said for quote in re.findall(r"`((?:\w+Error|CodeInGraph): [^`]+)`", text))
 
 
-PARALLEL, TRACED = (set(quoted(f"docs/guides/{page}.md")) for page in ("parallel", "tracing"))
+PARALLEL, TRACED, MET = (set(quoted(f"docs/{page}.md")) for page in ("guides/parallel", "guides/tracing", "reference/errors"))
 
 
 def shown(error):
@@ -55,9 +59,10 @@ def shown(error):
 
 
 def quote_of(text, quotes=PARALLEL):
-    """The quote that a text is, None where the page has none; `...` in a quote is any text."""
+    """The quote that a text is, None where the page has none; `...` in a quote is any text, and a page has it in one line."""
     texts = {quote: ".*".join(map(re.escape, quote.split("..."))) for quote in quotes}
-    return next((quote for quote, pattern in texts.items() if re.fullmatch(pattern, text, re.DOTALL)), None)
+    line = " ".join(text.split())
+    return next((quote for quote, pattern in texts.items() if re.fullmatch(pattern, line)), None)
 
 
 def own(**ways):
@@ -298,6 +303,183 @@ def test_what_the_page_says_of_the_rest():
     model, images = small.plain_vit().model, small.plain_vit().args
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(small.plain_vit().gm(*images), model(*images))
+
+
+# --- what users meet most
+
+
+def vit():
+    """A traced ViT whose images are 32 pixels, and LoRA of rank 4 on its attention."""
+    return small.plain_vit().gm, fxplug.load_pass("lora", at="blocks.*.attn.*", rank=4)
+
+
+def slots(**options):
+    """The same with two slots."""
+    return fxplug.apply(vit()[0], fxplug.load_pass("lora", at="blocks.*.attn.*", **{"rank": 4, "slots": 2, **options}))
+
+
+def ink(folder):
+    """An adapter file for it."""
+    fxplug.save_adapter(fxplug.apply(*vit()), folder / "ink.safetensors", as_="kohya")
+    return folder / "ink.safetensors"
+
+
+def file_of(path, layer, rows, columns):
+    down, up = torch.randn(4, columns), torch.randn(rows, 4)
+    save_file({f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}, path)
+    return path
+
+
+def use_for_two(folder):
+    gm = slots()
+    small.load_and_use(gm, ink(folder), "ink")
+    gm.adapters.use(["ink", None])
+    gm(torch.randn(4, 3, 32, 32))
+
+
+def load_a_third(folder):
+    adapters, file = slots().adapters, ink(folder)
+    for name in ("ink", "film", "wash"):
+        adapters.load(name, file)
+
+
+def traced_function(function, *x, **options):
+    return fxplug.trace(small.Call(function, nn.Linear(4, 4)).eval(), *(x or (torch.randn(2, 4),)), **options)
+
+
+class Scaled(nn.Module):
+    def forward(self, x, scale=1.0):
+        return x * 2 if scale > 1 else x * scale
+
+
+class Detached(Block):
+    neutral = True
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    @classmethod
+    def at(cls, site):
+        return cls()
+
+    def forward(self, y):
+        return y + self.gate.detach()
+
+
+def on_mlp(name, path="blocks.0.mlp", **keys):
+    return fxplug.Pass(name, [fxplug.Rule(fxplug.Match(path=path), **keys)])
+
+
+def replaced_twice():
+    first, second = (on_mlp(name, place="replace", args=["x"]) for name in ("first", "second"))
+    fxplug.apply(fxplug.apply(vit()[0], first), second)
+
+
+def verify_what_detaches():
+    gm = vit()[0]
+    fxplug.verify(gm, fxplug.apply(gm, on_mlp("detached", use=Detached, args=["y"])), *small.plain_vit().args, compile=False)
+
+
+def fit(folder, images, times=1):
+    data = [{"image": image, "label": n} for n, image in enumerate(images)]
+    for _ in range(times):
+        loader = torch.utils.data.DataLoader(data, batch_size=2)
+        fxplug.Trainer(fxplug.apply(*vit()), "classify", loader, steps=1, out="run", quiet=True).fit()
+
+
+def save_with_a_hook(folder):
+    gm = fxplug.apply(*vit())
+    gm.register_forward_hook(print)
+    fxplug.save(gm, folder / "hooked")
+
+
+def save_a_local_class(folder):
+    class Local(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    fxplug.save(fxplug.trace(nn.Sequential(nn.Linear(4, 4), Local()), torch.randn(2, 4), leaf=["1"]), folder / "local")
+
+
+OWN = """
+from fxplug.blocks import Block
+class Gate(Block):
+    neutral = True
+    @classmethod
+    def at(cls, site):
+        return cls()
+    def forward(self, y):
+        return y * 1
+"""
+
+
+def load_an_own_block(folder):
+    (folder / "own_gate.py").write_text(OWN)
+    own_gate = importlib.import_module("own_gate")
+    fxplug.save(fxplug.apply(vit()[0], on_mlp("gate", use=own_gate.Gate, args=["y"])), folder / "own")
+    fxplug.load(folder / "own")
+
+
+MEETINGS = {
+    "no pass named 'lroa'": lambda folder: fxplug.load_pass("lroa"),
+    "unknown key 'pases'": lambda folder: fxplug.load_config({"pases": [], "model": "resnet18"}),
+    "timm has no model": lambda folder: fxplug.rewrite({"model": {"timm": "vit_tny"}, "inputs": {"x": [1]}, "passes": []}),
+    "apply takes a traced module": lambda folder: fxplug.apply(small.plain_vit().model, vit()[1]),
+    "no adapter 'ink'": lambda folder: slots().adapters.use("ink"),
+    "2 entries but the batch has 4": use_for_two,
+    "all 2 slots": load_a_third,
+    "a rank above rank_max=2": lambda folder: slots(rank=2).adapters.load("ink", ink(folder)),
+    "bottleneck cannot be merged": lambda folder: fxplug.merge(
+        fxplug.apply(vit()[0], fxplug.load_pass("bottleneck", at="blocks.*.mlp"))
+    ),
+    "branches on a value": lambda folder: traced_function(lambda x, layer: x * 2 if x.sum() > 0 else layer(x)),
+    "(numpy)": lambda folder: traced_function(lambda x, layer: x.detach().numpy()),
+    "calls Tensor.backward()": lambda folder: traced_function(lambda x, layer: (layer(x).sum().backward(), x)[1]),
+    "does not take these example inputs": lambda folder: fxplug.trace(small.plain_vit().model),
+    "is offloaded (AlignDevicesHook)": lambda folder: fxplug.trace(
+        cpu_offload(copy.deepcopy(small.plain_vit().model), execution_device="cpu"), small.plain_vit().args
+    ),
+    "argument 'scale' was 1.0": lambda folder: fxplug.trace(Scaled().eval(), torch.randn(2))(torch.randn(2), scale=2.0),
+    "now it is 3.0": lambda folder: traced_function(lambda x, layer: layer(x))(3.0),
+    "argument 'x' was torch.float32": lambda folder: traced_function(
+        lambda x, layer: x * 2 if x.dtype == torch.float32 else x
+    )(torch.randn(2, 4).half()),
+    "the class does not match": lambda folder: fxplug.find(vit()[0], fxplug.load_pass("lora", at="blocks.*.norm1")),
+    "expected ==1": lambda folder: fxplug.find(
+        vit()[0], on_mlp("one", "blocks.*.mlp", use=Detached, args=["y"], expect="1")
+    ),
+    "is replaced by pass 'first'": lambda folder: replaced_twice(),
+    "no gradient reaches": lambda folder: verify_what_detaches(),
+    "the loss is nan": lambda folder: fit(folder, torch.full((4, 3, 32, 32), torch.nan)),
+    "images are [48, 48]": lambda folder: fit(folder, torch.randn(4, 3, 48, 48)),
+    "has a run already": lambda folder: fit(folder, torch.randn(4, 3, 32, 32), times=2),
+    "the module has hooks": save_with_a_hook,
+    "cannot be imported from a file": save_a_local_class,
+    "allow=['own_gate']": load_an_own_block,
+    "layers are not in the graph": lambda folder: slots().adapters.load(
+        "other", file_of("other.safetensors", "foo.layer", 96, 96)
+    ),
+    "have other shapes": lambda folder: slots().adapters.load(
+        "wide", file_of("wide.safetensors", "blocks.0.attn.qkv", 288, 200)
+    ),
+    "have no slots here": lambda folder: slots().adapters.load(
+        "mlp", file_of("mlp.safetensors", "blocks.0.mlp.fc1", 384, 96)
+    ),
+}
+
+
+@pytest.mark.parametrize("piece", MEETINGS)
+def test_an_error_that_users_meet_reads_as_the_page_says(piece, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(fxplug.FxplugError) as error:
+        MEETINGS[piece](tmp_path)
+    assert piece in str(quote_of(shown(error.value), MET)), shown(error.value)
+
+
+def test_each_quote_of_what_users_meet_is_provoked():
+    assert len(MEETINGS) == 30 and [quote for quote in MET if not any(piece in quote for piece in MEETINGS)] == []
 
 
 # --- several processes
