@@ -427,7 +427,6 @@ FEATURES: dict[str, Feature] = {
         *(lowering(f"fuse_{form}", f"lower(fuse={form!r}): {about}", LORAS, fuse=form) for form, about in FORMS.items()),
         Feature("merge_fold", "merge of all passes that are functions of weights", folded, needs=WEIGHTS),
         lowering("merge_live", "lower(merge='live')", ("lora_mixed",), merge="live"),
-        lowering("remerge_pack", "lower(fuse='remerge', pack=True), names of earlier forms", LORAS, fuse="remerge", pack=True),
         lowering("outline", "lower(outline=True): repeated regions as one", outline=True),
         Feature("compile", "torch.compile of the whole, one graph", compile_whole),
         Feature("compile_regions", "torch.compile of repeated regions", compile_regions),

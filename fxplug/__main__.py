@@ -20,7 +20,6 @@ from .core.cli.verbs import (
     Allow,
     ConfigArg,
     Debug,
-    NoCache,
     RootVerbs,
     Set,
     Subject,
@@ -66,7 +65,6 @@ def rewrite(
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not check the result.")] = False,
     all_: Annotated[bool, typer.Option("--all", help="With --dry-run: a line for every site.")] = False,
     page: Annotated[Path | None, typer.Option("--report", metavar="PAGE.html", help="Write a page about it, too.")] = None,
-    no_cache: NoCache = False,
     debug: Debug = False,
 ) -> None:
     """Build, trace, rewrite and verify a model, and save the result."""
@@ -96,7 +94,6 @@ def sites(
     config: ConfigArg,
     all_: Annotated[bool, typer.Option("--all", help="A line for every site, also for those that are alike.")] = False,
     set: Set = None,
-    no_cache: NoCache = False,
     debug: Debug = False,
 ) -> None:
     """List where the passes of a configuration act, with shapes and the parameters they add."""
@@ -113,7 +110,6 @@ def diff(
     all_: Annotated[bool, typer.Option("--all", help="Every place, also those that are alike, and every line whole.")] = False,
     set: Set = None,
     allow: Allow = None,
-    no_cache: NoCache = False,
     debug: Debug = False,
 ) -> None:
     """Print what the passes changed, as a diff of the graph. Passes freeze nothing: fxplug.trainable names what trains."""
@@ -138,13 +134,11 @@ def show(
     digest: Annotated[bool, typer.Option("--digest", help="The digest of a saved rewrite, for load(digest=...).")] = False,
     forms: Annotated[bool, typer.Option("--forms", help="Which form each layer takes when it is lowered.")] = False,
     merge: Annotated[str | None, typer.Option("--merge", help="With --forms: fold, live or auto.")] = None,
-    pack: Annotated[bool, typer.Option("--pack", help="Without effect, as in `lower`.")] = False,
     to: Annotated[str | None, typer.Option("--to", help="For other tools: model-explorer, dot, or svg.")] = None,
     region: Annotated[str, typer.Option("--region", metavar="PATH", help="With --to dot or svg: which region.")] = "",
     out: Annotated[Path | None, typer.Option("--out", help="With --to: the file to write.")] = None,
     set: Set = None,
     allow: Allow = None,
-    no_cache: NoCache = False,
     debug: Debug = False,
 ) -> None:
     """Print a rewritten model: its graph, its modules, its code, or the forms of its layers; or write it for other tools."""
@@ -163,7 +157,7 @@ def show(
     else:
         module = rewritten(read_config(subject, set), dry_run=dry, verify=False).module
     if forms:
-        print(need_hook("table_of_forms", "lowerings")(module, merge=merge, pack=pack), end="")
+        print(need_hook("table_of_forms", "lowerings")(module, merge=merge), end="")
         return
     if to is not None:
         need_hook("show_to", "reporting")(module, to, region, out)

@@ -284,8 +284,9 @@ def test_wrong_calls_are_told():
     for options, found in (
         ({"merge": "liev"}, "merge='liev' is not known .did you mean 'live'"),
         ({"merge": 1}, "merge=1 is not known"),
-        ({"pack": "yes"}, "pack must be true or false"),
+        ({"merge": "remerge"}, "merge='remerge' is not known"),
         ({"fuse": "fast"}, "fuse must be one of .*, not 'fast'"),
+        ({"fuse": "remerge:blas"}, "fuse must be one of .*, not 'remerge:blas'"),
         ({"outline": "blocks.*"}, "outline must be None, 'auto' or a list"),
     ):
         with pytest.raises(fxplug.SpecError, match=found):

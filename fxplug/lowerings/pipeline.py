@@ -25,7 +25,6 @@ def lower(
     gm: TracedModule,
     *,
     merge: str | bool | None = None,
-    pack: bool = False,
     fuse: str | bool | None = "auto",
     outline: str | bool | Sequence[str] | None = None,
 ) -> TracedModule:
@@ -38,7 +37,7 @@ def lower(
 
     `fuse` joins layers and their updates, in the form of a rule for its sizes ("auto"), in one form for all, or not (None,
     False): see `fused.fuse`. `outline` compiles repeated regions once: "auto" where there are some, True finds them too and
-    raises where there are none, a list names them: see `nested.nest`. `pack` changes nothing any more.
+    raises where there are none, a list names them: see `nested.nest`.
 
     The result shares parameters, and the state of slots, with `gm`, but for what is merged. `meta["forms"]` says which form
     each layer has, `meta["source"]` is what save keeps: `gm`, or what was folded. Raises SpecError for a value that is none
@@ -46,9 +45,9 @@ def lower(
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # what is made here is written later
-            return lower(gm, merge=merge, pack=pack, fuse=fuse, outline=outline)
-    again = partial(lower, merge=merge, pack=pack, fuse=fuse, outline=outline)
-    merge, fuse, regions = _checked(gm, merge, pack, fuse, outline)
+            return lower(gm, merge=merge, fuse=fuse, outline=outline)
+    again = partial(lower, merge=merge, fuse=fuse, outline=outline)
+    merge, fuse, regions = _checked(gm, merge, fuse, outline)
     source = made = gm
     if merge == "auto":
         source = made = _folded(gm, fold.foldable(gm, [n for n in _names(gm) if n not in fold.slotted(gm)]))
@@ -79,20 +78,13 @@ def relowered(gm: TracedModule, change: Callable[[TracedModule], TracedModule]) 
     return lower(change(live.unlowered(gm)), **gm.meta["lowered"])
 
 
-def _checked(gm: Any, merge: Any, pack: Any, fuse: Any, outline: Any) -> tuple[str | None, str | None, Any]:
+def _checked(gm: Any, merge: Any, fuse: Any, outline: Any) -> tuple[str | None, str | None, Any]:
     """The arguments in one way of writing each. Raises SpecError."""
     fold.check_unlowered(gm, "lower")
     merge = "fold" if merge is True else None if merge is False else merge
-    if merge == "remerge":
-        forms.say("merge='remerge' was never faster than fuse='auto', which adds an update to the weight where that is cheaper")
-        merge = None
     if merge is not None and merge not in MERGES:
         finding = f"merge={shown(merge)} is not known{did_you_mean(merge, MERGES)}"
         raise SpecError(f"{finding}; it must be None or one of {', '.join(MERGES)}")
-    if not isinstance(pack, bool):
-        raise SpecError(f"pack must be true or false, not {shown(pack)}")
-    if pack:
-        forms.say("pack=True no longer has an effect: one product for q, k and v made no model faster")
     fuse = "auto" if fuse is True else fuse or None
     if fuse is not None:
         fuse = forms.form_named(fuse)
@@ -164,6 +156,6 @@ def form_table(module: TracedModule) -> str:
     return "\n".join([counts, *(f"  {path:{width}}  {form}" for path, form in rows.items())]) + "\n"
 
 
-def table_of_forms(module: TracedModule, merge: str | None = None, pack: bool = False) -> str:
+def table_of_forms(module: TracedModule, merge: str | None = None) -> str:
     """The forms that a module's layers would take."""
-    return form_table(lower(module, merge=merge, pack=pack))
+    return form_table(lower(module, merge=merge))

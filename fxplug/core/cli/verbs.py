@@ -139,7 +139,6 @@ Allow = Annotated[
     list[str] | None,
     typer.Option("--allow", metavar="MODULE", help="A module whose blocks an artifact may use. Repeatable."),
 ]
-NoCache = Annotated[bool, typer.Option("--no-cache", hidden=True)]  # of earlier versions: it does nothing
 
 
 def _shipped(kind: str) -> list[str]:

@@ -151,7 +151,7 @@ class Train(Section):
         "`fp32` (of a model in half precision its dtype), `bf16`, or `fp16` with loss scaling; what trains is float32",
         "bf16",
     )
-    fuse: Literal[True, False, "auto", "stock", "fused", "blas", "triton", "remerge", "remerge:blas"] = setting(
+    fuse: Literal[True, False, "auto", "stock", "fused", "blas", "triton"] = setting(
         True,
         "linear layers and their LoRA in the form of a rule for their sizes, or in one for all; equal to rounding",
         "fused",

@@ -26,7 +26,6 @@ FORMS = {
     "blas": "the same by torch's own products",
     "triton": "kernels for CUDA: the update in the product, or in the weight where rows are many and nothing is trained",
 }
-EARLIER = {"remerge": "fused", "remerge:blas": "blas", "kernel": "fused"}  # names of forms that went, and what is taken
 # what the rule goes by, for each class of devices; `benchmarks/forms.py` measures a CPU's and writes them
 LIMITS: dict[str, dict[str, Any]] = json.loads(files(__package__).joinpath("limits.json").read_text("utf-8"))
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -69,11 +68,8 @@ def case_of(
 
 
 def form_named(how: str) -> str:
-    """The form of this name, or `auto`; for the name of an earlier one what took its place. Raises SpecError."""
+    """The form of this name, or `auto`. Raises SpecError."""
     known = ["auto", *FORMS]
-    if how in EARLIER:
-        say(f"form '{how}' was never faster than '{EARLIER[how]}', which is used instead")
-        return EARLIER[how]
     if how not in known:
         raise SpecError(f"fuse must be one of {', '.join(known)}, not {shown(how)}{did_you_mean(str(how), known)}")
     return how
