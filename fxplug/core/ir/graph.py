@@ -12,7 +12,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -32,10 +32,6 @@ from ..torch_internals.modules import (
 )
 from . import ops
 from .containers import HOOKED, WATCHED, TracedPart, module_at
-
-if TYPE_CHECKING:
-    from .traced_module import TracedModule
-
 
 # --- new nodes
 
@@ -332,7 +328,7 @@ def _watch(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
     return found
 
 
-def _with_slots(forward: Any, module: TracedModule, args: Any, kwargs: Any) -> Any:
+def _with_slots(forward: Any, module: fx.GraphModule, args: Any, kwargs: Any) -> Any:
     """A call of a module with slots, whose blocks look at what comes in and what goes out."""
     if torch.compiler.is_dynamo_compiling():
         return forward(module, *args, **kwargs)
@@ -353,7 +349,7 @@ def _with_slots(forward: Any, module: TracedModule, args: Any, kwargs: Any) -> A
 
 
 @without_compiler
-def _slots(module: TracedModule) -> tuple[fx.Graph, list[Any], list[Any]]:
+def _slots(module: fx.GraphModule) -> tuple[fx.Graph, list[Any], list[Any]]:
     """The graph, the blocks in it that may have an entry for each sample, and those that look at a result."""
     graph = module.__dict__["_graph"]
     tables = [module.get_submodule(str(node.target)) for node in _tables(graph, module)]
@@ -366,7 +362,7 @@ def _tables(graph: fx.Graph, module: nn.Module) -> list[fx.Node]:
 
 
 @without_compiler
-def check_samples(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_samples(module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises SpecError where blocks have an entry for each sample, and a call has another number of samples."""
     graph = graph_of(module)
     known: Any = module.__dict__.get("_samples")
@@ -411,7 +407,7 @@ def by_regions(forward: Any) -> Any:
 
 
 @without_compiler
-def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
+def _begin(module: fx.GraphModule, args: Any, kwargs: Any) -> None:
     """What a block does before a call of the module that it is in; the first of those that do something."""
     own = module.__dict__
     if "_block" not in own:
@@ -479,9 +475,10 @@ ENTRY = (ops.check_constants, ops.check_inputs, ops.check_members, ops.check_gen
 OF_INPUTS = (operator.getitem, ops.edge, ops.input_or_default)  # what takes a call's arguments apart
 
 
-def graph_of(module: TracedModule) -> fx.Graph:
-    """Get the graph of the mode that a module is in."""
-    return module.graphs.get(module.training, module.graph)
+def graph_of(module: Any) -> fx.Graph:
+    """Get the graph of the mode that a traced module is in."""
+    graph: fx.Graph = module.graphs.get(module.training, module.graph)
+    return graph
 
 
 def note_uncalled(tree: nn.Module, before: Collection[fx.Graph], after: Collection[fx.Graph]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
@@ -12,9 +12,6 @@ from ..spec.addresses import Port
 from . import ops
 from .containers import Container, SharedCode, module_at
 from .graph import Graph, added, copy_graph, copy_nodes
-
-if TYPE_CHECKING:
-    from .traced_module import TracedModule
 
 NAMES = {True: "training", False: "evaluation"}
 # classes whose own code is that of torch and asks for no mode
@@ -135,13 +132,16 @@ class PartModes:
     their own, as nothing is known of the other mode. With them are those whose mode the code of others reads or sets.
     """
 
-    def __init__(self, module: TracedModule) -> None:
-        self.codes = {mode: RegionCode(graph) for mode, graph in module.graphs.items()}
-        self.error = module.twin_error
+    def __init__(
+        self, root: nn.Module, graphs: Mapping[bool, fx.Graph], meta: Mapping[str, Any], error: str | None = None
+    ) -> None:
+        """`root` has the parts, `graphs` are by training mode; `error` is why there is none for the other mode."""
+        self.codes = {mode: RegionCode(graph) for mode, graph in graphs.items()}
+        self.error = error
         codes = list(self.codes.values())
         keys = dict.fromkeys(key for code in codes for key in code.of)
         self.differ = {key for key in keys if len(codes) == 1 or codes[0].rows(key) != codes[1].rows(key)}
-        found = {key: module_at(module, key.partition("@")[0]) for key in keys if key and key in self.differ}
+        found = {key: module_at(root, key.partition("@")[0]) for key in keys if key and key in self.differ}
         self.modules = {
             key: part
             for key, part in found.items()
@@ -149,11 +149,12 @@ class PartModes:
         }
         if len(codes) == 1 and not self.error:
             self.modules = {}
-        self.read = [tuple(pair) for pair in module.meta.get("modes_read", [])]
+        self.read = [tuple(pair) for pair in meta.get("modes_read", [])]
         for path in (path for pair in self.read for path in pair):
-            if path and path not in self.modules and (part := module_at(module, path)) is not None:
+            if path and path not in self.modules and (part := module_at(root, path)) is not None:
                 self.modules[path] = part
-        self.outlined = {key: part for key, part in _inside_outlined(module) if key not in self.modules}
+        nested = [key for keys in meta.get("nested", {}).values() for key in keys]
+        self.outlined = {key: part for key, part in _inside_outlined(root, graphs, nested) if key not in self.modules}
         self.modules.update(self.outlined)
 
     def compose(self, root_mode: bool) -> Graph:
@@ -187,25 +188,24 @@ def class_of(module: nn.Module) -> str:
     return module.classes[0] if isinstance(module, Container) else type(module).__name__
 
 
-def _inside_outlined(module: TracedModule) -> Iterator[tuple[str, nn.Module]]:
-    """The parts whose code is in modules that regions share, which is another one for each mode."""
-    if "nested" not in module.meta:
-        return
-    calls = [_shared(graph, module) for graph in module.graphs.values()]
+def _inside_outlined(
+    root: nn.Module, graphs: Mapping[bool, fx.Graph], nested: Collection[str]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts whose code is in modules that `nested` regions share, which is another one for each mode."""
+    calls = [_shared(graph, root) for graph in graphs.values()] if nested else []
     if len(calls) < 2 or calls[0] == calls[1]:
         return
-    for keys in module.meta.get("nested", {}).values():
-        for key in keys:
-            part = module_at(module, key.partition("@")[0])
-            for name, inner in part.named_modules(prefix=key.partition("@")[0]) if part is not None else ():
-                if isinstance(inner, Container) and class_of(inner) not in LISTS:
-                    yield name, inner
+    for path in (key.partition("@")[0] for key in nested):
+        part = module_at(root, path)
+        for name, inner in part.named_modules(prefix=path) if part is not None else ():
+            if isinstance(inner, Container) and class_of(inner) not in LISTS:
+                yield name, inner
 
 
-def _shared(graph: fx.Graph, module: TracedModule) -> list[str]:
-    """The calls of shared code in a graph."""
+def _shared(graph: fx.Graph, root: nn.Module) -> list[str]:
+    """List the calls of shared code in a graph."""
     calls = [str(node.target) for node in graph.find_nodes(op="call_module")]
-    return [name for name in calls if isinstance(module_at(module, name), SharedCode)]
+    return [name for name in calls if isinstance(module_at(root, name), SharedCode)]
 
 
 class _Composition:

@@ -209,7 +209,7 @@ class TracedModule(TracedPart, fx.GraphModule):
         if self._may_differ(len(graphs)) and own["_part_modes"] is None:
             from .part_modes import PartModes  # for few modules
 
-            self._part_modes = PartModes(self)
+            self._part_modes = PartModes(self, self.graphs, self.meta, self.twin_error)
             self._parts, self._mixed = tuple(self._part_modes.modules.values()), {}
         if len(graphs) == 2:
             setattr(cls, FORWARDS[mode], forward)
