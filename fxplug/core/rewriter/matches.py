@@ -6,7 +6,6 @@ import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
@@ -16,10 +15,6 @@ from ..ir.graph import added
 from ..ir.regions import Region, Regions, listed
 from ..spec.addresses import Port, chosen, is_pattern, parse_port
 from ..spec.rules import Match, Pass, Rule
-
-if TYPE_CHECKING:
-    from .sites import Site
-
 
 LAST = "last-layer"  # a path that stands for it
 KINDS = ("Linear", "Conv1d", "Conv2d", "Conv3d")
@@ -224,16 +219,16 @@ HOLDERS = ("Sequential", "ModuleList", "ModuleDict", "Identity", "Dropout")  # a
 SHOWN = 3  # so many patterns are listed
 
 
-def unmatched_siblings(views: Sequence[Regions], p: Pass, sites: Iterable[Site]) -> str:
-    """`140 similar layers were not taken: **.to_out.0 (to take them too: at: [...])`, or an empty text.
+def unmatched_siblings(views: Sequence[Regions], p: Pass, matched: Iterable[tuple[Rule, str]]) -> str:
+    """Say which layers are similar to the `matched` ones, each a rule and the path that it matched; empty for none.
 
     Similar is a layer of the same class that is in the same module as one that was taken, or has its name. Rules that match
     operations, or whose `expect` says how many places there are, leave nothing, and no rule does in a pass with `expect`.
     """
     rules = [rule for rule in p.rules if not rule.counted and not rule.match.op]
-    held = [site for site in sites if any(site.rule is rule for rule in rules)] if p.expect is None else []
+    paths = [path for of, path in matched if any(of is rule for rule in rules)] if p.expect is None else []
     known = {path: regions for regions in reversed(views) for path in regions.calls if path}
-    taken = {path: known[path] for site in held if (path := site.path.partition("@")[0]) in known}
+    taken = {path: known[path] for key in paths if (path := key.partition("@")[0]) in known}
     classes = {regions.classes(path)[0] for path, regions in taken.items()} - {*HOLDERS}
     around = {(_owner(regions, path), regions.classes(path)[0]) for path, regions in taken.items()}
     ends = {(_end(path), regions.classes(path)[0]) for path, regions in taken.items()}

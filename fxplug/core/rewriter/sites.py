@@ -135,7 +135,7 @@ class Sites(list[Site]):
     @property
     def left(self) -> str:
         """What the pass left of layers like those it takes, and a pattern that takes them too; an empty text for nothing."""
-        return unmatched_siblings(regions_of(self.joined), self.p, self)
+        return unmatched_siblings(regions_of(self.joined), self.p, [(site.rule, site.path) for site in self])
 
     @property
     def unreached(self) -> str:
