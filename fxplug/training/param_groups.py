@@ -21,7 +21,7 @@ from ..core.spec.task_section import Schedule
 from ..core.spec.train_section import Train, Use
 from ..core.spec.yaml_source import shown, validate
 from ..core.torch_internals.tensors import lerp_all
-from .tasks.task import Task, construct, imported
+from .import_paths import construct, imported
 
 HALVES = (torch.float16, torch.bfloat16)
 SHAPES = ("constant", "linear", "cosine")
@@ -165,39 +165,6 @@ def _of_pass(entry: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, A
             own = {key: value for key, value in said.items() if value is not None}
             groups.setdefault(called, {"name": called, "names": [], **own})["names"].append(name)
     return list(groups.values())
-
-
-def trained_beside(task: Task, settings: Train, processes: int) -> list[dict[str, Any]]:
-    """The groups of what trains beside the module: of the text encoder. SpecError where that is not possible."""
-    if not task.trains or task.encoder is None:
-        return []
-    if processes > 1 or settings.shard or settings.parallel is not None:
-        finding = "a text encoder trains in one process only, without 'shard' and 'parallel'"
-        raise SpecError(finding, path=("train", "task", settings.task.name, "text"))
-    return task.encoder.groups(settings)
-
-
-def rewritten_parts(module: TracedModule, task: Task) -> dict[str, TracedModule]:
-    """The modules of a run that passes are in, by what the names of their parameters begin with: nothing, or `text_encoder.`.
-
-    Raises SpecError for a module with a part or pass of the encoder's name, as two parameters could have one name then.
-    """
-    encoder = task.encoder.traced if task.encoder is not None else None
-    if encoder is not None and "text_encoder" in dict(module.named_children()):
-        finding = "the module has a part or a pass 'text_encoder', and so is the text encoder named in a run: rename it"
-        raise SpecError(finding, path=("passes",))
-    return {"": module} | ({} if encoder is None else {"text_encoder.": encoder})
-
-
-def optimizer_config(task: Task, settings: Train) -> dict[str, Any]:
-    """What trains and how, in the form of EveryDream2trainer's optimizer.json."""
-    base = {"optimizer": settings.optimizer.name, **settings.optimizer.options}
-    base |= {"lr": settings.lr, "weight_decay": settings.weight_decay}
-    if task.encoder is None:
-        return {"base": base}
-    rates = {"lr": settings.lr, "weight_decay": settings.weight_decay}
-    overrides = task.encoder.rates(settings) if task.trains else rates
-    return {"base": base, "text_encoder_overrides": overrides, "text_encoder_freezing": task.encoder.freezing()}
 
 
 def named_by(

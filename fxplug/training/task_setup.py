@@ -1,4 +1,4 @@
-"""What a task is told before a run, and what it makes of an image."""
+"""What a task is told before a run, what it makes of an image, and what it trains beside the module."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from ..core.errors import SpecError, below
 from ..core.ir.traced_module import TracedModule
+from ..core.spec.train_section import Train
 from .evaluation import moved
 from .plugins import Plugins
 from .tasks.task import Task, TaskInfo
@@ -53,3 +54,25 @@ def set_up_task(
             if one.transform and spec and not spec.conditions and (spec.flip or spec.crop == "random"):
                 finding = "has no effect: the task crops and flips itself (classify: augment)"
                 raise SpecError(finding, path=("data", "flip" if spec.flip else "crop"))
+
+
+def trained_beside(task: Task, settings: Train, processes: int) -> list[dict[str, Any]]:
+    """List the groups of the text encoder's parameters that train. Raises SpecError where that is not possible."""
+    if not task.trains or task.encoder is None:
+        return []
+    if processes > 1 or settings.shard or settings.parallel is not None:
+        finding = "a text encoder trains in one process only, without 'shard' and 'parallel'"
+        raise SpecError(finding, path=("train", "task", settings.task.name, "text"))
+    return task.encoder.groups(settings)
+
+
+def rewritten_parts(module: TracedModule, task: Task) -> dict[str, TracedModule]:
+    """List the modules of a run that passes are in, by what the names of their parameters begin with: "" or `text_encoder.`.
+
+    Raises SpecError for a module with a part or pass of the encoder's name, as two parameters could have one name then.
+    """
+    encoder = task.encoder.traced if task.encoder is not None else None
+    if encoder is not None and "text_encoder" in dict(module.named_children()):
+        finding = "the module has a part or a pass 'text_encoder', and so is the text encoder named in a run: rename it"
+        raise SpecError(finding, path=("passes",))
+    return {"": module} | ({} if encoder is None else {"text_encoder.": encoder})

@@ -39,8 +39,6 @@ from .param_groups import (
     choose,
     frozen_names,
     make_optimizer,
-    rewritten_parts,
-    trained_beside,
 )
 from .plugins import Plugins, load_plugins
 from .progress import Progress
@@ -50,7 +48,7 @@ from .run_outputs import RunOutputs, buffers_of, buffers_of_sharded
 from .schedule import RateSchedule
 from .shared_samples import divided, share
 from .state import TrainState
-from .task_setup import set_up_task
+from .task_setup import rewritten_parts, set_up_task, trained_beside
 from .tasks.task import Task, make_task
 
 

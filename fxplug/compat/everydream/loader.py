@@ -19,7 +19,7 @@ from ...core.errors import SpecError, did_you_mean
 from ...core.spec.pass_file import import_target
 from ...core.spec.train_section import Use
 from ...core.spec.yaml_source import shown
-from ...training.tasks.task import construct
+from ...training.import_paths import construct
 from .hooks import OFFERED, BasePlugin
 
 PREFIXES = ("on_", "transform_", "modify_")

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from ...core.errors import SpecError, TrainError, below, did_you_mean
 from ...core.spec.yaml_source import shown
-from ...training.param_groups import optimizer_config
 from ...training.plugins import Plugins
 from .hooks import OFFERED
 from .loader import CHAINED, LocalModules, hook_methods, load
-from .state import Optimizers, TrainBatch, TrainingState, batch_for_plugins
+from .state import Optimizers, TrainBatch, TrainingState, batch_for_plugins, optimizer_config
 
 LIMITS = {"on_epoch_": 5.0, "on_training_": 20.0, "on_model_": 20.0, "": 0.5}  # seconds of one call, as in EveryDream2trainer
 SHARE = 0.01  # of the run: a plugin that takes more is named at its end

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import did_you_mean
+from ...core.spec.train_section import Train
 from ...training.tasks.task import Task
 
 
@@ -146,3 +147,13 @@ def batch_for_plugins(batch: dict[str, Any], task: Task) -> dict[str, Any]:
         if task.encoder is not None:
             found["tokens"] = task.encoder.tokens(batch["caption"])
     return found
+
+
+def optimizer_config(task: Task, settings: Train) -> dict[str, Any]:
+    """Describe what trains and how, in the form of EveryDream2trainer's optimizer.json."""
+    rates = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    base = {"optimizer": settings.optimizer.name, **settings.optimizer.options, **rates}
+    if task.encoder is None:
+        return {"base": base}
+    overrides = task.encoder.rates(settings) if task.trains else rates
+    return {"base": base, "text_encoder_overrides": overrides, "text_encoder_freezing": task.encoder.freezing()}

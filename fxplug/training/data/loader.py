@@ -17,9 +17,10 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ...core.errors import FxplugError, SpecError, TrainError
 from ...core.spec.train_section import Data
+from ..import_paths import function_of
 from ..plugins import Plugins
 from ..random_draws import mixed, preserve_random_state, seed_all
-from ..tasks.task import Task, function_of
+from ..tasks.task import Task
 from .batch_order import Order, Request, Size, assign, bucket_sizes
 from .collation import collate
 from .files import Items, names_of_classes

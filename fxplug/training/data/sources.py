@@ -19,8 +19,8 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from ...core.errors import FxplugError, SpecError, TrainError, below, did_you_mean, shown
 from ...core.spec.train_section import Data, Use
+from ..import_paths import construct, function_of, imported
 from ..random_draws import preserve_random_state
-from ..tasks.task import construct, function_of, imported
 from .files import FileItems, Items, existing, open_files
 from .image_files import Unreadable, as_image, read_size, stored
 

@@ -19,9 +19,10 @@ from ...core.spec.pass_file import accepted_arguments, check_known
 from ...core.spec.task_section import ClassifyOptions
 from ...core.spec.train_section import Use, read_use
 from ...core.spec.yaml_source import check_number, validate
+from ..import_paths import construct, function_of
 from ..random_draws import Draws, preserve_random_state
 from .model_call import ModuleCall, check_labels, image_of, inputs_of
-from .task import Batch, Task, TaskInfo, Totals, construct, function_of
+from .task import Batch, Task, TaskInfo, Totals
 
 CHOICES = {
     "interpolation": ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random"),

@@ -24,10 +24,10 @@ from ...core.spec.task_section import TextOptions
 from ...core.spec.train_section import Train, read_use
 from ...core.spec.yaml_source import no_such_file, validate
 from ..distributed import set_mode
+from ..import_paths import function_of
 from ..param_groups import BASE, choose, named_by
 from ..random_draws import Draws, seeded
 from .model_call import first_tensor
-from .task import function_of
 
 LONGEST = 512  # tokens of a caption where neither the tokenizer nor the encoder says how many
 ENCODER = "text_encoder"  # what the names of a text encoder's parameters and groups begin with in a run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import FxplugError, SpecError, below, brief_fields, did_you_mean
-from ...core.spec.pass_file import check_options, import_target
-from ...core.spec.train_section import Use, read_use
+from ...core.errors import SpecError, brief_fields, did_you_mean
+from ...core.spec.train_section import read_use
+from ..import_paths import construct, imported
 from ..random_draws import Draws
 
 if TYPE_CHECKING:
@@ -127,37 +126,3 @@ def make_task(spec: Any) -> Task:
         raise SpecError(f"'{use.name}' is not a subclass of fxplug.Task", path=("train", "task"))
     task: Task = construct(kind, use, ("train", "task"))
     return task
-
-
-def imported(name: str, path: tuple[str, ...]) -> Any:
-    """What an import path names. SpecError, at its place in a configuration, for what does not exist."""
-    with below(*path):
-        return import_target(name)
-
-
-def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = (), *given: Any) -> Any:
-    """What `kind` makes of values and options. SpecError for an option that it lacks, with the nearest, for a missing one, and
-    for what it raises itself."""
-    path = (*path, use.name) if use.options else path
-    check_options(kind, use.options, use.name, given=len(given), path=path)
-    with below(*path):
-        try:
-            return kind(*given, **use.options)
-        except FxplugError:
-            raise
-        except Exception as error:  # of anybody's class or function
-            raise SpecError(f"{use.name} cannot be built: {type(error).__name__}: {error}") from error
-
-
-def function_of(use: Use, path: tuple[str, ...] = (), given: int = 1) -> Any:
-    """The function that an import path names, with its options; of a class, an object of it. Later calls give `given` values.
-
-    SpecError for what cannot be imported or called so.
-    """
-    target = imported(use.name, path)
-    if isinstance(target, type):
-        return construct(target, use, path)
-    if not callable(target):
-        raise SpecError(f"'{use.name}' is not a function, but a {type(target).__name__}", path=path)
-    check_options(target, use.options, use.name, path=path, given=given)
-    return functools.partial(target, **use.options) if use.options else target
