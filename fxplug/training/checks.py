@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from ..core.artifacts.artifact import check_savable
@@ -16,12 +17,10 @@ from ..core.ir.traced_module import TracedModule
 from ..core.spec.train_section import Log, Save, Train
 from ..core.writing import check_folder
 from .distributed import relaunched
+from .evaluation import Evaluation
 from .param_groups import computing_precision
 from .random_draws import preserve_random_state
 from .tasks.task import Task
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
 
 # of a run that writes nothing: a section, a key, and the values that ask for nothing
 IDLE = (
@@ -32,15 +31,19 @@ IDLE = (
 )
 
 
-def choose_precision(trainer: Trainer) -> list[str]:
-    """Let a model in half precision compute in it, with what trains in float32. Gives what is to be said of it."""
-    settings = trainer.settings
-    chosen = computing_precision(trainer.module, settings, others=trainer.task.trains)
+def choose_precision(
+    module: TracedModule, settings: Train, accelerator: Accelerator, *, others: bool
+) -> tuple[Train, Accelerator, list[str]]:
+    """Let a model in half precision compute in it, with what trains in float32.
+
+    Returns the settings and the accelerator of that precision, and what is to be said of it. `others` says that something
+    trains beside the module.
+    """
+    chosen = computing_precision(module, settings, others=others)
     if chosen == settings.precision:
-        return []
-    trainer.settings = settings.model_copy(update={"precision": chosen})
-    trainer.accelerator = relaunched(chosen, trainer.accelerator)
-    return [f"the model is in half precision: the run computes as with precision: {chosen}, and what trains is float32"]
+        return settings, accelerator, []
+    note = f"the model is in half precision: the run computes as with precision: {chosen}, and what trains is float32"
+    return settings.model_copy(update={"precision": chosen}), relaunched(chosen, accelerator), [note]
 
 
 def check_used(settings: Train, out: Path | None, tests: Any) -> None:
@@ -85,16 +88,16 @@ def check_batches(settings: Train, task: Task, data: Any) -> None:
         raise TrainError(finding) from error
 
 
-def check_samples(trainer: Trainer) -> None:
+def check_samples(task: Task, settings: Train, evaluation: Evaluation) -> None:
     """Raises SpecError and TrainError for pictures that could not be drawn at the end of the run."""
-    path = ("train", "task", trainer.settings.task.name)
+    path = ("train", "task", settings.task.name)
     try:
-        with preserve_random_state(), trainer.evaluation.evaluating() as module, below(*path):
-            drawn = trainer.task.check_samples(module)
+        with preserve_random_state(), evaluation.evaluating() as module, below(*path):
+            drawn = task.check_samples(module)
     except FxplugError:
         raise
     except Exception as error:  # of the scheduler, the text encoder, the VAE
         finding = f"the sample pictures cannot be drawn: {type(error).__name__}: {error}; samples: 0 draws none"
         raise SpecError(finding, path=(*path, "samples")) from error
-    if trainer.settings.log.samples and not drawn:
+    if settings.log.samples and not drawn:
         raise SpecError("has no effect, because the task draws no pictures", path=("train", "log", "samples"))

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 
 from ..core import extensions
-from ..core.errors import SpecError
+from ..core.errors import SpecError, brief_fields
+from ..core.ir.traced_module import TracedModule
+from ..core.spec.train_section import Train
+from .tasks.task import Task
 
-if TYPE_CHECKING:
-    from .trainer import Trainer
+
+@dataclass(frozen=True)
+class RunStart:
+    """A run as plugins see it before its first step.
+
+    `data` is the loader of the training data, `out` the folder of the run, None where it writes nothing; `trains` says whether
+    parameters of the module train. `keep_at` writes a checkpoint of the moment to a folder.
+    """
+
+    module: TracedModule
+    task: Task
+    data: Any
+    settings: Train
+    config: Mapping[str, Any]
+    out: Path | None
+    trains: bool
+    keep_at: Callable[[Path], None]
+
+    __repr__ = brief_fields
 
 
 class Plugins:
@@ -35,7 +56,7 @@ class Plugins:
     def call(self, hook: str, **data: Any) -> None:
         """Tell every plugin that has the hook, in the written order."""
 
-    def begin(self, trainer: Trainer) -> None:
+    def begin(self, run: RunStart) -> None:
         """See the module of a run, before it is lowered, so that hooks on it are kept; there is no optimizer yet."""
 
     def begin_steps(self, optimizer: Any) -> None:

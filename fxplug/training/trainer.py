@@ -31,25 +31,27 @@ from .evaluation import Evaluation, moved
 from .identity import describe_run, digest_of_tensors
 from .interrupts import interruptible
 from .monitor import RunMonitor
-from .optimizer_step import Batch, Stepper
+from .optimizer_step import Stepper
 from .param_groups import (
     Ema,
+    check_gradients,
     check_optimizer,
     check_scheduler,
     choose,
     frozen_names,
     make_optimizer,
 )
-from .plugins import Plugins, load_plugins
+from .plugins import Plugins, RunStart, load_plugins
 from .progress import Progress
 from .random_draws import Draws, mixed, preserve_random_state, read_random_state, seeded
 from .run_folder import RunFolder
+from .run_loss import RunLoss
 from .run_outputs import RunOutputs, buffers_of, buffers_of_sharded
 from .schedule import RateSchedule
 from .shared_samples import divided, share
 from .state import TrainState
 from .task_setup import rewritten_parts, set_up_task, trained_beside
-from .tasks.task import Task, make_task
+from .tasks.task import Batch, Task, make_task
 
 
 class Trainer:
@@ -102,7 +104,8 @@ class Trainer:
         self.settings = settings or _settings(self.task, train)
         self.config = dict(config or {"model": module.classes[0], "train": self.settings.model_dump(mode="json")})
         self.accelerator = accelerator or launched(self.settings.precision, device)
-        self.notes = choose_precision(self)
+        precise = choose_precision(module, self.settings, self.accelerator, others=self.task.trains)
+        self.settings, self.accelerator, self.notes = precise
         self.first = self.accelerator.is_main_process
         if not isinstance(plugins, Plugins):
             specs = self.settings.plugins if plugins is None else plugins
@@ -130,7 +133,12 @@ class Trainer:
         if self.out is not None:
             check_saved(self.parts.values())
         self._check_first_batch()  # before plugins see the module, which may hook it
-        self.plugins.begin(self)
+        self.plugins.begin(
+            RunStart(
+                module, self.task, self.data, self.settings, self.config, self.out,
+                trains=bool(self.groups), keep_at=lambda path: self.outputs.keep_at(path),
+            )  # fmt: skip
+        )
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
         if not self.groups:
             raise TrainError("nothing trains: no pass of the module or of the text encoder has parameters that train")
@@ -141,7 +149,7 @@ class Trainer:
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
         self._make(optimizer, scheduler)
-        check_samples(self)
+        check_samples(self.task, self.settings, self.evaluation)
         out = self.out if self.first else None
         self.watch = RunMonitor(out, self.settings, self.steps, self.epochs, quiet=quiet or not self.first)
         self.plugins.note = self.watch.note
@@ -225,7 +233,9 @@ class Trainer:
             self.trained, buffers, made, self.schedule, self.progress, ema=self.ema, scaler=self.accelerator.scaler
         )
         self.held = HeldBuffers(frozen_buffers(self.module, self.frozen), self.state.first_buffers)
-        self.take_step = Stepper(self)
+        draws = {"seed": self.seed, "rank": self.rank, "world": self.world}
+        loss = RunLoss(self.module, self.runner, self.task, self.settings, self.accelerator, frozen=self.frozen, **draws)
+        self.take_step = Stepper(loss, self.optimizer, self.trained, self.settings.clip, self.plugins, self._look_at_gradients)
         both = self.divided.twin_error == self.module.twin_error  # else only one mode can be divided
         shown = self.sharded or (self.divided if both else self.module)
         after = functools.partial(set_mode, self.runner, self.module, self.settings.mode)
@@ -258,6 +268,12 @@ class Trainer:
             batch = next(self.data.epoch(0))
         self.data.close()
         return divided(self.module, self.settings, self.task, self.moved(batch), self.accelerator, self.dtypes)
+
+    def _look_at_gradients(self) -> None:
+        """Note what got no gradient. Raises TrainError for a block that none reached."""
+        if lost := check_gradients(self.parts, self.groups):
+            more = f" and {len(lost) - 5} more" * (len(lost) > 5)
+            self.watch.note(f"{', '.join(lost[:5])}{more} got no gradient in the first step")
 
     # --- training
 

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...core.errors import SpecError, TrainError, below, did_you_mean
 from ...core.spec.yaml_source import shown
-from ...training.plugins import Plugins
+from ...training.plugins import Plugins, RunStart
 from .hooks import OFFERED
 from .loader import CHAINED, LocalModules, hook_methods, load
 from .state import Optimizers, TrainBatch, TrainingState, batch_for_plugins, optimizer_config
@@ -24,9 +24,6 @@ from .state import Optimizers, TrainBatch, TrainingState, batch_for_plugins, opt
 LIMITS = {"on_epoch_": 5.0, "on_training_": 20.0, "on_model_": 20.0, "": 0.5}  # seconds of one call, as in EveryDream2trainer
 SHARE = 0.01  # of the run: a plugin that takes more is named at its end
 SECONDS, CALLS, LONGEST, FAILURES = range(4)  # columns of the tally
-
-if TYPE_CHECKING:
-    from ...training.trainer import Trainer
 
 Value = TypeVar("Value")
 Array = np.ndarray[Any, Any]
@@ -88,29 +85,29 @@ class LoadedPlugins(Plugins):
         """Whether any plugin changes what is loaded; a loader needs the others not."""
         return any(calls for hook, calls in self._calls.items() if hook.startswith("transform_"))
 
-    def begin(self, trainer: Trainer) -> None:
+    def begin(self, run: RunStart) -> None:
         """Give all hooks what they get, and call the first."""
-        folder, task = trainer.out or Path.cwd(), trainer.task
+        folder, task = run.out or Path.cwd(), run.task
         self._task = task
         self.state = TrainingState(
-            train_batch=TrainBatch(trainer.data, task),
-            unet=trainer.module,
-            write_checkpoint=lambda path: trainer.outputs.keep_at(path),
+            train_batch=TrainBatch(run.data, task),
+            unet=run.module,
+            write_checkpoint=run.keep_at,
             **task.parts(),
         )
         self.common = {
-            "module": trainer.module,
+            "module": run.module,
             "project_name": folder.absolute().name,
             "log_folder": str(folder),
-            "data_root": trainer.data.root,
+            "data_root": run.data.root,
             "ed_state": self.state,
         }
         self.call(
             "on_model_load",
-            config=trainer.config,
-            optimizer_config=optimizer_config(task, trainer.settings),
+            config=run.config,
+            optimizer_config=optimizer_config(task, run.settings),
             resume_ckpt=task.encoder and task.encoder.source,
-            disable_unet_training=not trainer.groups,
+            disable_unet_training=not run.trains,
             disable_textenc_training=not task.trains,
         )
 
