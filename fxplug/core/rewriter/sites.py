@@ -142,7 +142,8 @@ class Sites(list[Site]):
         """Which weights a pattern that means everything leaves out, why, and what reaches them; an empty text for none."""
         from .unreached import unreached  # which only a listing needs
 
-        return unreached(regions_of(self.joined), self.p, self)
+        taken = {str(site.port) if site.port.side == "param" else site.path.partition("@")[0] for site in self}
+        return unreached(regions_of(self.joined), self.p, taken)
 
     @property
     def summary(self) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
@@ -13,9 +12,6 @@ from ..ir import functions
 from ..ir.regions import Regions
 from ..spec.rules import Pass, Rule
 from .matches import catches_all, composites, is_a
-
-if TYPE_CHECKING:
-    from .sites import Site
 
 SHOWN = 3  # so many patterns are listed
 # functions that multiply by a weight, and those that give one or a part of it in another form
@@ -30,21 +26,21 @@ VIEWS = {
 }  # fmt: skip
 
 
-def unreached(views: Sequence[Regions], p: Pass, sites: Iterable[Site]) -> str:
-    """`not reached: 2 Linear in e (TransformerEncoder, one call: name them, at: [...])`, or an empty text.
+def unreached(views: Sequence[Regions], p: Pass, taken: Collection[str]) -> str:
+    """Say which weights a pass leaves out that are none of the `taken` layers and parameters; empty for none.
 
-    Only of rules with a pattern that names no place (`**`, `all-linear`) and admits linear layers.
+    `not reached: 2 Linear in e (TransformerEncoder, one call: name them, at: [...])`. Only of rules with a pattern that
+    names no place (`**`, `all-linear`) and admits linear layers.
     """
     for rule in p.rules:
         everything = rule.place in ("after", "param") and not rule.match.op and any(map(catches_all, rule.match.patterns))
         if everything and (not rule.match.module or any(_name(one) == "Linear" for one in rule.match.module)):
-            taken = {str(site.port) if site.port.side == "param" else site.path.partition("@")[0] for site in sites}
             found = list(_findings(views, rule, taken))
             return f"not reached: {'; '.join(found)}" if found else ""
     return ""
 
 
-def _findings(views: Sequence[Regions], rule: Rule, taken: set[str]) -> Iterator[str]:
+def _findings(views: Sequence[Regions], rule: Rule, taken: Collection[str]) -> Iterator[str]:
     root = views[0].root
     called = {region.path for regions in views for region in regions.by_key.values() if region.leaf is not None}
     param, pattern = rule.place == "param", rule.port or "weight"
@@ -96,7 +92,7 @@ def _multiplied(regions: Regions) -> Iterator[str]:
                     todo.append(user)
 
 
-def _is_left(regions: Regions, name: str, taken: set[str]) -> bool:
+def _is_left(regions: Regions, name: str, taken: Collection[str]) -> bool:
     owner, _, last = name.rpartition(".")
     value = regions.root.get_submodule(owner)._parameters.get(last)
     if value is None or value.dim() < 2 or regions.inserted(owner) or owner in taken:
