@@ -1213,19 +1213,35 @@ def test_a_buffer_that_is_assigned_anew_has_the_dtype_that_the_model_gives_it() 
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_a_draw_from_a_generator_that_the_model_seeds_itself_is_refused(draw: Callable[[], float]) -> None:
+def test_a_draw_from_a_generator_that_the_model_seeds_itself_is_refused_or_right(draw: Callable[[], float]) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         random.seed(4)
         np.random.seed(4)
         return x * draw()
 
     model = Holding(forward)
-    with torch.no_grad():
-        model(torch.ones(4))  # which leaves the generators as every call does
+    random.seed(5)
+    np.random.seed(5)
     before = random.getstate()
     with pytest.raises(fxplug.TraceError, match="draws random numbers from Python's"):
         fxplug.trace(model, torch.ones(4))
     assert random.getstate() == before
+    given = model(torch.ones(4))  # which leaves the generators as every call does
+    assert torch.equal(fxplug.trace(model, torch.ones(4))(torch.ones(4)), given)
+
+
+def test_a_trace_does_not_seed_the_generators_of_the_process() -> None:
+    seen = []
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.append((random.getstate(), np.random.get_state()[1].tolist()))
+        return x * 2
+
+    random.seed(6)
+    np.random.seed(6)
+    now = random.getstate(), np.random.get_state()[1].tolist()
+    fxplug.trace(Holding(forward), torch.ones(4))
+    assert len(seen) > 1 and all(state == now for state in seen)
 
 
 def test_hooks_that_forward_puts_on_a_weight_are_gone_after_a_trace() -> None:

@@ -141,9 +141,10 @@ def set_random_state(state: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def refuse_python_random(model: nn.Module) -> Iterator[None]:
-    """Refuse a model that draws from Python's or numpy's generator: the graph would repeat that one draw forever."""
-    random.seed("fxplug")  # a state that no other run has left
-    np.random.seed(7919)
+    """Refuse a model that draws from Python's or numpy's generator: the graph would repeat that one draw forever.
+
+    One that seeds a generator itself, and leaves it as it was, draws the same numbers at every call.
+    """
     before, numpy_before = random.getstate(), np.random.get_state()
     yield
     drew = "random" if random.getstate() != before else ""
