@@ -274,7 +274,7 @@ class Adapters:
     ) -> Fit:
         """Put an adapter into a free slot under a name; it is not used before `use` says so.
 
-        `source` is a file, a folder or a state dict of any layout that `adapter_files.read` knows. Ranks up to the slots' and
+        `source` is a file, a folder or a state dict of any layout that `files.read` knows. Ranks up to the slots' and
         some of the layers are fine: what is missing adds nothing. `adapter` names one of several in a file, `part` the part
         of a pipeline that this module is; `config` is PEFT's adapter configuration where none lies beside (without it and
         without alphas in the source, the scale is 1). `partial` leaves out layers that are not here; `replace` takes the slot

@@ -32,7 +32,7 @@ class Lora(LowRank):
 
     With `slots` it is a bank for that many adapters of up to this rank: one low-rank update of rank slots * rank, in whose
     inner channels the slots follow each other (within each group of a convolution), and whose inner values are multiplied by
-    `rows` instead of `scale`: float32 (batch, slots * rank), what `slot_gates.Gates` gives. It begins as zeros and is not
+    `rows` instead of `scale`: float32 (batch, slots * rank), what `Gates` gives. It begins as zeros and is not
     trained.
     """
 

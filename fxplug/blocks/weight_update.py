@@ -84,7 +84,7 @@ class Update(LowRank):
     """A scaled update of a parameter: what LoRA, LoHa and LoKr have in common. `asks` says what it is, where none fits.
 
     With `slots` it is a bank for that many: each parameter has them as its first dimension, begins as zeros and is not
-    trained, and `forward` takes, instead of the scale, the float32 (slots,) that `slot_gates.Gates` gives for all samples.
+    trained, and `forward` takes, instead of the scale, the float32 (slots,) that `Gates` gives for all samples.
     """
 
     asks: ClassVar[str]

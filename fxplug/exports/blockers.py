@@ -27,7 +27,7 @@ class CompileRefused(Exception):
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Tell errors of torch's export and of its compilers as Refused: another try, with fewer free sizes, may do."""
+    """Tell errors of torch's export and of its compilers as CompileRefused: another try, with fewer free sizes, may do."""
     try:
         yield
     except (FxplugError, OSError):

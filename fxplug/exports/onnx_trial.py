@@ -22,7 +22,7 @@ def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list
     """Notes on what onnxruntime, where it is installed, makes of a written model with the example inputs.
 
     `module` is what was exported; it gives its results as a list, and then its conditions, of which `said` tells what they
-    mean: see `Results`. Raises Refused for a model that does not run, Unfit for one that computes something else.
+    mean: see `Results`. Raises CompileRefused for a model that does not run, Unfit for one that computes something else.
     """
     try:
         with torch.random.fork_rng():

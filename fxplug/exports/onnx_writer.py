@@ -180,7 +180,7 @@ def _settle_squeezes(program: ExportedProgram) -> None:
 
 
 def _model(program: ExportedProgram, opset: int, place: Callable[[str], str]) -> Any:
-    """The program in ONNX. Raises Unfit where an operation has no form there, with its places; Refused for other reasons."""
+    """The program in ONNX. Raises Unfit where an operation has no form there, with its places; else CompileRefused."""
     from torch.onnx import OnnxExporterError
 
     wrong = [node for node in program.graph.nodes if node.target in WRONG]

@@ -111,7 +111,7 @@ def random_state_dict(stood: tuple[Any, ...] | None = None) -> dict[str, Any]:
 
 
 def read_random_state(state: Mapping[str, Any]) -> None:
-    """Put the generators where `written_random_state` found them."""
+    """Put the generators where `random_state_dict` found them."""
     (version, numbers, gauss), (kind, keys, *rest) = state["python"], state["numpy"]
     set_random_state(((version, tuple(numbers), gauss), (kind, keys.numpy().astype(np.uint32), *rest), state["torch"], []))
     if "cuda" in state and torch.cuda.is_available():

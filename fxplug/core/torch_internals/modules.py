@@ -241,7 +241,7 @@ def is_compiling() -> bool:
 
 
 def as_listened(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function by whom dynamo gave frames to when `as_it_stands` was called in this thread; else as any other."""
+    """Call a function with the compiler that was listening when this thread entered `call_uncompiled`; else as any other."""
     listener = getattr(_set_aside, "listener", None)
     if listener is None:
         return function(*args, **kwargs)

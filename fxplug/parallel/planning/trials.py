@@ -106,7 +106,7 @@ class ShardTrials:
     # --- one operation
 
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """What an operation gives. Raises Refused where it takes no such values."""
+        """What an operation gives. Raises OperationRefused where it takes no such values."""
         module = self.module(str(node.target)) if node.op == "call_module" else None
         with sdpa_kernel(SDPBackend.MATH):  # fused ones do not ask whether values are as many as keys, and read beyond them
             try:
@@ -235,7 +235,7 @@ class ShardTrials:
         return written
 
     def run(self, node: fx.Node, given: dict[fx.Node, Any], scaled: Scaled = (), rank: int | None = None) -> Any:
-        """What a node gives for these inputs, in one process or in the pretended one of a rank. Raises Refused.
+        """What a node gives for these inputs, in one process or in the pretended one of a rank. Raises OperationRefused.
 
         `scaled` says which numbers among its arguments count streams: they become as small as these are.
         """

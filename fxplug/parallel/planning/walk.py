@@ -77,7 +77,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def walk(gm: TracedModule, graph: fx.Graph, inputs: Sequence[Any]) -> Walk:
-    """Run a graph on example inputs, with values or without; a model in training may be changed by it (`left_alone`).
+    """Run a graph on example inputs, with values or without; a model in training may be changed by it.
 
     Raises Unsplittable where an operation fails with them.
     """

@@ -1,0 +1,113 @@
+"""Docstrings name what is there: each name in backticks is one of the code, of a file, or of a library."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import fxplug
+
+ROOT = Path(fxplug.__file__).parent
+TREES = {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text("utf-8")) for file in sorted(ROOT.rglob("*.py"))}
+LIBRARIES = ("asyncio", "diffusers", "torch", "peft", "safetensors", "onnx", "timm", "transformers", "accelerate", "datasets")
+# names of other libraries and languages, and parts of formulas, that ours only speak of
+OTHERS = {
+    "HCPModelLoader", "add_weighted_adapter", "compile_repeated_blocks", "finally", "load_lora_weights",
+    "lru_cache_unless_export", "original0", "original1", "t1", "w_a", "w_b", "yes",
+}  # fmt: skip
+# whole examples of a name: of a file, of a layer or of a value
+EXAMPLES = {
+    "NAME.onnx.HASH.data", "Output", "layers.1", "layers.10", "lora.blocks.0.attn.qkv.Lora", "optimizer.state.0.exp_avg",
+    "plugins.mine", "text.pooled",
+}  # fmt: skip
+
+
+def docstrings() -> Iterator[tuple[str, str, str]]:
+    """Yield file, name and text of each docstring."""
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield file, getattr(node, "name", "<module>"), ast.get_docstring(node) or ""
+
+
+def words_of(tree: ast.Module) -> set[str]:
+    """Return all names and texts in the code of a file, its docstrings left out."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        for field in ("name", "id", "attr", "arg", "asname", "module"):
+            found.update(str(getattr(node, field, None) or "").split("."))
+        if isinstance(node, ast.Global | ast.Nonlocal):
+            found.update(node.names)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Constant) and isinstance(child.value, str) and not isinstance(node, ast.Expr):
+                found.update([child.value, *re.findall(r"\w+(?:\.\w+)*", child.value)])
+    return found
+
+
+WORDS = {file: words_of(tree) for file, tree in TREES.items()}
+DATA = {word for file in [*ROOT.rglob("*.yaml"), *ROOT.parent.glob("passes/**/*.yaml"), *ROOT.parent.glob("configs/**/*.yaml")]
+        for word in [file.name, file.stem, *re.findall(r"\w+", file.read_text("utf-8"))]}  # fmt: skip
+MODULES = {Path(file).parent.name if file.endswith("__init__.py") else Path(file).stem for file in TREES}
+MODULES |= {part for file in TREES for part in Path(file).parts[:-1]}
+FILES = {Path(file).name for file in TREES}
+KNOWN = set().union(dir(builtins), dir(object), MODULES, FILES, DATA, OTHERS, *WORDS.values())
+
+
+def exists(name: str, file: str) -> bool:
+    """Whether a name, dotted or not, in a file's docstring is one of the code or of a library."""
+    if name in KNOWN or name in EXAMPLES:
+        return True
+    first, *rest = name.split(".")
+    if first in LIBRARIES:
+        return in_library(name)
+    modules = [other for other in TREES if Path(other).stem == first]
+    if modules and rest and first not in WORDS.get(file, ()):  # else it is a variable of that name
+        return any(rest[0] in WORDS[other] for other in modules)
+    return bool(rest) and all(part in KNOWN for part in (first, *rest))
+
+
+def in_library(name: str) -> bool:
+    """Whether a library has a name, below its modules or in one."""
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        return True
+    try:
+        importlib.import_module(name)  # a module
+    except ModuleNotFoundError:
+        try:
+            return hasattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError:
+            owner, _, kind = module.rpartition(".")
+            return bool(owner) and hasattr(getattr(importlib.import_module(owner), kind, None), attribute)
+    return True
+
+
+def stale(texts: Iterator[tuple[str, str, str]]) -> list[str]:
+    """Return the names in backticks, and the errors that are said to be raised, that exist nowhere."""
+    found = []
+    for file, owner, text in texts:
+        names = re.findall(r"(?<!`)`([A-Za-z_][\w.]*\w)(?:\([^`]*\))?`(?!`)", text)
+        names += re.findall(r"\bRaises (?:an? )?([A-Z]\w+)", text)
+        found += [f"{file} {owner}: {name}" for name in names if not exists(name, file)]
+    return found
+
+
+def test_the_names_in_docstrings_exist():
+    assert stale(docstrings()) == []
+
+
+def test_a_name_that_is_gone_is_seen():
+    gone = "`TracedModule.derived` and `fold.merge`, not `slot_gates.Gates`, `torch.nowhere`, `no_such_name`. Raises Refused."
+    names = [line.rpartition(" ")[2] for line in stale(iter([("a.py", "f", gone)]))]
+    assert names == ["slot_gates.Gates", "torch.nowhere", "no_such_name", "Refused"]
+
+
+def test_the_files_that_pages_beside_the_documentation_name_exist():
+    for page in ("README.md", "SECURITY.md"):
+        text = (ROOT.parent / page).read_text("utf-8")
+        paths = re.findall(r"`((?:fxplug|docs|tests|passes|configs|examples|benchmarks)/[\w./-]+)`", text)
+        assert [path for path in paths if not (ROOT.parent / path).exists()] == [], page
