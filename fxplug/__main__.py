@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import fxplug
+
 from .core.cli.doctor import doctor
-from .core.cli.terminal import diff_texts, print_diff, print_rows
+from .core.cli.terminal import diff_texts, modules_text, print_diff, print_rows
 from .core.cli.torchrun import started, together
 from .core.cli.verbs import (
     HELP,
@@ -33,6 +35,9 @@ from .core.cli.verbs import (
 )
 from .core.errors import SpecError
 from .core.extensions import need_hook
+from .core.spec import schema as json_schema
+from .core.spec.pass_file import REQUIRED, open_pass, shipped
+from .core.spec.rules import NUMERICS
 
 if TYPE_CHECKING:
     from .core.flow import Result
@@ -114,16 +119,14 @@ def diff(
 ) -> None:
     """Print what the passes changed, as a diff of the graph. Passes freeze nothing: fxplug.trainable names what trains."""
     if Path(subject).is_dir():
-        module = load_saved(subject, set, allow)
         from .core.flow import saved_diff
 
+        module = load_saved(subject, set, allow)
         print_diff(diff_texts(saved_diff(subject, module), module, all_), all_)
         return
 
     found = rewritten(read_config(subject, set), dry_run=True, verify=False)
-    from .core.ir.text import diff as compare
-
-    print_diff(diff_texts(compare(found.base, found.module), found.module, all_), all_)
+    print_diff(diff_texts(fxplug.diff(found.base, found.module), found.module, all_), all_)
 
 
 @app.command()
@@ -147,9 +150,7 @@ def show(
     if to is None and (region or out):
         raise typer.BadParameter("--region and --out are only for --to")
     if digest:
-        from .core.artifacts.artifact import digest as digest_of
-
-        print(digest_of(subject))
+        print(fxplug.digest(subject))
         return
     dry = not forms  # live merge reads weights
     if Path(subject).is_dir():
@@ -162,9 +163,7 @@ def show(
     if to is not None:
         need_hook("show_to", "reporting")(module, to, region, out)
         return
-    from .core.ir import text
-
-    print(text.modules(module) if modules else module.code.strip() + "\n" if code else text.show(module), end="")
+    print(modules_text(module) if modules else module.code.strip() + "\n" if code else fxplug.show(module), end="")
 
 
 @app.command()
@@ -177,9 +176,6 @@ def passes(
     debug: Debug = False,
 ) -> None:
     """List the passes that come with fxplug, or the parameters of one."""
-    from .core.spec.pass_file import REQUIRED, open_pass, shipped
-    from .core.spec.rules import NUMERICS
-
     if pages is not None:
         from .core.cli.pages import write
 
@@ -198,14 +194,14 @@ def passes(
             data = open_pass(path).source.data
             print(f"{each:18} {data.get('numerics', ''):8}  {data.get('about', '')}")
         return
-    from .core.spec.schema import parameters as explained
-
     draft = open_pass(name)
     print(draft.source.data.get("about", draft.name))
     if numerics := draft.source.data.get("numerics"):
         print(f"numerics: {numerics} ({NUMERICS[numerics]})")
-    told = {key: "required" if default == REQUIRED else json.dumps(default) for key, default, _, _ in explained(draft)}
-    rows = [(key, told[key], text) for key, _, text, _ in explained(draft)]
+    rows = [
+        (key, "required" if default == REQUIRED else json.dumps(default), text)
+        for key, default, text, _ in json_schema.parameters(draft)
+    ]
     keys, defaults = (max(len(row[column]) for row in rows) for column in (0, 1))
     for key, default, said in rows:
         print(f"  {key:{keys}}  {default:{min(defaults, 40)}}  {said}".rstrip())
@@ -216,8 +212,6 @@ def schema(
     page: Annotated[bool, typer.Option("--page", help="Every key as Markdown instead.")] = False, debug: Debug = False
 ) -> None:
     """Print the JSON Schema of a configuration, for editors, or its keys as a page."""
-    from .core.spec import schema as json_schema
-
     print(json_schema.page() if page else json.dumps(json_schema.schema(), indent=2), end="" if page else "\n")
 
 

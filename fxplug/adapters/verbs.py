@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import fxplug
+
 from ..core.cli.verbs import HELP, Allow, Debug, Set, Verbs, load_saved, progress, read_config
 from ..core.errors import SpecError
+from ..core.spec.run_config import load_config
+from ..core.spec.saved_config import saved_config
 from ..core.writing import exclusive_folder
 
 if TYPE_CHECKING:
@@ -110,10 +114,8 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Say what an adapter file is, what of it fits a model, and which pass would hold it; its weights are not read."""
-    from .inspection import inspect_adapter
-
     with _quiet_imports():
-        found = inspect_adapter(file, _model(model, set, allow), adapter=adapter, part=part, guess=guess)
+        found = fxplug.inspect_adapter(file, _model(model, set, allow), adapter=adapter, part=part, guess=guess)
     print(found)
 
 
@@ -124,7 +126,6 @@ def _model(subject: str | None, set_: list[str] | None, allow: list[str] | None)
     if (Path(subject) / "manifest.json").exists():
         return load_saved(subject, set_, allow)
     from ..core.models.factory import build
-    from ..core.spec.run_config import load_config
 
     folder = Path(subject).is_dir()
     config = load_config({"model": str(Path(subject).absolute())}, set_ or []) if folder else read_config(subject, set_)
@@ -145,10 +146,8 @@ def extract_adapter(
     debug: Debug = False,
 ) -> None:
     """Make an adapter of what a tuned checkpoint has and its base has not."""
-    from .extraction import extract
-
     with progress("extract"):
-        found = extract(base, tuned, rank=_rank(rank), at=at)
+        found = fxplug.extract(base, tuned, rank=_rank(rank), at=at)
     done = found.save(out, as_=as_, part=part, partial=partial, name=out.stem)
     for path, lacks in found.errors.items():
         print(f"{path}  error {lacks:.1%} of the difference")
@@ -168,9 +167,7 @@ def resize_adapter(
     debug: Debug = False,
 ) -> None:
     """Write an adapter with lower ranks, by the singular values of its updates, under its own names."""
-    from .file_tools import resize_adapter as resize
-
-    _print_edited(resize(file, out, rank=rank, energy=energy, ratio=ratio, cumulative=cumulative))
+    _print_edited(fxplug.resize_adapter(file, out, rank=rank, energy=energy, ratio=ratio, cumulative=cumulative))
 
 
 @adapters.command("convert")
@@ -187,11 +184,9 @@ def convert_adapter(
     debug: Debug = False,
 ) -> None:
     """Write an adapter with the names that another tool reads."""
-    from .file_tools import convert_adapter as convert
-
     with _quiet_imports():
         found: Any = _model(model, set, allow)
-        done = convert(file, out, as_=as_, model=found, family=family, part=part, partial=partial, name=out.stem)
+        done = fxplug.convert_adapter(file, out, as_=as_, model=found, family=family, part=part, partial=partial, name=out.stem)
     _print_edited(done)
 
 
@@ -213,13 +208,11 @@ def merge_adapters(
     debug: Debug = False,
 ) -> None:
     """Write several adapters as one: ink.safetensors=0.8 film.safetensors=0.3."""
-    from .file_tools import merge_adapters as merge
-
     pairs = [(text, 1.0) if Path(text).exists() else _weight(text, last=True) for text in files]
     options: dict[str, Any] = {"rank": rank, "density": density, "sign": sign, "clamp": clamp, "seed": seed}
     with _quiet_imports():
         found: Any = _model(model, set, allow)
-        done = merge(pairs, out, how=how, as_=as_, model=found, family=family, **options)
+        done = fxplug.merge_adapters(pairs, out, how=how, as_=as_, model=found, family=family, **options)
     _print_edited(done)
 
 
@@ -254,20 +247,15 @@ def _changed(folder: Path, allow: list[str] | None, save: bool = True) -> Iterat
     """A saved rewrite with slots, saved again after it was changed; other commands that change it wait meanwhile."""
     if not folder.is_dir():
         raise SpecError(f"no folder '{folder}': fxplug rewrite CONFIG --out DIR writes one")
-    from .slots import Adapters
-
     with exclusive_folder(folder) if save else nullcontext():
         before = folder.stat()
         module = load_saved(str(folder), None, allow)
-        Adapters(module)  # which says so where there are no slots
+        fxplug.Adapters(module)  # which says so where there are no slots
         yield module
         if save:
-            from ..core.artifacts.artifact import save as write
-            from ..core.flow import saved_config
-
             if not os.path.samestat(before, folder.stat()):  # where folders cannot be locked
                 raise SpecError(f"'{folder}' was saved again by another process meanwhile: run this command again")
-            write(module, folder, config=saved_config(folder))
+            fxplug.save(module, folder, config=saved_config(folder))
 
 
 def _weight(text: str, last: bool = False) -> tuple[str, float]:

@@ -9,9 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+import fxplug
+
 from ..core.cli.verbs import Allow, Debug, load_saved
 from ..core.errors import SpecError, did_you_mean
 from ..core.reading import reported
+from ..core.spec.saved_config import saved_config
 from ..core.writing import new_file
 
 SYSTEMS = ("hcp", "zhijian")
@@ -101,13 +104,11 @@ def _refuse_unused(given: Mapping[str, tuple[Any, bool, str]]) -> None:
 def _into(file: Path, folder: Path, passes: list[str], ema: bool, allow: list[str] | None) -> None:
     """Give a saved rewrite the weights of a checkpoint. Raises SpecError or ArtifactError; the folder is as it was then."""
     _check_saved(folder)
-    from ..core.artifacts.artifact import save
-    from ..core.flow import saved_config
     from .hcp.checkpoints import load_checkpoint
 
     module = load_saved(str(folder), None, allow)
     names = load_checkpoint(module, file, passes=passes, ema=ema)
-    save(module, folder, config=saved_config(folder))
+    fxplug.save(module, folder, config=saved_config(folder))
     print(f"{len(names)} weights of {', '.join(dict.fromkeys(name.partition('.')[0] for name in names))}")
     print(f"saved in {folder}")
 

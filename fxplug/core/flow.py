@@ -26,8 +26,7 @@ from .rewriter.applying import apply
 from .rewriter.matcher import find
 from .rewriter.sites import Site, Sites
 from .spec.run_config import Config, load_config, resolved
-from .spec.train_section import Export
-from .spec.yaml_source import read_yaml
+from .spec.saved_config import saved_config
 from .writing import check_folder
 
 if TYPE_CHECKING:  # what a dry run may do without is imported by what needs it
@@ -124,17 +123,6 @@ def rewrite(
     return result
 
 
-def saved_config(folder: str | Path) -> dict[str, Any] | None:
-    """The configuration in the folder of a saved rewrite, as plain data; None where there is none. SpecError for no such."""
-    file = Path(folder) / "config.yaml"
-    if not file.exists():
-        return None
-    read = read_yaml(file)
-    if not isinstance(read.data, dict):
-        raise SpecError("this is not a configuration: it has no keys", where=read.where())
-    return read.data
-
-
 def saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Example inputs for a saved rewrite, as the configuration in its folder has them. Builds and imports nothing."""
     read = saved_config(folder)
@@ -145,21 +133,6 @@ def saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, .
         )
     kept: dict[str, Any] = {key: read[key] for key in ("inputs", "device", "dtype", "seed", "mode") if key in read}
     return example_inputs(load_config({"model": "the saved one", **kept}), module)
-
-
-def saved_export(folder: str | Path, **given: str | None) -> Export:
-    """How `export` writes a saved rewrite: as `given` says, and for what is None there as its configuration does.
-
-    What an older configuration has in its section without a meaning stays without one.
-    """
-    said = {key: value for key, value in given.items() if value is not None}
-    section = (saved_config(folder) or {}).get("export")
-    kept = section if isinstance(section, dict) else {}
-    kept = {key: kept[key] for key in Export.model_fields if key in kept and key not in said}
-    try:
-        return load_config({"model": "the saved one", "export": kept}).export.model_copy(update=said)
-    except SpecError as error:
-        raise SpecError(f"{Path(folder) / 'config.yaml'}: {error}") from None
 
 
 def saved_diff(folder: str | Path, module: TracedModule) -> str:

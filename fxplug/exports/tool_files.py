@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+import fxplug
 
 from ..core.cli.verbs import load_saved, progress
 from ..core.errors import SpecError, shown
+from ..core.spec.saved_config import saved_config
 
 ADAPTERS = ("peft", "diffusers", "kohya", "comfy", "lycoris", "fxplug")
 CHECKPOINTS = ("diffusers", "timm", "safetensors")
@@ -39,29 +43,25 @@ def export_to_tool(
     with progress("load"):
         module = load_saved(str(folder), None, allow)
     if whole:
-        from .checkpoints import save_checkpoint
-
         with progress(f"write for {to}"):
             strengths = _strengths(merge) if merge is not None else None
-            done = save_checkpoint(module, out, to=to, merge=strengths, first=first_names)
+            done = fxplug.save_checkpoint(module, out, to=to, merge=strengths, first=first_names)
         print(f"{done}\nsaved in {done.path}")
         return
-    from ..adapters.writing import save_adapter
-    from ..core.flow import saved_config
-
     config = saved_config(folder) or {}
     kept = {key: config[key] for key in ("passes", "train", "data", "seed") if key in config}
     about = {"fxplug.config": json.dumps(kept, sort_keys=True, default=str)} if kept else {}
     slotted = [entry["name"] for entry in module.meta.get("passes", []) if entry.get("slots")]
     if adapter is None and slotted and not passes and len(module.adapters.names) == 1:
         (adapter,) = module.adapters.names
+    how: dict[str, Any] = {"as_": to, "part": part, "partial": partial, "about": about}
     if adapter is not None:
-        saved = module.adapters.save(adapter, out, as_=to, part=part, partial=partial, about=about)
+        saved = module.adapters.save(adapter, out, **how)
     elif slotted and not passes and len(slotted) == len(module.meta["passes"]):
         there = ", ".join(module.adapters.names) or "none"
         raise SpecError(f"give --adapter, the name of the adapter to write: there are {there}")
     else:
-        saved = save_adapter(module, out, as_=to, passes=passes, name=folder.name, part=part, partial=partial, about=about)
+        saved = fxplug.save_adapter(module, out, passes=passes, name=folder.name, **how)
     print(f"{len(saved.layers)} layers")
     for path, why in saved.left_out.items():
         print(f"left out: '{path}' {why}")

@@ -7,8 +7,11 @@ from typing import Annotated
 
 import typer
 
-from ..core.cli.verbs import Allow, Debug, load_saved, progress
+import fxplug
+
+from ..core.cli.verbs import Allow, Debug, load_saved, progress, saved_call
 from ..core.errors import SpecError, did_you_mean
+from ..core.spec.saved_config import saved_export
 from .tool_files import TO_TOOLS, export_to_tool
 
 
@@ -42,9 +45,7 @@ def export(
         return
     if given := next((name for name, value in tools.items() if value), None):
         raise SpecError(f"--{given.replace('_', '-').replace('passes', 'pass')} is only for --to {', '.join(TO_TOOLS)}")
-    from ..core.flow import saved_export, saved_inputs
     from .exporter import FORMATS
-    from .exporter import export as run
 
     if to is not None and to not in FORMATS:
         known = (*FORMATS, *TO_TOOLS)
@@ -54,11 +55,11 @@ def export(
         raise SpecError(f"--opset is for onnx, and this is an export to {how.to}")
     with progress("load"):
         module = load_saved(str(folder), None, allow, how.device)
-        args, kwargs = saved_inputs(folder, module)
+        args, kwargs = saved_call(folder, module)
     with progress(f"export to {how.to}"):
         options = None if opset is None else {"opset": opset}
         path = out or folder.parent / f"{folder.name}.{how.to}"
-        report = run(module, path, args, kwargs, to=how.to, free=how.free, options=options)
+        report = fxplug.export(module, path, args, kwargs, to=how.to, free=how.free, options=options)
     for name, dims in report.dynamic.items():
         print(f"{name}: {'dimensions ' + ', '.join(map(str, dims)) + ' are free' if dims else 'of fixed size'}")
     for note in report.notes:

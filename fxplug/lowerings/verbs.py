@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ..core.cli.verbs import Allow, Debug, Set, Subject, load_saved, progress, read_config, rewritten
+import fxplug
+
+from ..core.cli.verbs import Allow, Debug, Set, Subject, load_saved, progress, read_config, rewritten, saved_call
 
 
 def tune(
@@ -19,17 +21,13 @@ def tune(
     debug: Debug = False,
 ) -> None:
     """Measure the forms of each layer with an update on this device, beside the one that `lower` takes."""
-    from ..core.flow import saved_inputs
-    from ..core.models.example_inputs import example_inputs
-    from .linear.measurement import tune as run
-
     if Path(subject).is_dir():
         module = load_saved(subject, set, allow)
-        args, kwargs = saved_inputs(subject, module)
+        args, kwargs = saved_call(subject, module)
     else:
         result = rewritten(read_config(subject, set), verify=False)
         module = result.module
-        args, kwargs = example_inputs(read_config(subject, set), module)
+        args, kwargs = result.inputs
     with progress("measure"):
-        done = run(module, args, kwargs, compiled=compiled, turns=turns)
+        done = fxplug.tune(module, args, kwargs, compiled=compiled, turns=turns)
     print(done.listing)

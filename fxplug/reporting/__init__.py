@@ -15,7 +15,7 @@ EXTENSION = Extension(
     },
     hooks={
         "report_of_result": "fxplug.reporting.reports:report_of",
-        "show_to": "fxplug.reporting.verbs:show_to",
+        "show_to": "fxplug.reporting.formats:show_to",
         "changes": "fxplug.reporting.records:changes",
     },
 )

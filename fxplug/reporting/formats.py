@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from ..core.errors import SpecError, did_you_mean
+from ..core.writing import write_text
 from .contents import Page, RegionKind
+from .gather import contents
 from .page import region_at, svg
 from .pictures import shape
-from .records import Listing, NodeText
+from .records import Listing, NodeText, listing
 
 FORMATS = ("model-explorer", "dot", "svg")
+
+
+def show_to(module: Any, to: str, region: str, out: Path | None) -> None:
+    """Write a module's graph for another tool, to stdout where no file is given. Raises SpecError."""
+    if to not in FORMATS:
+        raise SpecError(f"no format '{to}'{did_you_mean(to, FORMATS)}; there are {', '.join(FORMATS)}")
+    if region and to == "model-explorer":
+        raise SpecError("--region is not for model-explorer, which shows the whole graph: leave it out")
+    text = written(contents(None, module), listing(module), to, region)
+    if out is None:
+        print(text, end="")
+        return
+    write_text(out, text, lambda finding: SpecError(f"{out} {finding}; give the file to write with --out"))
+    print(f"saved in {out}")
 
 
 def written(page: Page, after: Listing, to: str, path: str = "") -> str:

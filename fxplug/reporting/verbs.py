@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import webbrowser
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+import fxplug
+
 from ..core.cli.verbs import Allow, Debug, Set, Subject, progress, read_config, rewritten
-from ..core.errors import SpecError, did_you_mean
+from ..core.errors import SpecError
 
 
 def report(
@@ -23,7 +25,6 @@ def report(
 ) -> None:
     """Write a page about a rewrite or a training run: what it is, what changed where, what it costs, how it was checked."""
     from .reports import check_kind, report_folder
-    from .reports import report as page_of
 
     path = Path(subject)
     target = out or Path(f"{path.absolute().name if path.is_dir() else path.stem}.html")
@@ -38,28 +39,9 @@ def report(
     else:
         result = rewritten(read_config(subject, set), dry_run=True)
         with progress("report"):
-            page = page_of(result.base, result.module, target, checks=result.report)
+            page = fxplug.report(result.base, result.module, target, checks=result.report)
     if page.trouble:
         print(f"{subject} cannot be shown; the page has the reason: {page.trouble.splitlines()[0]}", file=sys.stderr)
     print(f"saved in {target}")
     if open_ and not webbrowser.open(target.absolute().as_uri()):
         print(f"no browser was found: open {target} in one", file=sys.stderr)
-
-
-def show_to(module: Any, to: str, region: str, out: Path | None) -> None:
-    """Write a module's graph for another tool, to stdout where no file is given. Raises SpecError."""
-    from ..core.writing import write_text
-    from .formats import FORMATS, written
-    from .gather import contents
-    from .records import listing
-
-    if to not in FORMATS:
-        raise SpecError(f"no format '{to}'{did_you_mean(to, FORMATS)}; there are {', '.join(FORMATS)}")
-    if region and to == "model-explorer":
-        raise SpecError("--region is not for model-explorer, which shows the whole graph: leave it out")
-    text = written(contents(None, module), listing(module), to, region)
-    if out is None:
-        print(text, end="")
-        return
-    write_text(out, text, lambda finding: SpecError(f"{out} {finding}; give the file to write with --out"))
-    print(f"saved in {out}")

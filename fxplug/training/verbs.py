@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+import fxplug
+
 from ..core.cli.verbs import ConfigArg, Debug, Set, progress, read_config, users_logs
 
 
@@ -23,10 +25,8 @@ def train(
 ) -> None:
     """Rewrite a model and train what its passes added, as the sections train and data say."""
     found = read_config(config, set)
-    from .run import train as run
-
     with users_logs():
-        done = run(found, out=out, name=Path(config).stem, resume=start or resume, quiet=quiet, progress=progress)
+        done = fxplug.train(found, out=out, name=Path(config).stem, resume=start or resume, quiet=quiet, progress=progress)
     last = f", loss {done.history[-1]['loss']:.4g}" if done.history else ""
     print(f"{len(done.history)} steps{last}")
     for key, value in done.metrics.items():

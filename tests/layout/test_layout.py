@@ -66,6 +66,10 @@ def functions(tree):
     return [node for node in walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
+def not_at_the_top(tree):
+    return type_checks(tree) + functions(tree)
+
+
 @functools.cache
 def imported(name, outside=type_checks):
     """The package's own modules that a file imports, anywhere but in these parts of it."""
@@ -112,6 +116,12 @@ def test_no_imports_go_round(outside):
         TopologicalSorter(arrows).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_few_imports_are_inside_functions():
+    """Such an import saves loading, or is of what may be missing; a function that needs one for another reason is misplaced."""
+    inside = [(name, m) for name in PATHS for m in {*imported(name)} - {*imported(name, not_at_the_top)}]
+    assert len(inside) <= 40, inside
 
 
 OTHER_SYSTEMS = re.compile(r"hcp|zhijian|everydream|fxplug\.compat", re.IGNORECASE)

@@ -35,6 +35,13 @@ def diff_texts(diff: str, module: TracedModule, whole: bool) -> list[str]:
     return [diff if whole else folded(diff), counted(diff, [entry["name"] for entry in module.meta.get("passes", [])])]
 
 
+def modules_text(module: TracedModule) -> str:
+    """Return the tree of a module's modules."""
+    from ..ir.text import modules
+
+    return modules(module)
+
+
 def print_diff(texts: list[str], whole: bool) -> None:
     """Print what `diff_texts` gives."""
     text, total = texts

@@ -22,15 +22,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ... import __version__
+import fxplug
+
 from .. import extensions, extra_with
 from ..errors import FxplugError, SpecError, printable
+from ..spec.pass_file import shipped
+from ..spec.run_config import Config, load_config
 from ..torch_internals import FAKE_TENSOR_LOG
 
 if TYPE_CHECKING:
     from ..flow import Result
     from ..ir.traced_module import TracedModule
-    from ..spec.run_config import Config
 
 DEBUG = "fxplug.debug"
 PATIENCE = 1.0  # seconds before progress is shown
@@ -126,7 +128,7 @@ def _set_debug(ctx: typer.Context, value: bool) -> bool:
 def print_version(value: bool) -> None:
     """For --version: print it and end the command. Raises typer.Exit."""
     if value:
-        print(__version__)
+        print(fxplug.__version__)
         raise typer.Exit
 
 
@@ -142,8 +144,6 @@ Allow = Annotated[
 
 
 def _shipped(kind: str) -> list[str]:
-    from ..spec.pass_file import shipped
-
     return list(shipped(kind))
 
 
@@ -174,8 +174,6 @@ Subject = Annotated[
 
 def read_config(config: str, set: list[str] | None) -> Config:
     """A configuration, read before torch is imported. What it imports may lie beside it, as with a script."""
-    from ..spec.run_config import load_config
-
     found = load_config(config, set or [])
     sys.path.insert(0, str(found.base.absolute()))
     return found
@@ -184,7 +182,7 @@ def read_config(config: str, set: list[str] | None) -> Config:
 def rewritten(config: Config, **how: Any) -> Result:
     """The result of a configuration's rewrite, with progress shown."""
     with uncollected():
-        from ..flow import rewrite
+        rewrite = fxplug.rewrite  # which imports torch
     with uncollected() if how.get("dry_run") else nullcontext():
         return rewrite(config, progress=progress, **how)
 
@@ -205,9 +203,14 @@ def load_saved(folder: str, set: list[str] | None, allow: list[str] | None, devi
     """The module in the folder of a saved rewrite. Raises typer.BadParameter where `set` changes something."""
     if set:
         raise typer.BadParameter("--set changes a configuration, and this is the folder of a saved rewrite: leave it out")
-    from ..artifacts.artifact import load
+    return fxplug.load(folder, allow=allow or (), device=device)
 
-    return load(folder, allow=allow or (), device=device)
+
+def saved_call(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Make example inputs for a saved rewrite, as the configuration in its folder has them."""
+    from ..flow import saved_inputs
+
+    return saved_inputs(folder, module)
 
 
 def parameters(result: Result) -> str:

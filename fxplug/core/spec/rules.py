@@ -20,6 +20,7 @@ PLACES = ("before", "after", "replace", "param")
 COMMON = ("name", "lr", "weight_decay", "train", "expect")  # settings that every pass takes beside its own parameters
 COMBINE = ("sum", "chain")
 WAYS = ("ulysses", "ring", "batch", "rows", "tensor")  # numbers of processes that a parallel pass gives
+AXES = (*WAYS, "stages", "patches")  # the same of all that runs on several processes
 STEP_KEYS = ("stages", "patches", "stale", "warmup", "correct", "steps", "clock")  # of what is run a step late
 _COUNTS: dict[str, Callable[[int, int], bool]] = {
     "==": operator.eq,
