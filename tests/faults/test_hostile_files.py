@@ -17,6 +17,7 @@ import pytest
 import small
 import torch
 from hostile_files import attacked
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fxplug
@@ -280,6 +281,25 @@ def test_tensors_come_by_their_names_wherever_their_bytes_are(tmp_path):
     file.truncate(len(data) - 1)
     with pytest.raises(ArtifactError, match="odd was truncated while it was read"):
         list(weight_files.tensors(file, head, reading.about("odd")))
+
+
+def test_what_the_reader_of_safetensors_gets_wrong(tmp_path):
+    """Why there is one of our own: a loaded tensor is the file's memory there, and a name that is there twice is taken."""
+    file = tmp_path / "a.safetensors"
+    save_file({"a": torch.zeros(4)}, file)
+    with safe_open(file, "pt") as opened:
+        theirs = opened.get_tensor("a")
+    ours = weight_files.read(file)[0]["a"]
+    with file.open("r+b") as out:
+        out.seek(-4, os.SEEK_END)
+        out.write(struct.pack("<f", 7.0))
+    assert theirs.tolist() == [0, 0, 0, 7] and ours.tolist() == [0, 0, 0, 0]
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    with safe_open(file, "pt") as opened:
+        assert list(opened.keys()) == ["a"]
+    with pytest.raises(ArtifactError, match="twice"):
+        weight_files.read(file)
 
 
 @pytest.mark.parametrize("length", [128, 384, 640, 896])
