@@ -224,7 +224,7 @@ class Adapters:
     @property
     def active(self) -> dict[str, float] | list[dict[str, float]]:
         """What is used: the weight of each adapter that takes part, or that for each sample."""
-        with read_lock(self.locks, "read"):
+        with read_lock(self.locks, reads=True):
             tables = {p: (self._table(p, "weights"), int(self._table(p, "entries"))) for p in self.banks}
             named = {p: self.names_of(p) for p in self.banks}
         count = max(entries for _, entries in tables.values())

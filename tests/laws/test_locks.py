@@ -1,11 +1,9 @@
-"""Reader-writer locks: a call sees one state, nobody starves or waits for ever, and what ends a call ends its request."""
+"""Reader-writer locks: a call sees one state, nobody starves, and what ends a call ends its request."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import functools
-import os
 import signal
 import threading
 import time
@@ -44,13 +42,13 @@ def until(condition):
 
 
 def waiting():
-    return [one for line in (locks._calls, locks._changes) for one in list(line) if not one.active]
+    return [one for one in list(locks._requests) if not one.inside]
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     yield
-    assert not locks._calls and not locks._changes
+    assert not locks._requests
 
 
 class Call:
@@ -155,24 +153,6 @@ def test_a_change_within_a_call_is_an_error(way):
         pass
 
 
-def test_a_circle_of_threads_is_an_error_for_its_last_one():
-    states, errors, both = [StateLock(), StateLock()], [], threading.Barrier(2)
-
-    def crossed(mine, other):
-        def body():
-            both.wait(LONG)
-            try:
-                with write_lock((other,)):
-                    pass
-            except SpecError as error:
-                errors.append(str(error))
-
-        call_with_read_lock((mine,), body)
-
-    ended(started(*(functools.partial(crossed, *pair) for pair in (states, states[::-1]))))
-    assert len(errors) == 1 and "each wait until the other" in errors[0]
-
-
 def test_threads_that_work_for_a_holder_go_on():
     """As autograd's threads do, which compute activations again."""
     one = (StateLock(),)
@@ -250,7 +230,7 @@ def test_errors_end_requests(error):
     for context in (read_lock(one), write_lock(one)):
         with pytest.raises(error), context:
             fails()
-    assert not locks._calls and not locks._changes
+    assert not locks._requests
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
@@ -291,57 +271,11 @@ def test_interrupts_at_any_place_end_requests():
     ended(threads)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@sweep("meanwhile", ["call", "hold", "change"], "change")
-def test_a_child_process_has_no_turns_of_threads_that_it_does_not_have(meanwhile):
-    """It is forked during a call or hold of another thread, or in the middle of many changes, which it sees none half of."""
-    one, stop, state = (StateLock(),), threading.Event(), [0, 0]
-
-    def changes():
-        while not stop.is_set():
-            with write_lock(one):
-                state[0] += 1
-                time.sleep(0)
-                state[1] += 1
-
-    def holds():
-        with read_lock(one):
-            stop.wait(LONG)
-
-    begin = {"call": lambda: call_with_read_lock(one, stop.wait, LONG), "hold": holds, "change": changes}[meanwhile]
-    threads = started(begin)
-    until(lambda: locks._calls or locks._changes or state[0])
-    for _ in range(5):
-        with read_lock(one):  # the child's own, which it keeps
-            child = os.fork()
-            if not child:
-                code = 1
-                try:
-                    signal.alarm(LONG)
-                    code = 0 if state[0] == state[1] and locks.holds_lock(one) and len(locks._calls) == 1 else 2
-                finally:
-                    os._exit(code)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                signal.alarm(LONG)
-                with write_lock(one):
-                    code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    stop.set()
-    ended(threads)
-
-
 # --- modules
 
 
-def test_who_takes_turns_with_whom(tmp_path):
-    """What shares the tensors of the slots takes turns, copies have their own."""
+def test_who_shares_a_lock(tmp_path):
+    """What shares the tensors of the slots shares their lock, copies have their own."""
     new = fuzz_switching.slotted()
     mine = locks_of(new)
     fuzz = fuzz_switching

@@ -135,7 +135,7 @@ def test_no_other_task_sees_the_middle_of_a_change(what):
         await asyncio.gather(changes(), other())
 
     asyncio.run(main())
-    assert torch.equal(found[0], wanted) and not locks._changes and not locks._calls
+    assert torch.equal(found[0], wanted) and not locks._requests
 
 
 def test_a_thread_waits_for_a_change_that_awaits_and_a_task_without_one_goes_on():

@@ -109,7 +109,7 @@ def serve(subject, choices, wanted, count, threads, most=None):
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     yield
-    assert not locks._calls and not locks._changes
+    assert not locks._requests
 
 
 @pytest.fixture(scope="module")
@@ -435,7 +435,7 @@ def test_an_interrupt_behind_any_step_leaves_what_use_said(module, at, monkeypat
                     module(X)
                 copy.deepcopy(module)
                 module.adapters.use("a")
-    assert not locks._calls and not locks._changes and not locks.has_choice()
+    assert not locks._requests and not locks.has_choice()
     module.adapters.use(CHOICES[0])
     assert torch.equal(module(X), wanted[0])
 

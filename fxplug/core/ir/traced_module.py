@@ -439,7 +439,7 @@ class TracedModule(TracedPart, fx.GraphModule):
 
     def _rebuilt(self, copied: Callable[[Any], Any]) -> TracedModule:
         tree: Any = Container(self.classes)
-        with read_lock(locks_of(self), "read"):
+        with read_lock(locks_of(self), reads=True):
             for key, value in vars(self).items():
                 ours = key in NOT_COPIED or _is_ours(key) or getattr(value, "__self__", None) is self
                 if not ours and key != "meta":  # which may hold whole modules
