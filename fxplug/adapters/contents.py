@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,9 +15,6 @@ from .find_tensors import unreadable
 from .loading import bank_of, without_slots
 from .saved_heads import as_entries, merged_heads, trained_layers
 from .updates import Entry, rank_of
-
-if TYPE_CHECKING:
-    from .slots import Adapters
 
 BLOCKS = ("Lora", "LoraWeight", "Dora", "Loha", "Lokr", "Delta", "Vera")  # whose updates files have a form for
 
@@ -66,25 +63,30 @@ def layers_of(module: nn.Module, dims: int = 2) -> dict[str, ModelLayer]:
 # --- slots
 
 
-def in_slots(adapters: Adapters, name: str) -> AdapterContents:
-    """An adapter in the slots of a module; the caller holds the slots meanwhile."""
+def in_slots(
+    slots: Iterable[tuple[str, Bank, int]],
+    tensor: Callable[[str], Tensor],
+    layers: Mapping[str, ModelLayer],
+    records: Iterable[Mapping[str, Any]],
+) -> AdapterContents:
+    """Read what banks hold of an adapter: of each, with the name of its pass, the slot that the adapter has.
+
+    `tensor` gives a tensor of a bank by name, `layers` are those of the model, and `records` what it remembers of its passes.
+    The caller holds the slots meanwhile.
+    """
     entries: list[Entry] = []
-    layers = adapters.about().layers
-    meta = getattr(getattr(adapters, "module", None), "meta", {})
-    at = [(site["block"], site["path"].partition("@")[0]) for entry in meta.get("passes", []) for site in entry["sites"]]
-    for p, banks in adapters.banks.items():
-        names = adapters.names_of(p)
-        for bank in banks if name in names else ():
-            known = layers.get(bank.path)
-            entry = _in_slot(adapters, bank, names.index(name), p, known is not None and known.kind == "Embedding")
-            paths = {bank.path: 0, **{path: 0 for block, path in at if block == bank.block}}  # tied layers have one block
-            entries += [] if entry is None else [replace(entry, name=path, path=path) for path in paths]
+    at = [(site["block"], site["path"].partition("@")[0]) for entry in records for site in entry["sites"]]
+    for p, bank, slot in slots:
+        known = layers.get(bank.path)
+        own = {key: bank.views(key, tensor(name), slot).detach().cpu().clone() for key, name in bank.names.items()}
+        entry = _in_slot(bank, own, p, known is not None and known.kind == "Embedding")
+        paths = {bank.path: 0, **{path: 0 for block, path in at if block == bank.block}}  # tied layers have one block
+        entries += [] if entry is None else [replace(entry, name=path, path=path) for path in paths]
     return AdapterContents(tuple(entries))
 
 
-def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str, table: bool) -> Entry | None:
-    """What one bank has in a slot; None where it has nothing."""
-    own = {key: bank.views(key, adapters.tensor(name), slot).detach().cpu().clone() for key, name in bank.names.items()}
+def _in_slot(bank: Bank, own: dict[str, Tensor], p: str, table: bool) -> Entry | None:
+    """The update that one slot of a bank has in its tensors; None where these are empty."""
     telling = [own["magnitude"]] if "magnitude" in own else own.values()
     if not any(value.any() for value in telling):
         return None  # a layer that the adapter has nothing for

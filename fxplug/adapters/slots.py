@@ -24,6 +24,7 @@ from .saved_heads import without_heads
 from .writing import About, Saved, about_of, content, write
 
 Weights = Mapping[str, float]
+Write = Callable[[Tensor, Any], None]  # puts a number or a tensor into a tensor of the slots
 
 
 class AdapterChoice:
@@ -91,6 +92,7 @@ class Adapters:
     which is what threads do that choose none; with several streams the program has to wait for its events itself.
     """
 
+    module: Any = None
     locks: tuple[StateLock, ...]
     watchers: Sequence[Any] = ()
 
@@ -154,7 +156,7 @@ class Adapters:
             yield
 
     @contextmanager
-    def _changing(self) -> Iterator[Callable[[Tensor, Any], None]]:
+    def _changing(self) -> Iterator[Write]:
         """A change, all or nothing: gives the function that writes a number or a tensor into a tensor of the slots."""
         before: list[tuple[Tensor, Tensor]] = []
 
@@ -249,6 +251,11 @@ class Adapters:
         """List the adapters in the slots of one pass, each an empty text where a slot is free."""
         return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in self._table(p, "names").tolist()]
 
+    def _slots_of(self, name: str) -> dict[str, int]:
+        """Find the slot that an adapter has in each pass that has it."""
+        named = {p: self.names_of(p) for p in self.banks}
+        return {p: names.index(name) for p, names in named.items() if name in names}
+
     def check_known(self, name: Any) -> str:
         """Give the name, if an adapter of that name is loaded. Raises SpecError."""
         if name not in (known := self.names):
@@ -285,13 +292,12 @@ class Adapters:
         taken, full slots, a rank above theirs, or an update of another kind than they hold. Nothing is changed then.
         """
         self._check_new(name, replace)  # before a file is read
-        module = getattr(self, "module", None)
-        file, heads = without_heads(read(source, adapter=adapter, config=config, limits=limits), module)
+        file, heads = without_heads(read(source, adapter=adapter, config=config, limits=limits), self.module)
         if any(not torch.equal(home, value.to(home)) for home, value in heads):
             raise SpecError(
                 f"{file.source} has a new last layer, which slots cannot hold: apply the pass head with {{weights: the file}}"
             )
-        found = fit_to(file, self.banks, module, self.shapes, part, guess)
+        found = fit_to(file, self.banks, self.module, self.shapes, part, guess)
         if not (partial and found.placed):
             found.check()
         warn_on_other_base(file.source, file.about, self.there)
@@ -299,8 +305,7 @@ class Adapters:
         with self._changing() as write:
             known = self._check_new(name, replace)
             slots = {p: self._free(p, name) for p in ready}
-            homes = {p: self.names_of(p).index(name) for p in self.banks if name in self.names_of(p)}
-            used = {p: self._table(p, "weights")[:, slot].clone() for p, slot in homes.items()}
+            used = {p: self._table(p, "weights")[:, slot].clone() for p, slot in self._slots_of(name).items()}
             if known:
                 self._clear(name, write)
             for p, slot in slots.items():
@@ -319,22 +324,18 @@ class Adapters:
     def _check_new(self, name: Any, replace: bool) -> bool:
         """Whether an adapter of this name is loaded. Raises SpecError for a name that cannot be taken."""
         check_name(name, self._table(next(iter(self.banks)), "names").shape[1])
-        if name in self.names:
-            if not replace:
-                raise SpecError(f"an adapter '{name}' is loaded already: unload it first, or load with replace=True")
-            return True
-        return False
+        if (known := name in self.names) and not replace:
+            raise SpecError(f"an adapter '{name}' is loaded already: unload it first, or load with replace=True")
+        return known
 
     def _free(self, p: str, name: str) -> int:
         names = self.names_of(p)
-        if name in names:
-            return names.index(name)
-        if "" not in names:
+        if (wanted := name if name in names else "") not in names:
             raise SpecError(
                 f"all {len(names)} slots of pass '{p}' are taken, by {', '.join(names)}: unload one, or apply the pass with "
                 f"slots={len(names) + 1}"
             )
-        return names.index("")
+        return names.index(wanted)
 
     @torch.no_grad()
     def unload(self, name: str) -> None:
@@ -342,19 +343,14 @@ class Adapters:
         with self._changing() as write:
             self._clear(self.check_known(name), write)
 
-    def _clear(self, name: str, write: Callable[[Tensor, Any], None]) -> None:
+    def _clear(self, name: str, write: Write) -> None:
         """Free an adapter's slots."""
-        for p in self.banks:
-            if name not in (names := self.names_of(p)):
-                continue
-            slot = names.index(name)
+        for p, slot in self._slots_of(name).items():
             write(self._table(p, "weights")[:, slot], 0)
             write(self._table(p, "names")[slot], 0)
             self._empty(p, slot, write)
 
-    def _empty(
-        self, p: str, slot: int, write: Callable[[Tensor, Any], None], but: Mapping[str, Sequence[int]] | None = None
-    ) -> None:
+    def _empty(self, p: str, slot: int, write: Write, but: Mapping[str, Sequence[int]] | None = None) -> None:
         """Zero what lies in a slot, `but` tensors that are written whole: training may have written into a free one."""
         for bank in self.banks[p]:
             for key, tensor_name in bank.names.items():
@@ -381,9 +377,11 @@ class Adapters:
         Raises SpecError for a name that is not loaded, and what `save_adapter` does.
         """
         with read_lock(self.locks):
-            held = in_slots(self, self.check_known(name))
+            slots, model = self._slots_of(self.check_known(name)), self.about()
+            rows = [(p, bank, slot) for p, slot in slots.items() for bank in self.banks[p]]
+            held = in_slots(rows, self.tensor, model.layers, getattr(self.module, "meta", {}).get("passes", []))
         options: Any = {"name": name, "part": part, "partial": partial, "dtype": dtype, "metadata": about}
-        return write(content(held, as_, self.about(), there=self.there, **options), path, as_)
+        return write(content(held, as_, model, there=self.there, **options), path, as_)
 
     def about(self) -> About:
         """Say what is known of the model."""
@@ -456,7 +454,7 @@ class Adapters:
                     "share: use the same adapters for all samples, or a pass that runs beside its layers, such as lora"
                 )
             apart = (made[p][0] != made[p][0][:1]).any(0).nonzero()[:, 0].tolist()
-            check_samples(p, self.banks[p], apart, self.tensor, getattr(self, "module", None))
+            check_samples(p, self.banks[p], apart, self.tensor, self.module)
         return made
 
     def strengths(self, weights: Weights) -> dict[str, Tensor]:
