@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..blocks.base import scaled_factor
+from ..blocks import update_kinds
+from ..blocks.base import UpdateKind
+from ..blocks.lora import Lora
 from ..blocks.low_rank import in_slot
 from ..core.errors import SpecError, brief_fields, shown
 from .updates import Entry
-
-# the dimensions of a parameter that are ranks; a bank is padded there and nowhere else
-RANKS = {
-    "down": (0,), "up": (1,),
-    "hada_w1_a": (1,), "hada_w1_b": (0,), "hada_w2_a": (1,), "hada_w2_b": (0,), "hada_t1": (0, 1), "hada_t2": (0, 1),
-    "lokr_w1": (), "lokr_w2": (), "lokr_w1_a": (1,), "lokr_w1_b": (0,), "lokr_w2_a": (1,), "lokr_w2_b": (0,), "lokr_t2": (0, 1),
-    "magnitude": (), "delta": (), "rotation": (), "weight": (),
-}  # fmt: skip
-
-OTHERS = ("Oft", "Boft", "Scale")  # those of blocks without slots that hold what a file has for a layer
-MAPS = ("LoraWeight", "Dora", "Loha", "Lokr", "Delta")  # the classes of blocks that map a parameter
-CORES = {"hada_w1_a": "hada_t1", "hada_w2_a": "hada_t2", "lokr_w2_a": "lokr_t2"}
-
-
-def rank_dims(key: str, names: Container[str]) -> tuple[int, ...]:
-    """The dimensions of one of an update's tensors that are ranks; `names` are those of all: before a core it is the first."""
-    return (0,) if CORES.get(key) in names else RANKS[key]
 
 
 @dataclass(frozen=True)
@@ -39,7 +24,7 @@ class Bank:
     """The slots at one layer: what `apply` keeps of a block with slots, plain values all.
 
     `path` is the layer, `block` the module that holds the bank, `kind` the kind of layer beside which a low-rank update runs
-    (Linear, Conv2d, Embedding), or the class of block that maps the parameter `param`, one of `MAPS`; `shape` is the
+    (Linear, Conv2d, Embedding), or the `kind_key` of any other block, and `param` the parameter that this maps; `shape` is the
     parameter's, `dim` that of the channels that have magnitudes. The layer of one that is `transposed` holds its weight as
     (in, out); `shape` is (out, in), but that of a change of the whole. With `experts` it is (experts, n, m), and an update for
     each of them.
@@ -68,6 +53,14 @@ class Bank:
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         return cls(site["path"].partition("@")[0], site["block"], **values)
 
+    @property
+    def update_kind(self) -> UpdateKind:
+        """The kind of update that it holds."""
+        found = update_kinds().get(self.kind)
+        if found is None and ":" in self.kind:
+            raise SpecError(f"the slots at '{self.path}' are of {shown(self.kind)}, whose module is not imported: import it")
+        return found or Lora.update_kind
+
     def plainly(self) -> dict[str, Any]:
         """Its fields, as plain values."""
         return {key: value for key, value in vars(self).items() if key != "options"}
@@ -75,12 +68,7 @@ class Bank:
     @property
     def names(self) -> dict[str, str]:
         """The names of its parameters in the state dict."""
-        if self.kind in OTHERS:
-            return {key: f"{self.block}.{key}" for key in self.parameters}
-        if not self.maps:
-            more = {"bias": f"{self.block}.up.bias"} if self.biased else {}
-            return {"down": f"{self.block}.down.weight", "up": f"{self.block}.up.weight", **more}
-        return {key: f"{self.block}.{key}" for key in self.parameters}
+        return {key: f"{self.block}.{self.update_kind.state.get(key, key)}" for key in self.parameters}
 
     @property
     def key(self) -> str:
@@ -88,31 +76,24 @@ class Bank:
         return f"{self.path}.{self.param}".lstrip(".") if self.maps and self.param != "weight" else self.path
 
     @property
-    def plain(self) -> bool:
-        """Whether it has plain low-rank products."""
-        return self.kind == "LoraWeight" or (not self.maps and self.kind not in OTHERS)
-
-    @property
     def biased(self) -> bool:
         """Whether its update has a bias."""
         return "bias" in self.parameters
 
     @property
-    def what(self) -> str:
-        """The word for what it holds."""
-        return "lora" if self.plain else {"Scale": "ia3"}.get(self.kind, self.kind.lower())
+    def gates(self) -> bool:
+        """Whether it is around its layer, whose bias it changes with the weight."""
+        return self.update_kind.place == "after" and bool(self.update_kind.method)
 
     @property
     def maps(self) -> bool:
         """Whether it maps the weight itself, so that its parameters have the slots as their first dimension."""
-        return self.kind in MAPS
+        return self.update_kind.slots == "first"
 
     def views(self, name: str, tensor: Tensor, slot: int) -> Tensor:
         """One slot of one of the bank's tensors: a view, in groups (groups, rank, ...) for a convolution's `down`."""
-        if not self.slots and (self.maps or self.kind in OTHERS or name == "bias"):
-            return tensor
-        if self.maps:
-            return tensor[slot]
+        if self.update_kind.slots != "inner" or name == "bias":
+            return tensor[slot] if self.slots else tensor
         turned = name == "up" or self.kind == "Embedding"
         return in_slot(tensor, slot, max(self.slots, 1), 0 if turned else self.groups)
 
@@ -121,8 +102,8 @@ class Bank:
         if value.is_meta and not tensor.is_meta:
             raise SpecError(f"'{entry.name}': its {key} is on the meta device and has no values: give the file itself")
         target = self.views(key, tensor, 0)
-        flat = self.maps or self.kind in OTHERS or key == "bias"
-        loose = rank_dims(key, self.parameters) if flat and key != "bias" else () if flat else (1,)
+        inner = self.update_kind.slots == "inner"
+        loose = () if key == "bias" else (1,) if inner else self.update_kind.rank_dims(key, self.parameters)
         fits = target.dim() == value.dim() and all(
             n == m or (d in loose and n < m) for d, (n, m) in enumerate(zip(value.shape, target.shape, strict=True))
         )
@@ -131,7 +112,7 @@ class Bank:
                 f"'{entry.name}' has a {key} of {list(value.shape)}, and the slots at '{self.path}' take {list(target.shape)}: "
                 "apply the pass with the options that the adapter was trained with"
             )
-        takes = bool(self.slots) and key == scaled_factor(self.parameters)
+        takes = bool(self.slots) and key == self.update_kind.scaled(self.parameters)
         if value.dtype == tensor.dtype != torch.float64 and (not takes or entry.scale == 1):
             return value  # whose reader has seen that its numbers are finite
         made = (value.float() * entry.scale).to(tensor.dtype) if takes else value.to(tensor.dtype)
@@ -157,15 +138,17 @@ def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict
 
     `base` are the values of the parameter, if they are at hand.
     """
-    if bank.kind in OTHERS:
-        return 0, _as_is(bank, entry)
-    if bank.kind == "Delta":
+    kind = bank.update_kind
+    if kind.whole:
         return 1, {"delta": _change(bank, entry, base)}
-    if bank.kind in ("Loha", "Lokr"):
+    if kind.method:
+        return 0, _as_is(bank, entry)
+    if kind.is_product and not kind.is_plain:
         tensors = dict(entry.tensors)
-        rank = max((tensors[key].shape[dim] for key in tensors for dim in rank_dims(key, tensors)), default=0)
-        for whole in ("lokr_w1", "lokr_w2"):
-            split = whole in bank.names and f"{whole}_a" in tensors and "lokr_t2" not in tensors
+        rank = max((tensors[key].shape[dim] for key in tensors for dim in kind.rank_dims(key, tensors)), default=0)
+        cores = any(name.replace("w", "t") in tensors for name in kind.factors)
+        for whole in kind.factors:
+            split = whole in bank.names and f"{whole}_a" in tensors and not cores
             if split and (shape := _shape_without_factors(bank, entry, whole)):
                 tensors[whole] = (tensors.pop(f"{whole}_a").float() @ tensors.pop(f"{whole}_b").float()).reshape(shape)
         if tensors.keys() != bank.names.keys():
@@ -174,12 +157,12 @@ def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict
                 f"{', '.join(sorted(bank.names))}: apply the pass with the options that the adapter was trained with"
             )
         return rank, tensors
-    if entry.experts and bank.kind == "LoraWeight":
+    if entry.experts and bank.maps and kind.is_plain:
         return entry.rank, entry.by_expert(bank.transposed)
-    if (rank := entry.rank if bank.kind == "Dora" else entry.product_rank()) > bank.rank:
+    if (rank := entry.rank if kind.is_decomposed else entry.product_rank()) > bank.rank:
         return rank, {}
     magnitude = entry.tensors.get("magnitude")
-    entry = entry if bank.kind == "Dora" or entry.kind == "lora+bias" else entry.as_lora(bank.shape)
+    entry = entry if kind.is_decomposed or entry.kind == "lora+bias" else entry.as_lora(bank.shape)
     entry = entry.as_one_group() if bank.maps else entry
     down, up = entry.pair("Linear" if bank.maps else bank.kind)
     rank = up.shape[1]
@@ -211,7 +194,7 @@ def _as_is(bank: Bank, entry: Entry) -> dict[str, Tensor]:
             f"{', '.join(f'{key}={bank.options[key]!r}' for key in wrong)}: apply the pass with the options that the adapter "
             "was trained with"
         )
-    return {"weight": entry.tensors["gate"]} if bank.kind == "Scale" else dict(entry.tensors)
+    return dict(entry.tensors)
 
 
 def _change(bank: Bank, entry: Entry, base: Tensor | None) -> Tensor:
@@ -239,17 +222,18 @@ def candidate_banks(entry: Entry, banks: Sequence[Bank]) -> list[int]:
     Any low-rank product goes where a plain one does, and everything into a change of the whole.
     """
     base, *more = entry.kind.split("+")
-    beside = "bias" in more
+    word, _, side = base.partition(" ")
+    beside, kind = "bias" in more, entry.update_kind
     ways: list[Callable[[Bank], bool]] = []
-    if base in ("lora", "loha", "lokr") and not any("dora" in one for one in more):
-        ways = [lambda bank: bank.kind.lower() == base and not beside, lambda bank: bank.plain and (bank.biased or not beside)]
+    if kind.is_product and not any("dora" in one for one in more):
+        ways = [lambda bank: bank.update_kind.name == word and not beside]
+        if kind.is_low_rank:
+            ways.append(lambda bank: bank.update_kind.is_plain and (bank.biased or not beside))
     elif not more:
-        word, _, side = base.partition(" ")
-        own = {"ia3": "scale"}.get(word, word)
         dim = int(bool(side)) ^ int(bool(entry.embedding))  # of the channels that have magnitudes
-        ways = [lambda bank: bank.kind.lower() == own and (word != "dora" or bank.dim == dim)]
+        ways = [lambda bank: bank.update_kind.name == word and (not kind.is_decomposed or bank.dim == dim)]
     if not beside:
-        ways.append(lambda bank: bank.kind == "Delta")
+        ways.append(lambda bank: bank.update_kind.whole)
     return list(dict.fromkeys(n for way in ways for n, bank in enumerate(banks) if way(bank)))
 
 
@@ -262,7 +246,7 @@ def parted(placed: Mapping[str, Entry], homes: Mapping[str, Sequence[Bank]]) -> 
     for path, entry in placed.items():
         if path in made:
             continue  # part of a sum
-        if entry.optional and any(bank.kind == "Scale" for bank in homes.get(path.removesuffix(f".{entry.param}"), ())):
+        if entry.optional and any(bank.gates for bank in homes.get(path.removesuffix(f".{entry.param}"), ())):
             continue
         if "+bias" in entry.kind and not candidate_banks(entry, homes.get(path, ())):
             tensors = dict(entry.tensors)
@@ -281,14 +265,14 @@ def parted(placed: Mapping[str, Entry], homes: Mapping[str, Sequence[Bank]]) -> 
 
 def no_home(entry: Entry, key: str, banks: Sequence[Bank]) -> SpecError:
     """What is said of an entry that nothing here has room for: the pass that has it."""
-    here = f"the slots here are for {' and '.join(sorted({bank.what for bank in banks}))}" if banks else (
+    here = f"the slots here are for {' and '.join(sorted({bank.update_kind.name for bank in banks}))}" if banks else (
         "no pass here has slots for it"
     )
     path = key.removesuffix(f".{entry.param}") if entry.param != "weight" else key
     what = f"{entry.kind} ({entry.method})" if entry.method else entry.kind
     what = f"a change of '{key}'" if entry.method in ("diff", "whole") else what
     word, _, side = entry.kind.partition("+")[0].partition(" ")
-    own = word in ("dora", "oft", "boft", "ia3") and "+dora" not in entry.kind
+    own = not (entry.update_kind.whole or entry.update_kind.is_low_rank)
     way = f"{word}{' with by=input' if side else ''} or delta" if own else "delta"
     return SpecError(
         f"'{entry.name}' is {what}, which is more than a low-rank update, and {here}: apply the pass {way} with at='{path}', "
@@ -330,7 +314,8 @@ def rows_for(
     if high:
         path, rank, bank, p = max(high, key=lambda row: row[1])
         word = "rank_max" if bank.slots else "rank"
-        kind = next((placed[at].kind for at, *_ in high if at in placed and placed[at].kind in ("loha", "lokr")), "")
+        known = [placed[at] for at, *_ in high if at in placed]
+        kind = next((entry.kind for entry in known if entry.is_low_rank and not entry.update_kind.is_plain), "")
         other = f", or apply the pass {kind}, which stores the factors as they are" if kind else ""
         way = f"apply pass '{p}' with {word}={rank}{other}"
         if bank.groups > 1:
@@ -358,7 +343,7 @@ def _first_fitting(
         try:
             rank, values = values_for(bank, entry, there(f"{bank.path}.{bank.param}"))
             if rank <= bank.rank:
-                scaled = replace(entry, scale=1.0) if bank.kind == "Delta" else entry
+                scaled = replace(entry, scale=1.0) if bank.update_kind.whole else entry
                 made = []
                 for key, value in values.items():
                     tensor = there(bank.names[key])
@@ -378,5 +363,5 @@ def _shape_without_factors(bank: Bank, entry: Entry, name: str) -> list[int]:
 
     Empty where it cannot have one."""
     a, b = entry.tensors[f"{name}_a"].shape[0], entry.tensors[f"{name}_b"].shape[1]
-    kernel = list(bank.shape[2:]) if name == "lokr_w2" else []
+    kernel = list(bank.shape[2:]) if name == bank.update_kind.factors[-1] else []
     return [] if b % math.prod(kernel) else [a, b // math.prod(kernel), *kernel]

@@ -8,15 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..blocks.base import kind_of
 from ..core.errors import ArtifactError, SpecError, brief_fields
 from ..core.quantised import is_transposed, weight_shape
-from .banks import Bank, rank_dims
+from .banks import Bank
 from .find_tensors import unreadable
 from .loading import bank_of, without_slots
 from .saved_heads import as_entries, merged_heads, trained_layers
-from .updates import Entry, rank_of
-
-BLOCKS = ("Lora", "LoraWeight", "Dora", "Loha", "Lokr", "Delta", "Vera")  # whose updates files have a form for
+from .updates import Entry
 
 
 @dataclass(frozen=True)
@@ -90,27 +89,27 @@ def _in_slot(bank: Bank, own: dict[str, Tensor], p: str, table: bool) -> Entry |
     telling = [own["magnitude"]] if "magnitude" in own else own.values()
     if not any(value.any() for value in telling):
         return None  # a layer that the adapter has nothing for
-    loose = {key: rank_dims(key, own) if bank.maps else (1,) for key in own}
+    loose = {key: bank.update_kind.rank_dims(key, own) if bank.maps else (1,) for key in own}
     rank = max([1, *(_reach(own[key], dim) for key in own for dim in loose[key])])
     return _entry(bank, {key: _cut(value, loose[key], rank) for key, value in own.items()}, 1.0, p, table)
 
 
 def _entry(bank: Bank, values: dict[str, Tensor], scale: float, p: str, table: bool) -> Entry:
-    if bank.kind == "Delta":
+    of, kind = bank.update_kind, bank.update_kind.name
+    if of.whole:
         own = {"delta": values["delta"].contiguous()}
-        return Entry(bank.path, bank.path, p, "delta", own, 1.0, 0, param=bank.param, method="diff")
-    kind = bank.kind.lower() if bank.kind in ("Loha", "Lokr", "Dora") else "lora"
-    if kind == "dora":
+        return Entry(bank.path, bank.path, p, kind, own, 1.0, 0, param=bank.param, method=of.method)
+    if of.is_decomposed:
         values["magnitude"] = values["magnitude"].flatten()
-        kind = "dora by input" if bank.dim != int(table) else kind  # a table's outputs are its second dimension
+        kind = f"{kind} by input" if bank.dim != int(table) else kind  # a table's outputs are its second dimension
     embedding = bank.kind == "Embedding"
-    if kind == "lora" and not bank.maps:
+    if not bank.maps:
         values["down"] = values["down"].T if embedding else values["down"].flatten(0, 1)
     kind = f"{kind}+bias" if "bias" in values else kind
     tensors = {key: value.contiguous() for key, value in values.items()}
     options = {"experts": bank.experts, "by_expert": True, "transposed": bank.transposed} if bank.experts else {}
     param = bank.param if bank.maps else "weight"
-    return Entry(bank.path, bank.path, p, kind, tensors, scale, rank_of(values), embedding, param=param, options=options)
+    return Entry(bank.path, bank.path, p, kind, tensors, scale, of.rank(values), embedding, param=param, options=options)
 
 
 def _reach(value: Tensor, dim: int) -> int:
@@ -149,11 +148,12 @@ def trained(module: Any, passes: Sequence[str] | None = None, *, strict: bool = 
             made = module.get_submodule(block)
             if getattr(made, "resizes", False):
                 continue  # `merged_heads` has it
-            if type(made).__name__ not in BLOCKS or not type(made).__module__.startswith("fxplug.blocks"):
+            kind = kind_of(made)
+            if kind is None or (kind.method and not kind.whole):
                 left[path] = f"{name} has a {type(made).__name__} there, which no adapter format can represent"
             elif site.get("apart"):
                 left[path] = f"{name} has a block there that does not run beside every call of the layer, on its input"
-            elif site["place"] != ("after" if type(made).__name__ in ("Lora", "Vera") else "param"):
+            elif site["place"] != kind.place:
                 left[path] = f"{name} has a {type(made).__name__} there with place '{site['place']}', not beside the layer"
             elif (entry := _of_block(module, site, path, name)) and entries.setdefault(entry.key(path), entry) is not entry:
                 left[entry.key(path)] = f"{name} has a second update there: choose with passes="
@@ -172,11 +172,9 @@ def trained(module: Any, passes: Sequence[str] | None = None, *, strict: bool = 
 def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) -> Entry | None:
     """The update of one block; None for a change that is zero."""
     block: Any = module.get_submodule(site["block"])
-    if type(block).__name__ == "Vera":
-        first, second = (module.get_buffer(f"{name}.shared.{half}").detach().cpu() for half in ("first", "second"))
-        down = block.d.detach().cpu()[:, None] * first[:, : block.in_features]
-        up = block.b.detach().cpu()[:, None] * second[: block.out_features]
-        return Entry(path, path, name, "lora", {"down": down, "up": up}, 1.0, block.rank)
+    if shared := block.update_kind.shared:
+        own = block.product(*(module.get_buffer(f"{name}.{one}").detach().cpu() for one in shared))
+        return Entry(path, path, name, "lora", own, 1.0, len(own["down"]))
     bank = bank_of(module, site)
     assert bank is not None
     state = dict(block.state_dict(prefix=f"{bank.block}.", keep_vars=True))
@@ -187,7 +185,7 @@ def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) 
     if dtypes := [state[key].dtype for key in bank.names.values() if not state[key].is_floating_point()]:
         raise ArtifactError(f"the update of '{path}' is {dtypes[0]}; an adapter's weights must be floating point")
     own = {key: bank.views(key, state[tensor], 0).detach().cpu().clone() for key, tensor in bank.names.items()}
-    if bank.kind == "Delta":
+    if bank.update_kind.whole:
         return _entry(bank, own, 1.0, name, False) if own["delta"].any() else None
     if f"{bank.block}.scale" not in state:
         raise ArtifactError(f"the update of '{path}' is a bank of slots, and the record of {name} says that it has none")

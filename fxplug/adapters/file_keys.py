@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-from .file_kinds import KINDS, WHOLE, WHOLE_OF
+from ..blocks import update_kinds
+from ..blocks.base import UpdateKind
+from .file_kinds import FORMS, WHOLE, WHOLE_OF
 from .layer_names import new_name
 
 # how a key ends -> what the tensor is; {a} may be an adapter's name
 _ADAPTER = r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?"
 _BEHIND = r"(?<=processor\.qkv_lora)|(?<=processor\.proj_lora)|(?<=_lora1)|(?<=_lora2)"
 # of methods that are no low-rank product
-_ROLES = {*WHOLE, "set_weight", "reshape_weight", *(role for kind in KINDS if kind.make for role in (*kind.needed, *kind.more))}
+_ROLES = {*WHOLE, "set_weight", "reshape_weight", *(role for form in FORMS for role in (*form.needed, *form.more))}
 _NAMES = "|".join(role for role in sorted(_ROLES) if "_" in role or role in ("diff", "rescale", "ranknum"))
 _GLORA = ("a1", "a2", "b1", "b2", "bm")
 SHARED = re.compile(r"^(?:base_model\.)?(?P<name>vera_[AB]|randlora_[AB]|vblora_vector_bank)(?:\.(?P<adapter>[^.]+))?$")
@@ -28,7 +31,6 @@ _FORMS = [
         # x-flux by XLabs, where a processor has LoRAs of several layers
         (rf"(?:{_BEHIND})\.(?P<half>down|up)\.(?P<what>weight|bias)$", ""),
         (r"(?:\.lora|\.lora_linear_layer|(?P<old>_lora))\.(?P<half>down|up)\.(?P<what>weight|bias)$", ""),
-        (r"\.(?P<name>hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)){a}$", "factor"),
         (r"\.dora_scale$|\.magnitude(?:\.weight)?$", "magnitude"),  # LyCORIS', and ai-toolkit's
         (r"(?<=query_norm)\.scale$|(?<=key_norm)\.scale$", "set_weight"),  # of Flux, as its control LoRAs have them
         (r"\.oft_R\.(?P<name>scaled_oft)$", "other"),
@@ -40,13 +42,39 @@ _FORMS = [
 INNER = ".base_layer.out_proj"  # of a MultiheadAttention, within PEFT's wrapper around that
 WRAPPED = re.compile(r"\.modules_to_save(?:\.default)?(?=\.)")  # PEFT's wrapper around a layer that it saves whole
 TABLES = "fxplug.tables"  # in a file's metadata: which of its layers are Embeddings, a line each, as square halves do not tell
-_OWN = re.compile(
-    r"^(?P<layer>.*)\.(?P<block>(?P<cls>Lora|LoraWeight|Dora|Loha|Lokr)(?:_\d+)?)\."
-    r"(?P<name>(?:down|up)(?:\.weight)?|up\.bias|scale|magnitude|hada_\w+|lokr_\w+)$"
-)
 _OFT_PART = re.compile(r"^(?P<layer>.+)\.oft_blocks\.(?P<number>\d+)$")  # networks/oft_flux.py of sd-scripts: q, k, v by number
 _NUMBERED = re.compile(r"^(?P<part>\w*):(?P<number>\d+):(?P<half>up|down)$")  # lora by cloneofsimo, 2022: layers by number
 _HALVES = {"A": "down", "down": "down", "B": "up", "up": "up", "mid": "mid"}
+
+
+@dataclass(frozen=True)
+class KindKeys:
+    """How keys of some kinds of updates end: in our own files, behind the name of a block (`own`), and in those of others."""
+
+    own: re.Pattern[str]
+    blocks: Mapping[str, UpdateKind]
+    states: Mapping[str, str]  # the name of a tensor in a block's state -> its own
+    factor: re.Pattern[str]
+    names: Mapping[str, str]  # its name in files -> its own
+
+    @classmethod
+    def of(cls, kinds: Sequence[UpdateKind]) -> KindKeys:
+        """Make them of those of these kinds that are no methods."""
+        kinds = [kind for kind in kinds if kind.forms and not kind.method]
+        blocks = {kind.block: kind for kind in kinds}
+        states = {kind.state.get(name, name): name for kind in kinds for name in {*kind.tensors, *kind.state}}
+        states["scale"] = "scale"
+        factors = [kind for kind in kinds if kind.is_product and not kind.is_plain]
+        names = {row.get(name, name): name for kind in factors for row in (*kind.formats.values(), {}) for name in kind.tensors}
+        one_of = ["|".join(map(re.escape, some)) for some in (blocks, states, names)]
+        own = rf"^(?P<layer>.*)\.(?P<block>(?P<cls>{one_of[0]})(?:_\d+)?)\.(?P<name>{one_of[1]})$"
+        return cls(re.compile(own), blocks, states, re.compile(rf"\.(?P<name>{one_of[2]}){_ADAPTER}$"), names)
+
+
+@cache
+def keys_of(*kinds: UpdateKind) -> KindKeys:
+    """Give how keys of these kinds of updates end, made once."""
+    return KindKeys.of(kinds)
 
 
 @dataclass
@@ -56,7 +84,7 @@ class LayerKeys:
     name: str
     keys: dict[str, str] = field(default_factory=dict)
     embedding: bool = False
-    own: str = ""
+    own: UpdateKind | None = None
     group: str = ""  # of a block of ours, the pass
 
 
@@ -65,12 +93,13 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
 
     `state` is the whole file, and `adapter` the one that is wanted. The names of adapters that are met go into `adapters`.
     """
-    own = _OWN.match(key if "." in key else "")
+    kinds = keys_of(*update_kinds().values())
+    own = kinds.own.match(key if "." in key else "")
     if own:
         group, _, name = own["layer"].partition(".")
         last = "" if own["block"] == own["cls"] else f".{own['block']}"
-        role = "bias" if own["name"] == "up.bias" else own["name"].removesuffix(".weight")
-        return LayerKeys(f"{group}.{name}{last}" if name else group, {role: key}, own=own["cls"], group=group)
+        role, kind = kinds.states[own["name"]], kinds.blocks[own["cls"]]
+        return LayerKeys(f"{group}.{name}{last}" if name else group, {role: key}, own=kind, group=group)
     if numbered := _NUMBERED.match(key):
         return LayerKeys(f"{numbered['part']}:{numbered['number']}", {numbered["half"]: key})
     if key.endswith(".alpha") and f"{key.removesuffix('.alpha')}.oft_blocks.0" in state:
@@ -79,7 +108,7 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
         several, alpha = f"{part['layer']}.oft_blocks.1" in state, f"{part['layer']}.alpha"
         keys = {"oft_blocks": key, **({"alpha": alpha} if alpha in state else {})}
         return LayerKeys(f"{part['layer']}_{part['number']}" if several else part["layer"], keys)
-    for form, role in _FORMS:
+    for form, role in ((kinds.factor, "factor"), *_FORMS):
         found = form.search(key)
         if found is None:
             continue
@@ -101,7 +130,8 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
             if parts.get("what") == "bias":
                 return LayerKeys(layer, {"bias": key}) if half == "up" else None
             return LayerKeys(layer, {half: key}, embedding=role == "embedding")
-        return LayerKeys(layer, {parts.get("name") or role: key})
+        name = parts.get("name") or role
+        return LayerKeys(layer, {kinds.names.get(name, name): key})
     owner, _, last = key.rpartition(".")
     path, _, name = owner.rpartition(".")
     if last == "weight" and f"{owner}.on_input" in state:  # LyCORIS' (IA)3

@@ -1,6 +1,7 @@
-"""What a file has for a layer: a table of the kinds of updates, the tensors and sizes of each, and the entries that these make.
+"""What a file has for a layer: a table of forms of updates, the tensors and sizes of each, and the entries that these make.
 
-What PEFT's configuration must say for them, and which of its methods have no home here, and why, is in formats.yaml.
+The forms of products are those that their blocks say. What PEFT's configuration must say for the others, and which of its
+methods have no home here, and why, is in formats.yaml.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..blocks import update_kinds
+from ..blocks.base import UpdateKind
 from ..core.errors import ArtifactError, shown
 from .layer_matching import split_part
 from .peft_config import METHODS
@@ -80,17 +83,17 @@ Make = Callable[[Tensors, LayerFacts], list[Entry]]
 
 
 @dataclass(frozen=True)
-class UpdateKind:
-    """The tensors that a kind of update needs, and those that it may have, by role, each with its sizes.
+class LayerForm:
+    """The tensors that a form of an update needs, and those that it may have, by role, each with its sizes.
 
-    A letter is the same number in all of a layer's tensors, `k*i` the product of two that are known, a digit itself, `...` any
-    further sizes, and `...k` those, the same everywhere. `make` gives the entries of the tensors; without one they are a
-    low-rank update, whose scale the reader works out.
+    Sizes are as in `blocks.base.UpdateKind`. `make` gives the entries of the tensors; without one they are a product of `kind`,
+    whose scale the reader works out.
     """
 
     needed: Mapping[str, str]
     more: Mapping[str, str] = field(default_factory=dict)
     make: Make | None = None
+    kind: UpdateKind | None = None
 
     def check_roles(self, tensors: Tensors, facts: LayerFacts) -> None:
         """Raise ArtifactError for tensors that are missing, or that the kind has not."""
@@ -129,13 +132,21 @@ def _conflict(role: str, names: list[str], tensor: Tensor, known: dict[str, tupl
     return ""
 
 
-def nearest_kind(tensors: Tensors) -> UpdateKind:
-    """The kind of update that tensors by role are, or the one that they are nearest to."""
+@cache
+def product_forms(*kinds: UpdateKind) -> list[LayerForm]:
+    """Make the forms of those of these kinds that are products of their tensors, the plain one first."""
+    products = [kind for kind in kinds if kind.is_product and (kind.formats or not kind.is_plain)]
+    products.sort(key=lambda kind: (not kind.is_plain, kind.name))
+    return [LayerForm(form, {**kind.aside, **_BESIDE}, kind=kind) for kind in products for form in kind.forms]
 
-    def distance(kind: UpdateKind) -> tuple[int, int]:
-        return len(kind.needed.keys() - tensors.keys()), len(tensors.keys() - kind.needed.keys() - kind.more.keys())
 
-    return min([kind for kind in KINDS if not tensors.keys().isdisjoint(kind.needed)] or [KINDS[0]], key=distance)
+def nearest_form(tensors: Tensors) -> LayerForm:
+    """Find the form that tensors by role have, or the one that they are nearest to."""
+    def distance(form: LayerForm) -> tuple[int, int]:
+        return len(form.needed.keys() - tensors.keys()), len(tensors.keys() - form.needed.keys() - form.more.keys())
+
+    forms = (*product_forms(*update_kinds().values()), *FORMS)
+    return min([form for form in forms if not tensors.keys().isdisjoint(form.needed)] or [forms[0]], key=distance)
 
 
 def changes_of(facts: LayerFacts, tensors: dict[str, Tensor]) -> list[Entry]:
@@ -378,42 +389,31 @@ def _tokens(t: Tensors, facts: LayerFacts) -> list[Entry]:
 
 
 _BESIDE = {"bias": "n ...", "magnitude": "m ..."}  # what low-rank updates may have
-_LOKR_1 = {"lokr_w1": "a c"}, {"lokr_w1_a": "a r", "lokr_w1_b": "r c"}
-_LOKR_2 = (
-    {"lokr_w2": "b d ..."},
-    {"lokr_w2_a": "b q", "lokr_w2_b": "q d"},
-    {"lokr_w2_a": "q b", "lokr_t2": "q p ...", "lokr_w2_b": "p d"},
-)
-KINDS = (
-    UpdateKind({"down": "l i ...", "up": "o r ..."}, {"mid": "r l ...", **_BESIDE}),
-    UpdateKind({"hada_w1_a": "o r", "hada_w1_b": "r i", "hada_w2_a": "o s", "hada_w2_b": "s i"}, _BESIDE),
-    UpdateKind({"hada_w1_a": "r o", "hada_t1": "r u ...k", "hada_w1_b": "u i", "hada_w2_a": "s o", "hada_t2": "s v ...k",
-          "hada_w2_b": "v i"}, _BESIDE),
-    *(UpdateKind({**first, **second}, _BESIDE) for first, second in product(_LOKR_1, _LOKR_2)),
-    UpdateKind({"oft_blocks": "..."}, {"rescale": "..."}, _lycoris_oft),
-    UpdateKind({"a1": "i r ...", "a2": "r j ...", "b1": "o r ...", "b2": "r c ..."}, {"bm": "r r ..."}, _glora),
-    UpdateKind({"on_input": "...", "weight": "..."}, {}, _lycoris_ia3),
-    UpdateKind({"down": "r i", "up": "o r", "lora_E": "r 1"}, {"ranknum": "..."}, _adalora),
-    UpdateKind({"vera_lambda_b": "o", "vera_lambda_d": "r"}, {}, _vera),
-    UpdateKind({"vblora_logits_A": "a m k", "vblora_logits_B": "b n k"}, {}, _vblora),
-    UpdateKind({f"vblora_logits_{half}_topk_{end}": "..." for half in "AB" for end in ("indices", "weights")}, {}, _vblora),
-    UpdateKind({"miss_block": "..."}, {}, _miss),
-    UpdateKind({"bone_block": "..."}, {}, _miss),
-    UpdateKind({"oft_R": "n v"}, {"scaled_oft": "..."}, _oft),
-    UpdateKind({"boft_R": "l n s s", "boft_s": "..."}, {}, _boft),
-    UpdateKind({"ia3_l": "a b ..."}, {}, _ia3),
-    UpdateKind({"hra_u": "i r"}, {}, _plain("hra", "u", 1, gs=("apply_GS", bool))),
-    UpdateKind({"c3a_kernel": "a b s"}, {}, _plain("c3a")),
-    UpdateKind({"fourierft_spectrum": "n"}, {}, _plain("fourierft", seed=("random_loc_seed", int), scale=("scaling", NUMBER))),
-    UpdateKind({"shira_weight": "...", "shira_indices": "2 n"}, {}, _shira),
-    UpdateKind({"randlora_lambda": "r n", "randlora_gamma": "n m"}, {"randlora_A": "...", "randlora_B": "..."}, _randlora),
-    UpdateKind({"hira_A": "r i ...", "hira_B": "o r ..."}, {}, _hira),
-    UpdateKind({"hira_embedding_A": "r n", "hira_embedding_B": "d r"}, {}, _hira),
-    UpdateKind({"road_theta": "n", "road_alpha": "n"}, {}, _road),
-    UpdateKind({"delora_A": "r i", "delora_B": "o r", "delora_lambda": "1", "delora_w_norm": "i"}, {},
+FORMS = (  # that are no product
+    LayerForm({"oft_blocks": "..."}, {"rescale": "..."}, _lycoris_oft),
+    LayerForm({"a1": "i r ...", "a2": "r j ...", "b1": "o r ...", "b2": "r c ..."}, {"bm": "r r ..."}, _glora),
+    LayerForm({"on_input": "...", "weight": "..."}, {}, _lycoris_ia3),
+    LayerForm({"down": "r i", "up": "o r", "lora_E": "r 1"}, {"ranknum": "..."}, _adalora),
+    LayerForm({"vera_lambda_b": "o", "vera_lambda_d": "r"}, {}, _vera),
+    LayerForm({"vblora_logits_A": "a m k", "vblora_logits_B": "b n k"}, {}, _vblora),
+    LayerForm({f"vblora_logits_{half}_topk_{end}": "..." for half in "AB" for end in ("indices", "weights")}, {}, _vblora),
+    LayerForm({"miss_block": "..."}, {}, _miss),
+    LayerForm({"bone_block": "..."}, {}, _miss),
+    LayerForm({"oft_R": "n v"}, {"scaled_oft": "..."}, _oft),
+    LayerForm({"boft_R": "l n s s", "boft_s": "..."}, {}, _boft),
+    LayerForm({"ia3_l": "a b ..."}, {}, _ia3),
+    LayerForm({"hra_u": "i r"}, {}, _plain("hra", "u", 1, gs=("apply_GS", bool))),
+    LayerForm({"c3a_kernel": "a b s"}, {}, _plain("c3a")),
+    LayerForm({"fourierft_spectrum": "n"}, {}, _plain("fourierft", seed=("random_loc_seed", int), scale=("scaling", NUMBER))),
+    LayerForm({"shira_weight": "...", "shira_indices": "2 n"}, {}, _shira),
+    LayerForm({"randlora_lambda": "r n", "randlora_gamma": "n m"}, {"randlora_A": "...", "randlora_B": "..."}, _randlora),
+    LayerForm({"hira_A": "r i ...", "hira_B": "o r ..."}, {}, _hira),
+    LayerForm({"hira_embedding_A": "r n", "hira_embedding_B": "d r"}, {}, _hira),
+    LayerForm({"road_theta": "n", "road_alpha": "n"}, {}, _road),
+    LayerForm({"delora_A": "r i", "delora_B": "o r", "delora_lambda": "1", "delora_w_norm": "i"}, {},
          _plain("delora", "A")),
-    UpdateKind(
+    LayerForm(
         {"gralora_A": "k i r", "gralora_B": "k r o"}, {"gralora_A_general": "h k*i", "gralora_B_general": "k*o h"}, _gralora
     ),
-    UpdateKind({"trainable_tokens_delta": "n d"}, {}, _tokens),
+    LayerForm({"trainable_tokens_delta": "n d"}, {}, _tokens),
 )  # fmt: skip

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..blocks.low_rank import lokr_shapes
 from ..core.errors import DEFAULT, ArtifactError, ClashError, Limits, SpecError, did_you_mean, shown
 from ..core.ir.regions import regions_of
 from ..core.ir.traced_module import TracedModule
@@ -68,21 +67,11 @@ def forms_of(
         return [plain, bias] if slots or of_all else [Form("lora", entry.rank, (("bias", True),))]
     if kind in ("dora", "dora by input"):
         return [Form("dora", entry.rank, (("by", kind.rpartition(" ")[2] if " " in kind else "output"),))]
-    if kind == "loha":
-        return [Form("loha", entry.tensors["hada_w1_b"].shape[0], (("tucker", "hada_t1" in entry.tensors),))]
-    if kind == "lokr":
-        return [_lokr(entry, layer) or Form("delta", 0, (("param", "weight"),))]
-    return [Form("delta", 0, (("param", entry.param),))]
-
-
-def _lokr(entry: Entry, layer: ModelLayer) -> Form | None:
-    """LoKr by the sizes of a file's first factor, and by which of both are decomposed; None where no block has such factors."""
-    there = {name: tuple(t.shape) for name, t in entry.tensors.items()}
-    first = there["lokr_w1"] if "lokr_w1" in there else (there["lokr_w1_a"][0], there["lokr_w1_b"][1])
-    split, cores = ("lokr_w1_a" in there, "lokr_w2_a" in there), "lokr_t2" in there
-    if lokr_shapes(layer.shape, entry.rank, cores=cores, first=first, split=split) != there:
-        return None
-    return Form("lokr", entry.rank, (("first", first), ("decompose", split), ("tucker", cores)))
+    of = entry.update_kind
+    options = of.options(entry.tensors, entry.rank, layer.shape) if of.options and not entry.method else None
+    if options is None:
+        return [Form("delta", 0, (("param", entry.param),))]
+    return [Form(of.name, of.rank(entry.tensors), tuple(options.items()))]
 
 
 @dataclass(frozen=True)

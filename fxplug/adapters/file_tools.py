@@ -182,14 +182,13 @@ def _read(source: Source, **options: Any) -> AdapterFile:
 
 def _halves(entry: Entry, where: str) -> tuple[Tensor, Tensor]:
     """`up` (out, rank) and `down` (rank, in * kernel) of an update, in float32 or wider, without its scale."""
-    base = entry.kind.partition("+")[0]
-    if entry.method or base not in ("lora", "loha", "lokr") or entry.kind not in (base, "lora+bias"):
+    if not entry.is_low_rank and (entry.method or entry.kind != "lora+bias"):
         what = entry.method or entry.kind
         raise ArtifactError(
             f"{where}'{entry.name}' is {what}, not only a low-rank product: merge it into its model (fxplug.merge), and take "
             "the difference with fxplug.extract"
         )
-    if base != "lora":
+    if not entry.update_kind.is_plain:
         entry = entry.as_lora((entry.sizes()[0], *entry.sizes()[1]))
     entry = entry.as_one_group()
     down, up = entry.tensors["down"].flatten(1), entry.tensors["up"].flatten(1)
@@ -229,7 +228,7 @@ def _merged(row: Sequence[tuple[Entry, float]], ways: Combination, errors: dict[
         return replace(first, tensors={"delta": made.to(_dtype(values))}, scale=1.0)
     by_halves = not ways.by_svd and how != "cat"
     for entry, _ in row:
-        if "bias" in entry.kind or (by_halves and entry.kind in ("loha", "lokr")):
+        if "bias" in entry.kind or (by_halves and entry.is_low_rank and not entry.update_kind.is_plain):
             why = "which 'cat' and 'svd' can merge" if "bias" not in entry.kind else "since it has a bias beside a LoRA"
             raise ArtifactError(f"'{entry.name}' is {entry.kind}, which '{how}' cannot merge, {why}")
     ups, downs = zip(*(_halves(entry, "") for entry, _ in row), strict=True)

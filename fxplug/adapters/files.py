@@ -17,17 +17,18 @@ import torch
 from torch import Tensor
 
 from ..blocks import low_rank
+from ..blocks.lora import Lora
 from ..core import reading
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean, shown
 from ..core.spec.addresses import by_ending
 from . import peft_config
 from .file_keys import INNER, SHARED, TABLES, LayerKeys, find_saved_module, place
-from .file_kinds import INTEGERS, LayerFacts, UpdateKind, changes_of, nearest_kind
+from .file_kinds import INTEGERS, LayerFacts, LayerForm, changes_of, nearest_form
 from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable
 from .layer_matching import WRAPPED, Fit, fit, split_part
 from .own_files import OWN, checked
 from .tables import PARTS
-from .updates import PRODUCT, AdapterFile, Entry, base_of, has_lokr_of_3_dims, largest, rank_of
+from .updates import PRODUCT, AdapterFile, Entry, has_lokr_of_3_dims, largest
 
 __all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
 Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
@@ -221,13 +222,13 @@ class _AdapterFileReader:
                 most = f"changes a {entry.param} by more than {self.limits.update:g}; fxplug.Limits can raise it"
                 raise ArtifactError(f"{self.where}: '{layer.name}' {most}")
         if tensors or not made:
-            kind = nearest_kind(tensors)
-            kind.check_roles(tensors, facts)
-            if kind.make is not None:
-                kind.check_sizes(tensors, facts)
-                own = kind.make(tensors, facts)
+            form = nearest_form(tensors)
+            form.check_roles(tensors, facts)
+            if form.make is not None:
+                form.check_sizes(tensors, facts)
+                own = form.make(tensors, facts)
             else:
-                own = self.low_rank(layer, kind, tensors, facts)
+                own = self.product(layer, form, tensors, facts)
             base = next((e for e in made if e.method == "whole" and e.param == "weight"), None)
             if own and base is not None and ".base_layer." in keys["whole_weight"]:
                 made.remove(base)  # PEFT saves the weights of embeddings beside
@@ -238,15 +239,17 @@ class _AdapterFileReader:
             raise ArtifactError(f"{self.where}: {text}")
         return made
 
-    def low_rank(self, layer: LayerKeys, kind: UpdateKind, tensors: dict[str, Tensor], facts: LayerFacts) -> list[Entry]:
-        """A low-rank update."""
-        keys, base = layer.keys, base_of(tensors)
+    def product(self, layer: LayerKeys, form: LayerForm, tensors: dict[str, Tensor], facts: LayerFacts) -> list[Entry]:
+        """An update that is a product of its tensors."""
+        keys, kind = layer.keys, form.kind
+        assert kind is not None
+        base = kind.name
         if base == "loha" and not layer.own and "hada_t1" not in tensors:  # OneTrainer keeps the kernel dimensions
             tensors = {r: t.flatten(1) if r.startswith("hada_") and 2 < t.dim() < 6 else t for r, t in tensors.items()}
         embedding = self.embedding(layer, tensors)
         if layer.own and embedding:
             tensors["down"] = tensors["down"].T
-        self.check(kind, tensors, facts, embedding)
+        self.check(form, tensors, facts, embedding)
         if facts.config and facts.config.get("peft_type") == "LOKR" and has_lokr_of_3_dims(tensors):
             raise facts.error(
                 "is a LoKr of a Conv1d, whose factors PEFT combines in another order: merge it with PEFT (merge_and_unload) "
@@ -259,7 +262,7 @@ class _AdapterFileReader:
                 raise ArtifactError(
                     f"{self.where}: '{keys['mid']}' times '{keys['down']}' has numbers out of range for {low.dtype}"
                 )
-        rank = rank_of(tensors)
+        rank = kind.rank(tensors)
         if facts.config and "down" in tensors:
             rank = len(tensors["down"])  # PEFT's, also of a convolution in groups
         part_path = (layer.group, layer.name.partition(".")[2]) if layer.own else split_part(layer.name)[1:]
@@ -289,13 +292,13 @@ class _AdapterFileReader:
 
     def embedding(self, layer: LayerKeys, tensors: Mapping[str, Tensor]) -> bool | None:
         """Whether it is an Embedding's, in whose `blocks.Lora` the rank is the last dimension of `down`; None: may be."""
-        if layer.own != "Lora" or not tensors["down"].dim() == tensors["up"].dim() == 2:
+        if layer.own is not Lora.update_kind or not tensors["down"].dim() == tensors["up"].dim() == 2:
             return layer.embedding
         (rows, columns), rank = tensors["down"].shape, tensors["up"].shape[1]
         if not rows == columns == rank:
             return columns == rank
         if TABLES in self.about:
-            return layer.keys["down"].removesuffix(".Lora.down.weight") in str(self.about[TABLES]).split("\n")
+            return layer.keys["down"].removesuffix(f".{Lora.__name__}.down.weight") in str(self.about[TABLES]).split("\n")
         if self.kinds is None:  # only what the folder says of the block can tell
             graph = self.folder / "graph.json" if self.folder else None
             read = object_of(reading.read_json(graph, limits=self.limits), str(graph)) if graph and kind_of(graph) else {}
@@ -324,9 +327,9 @@ class _AdapterFileReader:
             raise ArtifactError(f"{self.where}: '{key}' has numbers that are not finite (NaN or infinity)")
         return value
 
-    def check(self, kind: UpdateKind, tensors: Mapping[str, Tensor], facts: LayerFacts, embedding: bool | None) -> None:
+    def check(self, form: LayerForm, tensors: Mapping[str, Tensor], facts: LayerFacts, embedding: bool | None) -> None:
         """Raise ArtifactError unless the parts of a product go together."""
-        kind.check_sizes(tensors, facts)
+        form.check_sizes(tensors, facts)
         if "down" not in tensors:
             return
         down, up = tensors["down"], tensors["up"]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..blocks.base import UpdateKind
 from ..blocks.low_rank import lokr_shapes
 from .contents import ModelLayer
 from .file_keys import INNER
@@ -26,7 +27,6 @@ from .updates import Entry, has_lokr_of_3_dims, joined
 from .wrapped import OUT_PROJ
 
 CONFIGURED = ("peft", "diffusers")  # what says ranks and alphas in a configuration
-OWN = {"lora": "Lora", "loha": "Loha", "lokr": "Lokr", "dora": "Dora"}
 
 
 # --- names of layers
@@ -123,8 +123,7 @@ def _first(entries: Sequence[Entry], layers: Mapping[str, ModelLayer]) -> tuple[
 def refused(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
     """Why a format cannot hold an update; an empty text where it can."""
     if entry.method == "diff":
-        known = entry.kind in FORMATS[as_]["kinds"]
-        return "" if known else f"has a whole change of its {entry.param}, which {as_} cannot represent"
+        return "" if _has_form(as_, entry) else f"has a whole change of its {entry.param}, which {as_} cannot represent"
     if entry.method:
         if entry.method == "whole":
             return f"is a whole parameter, which {as_} cannot represent: peft and fxplug can"
@@ -148,9 +147,20 @@ def refused(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
         return f"is a convolution in {layer.groups} groups, whose low-rank updates {as_} cannot represent"
     if as_ in CONFIGURED and has_lokr_of_3_dims(entry.tensors):
         return "is a LoKr of a Conv1d, whose factors PEFT combines in another order"
-    if entry.kind not in FORMATS[as_]["kinds"]:
-        return f"has {entry.kind}, which {as_} cannot represent"
-    return ""
+    return "" if _has_form(as_, entry) else f"has {entry.kind}, which {as_} cannot represent"
+
+
+def _names(as_: str, kind: UpdateKind) -> Mapping[str, str] | None:
+    """The names of an update's tensors in a format, where they are not its own; None where it has none of this kind."""
+    return kind.state if as_ == "fxplug" else kind.formats.get(as_)
+
+
+def _has_form(as_: str, entry: Entry) -> bool:
+    """Whether a format has a form for all that an update is."""
+    kind = entry.update_kind
+    names = _names(as_, kind)
+    by_input = not entry.kind.endswith("by input") or bool(FORMATS[as_].get("by_input"))
+    return names is not None and by_input and entry.tensors.keys() <= {*kind.tensors, *names}
 
 
 def alpha_of(entry: Entry) -> float:
@@ -212,12 +222,12 @@ def tensors_of(as_: str, key: str, entry: Entry, layer: ModelLayer, biased: bool
     t = dict(entry.tensors)
     if entry.method == "diff":
         return {f"{key}.{_CHANGES[entry.param, len(layer.shape) < 2]}": t["delta"]}
-    keys, around = FORMATS[as_].get("keys", {}), [1] * (len(layer.shape) - 2)
+    kind, around = entry.update_kind, [1] * (len(layer.shape) - 2)
+    keys = _names(as_, kind) or {}
     if as_ == "fxplug":  # the names that the blocks of a pass have, or where these say less LyCORIS'
         if entry.kind.endswith("by input"):
             return tensors_of("comfy", key, entry, layer)
-        block = OWN[entry.kind.partition("+")[0]]
-        key, keys = f"{entry.part or 'adapter'}.{key}.{block}", keys if block == "Lora" else {}
+        key = f"{entry.part or 'adapter'}.{key}.{kind.block}"
     if as_ in CONFIGURED or as_ == "fxplug":
         if layer.kind == "Embedding" and "down" in t:
             t["down"], t["up"] = (t["down"], t["up"]) if entry.embedding else (t["up"].T, t["down"].T)

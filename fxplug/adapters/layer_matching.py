@@ -256,7 +256,7 @@ def fit(
 
 def _unfusable(entries: Iterable[Entry]) -> str:
     """Why the updates of layers that are one layer cannot be joined; an empty text where they can."""
-    return next((f"is {e.method or e.kind}" for e in entries if e.method or e.kind not in ("lora", "loha", "lokr")), "")
+    return next((f"is {e.method or e.kind}" for e in entries if not e.is_low_rank), "")
 
 
 def _is_of_another_model(part: str, entries: Sequence[Entry], taken: Sequence[str], layers: Iterable[str]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..blocks.low_rank import norm_except
+from ..blocks.base import kind_of
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean
 from ..core.locks import locks_of, write_lock
 from ..core.quantised import is_transposed, weight_shape
@@ -20,13 +20,6 @@ from .files import AdapterFile, Fit, Source, fit, read
 from .own_files import description, homes_of, of_pass
 from .saved_heads import resized_layers, trained_layers, without_heads
 from .updates import Entry
-
-# the block's class -> the parameter that is zero, or one, in a new one, which then changes nothing
-ZERO = {
-    "Lora": ("up",), "LoraWeight": ("up",), "Dora": ("up",), "Loha": ("hada_w2_b",), "Lokr": ("lokr_w2", "lokr_w2_b"),
-    "Delta": ("delta",), "Oft": ("rotation",), "Boft": ("rotation",), "Scale": (),
-}  # fmt: skip
-ONE = {"Boft": "magnitude", "Scale": "weight"}
 
 
 @torch.no_grad()
@@ -80,7 +73,7 @@ def load_adapter(
         values = torch.zeros_like(target)
         bank.views(key, values, 0)[tuple(slice(n) for n in value.shape)] = value
         writes.append((target, values))
-        if (scale := there(f"{bank.block}.scale")) is not None and bank.kind != "Scale":
+        if (scale := there(f"{bank.block}.scale")) is not None:
             writes.append((scale, torch.full_like(scale, scales[bank.block])))
     _write(module, writes + heads)
     return found
@@ -151,38 +144,34 @@ def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]
 def bank_of(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
     """The block of a site as a bank of one; None for a block that no adapter file has."""
     block: Any = module.get_submodule(site["block"])
-    kind, path = type(block).__name__, site["path"].partition("@")[0]
-    own = tuple(name for name, _ in block.named_parameters())
-    if kind not in ZERO or not type(block).__module__.startswith("fxplug.blocks"):
+    kind, path = kind_of(block), site["path"].partition("@")[0]
+    if kind is None or not kind.neutral:
         return None
-    if kind == "Lora":
-        settings = {**block.bank(), "slots": 0, "parameters": ("down", "up", *(("bias",) if block.bias else ()))}
-        return Bank(path, site["block"], **{**settings, "shape": tuple(settings["shape"])})
+    names = {state: name for name, state in kind.state.items()}
+    facts: dict[str, Any] = {**block.bank(), "slots": 0, "param": site.get("param", "weight")}
+    facts["parameters"] = tuple(names.get(name, name) for name, _ in block.named_parameters())
     layer = module_at(module, path)
-    shape = tuple(getattr(block, "shape", (block.width,) if kind == "Scale" else ()))
-    options: dict[str, Any] = {}
-    if kind == "Oft":
-        options = {"size": block.size, "share": block.share, "terms": block.terms}
-    if kind == "Scale":
-        options = {"side": "output" if site["place"] == "after" else "input"}
+    facts["transposed"] = layer is not None and (
+        is_transposed(layer) or bool(facts.get("experts") and getattr(layer, "is_transposed", False))
+    )
+    if site["place"] != "param" and kind.method:
+        facts["options"] = {"side": "output" if site["place"] == "after" else "input"}
         weight = getattr(layer, "weight", None)
-        shape = weight_shape(layer, weight) if layer is not None and isinstance(weight, Tensor) else shape
-    experts = getattr(block, "experts", 0)
-    turned = layer is not None and (is_transposed(layer) or bool(experts and getattr(layer, "is_transposed", False)))
-    rank, dim, param = getattr(block, "rank", 1), getattr(block, "dim", 0), site.get("param", "weight")
-    return Bank(path, site["block"], kind, 0, rank, shape, 1, own, param, dim, turned, experts, options)
+        facts["shape"] = weight_shape(layer, weight) if isinstance(weight, Tensor) else facts["shape"]
+    return Bank(path, site["block"], **{**facts, "shape": tuple(facts["shape"])})
 
 
 def _new(bank: Bank, there: Callable[[str], Tensor | None]) -> list[tuple[Tensor, Tensor]]:
     """What makes a block change nothing: its tensors, and what is written into them."""
-    kind = bank.kind if bank.maps or bank.kind in ZERO else "Lora"
-    names = bank.names
-    made = [(t, torch.zeros_like(t)) for key in (*ZERO[kind], "bias") if key in names and (t := there(names[key])) is not None]
-    if kind in ONE and (t := there(names[ONE[kind]])) is not None:
-        made.append((t, torch.ones_like(t)))
+    made: list[tuple[Tensor, Tensor]] = []
     base = there(f"{bank.path}.{bank.param}")
-    if kind == "Dora" and (t := there(names["magnitude"])) is not None and base is not None:
-        made.append((t, norm_except(base.detach().T if bank.transposed else base.detach(), bank.dim).reshape(t.shape).to(t)))
+    for key, value in bank.update_kind.neutral.items():
+        target = there(bank.names[key]) if key in bank.names else None
+        if target is not None and not callable(value):
+            made.append((target, torch.full_like(target, value)))
+        elif target is not None and callable(value) and base is not None:
+            weight = base.detach().T if bank.transposed else base.detach()
+            made.append((target, value(weight, bank.dim).reshape(target.shape).to(target)))
     return made
 
 
@@ -252,18 +241,18 @@ def fit_to(
     same = tied(module) if module is not None and tokens else {}
     for bank in homes:
         lacks = [name for name in same.get(bank.path, ()) if (bank.block, name) not in at]
-        if bank.param == "weight" and bank.kind == "Delta" and lacks:
+        if bank.param == "weight" and bank.update_kind.whole and lacks:
             raise SpecError(
                 f"{file.source} has trained tokens, and '{bank.path}' shares its weight with '{lacks[0]}': apply one rule to "
                 f"both, delta with at=['{bank.path}', '{lacks[0]}'], as pass_for does"
             )
-    homes.sort(key=lambda bank: bank.kind != "Delta")  # whose shape may be another
+    homes.sort(key=lambda bank: not bank.update_kind.whole)  # whose shape may be another
     shapes = {bank.key: bank.shape for bank in homes if bank.key == bank.path}
     homes_of_tied = {path: bank.path for bank in homes if bank.key == bank.path for block, path in at if block == bank.block}
     shared = {path: home for path, home in homes_of_tied.items() if path not in shapes}
     shapes |= {path: shapes[home] for path, home in shared.items()}
     beside = {bank.key: bank.shape for bank in homes if bank.key != bank.path}
-    beside |= {f"{bank.path}.bias": bank.shape[:1] for bank in homes if bank.kind == "Scale"}  # it scales both
+    beside |= {f"{bank.path}.bias": bank.shape[:1] for bank in homes if bank.gates}
     here: dict[str, Sequence[int]] = {}
     if any(e.param != "weight" or "+bias" in e.kind or e.method in ("diff", "whole") for e in file.entries):
         here = {name: tuple(p.shape) for name, p in module.named_parameters()} if module is not None else {}
@@ -275,7 +264,7 @@ def _by_layer(file: AdapterFile, homes: Sequence[Bank]) -> AdapterFile:
 
     The DoRA of a table is such a file, as no other tool has it.
     """
-    banks = {bank.block.partition(".")[2]: bank for bank in homes if bank.kind == "Dora"}
+    banks = {bank.block.partition(".")[2]: bank for bank in homes if bank.update_kind.is_decomposed}
     entries: dict[str, Entry] = {}
     left = set(file.own)
     for path, _, block in (site for row in description(file)["passes"] for site in row["sites"]):
@@ -285,8 +274,8 @@ def _by_layer(file: AdapterFile, homes: Sequence[Bank]) -> AdapterFile:
             return file
         left -= {f"{block}.{key}" for key in own}
         own["magnitude"], scale = own["magnitude"].flatten(), float(own.pop("scale"))
-        kind, param = "dora by input" if bank.dim else "dora", bank.param
-        entries.setdefault(block, Entry(path, path, "", kind, own, scale, len(own["down"]), param=param))
+        kind = f"{bank.update_kind.name}{' by input' if bank.dim else ''}"
+        entries.setdefault(block, Entry(path, path, "", kind, own, scale, len(own["down"]), param=bank.param))
     return file if left else replace(file, entries=tuple(entries.values()), own={})
 
 

@@ -1,4 +1,4 @@
-"""What methods of adaptation that are no low-rank product make of a weight: a table, a row a method.
+"""What methods of adaptation that are no low-rank product make of a weight: a table, a row a method that no block has.
 
 Each is a pure function of a parameter (out, in, *kernel), or of a bias (out), in float32, of the tensors that a file has for
 the layer, and of the numbers that the file or its configuration says. Formulas are those of LyCORIS 4.1 and PEFT 0.21.
@@ -8,46 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..blocks import low_rank
-from ..blocks.orthogonal import butterfly, cayley, rotated, rotated_in_levels
+from ..blocks import low_rank, update_kinds
+from ..blocks.base import Method
+from ..blocks.low_rank import trimmed
+from ..blocks.orthogonal import cayley
 
 Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Method:
-    """`changed` gives what is read in a parameter's place; `fits` says whether it is for a parameter of a shape.
-
-    `cut` names the tensors whose first dimension is the layer's outputs, so that it can be had for some of them; None where the
-    outputs are mixed.
-    """
-
-    changed: Callable[[Tensor, Tensors, Options], Tensor]
-    fits: Callable[[Tensors, Options, Sequence[int]], bool]
-    cut: tuple[str, ...] | None = None
-
-
-def trimmed(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Sizes without those of 1 at their end: a linear layer and a 1x1 convolution have the same."""
-    made = [int(n) for n in sizes]
-    while len(made) > 1 and made[-1] == 1:
-        made.pop()
-    return tuple(made)
-
-
 def _inner(shape: Sequence[int]) -> int:
     return math.prod(shape[1:])
-
-
-def _of_shape(name: str) -> Callable[[Tensors, Options, Sequence[int]], bool]:
-    return lambda t, o, shape: trimmed(t[name].shape) == trimmed(shape)
 
 
 def _flat(out: Callable[[Tensors], int] | None, inner: Callable[[Tensors], int] | None) -> Callable[..., bool]:
@@ -102,23 +78,7 @@ def _glora(w: Tensor, t: Tensors, o: Options) -> Tensor:
     return made
 
 
-def _gated(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    """Outputs or inputs times a gate each."""
-    return w * t["gate"].reshape(-1, *[1] * (w.dim() - 1) if o["side"] == "output" else [1] * (w.dim() - 2))
-
-
-def _gate_fits(t: Tensors, o: Options, shape: Sequence[int]) -> bool:
-    at = int(o["side"] == "input")
-    return len(shape) > at and shape[at] == t["gate"].numel()
-
-
 # --- PEFT
-
-
-def _boft(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    levels, _, size, _ = t["rotation"].shape
-    orders = [butterfly(w.shape[1], size, n) for n in range(levels)]
-    return rotated_in_levels(w, t["rotation"], orders) * t["magnitude"].reshape(-1, 1)
 
 
 def _hra(w: Tensor, t: Tensors, o: Options) -> Tensor:
@@ -238,22 +198,15 @@ def _rows(w: Tensor, t: Tensors, o: Options) -> Tensor:
 
 
 METHODS = {
-    "diff": Method(lambda w, t, o: w + t["delta"].reshape(w.shape), _of_shape("delta"), ("delta",)),
-    "whole": Method(lambda w, t, o: t["whole"].reshape(w.shape), _of_shape("whole"), ("whole",)),
+    "whole": Method(
+        lambda w, t, o: t["whole"].reshape(w.shape), lambda t, o, shape: trimmed(t["whole"].shape) == trimmed(shape), ("whole",)
+    ),
     "tokens": Method(_rows, lambda t, o, s: len(s) == 2 and s[1] == t["rows"].shape[1] and s[0] > max(o["rows"])),
     "glora": Method(
         _glora, lambda t, o, s: tuple(s[:2]) == (len(t["b1"]), t["b2"].shape[1]) and s[1] == len(t["a1"]), ("b1",)
     ),
     "diag-oft": Method(_diag_oft, _flat(lambda t: math.prod(t["oft_blocks"].shape[:2]), None)),
     "butterfly oft": Method(_butterflies, _flat(lambda t: math.prod(t["oft_blocks"].shape[1:3]), None)),
-    "gate": Method(_gated, _gate_fits, ("gate",)),
-    "oft": Method(
-        _matrix(lambda w, t, o: rotated(w, t["rotation"], o["size"], o["terms"])),
-        lambda t, o, s: _inner(s) % o["size"] == 0 and (o["share"] or _inner(s) == o["size"] * len(t["rotation"])), (),
-    ),
-    "boft": Method(
-        _matrix(_boft), _flat(lambda t: len(t["magnitude"]), lambda t: math.prod(t["rotation"].shape[1:3])), ("magnitude",)
-    ),
     "hra": Method(_matrix(_hra), _flat(None, lambda t: len(t["u"])), ()),
     "bat": Method(
         _matrix(_bat), lambda t, o, s: s[0] == math.prod(t["block"].shape[:2]) and _inner(s) % t["block"].shape[-1] == 0
@@ -278,3 +231,9 @@ METHODS = {
         _flat(lambda t: len(t["B"]) * t["B"].shape[2], lambda t: math.prod(t["A"].shape[:2])),
     ),
 }  # fmt: skip
+
+
+def method_named(name: str) -> Method | None:
+    """Find the method of that name: a block's own, or one of the table; None where there is none."""
+    own = (kind.algebra for kind in update_kinds().values() if kind.method == name and name)
+    return next(own, None) or METHODS.get(name)

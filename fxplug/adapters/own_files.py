@@ -198,7 +198,9 @@ def homes_of(
         writes.append((target, value))
     touched = {f"{name.partition('.')[0]}." for name in given if name not in found["trained"]}
     kept = set(module.state_dict(keep_vars=True))
-    heads = {f"{site['block']}." for entry in records.values() for site in entry["sites"] if _kind(site["block"]) == "Head"}
+    modules = dict(module.named_modules())
+    sites = [site for entry in records.values() for site in entry["sites"]]
+    heads = {f"{site['block']}." for site in sites if getattr(modules.get(site["block"]), "resizes", False)}
     lacks = [
         name for name in state
         if name in kept and name.startswith(tuple(touched)) and name not in given and not name.startswith(tuple(heads))

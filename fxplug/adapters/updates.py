@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blocks import low_rank
+from ..blocks import low_rank, update_kinds
+from ..blocks.base import UpdateKind
 from ..blocks.vera import projections
 from ..core.errors import ArtifactError, brief_fields
-from .methods import METHODS, trimmed
+from .methods import method_named
 
 BY_OUTPUT = ("up", "bias", "magnitude")
-FACTORS = {"loha": ("hada_w1", "hada_w2"), "lokr": ("lokr_w1", "lokr_w2")}
 PRODUCT = 1 << 24  # elements that a product may have although the file and the layer have fewer
 
 
@@ -27,12 +27,11 @@ class Entry:
 
     - "lora": `down` (rank, in, *kernel), `up` (out, rank, *1); of a grouped convolution `down` has groups * rank rows.
     - "dora": these and `magnitude` (out), (1, out, 1, ...) for a convolution.
-    - "loha": `hada_w1_a`, `hada_w1_b`, `hada_w2_a`, `hada_w2_b`, and with a core `hada_t1`, `hada_t2` (see blocks.Loha).
-    - "lokr": `lokr_w1` or `lokr_w1_a`, `lokr_w1_b`; `lokr_w2` or `lokr_w2_a`, `lokr_w2_b` and maybe `lokr_t2`.
+    - any other kind that a block says (`blocks.base.UpdateKind`), "loha" or "lokr": one of its forms.
     - "lora+bias", "loha+dora", "lokr+dora", ...: with a `bias` of `up`, or a `magnitude`, that a plain block cannot hold;
       "dora by input" where the magnitudes are the inputs'.
-    - "oft", "boft", "ia3", "delta": what a row of `methods.METHODS`, named by `method`, makes of the parameter `param` with
-      these tensors and `options`. The first three have passes of their own; all can be had as the change of the whole.
+    - "oft", "boft", "ia3", "delta": what `methods.method_named(method)` makes of the parameter `param` with these tensors and
+      `options`. The first three have passes of their own; all can be had as the change of the whole.
 
     The update of the layer's weight is `scale` times the product; `embedding` says that `down` reads indices (None: not to be
     told from the shapes), so that the weight is the product's transpose.
@@ -61,6 +60,16 @@ class Entry:
     __repr__ = brief_fields
 
     @property
+    def update_kind(self) -> UpdateKind:
+        """What the block of its kind says of it, without what is beside."""
+        return kind_named(self.kind.partition("+")[0].partition(" ")[0])
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether it is a low-rank product and nothing beside."""
+        return not self.method and self.update_kind.is_low_rank and self.kind == self.update_kind.name
+
+    @property
     def experts(self) -> int:
         """How many experts have an update of this rank in the tensors, as PEFT's `target_parameters` has them; 0 for none.
 
@@ -85,8 +94,8 @@ class Entry:
                 return tuple(shape) == (self.experts, len(self.tensors["up"]), self.tensors["down"].shape[2])
             sizes = {self.tensors["up"].shape[0], self.tensors["down"].shape[1]}
             return len(shape) == 3 and shape[0] == self.experts and sizes == {*shape[1:]}
-        if self.method in METHODS:
-            return METHODS[self.method].fits(self.tensors, self.options, shape)
+        if (method := method_named(self.method)) is not None:
+            return method.fits(self.tensors, self.options, shape)
         if self.method == "miss":
             out = self.tensors["block"].shape[1]
             return len(shape) == 2 and shape[0] % out == 0 and (bool(self.options["mini"]) or shape[0] == out)
@@ -100,7 +109,7 @@ class Entry:
             if self.embedding:
                 return False
         out, inner = self.sizes()
-        return bool(shape) and out == shape[0] and inner in (trimmed(shape[1:]), (math.prod(shape[1:]),))
+        return bool(shape) and out == shape[0] and inner in (low_rank.trimmed(shape[1:]), (math.prod(shape[1:]),))
 
     def shaped(self, shape: Sequence[int]) -> Entry:
         """The same with the number of dimensions of a weight that it fits: a linear layer may be a 1x1 convolution.
@@ -110,7 +119,7 @@ class Entry:
         if self.options.get("kernel_forwards") and len(shape) > 2:  # the rotation's transpose: what a sign is to its series
             options = {**self.options, "kernel_forwards": False}
             return replace(self, tensors={name: -tensor for name, tensor in self.tensors.items()}, options=options)
-        if self.method in METHODS or (self.method == "vera" and "A" not in self.tensors):
+        if method_named(self.method) is not None or (self.method == "vera" and "A" not in self.tensors):
             return self
         if self.method == "miss":
             block, rank = self.tensors["block"].float(), self.rank
@@ -146,7 +155,9 @@ class Entry:
         """The update of a weight of that shape, whole, in float32; without magnitude and bias."""
         t = {name: tensor.float() for name, tensor in self.tensors.items()}
         if "down" not in t:
-            return self.scale * low_rank.combined(t).reshape(*shape)
+            delta = self.update_kind.delta
+            assert delta is not None, self.kind
+            return self.scale * delta(t, shape)
         down, up = t["down"].flatten(1), t["up"].flatten(1)
         if self.embedding or (self.embedding is None and up.shape[0] != shape[0]):
             made = (up @ (down if self.embedding else down.T)).T
@@ -160,10 +171,10 @@ class Entry:
         Raises ArtifactError for magnitudes of other channels than it has.
         """
         value = value.float()
-        if self.method in METHODS:
+        if (method := method_named(self.method)) is not None:
             t = {name: tensor.to(value.device) for name, tensor in self.tensors.items()}
             t = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in t.items()}
-            return METHODS[self.method].changed(value, t, self.options)
+            return method.changed(value, t, self.options)
         update = self.update(value.shape).to(value.device)
         if "magnitude" not in self.tensors:
             return value + update
@@ -184,15 +195,13 @@ class Entry:
             rank = self.product_rank()
             raise ArtifactError(f"'{self.name}' is {self.kind}, which is too large as one low-rank product of rank {rank}")
         t = {name: tensor.float() for name, tensor in self.tensors.items()}
-        if self.kind not in FACTORS:
+        kind = self.update_kind
+        if kind.join is None or not self.is_low_rank:
             raise ArtifactError(
                 f"'{self.name}' is {self.kind}, which is more than a low-rank product: apply it with its own pass"
             )
-        (up1, down1), (up2, down2) = (low_rank.halves(t, name) for name in FACTORS[self.kind])
-        if self.kind == "loha":
-            up, down = low_rank.hadamard_halves(up1, down1, up2, down2)
-        else:
-            up, down = low_rank.kronecker(up1, up2), low_rank.kronecker(down1, down2)
+        first, second = (low_rank.halves(t, name) for name in kind.factors)
+        up, down = kind.join(*first, *second)
         tensors = {"down": down.reshape(-1, *shape[1:]), "up": up.reshape(shape[0], -1, *[1] * (len(shape) - 2))}
         return replace(self, kind="lora", tensors=tensors, rank=up.shape[1])
 
@@ -226,9 +235,10 @@ class Entry:
 
     def product_rank(self) -> int:
         """The rank of the update as one low-rank product (`as_lora`), without making it."""
-        if "up" in self.tensors or self.method:
+        factors = self.update_kind.factors
+        if self.method or not factors:
             return self.rank
-        return math.prod(low_rank.inner_rank(self.tensors, name) for name in FACTORS[self.kind.partition("+")[0]])
+        return math.prod(low_rank.inner_rank(self.tensors, name) for name in factors)
 
     def outputs(self, start: int, number: int) -> Entry:
         """The same for some of the layer's outputs: that of a product that is not a plain LoRA becomes one.
@@ -255,7 +265,8 @@ class Entry:
         """The tensors of a method whose first dimension is the layer's outputs. Raises ArtifactError where it mixes them."""
         if self.method == "gate":
             return ("gate",) if self.options["side"] == "output" else ()
-        found = METHODS[self.method].cut if self.method in METHODS else None
+        method = method_named(self.method)
+        found = None if method is None else method.cut
         if found is None:
             what = self.method or self.kind
             raise ArtifactError(
@@ -268,13 +279,9 @@ class Entry:
         """The output width, and the weight's other sizes: (in, *kernel), or their product alone where only that is known."""
         t = self.tensors
         if "down" in t:
-            return t["up"].shape[0], trimmed(t["down"].shape[1:])
-        names = FACTORS[self.kind.partition("+")[0]]
-        parts = [(out, trimmed(rest)) for out, rest in (low_rank.sides(t, name) for name in names)]
-        if "hada_w1_b" in t:
-            return parts[0]
-        (a, (c, *_)), (b, (d, *kernel)) = parts
-        return a * b, trimmed((c * d, *kernel))
+            return t["up"].shape[0], low_rank.trimmed(t["down"].shape[1:])
+        out, rest = self.update_kind.sizes(t)
+        return out, low_rank.trimmed(rest)
 
 
 @dataclass(frozen=True)
@@ -340,26 +347,14 @@ def largest(tensors: Mapping[str, Tensor], scale: float) -> float:
     return found
 
 
-def base_of(tensors: Mapping[str, Tensor]) -> str:
-    """The kind of an update with these tensors: "lora", "loha" or "lokr"."""
-    if any(name.startswith("hada_") for name in tensors):
-        return "loha"
-    return "lokr" if any(name.startswith("lokr_") for name in tensors) else "lora"
+def kind_named(word: str) -> UpdateKind:
+    """Find the kind of updates with this word: of several blocks that hold it the one whose names files have."""
+    return max((kind for kind in update_kinds().values() if kind.name == word), key=lambda kind: bool(kind.formats))
 
 
 def has_lokr_of_3_dims(tensors: Mapping[str, Tensor]) -> bool:
     """Whether a Kronecker product is of a Conv1d's kernels, with which PEFT 0.21 makes another weight than LyCORIS."""
     return any(tensors[name].dim() == 3 for name in ("lokr_w2", "lokr_t2") if name in tensors)
-
-
-def rank_of(tensors: Mapping[str, Tensor]) -> int:
-    """The rank that alpha is divided by."""
-    if "up" in tensors:
-        return tensors["up"].shape[1]
-    for name in ("hada_w1_b", "lokr_w1_b", "lokr_w2_b"):
-        if name in tensors:
-            return tensors[name].shape[0]
-    return min(tensors["lokr_w1"].shape)
 
 
 def with_projections(entries: Sequence[Entry], shapes: Sequence[Sequence[int] | None]) -> list[Entry]:

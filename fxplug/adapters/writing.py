@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..blocks.base import kind_of
 from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean, shown
 from ..core.reading import reported
 from ..core.weight_files import save_file
@@ -24,7 +25,7 @@ from .contents import AdapterContents, ModelLayer, layers_of, trained
 from .file_keys import TABLES
 from .find_tensors import PICKLED, SAFE
 from .formats import CONFIGURED, alpha_of, part_of, refused, tensors_of
-from .loading import ZERO, is_table, tensor_of, without_slots
+from .loading import is_table, tensor_of, without_slots
 from .own_files import OWN, described
 from .saved_heads import BEFORE, BIAS, as_changes, changed_layers, trained_layers
 from .tables import FORMATS, PARTS, table
@@ -166,8 +167,8 @@ def _is_low_rank(module: Any, held: AdapterContents, passes: Sequence[str] | Non
         return False
     if any(entry.method == "whole" or (entry.param != "weight" and not entry.method) for entry in held.entries):
         return False
-    kinds = {(type(module.get_submodule(site["block"])).__name__, site["path"].partition("@")[0]) for site in sites}
-    return all(kind in ZERO and not (kind == "Dora" and is_table(module, path)) for kind, path in kinds)
+    kinds = {(kind_of(module.get_submodule(site["block"])), site["path"].partition("@")[0]) for site in sites}
+    return all(kind and kind.neutral and not (kind.is_decomposed and is_table(module, path)) for kind, path in kinds)
 
 
 def _by_name(

@@ -1,7 +1,13 @@
 """The modules that passes put in, a file for each kind. A pass names them `fxplug.blocks:Lora`, whichever file they are in."""
 
+from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ..core.extensions import block_packages
+
+if TYPE_CHECKING:
+    from .base import UpdateKind
 
 _FILES = {
     "base": ["Block", "Gates", "Table"],
@@ -35,6 +41,20 @@ def __getattr__(name: str) -> Any:  # so that the file of a block is imported wh
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     value = globals()[name] = getattr(import_module(f".{_FILE[name]}", __name__), name)
     return value
+
+
+def update_kinds() -> "dict[str, UpdateKind]":
+    """Give the kinds of updates of blocks here, in extensions' packages, and elsewhere once imported, by `kind_key`."""
+    return _with_all_imported()
+
+
+@cache
+def _with_all_imported() -> "dict[str, UpdateKind]":
+    base, *_ = [import_module(f".{file}", __name__) for file in _FILES]
+    for package in block_packages():
+        import_module(package)
+    found: dict[str, UpdateKind] = base.UPDATE_KINDS
+    return found
 
 
 def __dir__() -> list[str]:

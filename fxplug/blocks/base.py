@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,29 +20,161 @@ if TYPE_CHECKING:
     from ..core.rewriter.sites import Site, Value
 
 
-SCALED = ("up", "hada_w2_b", "lokr_w2", "lokr_w2_b", "delta")  # which of a bank's parameters takes the adapter's scale
 CONVOLUTIONS: dict[str, type[nn.Module]] = {"Conv1d": nn.Conv1d, "Conv2d": nn.Conv2d, "Conv3d": nn.Conv3d}
+Factors = Mapping[str, Tensor]  # the tensors of an update, by name
+
+
+@dataclass(frozen=True)
+class Method:
+    """What tensors and options make of a parameter, by more than a sum with their product.
+
+    `changed` gives what is read in a parameter's place; `fits` says whether it is for a parameter of a shape. `cut` names the
+    tensors whose first dimension is the layer's outputs, so that it can be had for some of them; None where these are mixed.
+    """
+
+    changed: Callable[[Tensor, Factors, Mapping[str, Any]], Tensor]
+    fits: Callable[[Factors, Mapping[str, Any], Sequence[int]], bool]
+    cut: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UpdateKind:
+    """A kind of update: what the class of its block says in `update_kind`, and all that tells kinds apart.
+
+    `name` is the word for it, that of its pass. `forms` are the sets of tensors that one may have, each tensor with its sizes:
+    a letter is the same number in all of them, `k*i` the product of two that are known, a digit itself, `...` any further
+    sizes, and `...k` those, the same everywhere. The letters in `ranks` are ranks: along these an adapter may be smaller than
+    its slot. `outputs` and `inputs` are the parameter's. `aside` are tensors that files may have and the block has not.
+
+    `neutral` has the tensors of a new one, which changes nothing, that are not drawn: a number that fills one, or a function of
+    the parameter as (out, in) and of the dimension that has magnitudes. The first that is zero takes the scale of an adapter in
+    a slot.
+
+    `delta` gives what the tensors add to a parameter of a shape, not scaled. The product of two `factors` is a plain low-rank
+    one, too, by `join` of their halves. What is no product has a `method`, the word for its `algebra`; what is `whole` can hold
+    whatever another kind makes of the parameter.
+
+    `place` is where the block stands. Its slots are the `first` dimension of each tensor, or follow each other in the `inner`
+    channels; or there are none. `state` has the names of tensors in the block's state dict, and `formats` those in the files of
+    each tool that has the kind, where they are not the tensors' own. Alpha is divided by the rank that the first of `ranked`
+    has, or else the first tensor with one. `shared` are the tensors of the pass that the block's `product` makes a plain update
+    with. `options` gives the options of the pass for such tensors, a rank and the shape of a weight; None where it has none.
+    """
+
+    name: str
+    forms: tuple[Mapping[str, str], ...] = ()
+    aside: Mapping[str, str] = field(default_factory=dict)
+    ranks: str = "r"
+    outputs: str = "o"
+    inputs: str = "i"
+    neutral: Mapping[str, float | Callable[[Tensor, int], Tensor]] = field(default_factory=dict)
+    delta: Callable[[Factors, Sequence[int]], Tensor] | None = None
+    factors: tuple[str, ...] = ()
+    join: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    method: str = ""
+    algebra: Method | None = None
+    whole: bool = False
+    place: Literal["after", "param"] = "param"
+    slots: Literal["first", "inner", ""] = "first"
+    state: Mapping[str, str] = field(default_factory=dict)
+    formats: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    ranked: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    options: Callable[[Factors, int, Sequence[int]], Mapping[str, Any] | None] | None = None
+    block: str = ""  # the name of the block's class
+
+    def __post_init__(self) -> None:
+        """Raises SpecError for a product none of whose tensors can take a scale."""
+        if self.is_product and 0 not in self.neutral.values():
+            raise SpecError(f"'{self.name}' has no tensor that is zero in a new one, which takes the scale: see 'neutral'")
+
+    @property
+    def tensors(self) -> set[str]:
+        """The names of all tensors that one may have."""
+        return {name for form in self.forms for name in form}
+
+    @property
+    def is_decomposed(self) -> bool:
+        """Whether it is a low-rank product with magnitudes of its own."""
+        return not self.method and "magnitude" in self.tensors
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a low-rank product and nothing more."""
+        return "up" in self.tensors and not self.is_decomposed
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether it is a low-rank product, or one of two, which is a low-rank one too."""
+        return self.is_plain or bool(self.factors)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it adds something to the parameter that its tensors alone make."""
+        return bool(self.forms) and not self.method and not self.is_decomposed
+
+    def form(self, names: Collection[str]) -> Mapping[str, str]:
+        """Find the form that tensors of these names have, or the one that they are nearest to."""
+        return max(self.forms, key=lambda form: len(form.keys() & set(names)))
+
+    def rank_dims(self, name: str, names: Collection[str]) -> tuple[int, ...]:
+        """List the dimensions of a tensor that are ranks, of one that has tensors of these names."""
+        return tuple(dim for dim, size in enumerate(self.form(names).get(name, "").split()) if size in self.ranks)
+
+    def rank(self, own: Factors) -> int:
+        """Read the rank that alpha is divided by; of tensors without one the smaller side of the first."""
+        ranked = (own[name].shape[dim] for name in self.ranked or own if name in own for dim in self.rank_dims(name, own))
+        return next(ranked, None) or min(next(own[name] for name in self.form(own) if name in own).shape)
+
+    def sizes(self, own: Factors) -> tuple[int, tuple[int, ...]]:
+        """Read the sizes of the parameter off the tensors: outputs, and (in, *kernel) or their product."""
+        known: dict[str, Any] = {}
+        for name, text in self.form(own).items():
+            *letters, last = text.split()
+            letters += [] if last.startswith("...") else [last]
+            known |= dict(zip(letters, own[name].shape, strict=False))
+            known |= {last: tuple(own[name].shape[len(letters) :])} if last.startswith("...") else {}
+        out, inner = (math.prod(known[letter] for letter in size.split("*")) for size in (self.outputs, self.inputs))
+        return out, (inner, *known.get("...k", ()))
+
+    def scaled(self, names: Collection[str]) -> str:
+        """Find the tensor, of these, that takes the scale of an adapter in a slot."""
+        return next(name for name, value in self.neutral.items() if name in names and value == 0)
+
+
+UPDATE_KINDS: dict[str, UpdateKind] = {}  # of the blocks whose files are imported, by `kind_key`
+
+
+def kind_key(cls: type) -> str:
+    """Give the name of a block's class as records of slots have it: with its module, where that is none of fxplug's."""
+    return cls.__qualname__ if cls.__module__.startswith("fxplug.blocks.") else f"{cls.__module__}:{cls.__qualname__}"
 
 
 class Block(nn.Module):
     """A module that passes may put in: `at(site, **options)` makes one, `forward` gets the values of the rule's `args`.
 
     `neutral` says that a new one leaves the output `torch.equal` to what it was; `hands_on` that `at` hands the options that it
-    does not name on to the constructor.
+    does not name on to the constructor; `update_kind` what adapters hold for it, for this class alone.
     """
 
     is_block: ClassVar[bool] = True
     neutral: ClassVar[bool] = False
     hands_on: ClassVar[bool] = False
+    update_kind: ClassVar[UpdateKind | None] = None
 
     # classmethod (site, **options) -> Block: the options that a rule may give are its named arguments
     at: Any = classmethod(lambda cls, site, **options: cls(**options))
 
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if (kind := vars(cls).get("update_kind")) is not None:
+            cls.update_kind = UPDATE_KINDS[kind_key(cls)] = replace(kind, block=cls.__name__)
 
-def scaled_factor(names: Iterable[str]) -> str:
-    """The one of an update's factors that takes its scale."""
-    known = set(names)
-    return next(name for name in SCALED if name in known)
+
+def kind_of(block: nn.Module) -> UpdateKind | None:
+    """Give the kind of update that the class of a block says for itself; None for another module, and for a derived class."""
+    kind: UpdateKind | None = vars(type(block)).get("update_kind")
+    return kind
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:

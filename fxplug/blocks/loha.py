@@ -8,8 +8,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .low_rank import combined, factor
+from .base import UpdateKind
+from .low_rank import factor, hadamard_halves
 from .weight_update import Update
+
+
+def _delta(own: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+    return (factor(own, "hada_w1") * factor(own, "hada_w2")).reshape(*shape)
 
 
 class Loha(Update):
@@ -21,6 +26,24 @@ class Loha(Update):
     (rank, rank, *kernel); the same for 2. `hada_w2_b` is zero when new.
     """
 
+    update_kind = UpdateKind(
+        name="loha",
+        forms=(
+            {"hada_w1_a": "o r", "hada_w1_b": "r i", "hada_w2_a": "o s", "hada_w2_b": "s i"},
+            {
+                "hada_w1_a": "r o", "hada_t1": "r u ...k", "hada_w1_b": "u i",
+                "hada_w2_a": "s o", "hada_t2": "s v ...k", "hada_w2_b": "v i",
+            },
+        ),
+        ranks="rsuv",
+        neutral={"hada_w2_b": 0},
+        delta=_delta,
+        factors=("hada_w1", "hada_w2"),
+        join=hadamard_halves,
+        formats={"peft": {}, "kohya": {}, "comfy": {}, "lycoris": {}},
+        ranked=("hada_w1_b",),
+        options=lambda own, rank, shape: {"tucker": "hada_t1" in own},
+    )  # fmt: skip
     asks = "a Hadamard product"
     hada_w1_a: Tensor
     hada_w1_b: Tensor
@@ -63,9 +86,6 @@ class Loha(Update):
         own: dict[str, Tensor] = dict(self.named_parameters())
         own["hada_w1_a"] = own["hada_w1_a"] * self.scale  # and one pass over the whole, not three
         return torch.addcmul(value, *(factor(own, name).reshape(self.shape) for name in ("hada_w1", "hada_w2")))
-
-    def update(self, own: Mapping[str, Tensor]) -> Tensor:
-        return combined(own).reshape(self.shape)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}{', tucker' if self.cores else ''}"

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.errors import SpecError, shown
-from .low_rank import combined, lokr_shapes
+from .base import UpdateKind
+from .low_rank import factor as factor_of
+from .low_rank import kronecker, kronecker_halves, lokr_shapes
 from .weight_update import Update, divisors
+
+FIRST = ({"lokr_w1": "a c"}, {"lokr_w1_a": "a r", "lokr_w1_b": "r c"})
+SECOND = (
+    {"lokr_w2": "b d ...k"},
+    {"lokr_w2_a": "b q", "lokr_w2_b": "q d"},
+    {"lokr_w2_a": "q b", "lokr_t2": "q p ...k", "lokr_w2_b": "p d"},
+)
+
+
+def _delta(own: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+    return kronecker(factor_of(own, "lokr_w1"), factor_of(own, "lokr_w2").flatten(1)).reshape(*shape)
+
+
+def _options(own: Mapping[str, Tensor], rank: int, shape: Sequence[int]) -> dict[str, Any] | None:
+    """Give the options of a pass with these factors, by the sizes of the first; None where no block has such."""
+    there = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    first = there["lokr_w1"] if "lokr_w1" in there else (there["lokr_w1_a"][0], there["lokr_w1_b"][1])
+    split, cores = ("lokr_w1_a" in there, "lokr_w2_a" in there), "lokr_t2" in there
+    fits = lokr_shapes(shape, rank, cores=cores, first=first, split=split) == there
+    return {"first": first, "decompose": split, "tucker": cores} if fits else None
 
 
 class Lokr(Update):
@@ -23,6 +46,20 @@ class Lokr(Update):
     not scaled. `lokr_w2` or `lokr_w2_b` is zero when new.
     """
 
+    update_kind = UpdateKind(
+        name="lokr",
+        forms=tuple({**first, **second} for first, second in product(FIRST, SECOND)),
+        ranks="rqp",
+        outputs="a*b",
+        inputs="c*d",
+        neutral={"lokr_w2": 0, "lokr_w2_b": 0},
+        delta=_delta,
+        factors=("lokr_w1", "lokr_w2"),
+        join=kronecker_halves,
+        formats={"peft": {}, "diffusers": {}, "kohya": {}, "comfy": {}, "lycoris": {}},
+        ranked=("lokr_w1_b", "lokr_w2_b"),
+        options=_options,
+    )
     asks = "a Kronecker product"
     lokr_w1: Tensor
     lokr_w1_a: Tensor
@@ -71,9 +108,6 @@ class Lokr(Update):
         if not split_1 and not split_2 and not slots:
             self.scale.fill_(1.0)
         self.banked()
-
-    def update(self, own: Mapping[str, Tensor]) -> Tensor:
-        return combined(own).reshape(self.shape)
 
     def extra_repr(self) -> str:
         parts = [name.removeprefix("lokr_") for name, _ in self.named_parameters()]

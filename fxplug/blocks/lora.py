@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError, shown
 from ..core.torch_internals.modules import conv_forward, is_hooked
-from .base import CONVOLUTIONS, Block, LowRank, check_share, check_slots, used_slots
+from .base import CONVOLUTIONS, Block, LowRank, UpdateKind, check_share, check_slots, used_slots
 from .low_rank import gated
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
 
+PEFT = {"down": "lora_A.weight", "up": "lora_B.weight", "bias": "lora_B.bias"}
+KOHYA = {"down": "lora_down.weight", "up": "lora_up.weight"}
 GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 
 
@@ -35,6 +37,19 @@ class Lora(LowRank):
     `rows` instead of `scale`: float32 (batch, slots * rank), what `Gates` gives. It begins as zeros and is not
     trained.
     """
+
+    update_kind = UpdateKind(
+        name="lora",
+        forms=({"down": "l i ...", "up": "o r ..."},),  # of a convolution in groups l is their number times the rank
+        aside={"mid": "r l ..."},
+        ranks="lr",
+        neutral={"up": 0, "bias": 0},
+        place="after",
+        slots="inner",
+        state={"down": "down.weight", "up": "up.weight", "bias": "up.bias"},
+        formats={"peft": PEFT, "diffusers": PEFT, "kohya": KOHYA, "comfy": KOHYA, "lycoris": KOHYA},
+        ranked=("up",),
+    )
 
     def __init__(
         self,

@@ -10,11 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import SpecError
+from .base import UpdateKind
+from .lora import KOHYA, PEFT
 from .low_rank import decomposed, expert_products, norm_except, product
 from .weight_update import Update, check_single, experts_of, in_place_of, output_dim, weight_at
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
+
+
+PEFT_DORA = {"down": PEFT["down"], "up": PEFT["up"], "magnitude": "lora_magnitude_vector"}
+KOHYA_DORA = {**KOHYA, "magnitude": "dora_scale"}
+
+
+def _delta(own: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+    return product(own["up"], own["down"], shape)
 
 
 class LoraWeight(Update):
@@ -28,6 +38,9 @@ class LoraWeight(Update):
     is (rank, experts, m), `up` (n, rank, experts).
     """
 
+    update_kind = UpdateKind(
+        name="lora", forms=({"down": "r i ...", "up": "o r ..."},), neutral={"up": 0}, delta=_delta, ranked=("up",)
+    )
     asks = "a low-rank update"
     by_expert = True
 
@@ -69,7 +82,7 @@ class LoraWeight(Update):
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
         if self.experts:
             return expert_products(own["up"], own["down"])
-        made = product(own["up"], own["down"], self.shape)
+        made = super().update(own)
         return made.T if self.transposed else made
 
 
@@ -84,6 +97,16 @@ class Dora(LoraWeight):
     its own tool's, several add up, and the order of them does not matter. A slot whose magnitudes are zeros has nothing here.
     """
 
+    update_kind = UpdateKind(
+        name="dora",
+        forms=({"down": "r i ...", "up": "o r ...", "magnitude": "m ..."},),
+        neutral={"up": 0, "magnitude": norm_except},
+        delta=_delta,
+        formats={
+            "peft": PEFT_DORA, "diffusers": PEFT_DORA, "kohya": KOHYA_DORA, "comfy": KOHYA_DORA, "lycoris": KOHYA_DORA
+        },
+        ranked=("up",),
+    )
     neutral = True
 
     def __init__(

@@ -146,19 +146,17 @@ def hadamard_halves(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> t
     return (up1.unsqueeze(2) * up2.unsqueeze(1)).flatten(1), (down1.unsqueeze(1) * down2.unsqueeze(0)).flatten(0, 1)
 
 
+def kronecker_halves(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> tuple[Tensor, Tensor]:
+    """The Kronecker product of (out, r) @ (r, in) and (m, s) @ (s, n) as (out * m, r * s) and (r * s, in * n)."""
+    return kronecker(up1, up2), kronecker(down1, down2)
+
+
 def kronecker(a: Tensor, b: Tensor) -> Tensor:
     """The Kronecker products (..., m * p, n * q) of (..., m, n) and (..., p, q).
 
     torch.kron takes no batch, and fails on some views of one row.
     """
     return (a[..., :, None, :, None] * b[..., None, :, None, :]).flatten(-2).flatten(-3, -2)
-
-
-def combined(own: Mapping[str, Tensor]) -> Tensor:
-    """The elementwise product of LoHa's two factors or the Kronecker product of LoKr's: (out, in * kernel), or a weight."""
-    if "hada_w1_b" in own:
-        return factor(own, "hada_w1") * factor(own, "hada_w2")
-    return kronecker(factor(own, "lokr_w1"), factor(own, "lokr_w2").flatten(1))
 
 
 def parts(own: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -198,6 +196,14 @@ def sides(own: Mapping[str, Tensor], name: str) -> tuple[int, tuple[int, ...]]:
         return own[name].shape[0], tuple(own[name].shape[1:])
     a, b, core = parts(own, name)
     return (a.shape[0], tuple(b.shape[1:])) if core is None else (a.shape[1], (b.shape[1], *core.shape[2:]))
+
+
+def trimmed(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes without those of 1 at their end: a linear layer and a 1x1 convolution have the same."""
+    made = [int(n) for n in sizes]
+    while len(made) > 1 and made[-1] == 1:
+        made.pop()
+    return tuple(made)
 
 
 def factorization(size: int, factor: int = -1) -> tuple[int, int]:

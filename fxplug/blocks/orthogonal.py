@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import SpecError, shown
-from .base import Block
+from .base import Block, Method, UpdateKind, kind_key
 from .weight_update import divisors, in_place_of, weight_at
 
 if TYPE_CHECKING:
@@ -32,6 +32,21 @@ class Oft(Block):
     (blocks, size * (size - 1) / 2) as in PEFT, zero when new; with `share` one block stands for all.
     """
 
+    update_kind = UpdateKind(
+        name="oft",
+        forms=({"rotation": "n v"},),
+        neutral={"rotation": 0},
+        method="oft",
+        algebra=Method(
+            lambda value, own, options: rotated(
+                value.flatten(1), own["rotation"], options["size"], options["terms"]
+            ).reshape(value.shape),
+            lambda own, options, shape: math.prod(shape[1:]) % options["size"] == 0
+            and (options["share"] or math.prod(shape[1:]) == options["size"] * len(own["rotation"])),
+            (),
+        ),
+        slots="",
+    )
     neutral = True
 
     def __init__(
@@ -60,6 +75,11 @@ class Oft(Block):
         """A rotation for any weight of two or more dimensions whose inputs the blocks divide; not for an Embedding."""
         return cls(rotatable_shape(site), block_size, blocks, share, terms)
 
+    def bank(self) -> dict[str, Any]:
+        """What tells where an adapter goes, and what its tensors mean here; see `adapters.banks.Bank`."""
+        options = {"size": self.size, "share": self.share, "terms": self.terms}
+        return {"kind": kind_key(type(self)), "slots": 0, "rank": 1, "shape": self.shape, "options": options}
+
     def forward(self, value: Tensor) -> Tensor:
         made = rotated(value.flatten(1), self.rotation, self.size, self.terms)
         return in_place_of(made.reshape(self.shape), value)
@@ -75,6 +95,19 @@ class Boft(Block):
     as in PEFT. More levels let far inputs mix with blocks of the same size.
     """
 
+    update_kind = UpdateKind(
+        name="boft",
+        forms=({"rotation": "l n s s", "magnitude": "o 1"},),
+        neutral={"rotation": 0, "magnitude": 1},
+        method="boft",
+        algebra=Method(
+            lambda value, own, options: _turned_in_levels(value.flatten(1), **own).reshape(value.shape),
+            lambda own, options, shape: bool(shape)
+            and (len(own["magnitude"]), math.prod(own["rotation"].shape[1:3])) == (shape[0], math.prod(shape[1:])),
+            ("magnitude",),
+        ),
+        slots="",
+    )
     neutral = True
     order: Tensor
 
@@ -99,6 +132,10 @@ class Boft(Block):
     def at(cls, site: Site, block_size: int = 4, blocks: int | None = None, levels: int = 1) -> Boft:
         """A rotation for any weight of two or more dimensions whose inputs the blocks divide; not for an Embedding."""
         return cls(rotatable_shape(site), block_size, blocks, levels)
+
+    def bank(self) -> dict[str, Any]:
+        """What tells where an adapter goes; see `adapters.banks.Bank`."""
+        return {"kind": kind_key(type(self)), "slots": 0, "rank": 1, "shape": self.shape}
 
     def forward(self, value: Tensor) -> Tensor:
         matrix = rotated_in_levels(value.flatten(1), self.rotation, self.order)
@@ -174,6 +211,13 @@ def rotated_in_levels(value: Tensor, matrices: Tensor, orders: Iterable[Tensor])
     for order, level in zip(orders, rotations, strict=True):
         value = turned(value[:, torch.argsort(order)], level)[:, order]
     return value
+
+
+def _turned_in_levels(value: Tensor, rotation: Tensor, magnitude: Tensor) -> Tensor:
+    """Give a weight (out, in) turned by BOFT's rotations, times its magnitudes."""
+    levels, _, size, _ = rotation.shape
+    orders = [butterfly(value.shape[1], size, level) for level in range(levels)]
+    return rotated_in_levels(value, rotation, orders) * magnitude.reshape(-1, 1)
 
 
 def butterfly(width: int, size: int, level: int) -> Tensor:

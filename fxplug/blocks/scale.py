@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .base import Block, align_to_dim, width
+from .base import Block, Method, UpdateKind, align_to_dim, kind_key, width
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
+
+
+def _gated(value: Tensor, own: Mapping[str, Tensor], options: Mapping[str, Any]) -> Tensor:
+    """Give a weight or bias with its outputs or inputs times a gate each."""
+    behind = value.dim() - (1 if options["side"] == "output" else 2)
+    return value * own["gate"].reshape(-1, *[1] * behind)
+
+
+def _fits(own: Mapping[str, Tensor], options: Mapping[str, Any], shape: Sequence[int]) -> bool:
+    at = int(options["side"] == "input")
+    return len(shape) > at and shape[at] == own["gate"].numel()
 
 
 class Scale(Block):
@@ -19,6 +31,16 @@ class Scale(Block):
     y is (..., features), or (batch, channels, *space) when `dim` is 1.
     """
 
+    update_kind = UpdateKind(
+        name="ia3",
+        forms=({"gate": "n"},),
+        neutral={"gate": 1},
+        method="gate",
+        algebra=Method(_gated, _fits, ("gate",)),
+        place="after",
+        slots="",
+        state={"gate": "weight"},
+    )
     neutral = True
 
     def __init__(self, width: int, dim: int = -1) -> None:
@@ -30,6 +52,10 @@ class Scale(Block):
     def at(cls, site: Site, dim: int | None = None) -> Scale:
         """A gate for any tensor; `dim` is where its channels are, if the layers around do not tell. Raises SpecError."""
         return cls(*width(site, site.args[0], dim))
+
+    def bank(self) -> dict[str, Any]:
+        """What tells where an adapter goes; see `adapters.banks.Bank`."""
+        return {"kind": kind_key(type(self)), "slots": 0, "rank": 1, "shape": [self.width]}
 
     def forward(self, y: Tensor) -> Tensor:
         return y * align_to_dim(self.weight, y, self.dim)

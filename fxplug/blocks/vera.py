@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.errors import SpecError
 from ..core.quantised import weight_shape
-from .base import Block, check_count, check_share
+from .base import Block, UpdateKind, check_count, check_share
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -24,6 +24,7 @@ class Vera(Block):
     rows; `d` (rank) and `b` (out) are trained. `b` is zero when new. x is (..., in), y (..., out).
     """
 
+    update_kind = UpdateKind(name="vera", place="after", shared=("shared.first", "shared.second"))
     neutral = True
 
     def __init__(
@@ -49,6 +50,11 @@ class Vera(Block):
     def forward(self, x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> Tensor:
         hidden = F.linear(F.dropout(x, self.dropout, self.training), first[:, : self.in_features])
         return torch.add(y, self.b * F.linear(self.d * hidden, second[: self.out_features]))
+
+    def product(self, first: Tensor, second: Tensor) -> dict[str, Tensor]:
+        """Make the update as a plain one: `down` (rank, in), `up` (out, rank)."""
+        down = self.d.detach().cpu()[:, None] * first[:, : self.in_features]
+        return {"down": down, "up": self.b.detach().cpu()[:, None] * second[: self.out_features]}
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, rank={self.rank}"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import SpecError
-from .base import LowRank, used_slots
+from .base import LowRank, Method, UpdateKind, kind_key, used_slots
+from .low_rank import trimmed
 
 if TYPE_CHECKING:
     from ..core.rewriter.sites import Site
@@ -116,7 +117,7 @@ class Update(LowRank):
     def bank(self) -> dict[str, Any]:
         """What tells where an adapter goes in a bank, as plain values; see `adapters.banks.Bank`."""
         names = list(self._parameters)
-        return {"kind": type(self).__name__, "slots": self.slots, "rank": self.rank, "shape": self.shape, "parameters": names}
+        return {"kind": kind_key(type(self)), "slots": self.slots, "rank": self.rank, "shape": self.shape, "parameters": names}
 
     def forward(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
         return in_place_of(self.updated(value, uniform), value)
@@ -139,7 +140,8 @@ class Update(LowRank):
 
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
         """What parameters of these names make together, in the shape of the parameter that is updated, not scaled yet."""
-        raise NotImplementedError
+        assert self.update_kind is not None and self.update_kind.delta is not None
+        return self.update_kind.delta(own, self.shape)
 
 
 class Delta(Update):
@@ -149,6 +151,20 @@ class Delta(Update):
     bias, a norm, a weight of any kind.
     """
 
+    update_kind = UpdateKind(
+        name="delta",
+        forms=({"delta": "..."},),
+        neutral={"delta": 0},
+        delta=lambda own, shape: own["delta"],
+        method="diff",
+        algebra=Method(
+            lambda value, own, options: value + own["delta"].reshape(value.shape),
+            lambda own, options, shape: trimmed(own["delta"].shape) == trimmed(shape),
+            ("delta",),
+        ),
+        whole=True,
+        formats={"kohya": {}, "comfy": {}, "lycoris": {}},
+    )
     asks = "a change"
     delta: Tensor
 
@@ -166,9 +182,6 @@ class Delta(Update):
 
     def updated(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
         return value + self.delta if uniform is None else super().updated(value, uniform)
-
-    def update(self, own: Mapping[str, Tensor]) -> Tensor:
-        return own["delta"]
 
     def extra_repr(self) -> str:
         return f"{self.shape}" + (f", slots={self.slots}" if self.slots else "")

@@ -14,8 +14,9 @@ from zipfile import ZipFile
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from ..adapters.banks import RANKS, Bank
+from ..adapters.banks import Bank
 from ..adapters.slots import Adapters
+from ..blocks import update_kinds
 from ..core.errors import DEFAULT, ArtifactError, Limits, shown
 from ..core.reading import Raises, about, check_format, open_archive, parse_json, read_member
 from ..core.weight_files import header, tensors
@@ -37,7 +38,7 @@ class Described(BaseModel):
 
 
 def _parameter(name: str) -> str:
-    if name not in RANKS:
+    if not any(name in kind.tensors for kind in update_kinds().values()):
         raise ValueError(f"{shown(name)} is not a parameter of a slot")
     return name
 
