@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...blocks.lora import HalfLora, Lora
 from ...core.errors import ArtifactError, SpecError, did_you_mean
 from ...core.ir.traced_module import TracedModule
 from ...core.reading import about, reported
@@ -157,9 +158,9 @@ def _homes(module: TracedModule, passes: Sequence[str]) -> Homes:
             raise SpecError(f"no pass '{name}'{did_you_mean(name, entries)}; there are {', '.join(entries) or 'none'}")
     homes: Homes = {}
     owners: dict[tuple[str, str], str] = {}
-    state = list(module.state_dict())
+    state, modules = list(module.state_dict()), dict(module.named_modules())
     for name in passes or entries:
-        for (section, path), here in _weights(entries[name], state):
+        for (section, path), here in _weights(entries[name], state, modules):
             known = homes.setdefault((section, path), here)
             other = owners.setdefault((section, path), name)
             if known != here:
@@ -167,7 +168,9 @@ def _homes(module: TracedModule, passes: Sequence[str]) -> Homes:
     return homes
 
 
-def _weights(entry: Mapping[str, Any], state: Sequence[str]) -> list[tuple[tuple[str, str], dict[str, str]]]:
+def _weights(
+    entry: Mapping[str, Any], state: Sequence[str], modules: Mapping[str, nn.Module]
+) -> list[tuple[tuple[str, str], dict[str, str]]]:
     """The weights of a pass, by section and layer."""
     name, rows, known = entry["name"], [], set(state)
     for prefix, rename in ((f"{name}.cn.", _control), (f"{name}.plugin.plugin.", str)):
@@ -178,8 +181,8 @@ def _weights(entry: Mapping[str, Any], state: Sequence[str]) -> list[tuple[tuple
         block = f"{site['block']}."
         path = str(site["path"]).partition("@")[0]
         kind = site["block"].rpartition(".")[2].partition("_")[0]
-        if kind in ("Lora", "HalfLora", "TrainedLora"):
-            inner = block + "lora." * (f"{block}lora.down.weight" in known)
+        if isinstance(made := modules.get(site["block"]), (Lora, HalfLora)):
+            inner = block + "lora." * isinstance(made, HalfLora)
             rows.append((("lora", path), {own: inner + own for own in WRITTEN if inner + own in known}))
         for inner in (f"{block}plugin.", f"{block}container.{name}."):
             here = {key.removeprefix(inner): key for key in state if key.startswith(inner)}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ...blocks.base import CONVOLUTIONS, LowRank
+from ...blocks.base import CONVOLUTIONS, Gates, LowRank
 from ...blocks.lora import Lora
 from ...blocks.lora_weight import Dora
 from ...blocks.scale import Scale, Ssf
@@ -301,6 +301,6 @@ def inner(node: fx.Node) -> fx.Node:
 
 def gated(node: fx.Node) -> bool:
     """Whether a node tells how much of each slot is taken."""
-    return bool(node.meta.get("pass", {}).get("block") == "Gates")
+    return bool(node.meta.get("pass", {}).get("block") == Gates.__name__)
 
 
