@@ -47,7 +47,8 @@ from matrix_state import NotApplicable, State, is_float, result_of
 from record import COMMIT
 
 from fxplug.core.errors import FxplugError
-from fxplug.core.ir.containers import Difference, difference, map_leaves
+from fxplug.core.ir.comparison import RESULT, WITHIN, Difference, difference
+from fxplug.core.ir.containers import map_leaves
 
 EQUAL, REFUSED, NOT_APPLICABLE, FAULT = "equal", "refused", "does not apply", "fault"
 LOUD = 3  # times the tolerance that an adapter must change
@@ -168,12 +169,13 @@ def distance(
     FlashAttention's tests hold half precision: no further from the exact result than twice what the oracle is, and gradients
     than three times.
     """
-    off = max(difference(wanted, value, gradient, dtypes) for value in found)
+    tolerance = WITHIN if gradient else RESULT
+    off = max(difference(wanted, value, tolerance, dtypes) for value in found)
     if off.times <= 1:
         return off, 1.0
     middle = in_float32(exact())
-    most = (3 if gradient else 2) * difference(middle, in_float32(wanted), gradient, dtypes).times
-    return max(difference(middle, in_float32(value), gradient, dtypes) for value in found), max(1.0, most)
+    most = (3 if gradient else 2) * difference(middle, in_float32(wanted), tolerance, dtypes).times
+    return max(difference(middle, in_float32(value), tolerance, dtypes) for value in found), max(1.0, most)
 
 
 @cache

@@ -36,7 +36,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fxplug
 from fxplug.core.errors import FxplugError, VerifyError
-from fxplug.core.ir.containers import difference, leaves
+from fxplug.core.ir.comparison import RESULT, WITHIN, difference
+from fxplug.core.ir.containers import leaves
 
 COST = 200
 
@@ -350,7 +351,7 @@ def missed(case: Case, found: dict[str, Any], refusals: Counter[str]) -> str | N
                 continue
             if kind == "value" and many_kind == "value":
                 for name, row in rows.items():
-                    off = difference(want, row[2], within="weights" in label, dtypes=case.dtypes)
+                    off = difference(want, row[2], WITHIN if "weights" in label else RESULT, case.dtypes)
                     if not off.times <= 1:
                         return f"step {index} {label}: {name} is {off.distance:.1e} off"
             elif (kind, many_kind) not in {("error", "error"), ("error", "refused"), ("refused", "refused")}:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxplug
 from fxplug.core.errors import FxplugError, GuardError, SpecError
-from fxplug.core.ir.containers import distance
+from fxplug.core.ir.comparison import distance
 from fxplug.parallel.runtime.mesh import all_degrees
 from fxplug.parallel.runtime.pretended import pretended
 

@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
 
 import fxplug
-from fxplug.core.ir.containers import unlike
+from fxplug.core.ir.comparison import describe_difference
 
 # torch says that it is slow where it is not compiled
 pytestmark = [pytest.mark.filterwarnings("ignore:flex_attention called"), pytest.mark.filterwarnings("ignore:return_lse is")]
@@ -233,4 +233,4 @@ def test_a_model_of_diffusers_that_makes_its_mask_in_forward() -> None:
     with torch.no_grad():
         gm = fxplug.trace(model, *case.inputs())
         args, kwargs = case.inputs(2)
-        assert unlike(model(*args, **kwargs), gm(*args, **kwargs)) is None
+        assert describe_difference(model(*args, **kwargs), gm(*args, **kwargs)) is None

@@ -19,7 +19,7 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.core.ir.containers import distance
+from fxplug.core.ir.comparison import distance
 from fxplug.parallel.planning.streams import OperationRefused
 from fxplug.parallel.planning.trials import ShardTrials
 from fxplug.parallel.runtime import layouts

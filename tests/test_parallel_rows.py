@@ -17,7 +17,8 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.core.ir.containers import distance, leaves
+from fxplug.core.ir.comparison import distance
+from fxplug.core.ir.containers import leaves
 from fxplug.parallel.runtime import layouts
 from fxplug.parallel.runtime.collectives import Split, traffic
 from fxplug.parallel.runtime.halos import Fetch, Reach

@@ -15,7 +15,8 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.core.ir.containers import distance, leaves
+from fxplug.core.ir.comparison import distance
+from fxplug.core.ir.containers import leaves
 from fxplug.parallel.planning.trials import ShardTrials
 from fxplug.parallel.runtime.mesh import all_degrees
 from fxplug.parallel.runtime.pretended import pretended

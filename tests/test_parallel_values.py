@@ -80,10 +80,10 @@ def test_a_bias_in_half_precision_is_added_by_one_process(device):
 
 
 def test_one_table_says_what_rounding_may_change():
-    from fxplug.core.ir.containers import TOLERANCES, difference, distance
+    from fxplug.core.ir.comparison import DTYPES, RESULT, difference, distance
 
     one = torch.linspace(0.5, 2, 64)
-    for dtype, (close, _) in TOLERANCES.items():
+    for dtype, close in zip(DTYPES, RESULT.of_largest, strict=True):
         a = one.to(dtype)
         assert difference(a, a) == (0, 0)
         assert difference(a, (a.double() * (1 + close / 4)).to(dtype)).times < 1 < difference(a, a * (1 + 3 * close)).times
@@ -93,7 +93,7 @@ def test_one_table_says_what_rounding_may_change():
 
 @pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
 def test_a_value_that_is_not_finite_hides_no_other(odd):
-    from fxplug.core.ir.containers import distance
+    from fxplug.core.ir.comparison import distance
 
     a = torch.tensor([1.0, 2.0, odd])
     assert distance(a, a.clone()) == 0 and distance(a, torch.tensor([1.0, 3.0, odd])) == 0.5

@@ -17,7 +17,8 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.core.ir.containers import distance, leaves
+from fxplug.core.ir.comparison import distance
+from fxplug.core.ir.containers import leaves
 from fxplug.core.torch_internals import modules as pytree
 from fxplug.parallel.pipelines.deferred import Later
 from fxplug.parallel.pipelines.entry import distances

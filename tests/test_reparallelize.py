@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fxplug
-from fxplug.core.ir.containers import difference
+from fxplug.core.ir.comparison import difference
 from fxplug.core.ir.graph import insert
 from fxplug.parallel.runtime.pretended import pretended
 

@@ -23,8 +23,7 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.core.capture.frozen_values import alike, difference, frozen
-from fxplug.core.capture.isolation import random_state
+from fxplug.core.capture.isolation import alike, compare_contents, frozen, random_state
 from fxplug.core.ir.ops import modes
 
 
@@ -387,7 +386,7 @@ def three_calls(model: nn.Module, gm: nn.Module) -> None:
         a = model(mine)
         torch.manual_seed(step)
         b = gm(other)
-        assert difference(a, b) is None, f"call {step}"
+        assert compare_contents(a, b) is None, f"call {step}"
         assert torch.equal(mine, other)
         buffers = dict(gm.named_buffers())
         for name, value in [*model.state_dict().items(), ("plain", model.plain)]:
@@ -1301,7 +1300,7 @@ def test_what_the_first_integers_gave_is_kept_by_the_model_and_refused():
 
 def test_a_graph_that_a_module_keeps_is_not_copied_to_be_compared():
     """Its nodes hold each other: a copy of all that they hold would take minutes and gigabytes."""
-    from fxplug.core.capture.frozen_values import alike, frozen
+    from fxplug.core.capture.isolation import alike, frozen
 
     graph = fxplug.trace(nn.Linear(2, 2), torch.randn(1, 2)).graph
     kept = frozen({"graph": graph, "blocks": [1, 2]})

@@ -10,11 +10,12 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ..core.errors import FxplugError, shown
-from ..core.ir.containers import difference, leaves, map_leaves
+from ..core.ir.comparison import COMPILED, difference, equal
+from ..core.ir.containers import leaves, map_leaves
 from .blockers import CompileRefused, Unfit
 from .onnx_file import INSTALL
 from .onnx_model import load_onnx
-from .size_trial import CLOSE, SizeTrial, call_alone
+from .size_trial import SizeTrial, call_alone
 from .value_trial import try_values
 
 
@@ -47,9 +48,9 @@ def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list
         raise CompileRefused(what) from error
     found = [value for value in leaves(out) if isinstance(value, torch.Tensor)]
     pairs = list(zip(found, wanted, strict=False))  # the conditions come last, and are no part of the result
-    apart = [difference(b, a, within=True) for a, b in pairs]
-    drawn = difference(wanted, again).distance > 0
-    wrong = [i for i, gap in enumerate(apart) if gap.times > CLOSE]
+    apart = [difference(b, a, COMPILED) for a, b in pairs]
+    drawn = not equal(wanted, again)
+    wrong = [i for i, gap in enumerate(apart) if gap.times > 1]
     most = f"{max((gap.distance for gap in apart), default=0.0):.1e}"
     if wrong and not drawn:
         raise Unfit(

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from ..core.errors import ArtifactError, FxplugError, first_line
-from ..core.ir.containers import difference, leaves
+from ..core.ir.comparison import COMPILED, difference, equal
+from ..core.ir.containers import leaves
 from ..core.torch_internals.exporting import Condition
 from .blockers import CompileRefused, Unfit
 from .call_signature import Json, Signature
@@ -19,7 +20,7 @@ from .expressions import parsed
 from .machines import capabilities, lacking
 from .package import Package
 from .package_file import PackageManifest, check_manifest
-from .size_trial import CLOSE, SizeTrial, call_alone, tensors_of
+from .size_trial import SizeTrial, call_alone, tensors_of
 from .value_trial import try_values
 
 
@@ -40,8 +41,8 @@ def try_package(
     said = json.loads(json.dumps(manifest))  # as it is read from the file
     package = Package(loader, check_manifest(said, PackageManifest, ArtifactError), tensors, device)
     args, kwargs = program.example_inputs
-    gap = difference(tensors_of(call_alone(module, (args, kwargs))), tensors_of(package(*args, **kwargs)), within=True)
-    if gap.times > CLOSE:
+    gap = difference(tensors_of(call_alone(module, (args, kwargs))), tensors_of(package(*args, **kwargs)), COMPILED)
+    if gap.times > 1:
         raise Unfit(
             f"the package differs from the module by {gap.distance:.1e} on the example inputs; this is a bug of AOTInductor: "
             "export to pt2 or onnx"
@@ -79,4 +80,4 @@ def _untried(manifest: Json, program: ExportedProgram, module: nn.Module) -> str
         return f": {error}"
     except CompileRefused as error:
         return f", which fails on the example inputs: {first_line(error)}"
-    return ", which draws random numbers" if difference(first, again).distance > 0 else ""
+    return ", which draws random numbers" if not equal(first, again) else ""

@@ -13,14 +13,14 @@ from torch.export import ExportedProgram
 from torch.func import functional_call
 
 from ..core.errors import FxplugError
-from ..core.ir.containers import difference, leaves, map_leaves
+from ..core.ir.comparison import COMPILED, equal, is_close
+from ..core.ir.containers import leaves, map_leaves
 from ..core.torch_internals import modules as pytree
 from ..core.torch_internals.exporting import Condition, size_at
 from ..core.torch_internals.tensors import size_name
 from .blockers import Unfit, refusing
 from .package import ExportedModel
 
-CLOSE = 10  # so many times what rounding may change within a model is more than rounding, and less than another weight
 STEPS = (1, 2, 3, 4, 8, 16, 32)  # how far from the example's size is tried, until the file takes one
 MOST = 16  # conditions of a compiler that are tried one by one
 LARGEST = 1 << 24  # numbers of an input that is made for a trial
@@ -43,7 +43,7 @@ def call_alone(module: nn.Module, inputs: Any) -> Any:
         found = functional_call(module, state, *given)
     before = [*dict(module.named_buffers()).items(), *((f"its input {i}", t) for i, t in enumerate(leaves(inputs)))]
     for (name, old), new in zip(before, [*state.values(), *leaves(given)], strict=True):
-        if isinstance(old, Tensor) and difference(old, new).distance > 0:
+        if isinstance(old, Tensor) and not equal(old, new):
             raise Unfit(f"a call of this module changes {name}")
     return found
 
@@ -159,7 +159,7 @@ class SizeTrial:
             found = self.file(*args, **kwargs)
         except FxplugError:
             return False
-        return difference(tensors_of(wanted), tensors_of(found), within=True).times <= CLOSE
+        return is_close(tensors_of(wanted), tensors_of(found), COMPILED)
 
     def _inputs(self, sizes: Sizes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The example's values at these sizes, again from the first where there are more."""

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..core.errors import FxplugError
-from ..core.ir.containers import Difference, difference, leaves, map_leaves
-from .size_trial import CLOSE, tensors_of
+from ..core.ir.comparison import COMPILED, Difference, difference
+from ..core.ir.containers import leaves, map_leaves
+from .size_trial import tensors_of
 
 EMBEDDING = torch.ops.aten.embedding.default
 Call = Callable[[Any, Any], Any]  # of arguments and keyword arguments
@@ -36,9 +37,9 @@ def try_values(file: Call, module: Call, program: ExportedProgram, names: Mappin
             found.append(f"it fails where {what}, and the module does not: {error}")
         else:
             gap = _gap(wanted, got)
-            if gap.times > CLOSE:  # what nearly cancels has the rounding of the example's numbers
+            if gap.times > 1:  # what nearly cancels has the rounding of the example's numbers
                 gap = _gap(wanted, got, tensors_of(module(*program.example_inputs)))
-            if gap.times <= CLOSE:
+            if gap.times <= 1:
                 continue
             found.append(f"it differs from the module by {gap.distance:.1e} where {what}: do not give it such values")
         warnings.warn(found[-1], stacklevel=2)
@@ -49,7 +50,7 @@ def _gap(wanted: list[Tensor], got: list[Tensor], beside: list[Tensor] | None = 
     """How far results are apart, over the largest number in them and in those `beside` them."""
     if beside is not None and len(wanted) == len(got) and all(a.shape == b.shape for a, b in zip(wanted, got, strict=True)):
         wanted, got = ([torch.cat([a.flatten(), b.flatten()]) for a, b in zip(beside, t, strict=True)] for t in (wanted, got))
-    return difference([t.cpu() for t in wanted], [t.cpu() for t in got], within=True)
+    return difference([t.cpu() for t in wanted], [t.cpu() for t in got], COMPILED)
 
 
 def _values(program: ExportedProgram, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from ..core.capture.frozen_values import copied
 from ..core.errors import VerifyError
-from ..core.ir.containers import Difference, difference, distance, leaves, map_leaves, numbers, tolerance
+from ..core.ir.comparison import RESULT, WITHIN, Difference, copied, difference, distance, numbers
+from ..core.ir.containers import leaves, map_leaves
 from ..core.ir.traced_module import TracedModule, shell
 from ..core.verifier import Subject, is_split, need_values
 from .planning.trials import EMPTY, name_of
@@ -56,7 +56,7 @@ def check_pretended(
 
     In each mode that has a graph, or in these `modes`. With `every` all values within the model are compared too, of those in
     parts the numbers that the processes have together. Raises VerifyError for an output that differs by more than rounding may
-    make of the dtypes it was computed in (`fxplug.core.ir.containers`), with the first value that does.
+    make of the dtypes it was computed in (`fxplug.core.ir.comparison`), with the first value that does.
     """
     worst = 0.0
     for mode in gm.graphs if modes is None else modes:
@@ -99,7 +99,7 @@ def check_real(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any])
         mine = _result(gm, mode, args, kwargs, True)
         worst = max(worst, known.difference(mine))
         for name, value in known.values.items():
-            off = difference(value, mine.values[name], True, known.dtypes)
+            off = difference(value, mine.values[name], WITHIN, known.dtypes)
             if off.times > 1 and not first:
                 first = f"; the first value that differs is '{name}', by {off.distance:.1e}"
     told: list[Any] = [None] * dist.get_world_size()
@@ -144,7 +144,7 @@ class RankResult:
 
     def difference(self, other: RankResult) -> Difference:
         """How far the output of another process is from this one's."""
-        return difference(self.output, other.output, dtypes=self.dtypes)
+        return difference(self.output, other.output, RESULT, self.dtypes)
 
 
 def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> tuple[RankResult, list[RankResult]]:
@@ -220,10 +220,10 @@ def _together(whole: Any, parts: Sequence[Any], dtypes: set[torch.dtype]) -> Dif
     if not isinstance(whole, Tensor) or not all(isinstance(part, Tensor) for part in parts) or not whole.numel():
         return Difference()  # a number that hangs on sizes
     if all(part.shape == whole.shape for part in parts):
-        return max(difference(whole, part, True, dtypes) for part in parts)
+        return max(difference(whole, part, WITHIN, dtypes) for part in parts)
     held = torch.cat([numbers(part) for part in parts])
     wanted = numbers(whole)
     if len(held) % len(wanted):
         return Difference()  # parts that overlap
     off = distance(wanted.repeat(len(held) // len(wanted)).sort().values, held.sort().values)
-    return Difference(off / tolerance(whole, True, dtypes), off)
+    return Difference(off / WITHIN.shares(whole, dtypes)[0], off)

@@ -12,9 +12,9 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..core.capture.frozen_values import copied
 from ..core.capture.self_check import has_values
 from ..core.errors import FxplugError, SpecError, VerifyError, brief_fields, outline
+from ..core.ir.comparison import copied
 from ..core.ir.containers import call_of
 from ..core.ir.graph import Graph, copy_graph
 from ..core.ir.traced_module import TracedModule, copied_graphs, shell

@@ -13,7 +13,7 @@ import fxplug
 from fxplug import Match, Pass, Rule
 from fxplug.blocks.base import Block
 from fxplug.blocks.skip import Skip
-from fxplug.core.ir.containers import unlike
+from fxplug.core.ir.comparison import describe_difference
 from fxplug.core.ir.graph import copy_graph
 from fxplug.core.verifier import keep_distinct_calls
 
@@ -261,7 +261,7 @@ def test_every_output_is_compared_beside_an_opened_attention(dtype):
     ],
 )
 def test_values_differ_in_words(a, b, text):
-    found = unlike(a, b)
+    found = describe_difference(a, b)
     assert found is None if text is None else found.startswith(text)
 
 

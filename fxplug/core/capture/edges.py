@@ -24,8 +24,8 @@ from ..spec.addresses import Port, identifier
 from ..torch_internals.modules import call_with_hooks, forward_hooks
 from ..torch_internals.tensors import DisableTorchFunction
 from .fake_tensors import KINDS, NeedsValues, Number, fake, layer_key
-from .frozen_values import alike, frozen
 from .graph_builder import PRINTABLE, Frame
+from .isolation import alike, frozen
 from .module_state import identical_items
 from .recorder import Recording
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +20,13 @@ from torch import fx, nn
 from .. import quantised
 from ..errors import SpecError, TraceError
 from ..ir import ops
-from ..ir.containers import HOOKED, RESERVED, Container, FixedNames, plain_attributes
+from ..ir.comparison import describe_difference, equal
+from ..ir.containers import HOOKED, RESERVED, Container, FixedNames, children, plain_attributes
 from ..ir.graph import Graph, note_tied
 from ..ir.traced_module import OWN_STATE, TracedModule, class_names
 from ..torch_internals.modules import CALL, COMPILED, backward_hooks, call_with_hooks
 from ..torch_internals.tensors import memory_id
+from .fake_tensors import Number
 from .module_state import Journal, State, StatePlace, keys_of, storage_of
 
 MOMENT = 0.01  # seconds in which a thread ends the layer that it was in, and had not read its weights yet
@@ -177,6 +179,56 @@ def in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
 
 
 COPIED = (list, dict, set, deque, OrderedDict)
+
+
+DEPTH = 40  # nested deeper than this, values count as equal
+
+
+def frozen(value: Any, depth: int = 0) -> Any:
+    """A copy of what a value holds, for `alike`: later changes in place do not reach it."""
+    if isinstance(value, torch.Tensor):
+        return value if isinstance(value, nn.Parameter) else value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Number):
+        return value.value
+    if depth > DEPTH or isinstance(value, (str, bytes, int, float, complex, type, type(None), fx.Graph)):
+        return value  # the nodes of a graph hold each other, so that copies of it would never end
+    if isinstance(value, FunctionType):
+        return ("function", value.__code__)
+    if isinstance(value, MethodType):
+        return ("method", value.__func__.__qualname__)
+    if isinstance(value, (set, frozenset)):
+        return ("set", set(value))
+    found = children(value)
+    if found is None and isinstance(attributes := getattr(value, "__dict__", None), dict):
+        found = iter(attributes.items())
+    if found is None:
+        return value
+    return (type(value), {key: frozen(member, depth + 1) for key, member in list(found)})
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two frozen values are the same: tensors in every bit, objects in what they hold."""
+    return equal(a, b, same=_alike)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(a.dtype == object or a.tobytes() == b.tobytes())
+    plain = isinstance(a, (str, bytes, int, float, complex, type, set))
+    return a == b or a != a and b != b if plain else True  # an object without a content: any other will do
+
+
+def compare_contents(a: Any, b: Any) -> str | None:
+    """Say how `b` differs from `a`; None where type, structure and every bit are the same, and objects hold the same."""
+    return describe_difference(a, b, same=_equal_contents)
+
+
+def _equal_contents(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Generator):
+        return torch.equal(a.get_state(), b.get_state())
+    return alike(frozen(a), frozen(b))
 
 
 class Recorded(NamedTuple):

@@ -23,8 +23,8 @@ from ..torch_internals.tensors import NATIVE
 from .edges import RegionEdges
 from .fake_tensors import recorded_math
 from .graph_builder import tensor_classes
-from .isolation import calls
-from .module_state import MISSING
+from .isolation import calls, restore_after
+from .module_state import MISSING, Journal, State
 from .reads import KINDS_REPLACED, PLAIN, STAND_INS
 from .recorder import Recording
 from .user_code import asker, gives_types, is_foreign, says
@@ -286,3 +286,51 @@ def patched(recording: Recording, regions: RegionEdges, training: bool | None) -
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+# --- what modules drop when their mode changes
+
+EMPTIED = (dict, list, set)
+ANY_MODULES = frozenset(vars(nn.Module()))  # what every module has
+Derived = list[tuple[nn.Module, str]]  # modules, and names of their attributes
+
+
+def find_derived(model: nn.Module) -> Derived:
+    """What modules drop when their mode changes, and what Python keeps for them of a `functools.cached_property`.
+
+    timm's LeViT, TinyViT and EfficientFormer keep the biases of their attention so. A graph that had taken those for constants
+    would go on with them when the weights have changed. The model's mode is changed and changed back, and what is None or empty
+    then is what they drop; all is given back.
+    """
+    modules = list(model.modules())
+    found = [(module, name) for module in modules for name in vars(module) if _is_cached_property(module, name)]
+    if all(type(module).train is nn.Module.train for module in modules):
+        return found
+    kept = [(m, name) for m in modules for name, value in vars(m).items() if name not in ANY_MODULES and not _empty(value)]
+    journal = Journal()  # layers that merge an update into their weight write it here
+    try:
+        with restore_after(State(model)), contextlib.suppress(Exception), journal:  # the model's own code
+            for _ in range(2):
+                model.train(not model.training)
+            found += [(module, name) for module, name in kept if _empty(vars(module).get(name, MISSING))]
+    finally:
+        journal.put_back()
+    return found
+
+
+def drop(derived: Derived) -> None:
+    """Take these out of the model; what was noted of it before gives them back."""
+    for module, name in derived:
+        if _is_cached_property(module, name):
+            del vars(module)[name]
+        else:
+            value = vars(module)[name]
+            setattr(module, name, type(value)() if type(value) in EMPTIED else None)
+
+
+def _is_cached_property(module: nn.Module, name: str) -> bool:
+    return isinstance(getattr(type(module), name, None), functools.cached_property)
+
+
+def _empty(value: Any) -> bool:
+    return value is None or (type(value) in EMPTIED and not value)

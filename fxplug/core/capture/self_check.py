@@ -5,21 +5,30 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..errors import GuardError, TraceError
-from ..ir.containers import Container, equal, leaves, map_leaves
+from ..ir.comparison import REPEATED, copied, equal, is_close, is_integer
+from ..ir.containers import Container, leaves, map_leaves
 from ..ir.functions import is_random
 from ..ir.ops import modes, other_kind, set_modes
 from ..ir.traced_module import TracedModule
 from ..torch_internals.tensors import FakeTensor, memory_id
 from .fake_tensors import fake
-from .frozen_values import alike, copied, difference, frozen, of_other_sizes, rounded, value_changes
-from .isolation import Recorded, equal_random_state, random_state, restore_after, set_random_state
+from .isolation import (
+    Recorded,
+    alike,
+    compare_contents,
+    equal_random_state,
+    frozen,
+    random_state,
+    restore_after,
+    set_random_state,
+)
 from .module_state import Journal, State, StatePlace, storage_of
 from .recorder import Recording
 
@@ -65,6 +74,28 @@ def check(model: nn.Module, gm: TracedModule, call: Any, state: State, more_grad
                 pair.rewind()
 
 
+def value_changes(call: Any) -> list[str]:
+    """What `copied` may take as `other` for a call, what changes most first."""
+    has_integers = any(isinstance(t, torch.Tensor) and is_integer(t) for t in leaves(call))
+    return ["all", "numbers"] if has_integers else ["numbers"]
+
+
+def of_other_sizes(call: Any) -> Iterator[Any]:
+    """The inputs with one of their sizes changed, wherever it occurs: by one, and to a half."""
+    sizes = {int(n) for t in leaves(call) if isinstance(t, torch.Tensor) for n in t.shape if n > 1}
+    for size in sorted(sizes):
+        for new in sorted({size // 2, size - 1, size + 1} - {0}):
+            yield map_leaves(call, lambda t, _, size=size, new=new: _resized(t, size, new))  # type: ignore[misc]
+
+
+def _resized(tensor: torch.Tensor, size: int, new: int) -> torch.Tensor:
+    with torch.no_grad():
+        for dim, n in enumerate(tensor.shape):
+            if n == size:
+                tensor = tensor.index_select(dim, torch.arange(new, device=tensor.device) % size)
+    return tensor
+
+
 def tells_one_input_from_two(model: nn.Module, call: Any, state: State) -> bool:
     """Whether a model gives something else for one tensor given twice than for two equal ones: it may ask `a is b`."""
     tensors: dict[Any, torch.Tensor] = {}
@@ -78,7 +109,7 @@ def tells_one_input_from_two(model: nn.Module, call: Any, state: State) -> bool:
     for change in (lambda t: t, lambda t: t.detach().clone()):
         like = map_leaves(call, lambda t, _, change=change: change(tensors.get((t.shape, t.dtype, t.device), t)))  # type: ignore[misc]
         found.append(one_call(model, like, state))
-    return difference(*found) is not None
+    return compare_contents(*found) is not None
 
 
 def one_call(module: nn.Module, call: Any, state: State, backward: bool = False) -> Any:
@@ -132,7 +163,7 @@ def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State,
     (mine, kept, draws), (others, left, drawn) = found
     problem = "" if equal_random_state(draws, drawn) else "the random numbers afterwards differ"
     for a, b in zip(mine, others, strict=True):
-        if (a is None) != (b is None) or (a is not None and not (equal(a, b) or rounded(a, b))):
+        if (a is None) != (b is None) or (a is not None and not (equal(a, b) or is_close(a, b, REPEATED))):
             problem = "its gradients differ from the model's"
     if changed := [name for name, b in kept.items() if name in left and not equal(b, left[name])]:
         problem = f"'{changed[0]}' differs afterwards: the graph writes it once, and the model again in its backward pass"
@@ -297,9 +328,9 @@ class _Pair:
             if a.error:
                 return f"the model fails where the graph does not: {text}"
             return f"the graph fails where the model does not: {text}"
-        if problem := difference(a.out, b.out):
+        if problem := compare_contents(a.out, b.out):
             return f"the output differs {problem}"
-        if problem := difference(a.inputs, b.inputs):
+        if problem := compare_contents(a.inputs, b.inputs):
             return f"the inputs differ after the call, {problem}"
         for (name, mine), (_, other) in zip(a.facts, b.facts, strict=True):
             if mine != other and not (self.more_gradients and name == "gradients" and all(map(operator.le, mine, other))):
@@ -307,7 +338,7 @@ class _Pair:
         anew = {self.buffer(place) for place in places}
         for name, value in a.buffers.items():
             if name not in anew and name in b.buffers and not alike(value, b.buffers[name]):
-                return f"the buffer '{name}' differs after the call, {difference(value, b.buffers[name])}"
+                return f"the buffer '{name}' differs after the call, {compare_contents(value, b.buffers[name])}"
         if problem := self.memory(a, b):
             return problem
         alone = threading.active_count() == 1  # or another thread may have drawn from the same generators
@@ -366,7 +397,7 @@ class _Pair:
                 place.owner[place.key] = recorded[id(place.owner), place.key].clone()
         third = self.call(self.model, 1)
         kept = [place for place, value in rest if not alike(_content(place), value)]
-        if not kept and not third.error and difference(second.out, third.out):
+        if not kept and not third.error and compare_contents(second.out, third.out):
             kept = [place for place, _ in rest]
         self.rewind()
         if kept:
@@ -385,7 +416,7 @@ class _Pair:
             set_random_state(self.start[0])
             later = self.call(self.model, 0, other)
             self.rewind()
-            if not fresh.error and (later.error or difference(fresh.out, later.out)):
+            if not fresh.error and (later.error or compare_contents(fresh.out, later.out)):
                 raise TraceError(
                     f"forward stores {noted[0]}, which changes what calls of other sizes give, and a graph cannot store it: "
                     "move that out of forward, call the model with the largest size before it is traced, or keep the module "
@@ -399,7 +430,7 @@ class _Pair:
         name = type(self.model).__name__
         again = [self.call(self.model, 0), self.call(self.model, 1)][step]
         self.rewind()
-        if not theirs[step].error and not again.error and (own := difference(theirs[step].out, again.out)):
+        if not theirs[step].error and not again.error and (own := compare_contents(theirs[step].out, again.out)):
             if _close(theirs[step].out, again.out) and _close(theirs[step].out, ours[step].out):
                 return  # sums in another order each time
             raise TraceError(
@@ -453,4 +484,4 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 def _close(a: Any, b: Any) -> bool:
     """Whether two results differ by no more than rounding, where a device adds up in another order each time."""
     pairs = [(x, y) for x, y in zip(leaves(a), leaves(b), strict=True) if isinstance(x, torch.Tensor)]
-    return all(equal(x, y) or (x.device.type != "cpu" and rounded(x, y)) for x, y in pairs)
+    return all(equal(x, y) or (x.device.type != "cpu" and is_close(x, y, REPEATED)) for x, y in pairs)

@@ -30,9 +30,8 @@ from . import edges as model_edge
 from . import self_check
 from .edges import RegionEdges
 from .fake_tensors import NeedsValues, Results, Tries, lacks_values, no_collection, put_fake_weights, quiet
-from .frozen_values import Derived, drop, find_derived
 from .isolation import Recorded, assemble, exclusive_trace, in_mode, refuse_python_random, restore_after
-from .modes import patched
+from .modes import Derived, drop, find_derived, patched
 from .module_state import MISSING, Journal, State, StatePlace
 from .recorder import NeedsAutograd, Recording
 from .user_code import is_user_code, source_line

@@ -1,24 +1,20 @@
-"""The tree of a traced module without the code of its classes, and nested values: walked, rebuilt in kind, compared."""
+"""The tree of a traced module without the code of its classes, and nested values: walked, rebuilt in kind."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ..errors import DEFAULT, SpecError
-from ..torch_internals.tensors import FakeTensor
 
 Keys = tuple[int | str, ...]
-KIND = ("shape", "dtype", "device", "layout")  # of a tensor, beside its values
 
 
 def children(value: Any) -> Iterator[tuple[int | str, Any]] | None:
@@ -127,133 +123,6 @@ def parameters(module: nn.Module) -> str:
     }
     parts = [f"{name} +{count:,} ({count / max(total - sum(added.values()), 1):.2%})" for name, count in added.items()]
     return f"{total:,} parameters" + (f": base {total - sum(added.values()):,}, {', '.join(parts)}" if parts else "")
-
-
-# What another order of sums may change, of the largest value: of a result, and of a value within a model or of one operation,
-# where large values may cancel. Models in float64 often compute a part (embeddings of the time, norms) in float32.
-TOLERANCES = {
-    torch.float64: (1e-5, 1e-4), torch.float32: (1e-5, 1e-4), torch.float16: (2e-3, 1e-2), torch.bfloat16: (2e-2, 2e-2),
-}  # fmt: skip
-
-
-class Difference(NamedTuple):
-    """The largest difference of two results, over the largest value: as multiples of their dtype's tolerance, and itself."""
-
-    times: float = 0.0
-    distance: float = 0.0
-
-
-def difference(wanted: Any, got: Any, within: bool = False, dtypes: Iterable[torch.dtype] = ()) -> Difference:
-    """How far two results are apart, or two values `within` a model: tensors, or nested containers of them.
-
-    `dtypes` are others that they were computed in, whose rounding they have. Infinitely, where they differ in number, shape,
-    dtype or any value that is no floating-point number.
-    """
-    wants, gots = leaves(wanted), leaves(got)
-    found = Difference() if len(wants) == len(gots) else Difference(math.inf, math.inf)
-    dtypes = tuple(dtypes)
-    for a, b in zip(wants, gots, strict=False):
-        off = distance(a, b)
-        found = max(found, Difference(off / tolerance(a, within, dtypes), off))
-    return found
-
-
-def tolerance(value: Any, within: bool = False, dtypes: Iterable[torch.dtype] = ()) -> float:
-    """What rounding may change of a result, or of a value `within` a model, over its largest number: the most of its dtypes."""
-    own = value.dtype if isinstance(value, Tensor) else torch.float32
-    return max(TOLERANCES.get(dtype.to_real(), TOLERANCES[torch.float32])[within] for dtype in (own, *dtypes))
-
-
-def distance(wanted: Any, got: Any) -> float:
-    """The largest difference of two values, over the largest finite number of the wanted one.
-
-    Infinite values must be the same ones, and what is not wanted as NaN must not be NaN; where NaN is wanted, NaN and 0 are
-    right, which are what kernels of attention make of rows that see nothing.
-    """
-    if not isinstance(wanted, Tensor) or not isinstance(got, Tensor):
-        return 0.0 if wanted == got or (wanted != wanted and got != got) else math.inf
-    if wanted.shape != got.shape or wanted.dtype != got.dtype:
-        return math.inf
-    if not wanted.numel():
-        return 0.0
-    if not (wanted.is_floating_point() or wanted.is_complex()):
-        return 0.0 if torch.equal(wanted, got) else math.inf
-    if torch.equal(wanted, got):
-        return 0.0
-    a, b = (numbers(t) for t in (wanted, got))
-    off, most = (max(-float(low), float(high)) for low, high in map(torch.aminmax, (a - b, a)))
-    if not math.isfinite(off + most):
-        finite = a.isfinite()
-        infinite, unknown = a.isinf(), a.isnan()
-        if not torch.equal(a[infinite], b[infinite]) or not b[finite].isfinite().all() or b[unknown].nan_to_num().any():
-            return math.inf
-        return distance(a[finite], b[finite])
-    return off / max(1e-12, most)
-
-
-def numbers(value: Tensor) -> Tensor:
-    """All numbers of a tensor, real and imaginary parts apart, in float64."""
-    value = value.detach()
-    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double().flatten()
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same in kind and in every value: NaN is like NaN, infinities only like themselves.
-
-    Of fake and meta tensors nothing but the kind is known.
-    """
-    if any(getattr(a, what) != getattr(b, what) for what in KIND):
-        return False
-    if a.is_meta or isinstance(a, FakeTensor):
-        return True
-    try:
-        if torch.equal(a, b):
-            return True
-    except (RuntimeError, TypeError):  # a dtype, or a class of tensors, that torch cannot compare
-        return type(a) not in (Tensor, nn.Parameter) or torch.equal(*(t.contiguous().view(torch.uint8) for t in (a, b)))
-    if a.is_complex():
-        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-    return a.is_floating_point() and a.layout == torch.strided and bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    return bool(a == b) or bool(a != a and b != b)
-
-
-def unlike(a: Any, b: Any, place: str = "", same: Callable[[Any, Any], bool] = _is_equal) -> str | None:
-    """How `b` differs from `a`, nested values of tensors, in words; None where it does not. `same` compares what is neither."""
-    at = f" at {place}" if place else ""
-    if a is b:
-        return None
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return _tensor_unlike(a, b, at)
-    a, b = (x.item() if isinstance(x, np.generic) else x for x in (a, b))  # a graph gives Python's own numbers
-    if type(a) is not type(b):
-        return f"in type{at}: a {type(b).__name__} instead of a {type(a).__name__}"
-    inner, other = children(a), children(b)
-    if inner is None or other is None:
-        return None if same(a, b) else f"in value{at}: {b!r} instead of {a!r}"
-    ours, theirs = dict(inner), dict(other)
-    if list(ours) != list(theirs):
-        return f"in structure{at}: members {list(theirs)} instead of {list(ours)}"
-    rows = (unlike(ours[key], theirs[key], f"{place}[{key!r}]", same) for key in ours)
-    return next((row for row in rows if row is not None), None)
-
-
-def _tensor_unlike(a: Tensor, b: Tensor, at: str) -> str | None:
-    for what in KIND:
-        before, now = getattr(a, what), getattr(b, what)
-        if before != now:
-            shown = [list(v) if what == "shape" else v for v in (now, before)]
-            return f"in {what}{at}: {shown[0]} instead of {shown[1]}"
-    if equal(a, b):
-        return None
-    if not (a.is_floating_point() or a.is_complex()) or a.layout != torch.strided:
-        return f"in value{at}"
-    if not torch.equal(a.isnan(), b.isnan()):
-        return f"in {int((a.isnan() != b.isnan()).sum())} places{at} that are NaN in one of them"
-    gaps = (numbers(a) - numbers(b)).abs()
-    return f"by {gaps[gaps.isfinite() | (gaps == torch.inf)].max().item():.1e}{at}"
 
 
 # names that torch's GraphModule and this one use themselves; a model's attribute of that name stays out

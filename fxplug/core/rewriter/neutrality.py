@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.frozen_values import copied
 from ..capture.isolation import in_mode
 from ..capture.self_check import ValueNotSaved, save_nothing
 from ..errors import TraceError, VerifyError, first_line
+from ..ir.comparison import copied
 from ..ir.containers import leaves, map_leaves, named_tensors
 from ..ir.regions import listed
 from ..ir.traced_module import TracedModule

@@ -13,7 +13,8 @@ import torch
 from torch import fx, nn
 
 from ..errors import FxplugError, VerifyError
-from ..ir.containers import equal, leaves, unlike
+from ..ir.comparison import describe_difference, equal
+from ..ir.containers import leaves
 from ..ir.ops import AddedInput
 from ..ir.traced_module import TracedModule
 from ..quantised import WithoutValues, is_own_layer
@@ -327,12 +328,12 @@ def check_writes(gm: TracedModule, new: TracedModule, call: Call) -> Iterator[No
 def first_difference(base: list[CallOutcome], new: list[CallOutcome]) -> CallDifference | None:
     """The first thing that calls of two modules left otherwise."""
     for index, (a, b) in enumerate(zip(base, new, strict=True)):
-        if off := unlike(a.out, b.out):
+        if off := describe_difference(a.out, b.out):
             return CallDifference(index, f"outputs differ {off}")
-        if off := unlike(a.inputs, (b.inputs[0], {k: v for k, v in b.inputs[1].items() if k in a.inputs[1]})):
+        if off := describe_difference(a.inputs, (b.inputs[0], {k: v for k, v in b.inputs[1].items() if k in a.inputs[1]})):
             return CallDifference(index, f"the inputs differ after the call, {off}")
         for name in a.state.keys() & b.state.keys():
-            if off := unlike(a.state[name], b.state[name]):
+            if off := describe_difference(a.state[name], b.state[name]):
                 return CallDifference(index, f"'{name}' differs after the call, {off}")
         if lost := sorted(a.reached - b.reached):
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
@@ -346,7 +347,7 @@ def close_enough(base: list[CallOutcome], control: list[CallOutcome]) -> bool:
         for x, y in zip(leaves(a.out), leaves(b.out), strict=True):
             if not isinstance(x, torch.Tensor) or equal(x, y):
                 continue
-            if unlike(torch.zeros_like(x), torch.zeros_like(y)) or not is_differentiable(x):
+            if describe_difference(torch.zeros_like(x), torch.zeros_like(y)) or not is_differentiable(x):
                 return False
             last = torch.finfo(x.dtype).eps * x.nan_to_num(0, 0, 0).abs().max().item()
             if not torch.allclose(x, y, rtol=1e-5, atol=2 * last, equal_nan=True):

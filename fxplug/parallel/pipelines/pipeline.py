@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ...core.clock import Clock
 from ...core.errors import GuardError, SpecError, VerifyError
-from ...core.ir.containers import difference, leaves
+from ...core.ir.comparison import RESULT, difference
+from ...core.ir.containers import leaves
 from ...core.ir.traced_module import TracedModule
 from ..runtime.checksums import check_equal_on_ranks
 from .links import Links
@@ -266,7 +267,7 @@ class PipeFusion(nn.Module):
         inputs, run = self.bound(args, kwargs), ImageRun(None)
         with torch.no_grad():
             want = self.module(*args, **kwargs)
-            worst = max(difference(want, self.step(run, inputs, entire)) for entire in (True, False))
+            worst = max(difference(want, self.step(run, inputs, entire), RESULT) for entire in (True, False))
         if worst.times > 1:
             raise VerifyError(f"running patch by patch gives another result: an output differs by {worst.distance:.1e}")
         return worst.distance

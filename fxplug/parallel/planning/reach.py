@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...core.ir.containers import tolerance
+from ...core.ir.comparison import WITHIN
 from ...core.torch_internals import modules as pytree
 from ..runtime.halos import Reach
 from .streams import Leaf, OperationRefused, StreamNumber
@@ -39,7 +39,7 @@ class ReachProbe:
         self.whole = self.of(self.x)
         self.bound = 0.0
         if self.whole is not None and self.whole.numel() and not self.whole.is_complex():
-            self.bound = tolerance(self.whole, within=True) * max(1e-6, float(self.whole.double().abs().max()))
+            self.bound = WITHIN.shares(self.whole)[0] * max(1e-6, float(self.whole.double().abs().max()))
 
     def of(self, x: Tensor) -> Any:
         """What some rows give: a tensor, or None."""

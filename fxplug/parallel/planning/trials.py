@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...core.ir.containers import difference
+from ...core.ir.comparison import WITHIN, is_close
 from ...core.ir.traced_module import shell
 from ...core.rewriter.graft import Traces
 from ...core.torch_internals import modules as pytree
@@ -190,7 +190,7 @@ class ShardTrials:
                 dim, layout = leaf.place
                 if got.dim() != part.dim() or got.shape[dim] != layout.total(self.streams.small):
                     return False
-                if not allclose(part, self.part(got, leaf.place, mine)):
+                if not is_close(part, self.part(got, leaf.place, mine), WITHIN):
                     return False
         return True
 
@@ -230,7 +230,7 @@ class ShardTrials:
             if isinstance(leaf, Leaf) and version(wholes[position]):
                 written = True
                 for rank in (0, 1):
-                    if not allclose(self.part(wholes[position], leaf.place, rank), parts[rank][position]):
+                    if not is_close(self.part(wholes[position], leaf.place, rank), parts[rank][position], WITHIN):
                         return None
         return written
 
@@ -312,12 +312,12 @@ class ShardTrials:
         if whole.numel() and (whole.is_floating_point() or whole.is_complex()) and bool(whole.isnan().all()):
             return None  # it says nothing
         if all(g.shape == whole.shape for g in got):
-            if all(allclose(whole, g) for g in got):
+            if all(is_close(whole, g, WITHIN) for g in got):
                 return None if from_parts and whole.numel() else "whole"  # by chance: it was computed from parts
             summed = got[0] + got[1] if whole.is_floating_point() else None
-            if summed is None or allclose(whole, summed):
+            if summed is None or is_close(whole, summed, WITHIN):
                 return None if summed is None else "sum"
-            return next((layout.streams for layout in layouts if allclose(whole, self.mean(got, layout.streams))), None)
+            return next((layout.streams for layout in layouts if is_close(whole, self.mean(got, layout.streams), WITHIN)), None)
         dims = {d for g in got for d in range(whole.dim()) if g.shape[d] != whole.shape[d]}
         if len(dims) != 1:
             return None
@@ -326,7 +326,7 @@ class ShardTrials:
             place = Placement(dim, layout)
             rows = [layout.rows(self.streams.bounds(rank)) for rank in (0, 1)]
             fits = all(len(r) == g.shape[dim] for r, g in zip(rows, got, strict=True))
-            if fits and all(allclose(whole.index_select(dim, r), g) for r, g in zip(rows, got, strict=True)):
+            if fits and all(is_close(whole.index_select(dim, r), g, WITHIN) for r, g in zip(rows, got, strict=True)):
                 return place
         return None
 
@@ -408,11 +408,6 @@ def name_of(node: fx.Node) -> str:
 def large(dtype: torch.dtype) -> float:
     """How large values are that show what is mixed where they are large."""
     return min(LARGE, math.sqrt(torch.finfo(dtype).max))
-
-
-def allclose(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors have one shape, one dtype and values that only rounding tells apart."""
-    return difference(a, b, within=True).times <= 1
 
 
 def candidates(layouts: Sequence[Layout], sizes: Sequence[int], size: int) -> Iterator[Layout]:
