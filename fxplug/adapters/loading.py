@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..blocks.base import kind_of
 from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean
+from ..core.ir.comparison import REWRITTEN, is_close
 from ..core.locks import locks_of, write_lock
 from ..core.quantised import is_transposed, weight_shape
 from .banks import Bank, rows_for
@@ -306,4 +307,4 @@ def _are_equal(one: Entry, other: Entry, shape: Sequence[int]) -> bool:
     if one.kind == other.kind == "lora":
         a, b = {"update": one.update(shape)}, {"update": other.update(shape)}
     alike = (one.kind, one.method, one.scale, a.keys()) == (other.kind, other.method, other.scale, b.keys())
-    return alike and all(torch.allclose(value, b[key], rtol=1e-5, atol=1e-7) for key, value in a.items())
+    return alike and all(is_close(value, b[key], REWRITTEN) for key, value in a.items())

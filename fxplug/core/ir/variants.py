@@ -17,6 +17,7 @@ from ..errors import FxplugError, GuardError, brief, shown
 from ..locks import locks_of
 from ..torch_internals.modules import TABLES, is_listening, leave_frame, without_compiler
 from . import ops
+from .comparison import equal
 from .containers import Container, SharedCode, tensor_at
 from .entry_checks import refusal, repeatable
 from .graph import Graph, change
@@ -391,13 +392,9 @@ def _constant(owner: TracedModule, other: TracedModule, name: str, found: dict[s
         raise GuardError(f"its graph reads the constant '{name}', which this module does not have")
     number, new = 0, name
     while (known := found.get(new, tensor_at(owner, new))) is not None:
-        if known.dtype == value.dtype and known.shape == value.shape and _equal(known, value):
+        if known is value or (known.is_meta is value.is_meta and equal(known, value.to(known.device))):
             return new
         number += 1
         new = f"{name}_way{number}"
     found[new] = value
     return new
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b or (a.is_meta is b.is_meta and (a.is_meta or torch.equal(a.to(b.device), b)))

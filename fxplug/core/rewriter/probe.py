@@ -341,20 +341,6 @@ def first_difference(base: list[CallOutcome], new: list[CallOutcome]) -> CallDif
     return None
 
 
-def close_enough(base: list[CallOutcome], control: list[CallOutcome]) -> bool:
-    """Whether every element of every output agrees within 1e-5 of itself, but for the last bits of the output's largest."""
-    for a, b in zip(base, control, strict=True):
-        for x, y in zip(leaves(a.out), leaves(b.out), strict=True):
-            if not isinstance(x, torch.Tensor) or equal(x, y):
-                continue
-            if describe_difference(torch.zeros_like(x), torch.zeros_like(y)) or not is_differentiable(x):
-                return False
-            last = torch.finfo(x.dtype).eps * x.nan_to_num(0, 0, 0).abs().max().item()
-            if not torch.allclose(x, y, rtol=1e-5, atol=2 * last, equal_nan=True):
-                return False
-    return True
-
-
 def constant_output_note(out: Any) -> str:
     """What keeps a comparison from seeing much."""
     tensors = [t for t in leaves(out) if is_differentiable(t) and t.numel() > 1 and t.layout == torch.strided]

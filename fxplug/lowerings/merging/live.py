@@ -15,6 +15,7 @@ from ...blocks.lora import Lora
 from ...blocks.low_rank import in_slot
 from ...blocks.weight_update import Update
 from ...core.errors import SpecError
+from ...core.ir.comparison import equal
 from ...core.ir.containers import leaves, tensor_at
 from ...core.ir.graph import copy_graph
 from ...core.ir.traced_module import TracedModule, shell
@@ -178,7 +179,7 @@ class Shadows(nn.Module):
         for row in self.rows:
             old = self.state.pop(row.name, None)
             now = [_parts(root.get_submodule(path), gates[name]) for _, path, name in row.steps]
-            if old is None or not all(map(_are_equal, old, now)):
+            if old is None or not equal(old, now):
                 self.make(root, row, now, gates)
                 old = [[(gate, slot, [t.clone() for t in tensors]) for gate, slot, tensors in parts] for parts in now]
             self.state[row.name] = old
@@ -237,10 +238,3 @@ def _parts(block: nn.Module, gates: list[float]) -> Parts:
     """What is taken of a bank: of free slots, which are all zeros, nothing."""
     found = [(gate, slot, _slot(block, slot)) for slot, gate in enumerate(gates) if gate]
     return [part for part in found if part[2][-1].any()]
-
-
-def _are_equal(old: Parts, now: Parts) -> bool:
-    if [part[:2] for part in old] != [part[:2] for part in now]:
-        return False
-    pairs = [pair for one, other in zip(old, now, strict=True) for pair in zip(one[2], other[2], strict=True)]
-    return all(a.device == b.device and a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)

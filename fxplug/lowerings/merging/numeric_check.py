@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from ...blocks.lora import Lora
 from ...core.errors import FxplugError
+from ...core.ir.comparison import REWRITTEN, is_close
 from ...core.ir.containers import tensor_at
 from ...core.ir.traced_module import shell
 from ..linear.layers import Layer
@@ -48,7 +49,7 @@ def compared(block: Lora, layer: Layer, x: Any, tree: nn.Module) -> str | None:
             theirs = probe(image, torch.zeros_like(ours), *rows)
         except RuntimeError:
             return "its stride, padding or dilation differs from the layer's"
-        if theirs.shape != ours.shape or not torch.allclose(ours, theirs, atol=1e-9):
+        if not is_close(ours, theirs, REWRITTEN):
             return "its stride, padding or dilation differs from the layer's"
         tried += 1
     return None if tried else "its stride, padding and dilation could not be compared with the layer's"
