@@ -23,7 +23,8 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.core.capture.isolation import alike, compare_contents, frozen, random_state
+from fxplug.core.capture.isolation import alike, equal_contents, frozen, random_state
+from fxplug.core.ir.comparison import describe_difference
 from fxplug.core.ir.ops import modes
 
 
@@ -386,7 +387,7 @@ def three_calls(model: nn.Module, gm: nn.Module) -> None:
         a = model(mine)
         torch.manual_seed(step)
         b = gm(other)
-        assert compare_contents(a, b) is None, f"call {step}"
+        assert describe_difference(a, b, equal_contents) is None, f"call {step}"
         assert torch.equal(mine, other)
         buffers = dict(gm.named_buffers())
         for name, value in [*model.state_dict().items(), ("plain", model.plain)]:

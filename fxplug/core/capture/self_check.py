@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import GuardError, TraceError
-from ..ir.comparison import REPEATED, copied, equal, is_close, is_integer
+from ..ir.comparison import REPEATED, Outcome, copied, describe_difference, equal, is_close, is_integer, run
 from ..ir.containers import Container, leaves, map_leaves
 from ..ir.functions import is_random
 from ..ir.ops import modes, other_kind, set_modes
@@ -22,7 +24,7 @@ from .fake_tensors import fake
 from .isolation import (
     Recorded,
     alike,
-    compare_contents,
+    equal_contents,
     equal_random_state,
     frozen,
     random_state,
@@ -109,31 +111,25 @@ def tells_one_input_from_two(model: nn.Module, call: Any, state: State) -> bool:
     for change in (lambda t: t, lambda t: t.detach().clone()):
         like = map_leaves(call, lambda t, _, change=change: change(tensors.get((t.shape, t.dtype, t.device), t)))  # type: ignore[misc]
         found.append(one_call(model, like, state))
-    return compare_contents(*found) is not None
+    return found[0].diff(found[1], equal_contents) is not None
 
 
-def one_call(module: nn.Module, call: Any, state: State, backward: bool = False) -> Any:
-    """What a call gives, with its inputs afterwards, or the class of its error; and all is as before.
-
-    With `backward`, the gradients of inputs and parameters, the buffers, and where the random generators stand.
-    """
+def one_call(function: Callable[..., Any], call: Any, state: State, grad: bool = False) -> Outcome:
+    """Call a model, or what calls it, on copies, with or without gradients recorded, and put all back as it was."""
     journal = Journal()
     with contextlib.ExitStack() as stack:
-        for mode in (torch.inference_mode(False), torch.enable_grad() if backward else torch.no_grad()):
-            stack.enter_context(mode)
+        stack.enter_context(torch.inference_mode(False))  # which enables gradients
+        stack.enter_context(torch.set_grad_enabled(grad))
         stack.callback(journal.put_back)
         stack.enter_context(restore_after(state))
-        args, kwargs = copied(call)
-        try:
-            with journal:
-                if backward:
-                    return _backward(module, args, kwargs)
-                return map_leaves((module(*args, **kwargs), args, kwargs), _kept)
-        except Exception as error:  # the model's
-            return type(error)
+        with journal:
+            found = run(function, copied(call))
+        found.keep()
+        return found
 
 
-def _backward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _backward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Give the gradients of inputs and parameters, the buffers, and where the random generators stand."""
     inputs = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.is_leaf]
     parameters = [p for p in module.parameters() if p.requires_grad]
     tensors = [*inputs, *parameters]
@@ -154,13 +150,13 @@ def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State,
     """
     if not (where := recorded.checkpointed):
         return
-    found = [one_call(module, call, state, backward=True) for module in (model, gm)]
-    if isinstance(found[0], type):
+    found = [one_call(functools.partial(_backward, module), call, state, grad=True) for module in (model, gm)]
+    if found[0].error:
         return  # the model has no gradients here
-    if isinstance(found[1], type):
+    if found[1].error:
         name = type(model).__name__
         raise TraceError(f"{where}: the backward pass of the graph of {name} fails, and that of the model does not")
-    (mine, kept, draws), (others, left, drawn) = found
+    (mine, kept, draws), (others, left, drawn) = (one.out for one in found)
     problem = "" if equal_random_state(draws, drawn) else "the random numbers afterwards differ"
     for a, b in zip(mine, others, strict=True):
         if (a is None) != (b is None) or (a is not None and not (equal(a, b) or is_close(a, b, REPEATED))):
@@ -222,17 +218,14 @@ def save_nothing() -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda t: None, refuse)
 
 
-class _Outcome(NamedTuple):
-    """What one call gave and left behind."""
+@dataclass
+class _WatchedOutcome(Outcome):
+    """What one call gave and left behind, in the process too; its `state` are the buffers."""
 
-    out: Any
-    facts: list[Any]
-    error: Exception | None
-    inputs: Any
-    buffers: dict[str, torch.Tensor]
-    memory: dict[int, torch.UntypedStorage]
-    draws: tuple[Any, ...]
-    settings: dict[str, Any]
+    facts: list[Any] = field(default_factory=list)
+    memory: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    draws: tuple[Any, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 class _Pair:
@@ -250,28 +243,23 @@ class _Pair:
 
     # --- runs
 
-    def call(self, module: nn.Module, step: int, example: Any = None) -> _Outcome:
+    def call(self, module: nn.Module, step: int, example: Any = None) -> _WatchedOutcome:
         """Call one of the two on copies of the inputs; those of the second step are others, and so are random numbers."""
         if step:
             torch.default_generator.manual_seed(step)
-        args, kwargs = inputs = copied(self.example if example is None else example, self.other if step == 1 else "")
+        inputs = copied(self.example if example is None else example, self.other if step == 1 else "")
         given = [t for t in leaves(inputs) if isinstance(t, torch.Tensor)]
         lean = self.lean and torch.is_grad_enabled()
         hooks = save_nothing() if lean else contextlib.nullcontext()
-        out: Any = None
-        error: Exception | None = None
-        try:
-            with self.journal, hooks:
-                out = module(*args, **kwargs)
-        except Exception as raised:  # the model's, compared with the graph's
-            error = raised
-        facts = _facts(given, out)
-        with torch.no_grad():
-            out, inputs = map_leaves(out, _kept), map_leaves(inputs, _kept)
-            buffers = {name: _kept(b, ()) for name, b in module.named_buffers(remove_duplicate=False)}
-        return _Outcome(out, facts, error, inputs, buffers, self.journal.now(), random_state(), modes())
+        with self.journal, hooks:
+            found = _WatchedOutcome(**vars(run(module, inputs)))
+        found.facts = _facts(given, found.out)
+        found.state = {f"the buffer '{name}'": b for name, b in module.named_buffers(remove_duplicate=False)}
+        found.keep()
+        found.memory, found.draws, found.settings = self.journal.now(), random_state(), modes()
+        return found
 
-    def rewind(self, to: _Outcome | None = None) -> None:
+    def rewind(self, to: _WatchedOutcome | None = None) -> None:
         """Put everything back to before the first call; or to after one, but for what Python code keeps."""
         draws, settings = self.start if to is None else (to.draws, to.settings)
         self.journal.put_back(None if to is None else to.memory)
@@ -319,7 +307,7 @@ class _Pair:
             self.refuse(*found, theirs, ours)
         return True
 
-    def unlike(self, a: _Outcome, b: _Outcome, places: list[StatePlace]) -> str | None:
+    def unlike(self, a: _WatchedOutcome, b: _WatchedOutcome, places: list[StatePlace]) -> str | None:
         """What the graph's call gave or left otherwise than the model's."""
         if a.error or b.error:
             if a.error and b.error:
@@ -328,17 +316,13 @@ class _Pair:
             if a.error:
                 return f"the model fails where the graph does not: {text}"
             return f"the graph fails where the model does not: {text}"
-        if problem := compare_contents(a.out, b.out):
-            return f"the output differs {problem}"
-        if problem := compare_contents(a.inputs, b.inputs):
-            return f"the inputs differ after the call, {problem}"
+        anew = {self.buffer(place) for place in places}
+        found = replace(a, state={name: value for name, value in a.state.items() if name not in anew})
+        if problem := found.diff(b, equal_contents):
+            return problem
         for (name, mine), (_, other) in zip(a.facts, b.facts, strict=True):
             if mine != other and not (self.more_gradients and name == "gradients" and all(map(operator.le, mine, other))):
                 return f"the output differs in {name}: {other} instead of {mine}"
-        anew = {self.buffer(place) for place in places}
-        for name, value in a.buffers.items():
-            if name not in anew and name in b.buffers and not alike(value, b.buffers[name]):
-                return f"the buffer '{name}' differs after the call, {compare_contents(value, b.buffers[name])}"
         if problem := self.memory(a, b):
             return problem
         alone = threading.active_count() == 1  # or another thread may have drawn from the same generators
@@ -349,7 +333,7 @@ class _Pair:
                 return f"after the call, {name} is {other} instead of {mine}"
         return None
 
-    def memory(self, a: _Outcome, b: _Outcome) -> str | None:
+    def memory(self, a: _WatchedOutcome, b: _WatchedOutcome) -> str | None:
         """Which tensor that the model holds was written otherwise."""
         if len(self.journal.kept) == 0:
             return None
@@ -365,9 +349,9 @@ class _Pair:
         return None
 
     def buffer(self, place: StatePlace) -> str | None:
-        """The name of a buffer that was assigned anew."""
+        """The name among an outcome's state of a buffer that was assigned anew."""
         table = self.tables.get(id(place.owner))
-        return None if table is None or place.key is None else f"{table[0]}{place.key}"
+        return None if table is None or place.key is None else f"the buffer '{table[0]}{place.key}'"
 
     def is_in_leaf(self, place: StatePlace) -> bool:
         """Whether a module holds a place that is kept whole: the graph calls it, and it keeps what it keeps."""
@@ -379,15 +363,20 @@ class _Pair:
     # --- what the model keeps from call to call
 
     def refuse_kept(
-        self, first: _Outcome, second: _Outcome, ours: list[_Outcome], places: list[StatePlace], values: list[Any]
+        self,
+        first: _WatchedOutcome,
+        second: _WatchedOutcome,
+        ours: Sequence[Outcome],
+        places: list[StatePlace],
+        values: list[Any],
     ) -> None:
         """Refuse a model whose second call leaves other things behind when it does not find what the first one left."""
         recorded = {}
         for place in places:
             name = self.buffer(place)
             calls = zip((first, second), ours, strict=True)
-            if name in first.buffers and all(alike(m.buffers.get(name), o.buffers.get(name)) for m, o in calls):
-                recorded[id(place.owner), place.key] = first.buffers[name]
+            if name in first.state and all(equal(m.state.get(name), o.state.get(name)) for m, o in calls):
+                recorded[id(place.owner), place.key] = first.state[name]
         rest = [(p, v) for p, v in zip(places, values, strict=True) if (id(p.owner), p.key) not in recorded]
         if not rest:
             return
@@ -397,7 +386,7 @@ class _Pair:
                 place.owner[place.key] = recorded[id(place.owner), place.key].clone()
         third = self.call(self.model, 1)
         kept = [place for place, value in rest if not alike(_content(place), value)]
-        if not kept and not third.error and compare_contents(second.out, third.out):
+        if not kept and not third.error and _compare_results(second, third):
             kept = [place for place, _ in rest]
         self.rewind()
         if kept:
@@ -416,7 +405,7 @@ class _Pair:
             set_random_state(self.start[0])
             later = self.call(self.model, 0, other)
             self.rewind()
-            if not fresh.error and (later.error or compare_contents(fresh.out, later.out)):
+            if not fresh.error and (later.error or _compare_results(fresh, later)):
                 raise TraceError(
                     f"forward stores {noted[0]}, which changes what calls of other sizes give, and a graph cannot store it: "
                     "move that out of forward, call the model with the largest size before it is traced, or keep the module "
@@ -425,12 +414,12 @@ class _Pair:
 
     # --- words
 
-    def refuse(self, step: int, text: str, theirs: list[_Outcome], ours: list[_Outcome]) -> None:
+    def refuse(self, step: int, text: str, theirs: Sequence[Outcome], ours: Sequence[Outcome]) -> None:
         """Say what differs, after finding out whether the model is the same as itself."""
         name = type(self.model).__name__
         again = [self.call(self.model, 0), self.call(self.model, 1)][step]
         self.rewind()
-        if not theirs[step].error and not again.error and (own := compare_contents(theirs[step].out, again.out)):
+        if not theirs[step].error and not again.error and (own := _compare_results(theirs[step], again)):
             if _close(theirs[step].out, again.out) and _close(theirs[step].out, ours[step].out):
                 return  # sums in another order each time
             raise TraceError(
@@ -445,6 +434,10 @@ class _Pair:
             f"the example inputs{' at other values' if step and self.other else ''}: {text}. Something affects the result and "
             f"was not recorded. Keep the module that does so whole: leaf: [its path], {UNCHECKED}"
         ) from error
+
+
+def _compare_results(a: Outcome, b: Outcome) -> str | None:
+    return describe_difference(a.out, b.out, equal_contents)
 
 
 def _content(place: StatePlace) -> Any:
@@ -471,10 +464,6 @@ def _facts(given: list[torch.Tensor], out: Any) -> list[Any]:
         storage = storage_of(tensor)
         shared.append(index if storage is None else first.setdefault(memory_id(storage), index))
     return [("strides", strided), ("gradients", gradients), ("tensors that share memory", shared)]
-
-
-def _kept(tensor: torch.Tensor, _: Any) -> torch.Tensor:
-    return tensor.detach().clone()
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -152,7 +152,7 @@ def _checked_trace(
         except FxplugError:
             raise
         except Exception as error:  # torch's, or the model's own
-            if isinstance(self_check.one_call(model, call, State(model)), type):
+            if self_check.one_call(model, call, State(model)).error:
                 raise
             text = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 300)}"
             raise TraceError(
@@ -311,7 +311,7 @@ def _record(job: _Job, training: bool | None) -> Recorded:
     except Exception as error:  # the model's or torch's
         only_fake = job.real is False or on_meta
         # or the model fails in this call without being traced, too
-        if not lacks_values(error) and (only_fake or isinstance(self_check.one_call(job.model, job.call, job.state), type)):
+        if not lacks_values(error) and (only_fake or self_check.one_call(job.model, job.call, job.state).error):
             raise  # else torch has no such function on fake tensors, or another one
         if only_fake:
             if not isinstance(error, NeedsValues):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -211,7 +212,58 @@ def numbers(value: Tensor) -> Tensor:
     return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double().flatten()
 
 
-# --- calls made twice
+# --- calls
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class Outcome:
+    """What one call gave and what it left: its result or its error, its inputs, and tensors by a name for people.
+
+    `dtypes` are those that it computed in, where that is known.
+    """
+
+    out: Any = None
+    inputs: Any = None
+    state: dict[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+    def diff(self, other: Outcome, same: Same = _is_equal) -> str | None:
+        """Say how another call went otherwise, in words; None where it did not. Of states what both have is compared."""
+        if type(self.error) is not type(other.error):
+            return f"errors differ: {self.error!r} and {other.error!r}"
+        if text := describe_difference(self.out, other.out, same):
+            return f"outputs differ {text}"
+        if text := describe_difference(self.inputs, other.inputs, same):
+            return f"the inputs differ after the call, {text}"
+        for name, value in self.state.items():
+            if name in other.state and (text := describe_difference(value, other.state[name], same)):
+                return f"{name} differs after the call, {text}"
+        return None
+
+    def difference(self, other: Outcome, tolerance: Tolerance) -> Difference:
+        """Measure how far the result of another call is from this one's."""
+        return difference(self.out, other.out, tolerance, self.dtypes)
+
+    def keep(self) -> None:
+        """Let all that it has be copies, which later calls do not reach."""
+        with torch.no_grad():
+            self.out, self.inputs, self.state = (detached(value) for value in (self.out, self.inputs, self.state))
+
+
+def run(function: Callable[..., Any], inputs: Call) -> Outcome:
+    """Call a function with arguments that are nobody else's; an exception is its outcome, too."""
+    try:
+        return Outcome(function(*inputs[0], **inputs[1]), inputs)
+    except Exception as error:  # of anybody's code
+        return Outcome(None, inputs, error=error)
+
+
+def detached(value: Any) -> Any:
+    """Copy the tensors of a nested value, without what they were computed from."""
+    return map_leaves(value, lambda t, _: t.detach().clone())
 
 
 def copied(call: Any, other: str = "") -> Any:
