@@ -23,7 +23,17 @@ from .ir.traced_module import TracedModule, shell
 from .quantised import cut_gradient, described
 from .rewriter import neutrality
 from .rewriter.neutrality import restore_buffers
-from .rewriter.probe import Probe, Unchecked, empty, find_gradient_cut, leaves_with_gradient, locate_error, on_meta, swapped
+from .rewriter.probe import (
+    GraphRun,
+    Unchecked,
+    empty,
+    find_gradient_cut,
+    leaves_with_gradient,
+    locate_error,
+    on_meta,
+    placeholder_values,
+    swapped,
+)
 from .torch_internals.tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode, version
 
 
@@ -178,11 +188,10 @@ def _lint(new: TracedModule) -> str:
 
 
 def _base_untouched(gm: TracedModule, new: TracedModule, entries: list[dict[str, Any]]) -> str:
-    ours = dict(named_tensors(new))
-    for name, tensor in named_tensors(gm):
+    base, ours = dict(named_tensors(gm)), dict(named_tensors(new))
+    for name, tensor in base.items():
         if ours.get(name) is not tensor:
             raise VerifyError(f"the base weight '{name}' was replaced by another tensor")
-    base = dict(named_tensors(gm))
     prefixes = tuple(f"{entry['name']}." for entry in entries)
     for name in ours:
         if name not in base and not name.startswith(prefixes):
@@ -213,16 +222,16 @@ def _shapes_and_gradients(
             inputs = map_leaves(call, lambda t, _: empty(t))
             for name in wanted:
                 fakes[name].requires_grad_()
-            probe = Probe(new, graph, inputs)
+            run = GraphRun(new, graph, placeholder_values(graph, inputs))
             try:
                 with quiet():
-                    out = probe.run_graph()
+                    out = run.finish()
             except VerifyError:
                 raise
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise Unchecked("the model's sizes depend on its data, which fake tensors do not have") from error
             except Exception as error:  # the rewritten model's
-                raise locate_error(probe, error) from error
+                raise locate_error(run, error) from error
             results.append(out)
             written |= {name for name, t in fakes.items() if version(t)}
             written |= {neutrality.INPUTS for t in leaves(inputs) if isinstance(t, torch.Tensor) and version(t)}
@@ -237,16 +246,16 @@ def _shapes_and_gradients(
         )
     lost = [name for name in wanted if name not in reached]
     if lost:
-        raise VerifyError(_lost(lost, probe))
+        raise VerifyError(_lost(lost, run))
     return f"propagate in {len(new.graphs)} graph(s); a gradient reaches {len(wanted)} new parameters"
 
 
-def _lost(names: list[str], probe: Probe) -> str:
+def _lost(names: list[str], run: GraphRun) -> str:
     """The parameters that no gradient reaches, and the block that lets none through, if that is another one."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     text = f"no gradient reaches {', '.join(names[:3])}{more}: the model's output does not depend on their result"
-    calls = [n for n in probe.graph.nodes if n.op == "call_module" and names[0].startswith(f"{n.target}.")]
-    cut = next((found for n in calls if (found := find_gradient_cut(probe, n)) is not None), None)
+    calls = [n for n in run.graph.nodes if n.op == "call_module" and names[0].startswith(f"{n.target}.")]
+    cut = next((found for n in calls if (found := find_gradient_cut(run, n)) is not None), None)
     if cut is None:
         return text
     entry = cut.meta["pass"]

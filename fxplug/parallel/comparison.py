@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from ..core.errors import VerifyError
-from ..core.ir.comparison import RESULT, WITHIN, Difference, copied, difference, distance, numbers
-from ..core.ir.containers import leaves, map_leaves
+from ..core.ir.comparison import RESULT, WITHIN, Difference, Outcome, copied, detached, difference, distance, numbers
+from ..core.ir.containers import leaves
 from ..core.ir.traced_module import TracedModule, shell
+from ..core.rewriter.probe import GraphRun
 from ..core.verifier import Subject, is_split, need_values
 from .planning.trials import EMPTY, name_of
 from .planning.walk import bound
@@ -61,7 +61,7 @@ def check_pretended(
     worst = 0.0
     for mode in gm.graphs if modes is None else modes:
         one, many = _results(gm, mode, args, kwargs, every)
-        off = max(one.difference(found) for found in many)
+        off = max(one.difference(found, RESULT) for found in many)
         where = ""
         if every or off.times > 1:
             if not every:
@@ -81,7 +81,7 @@ def check_before(gm: TracedModule, new: TracedModule, args: Sequence[Any], kwarg
     mode = False if False in gm.graphs else gm._graph_mode
     with pretending(alone()):
         found = _result(new, mode, args, kwargs)
-    worst = _result(gm, mode, args, kwargs).difference(found)
+    worst = _result(gm, mode, args, kwargs).difference(found, RESULT)
     if worst.times > 1:
         raise VerifyError(f"one process differs from the module before the plan: an output by {worst.distance:.1e}")
     return worst.distance
@@ -97,9 +97,9 @@ def check_real(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any])
     for mode in gm.graphs:
         known = _results(gm, mode, args, kwargs, True)[1][dist.get_rank()]
         mine = _result(gm, mode, args, kwargs, True)
-        worst = max(worst, known.difference(mine))
-        for name, value in known.values.items():
-            off = difference(value, mine.values[name], WITHIN, known.dtypes)
+        worst = max(worst, known.difference(mine, RESULT))
+        for name, value in known.state.items():
+            off = difference(value, mine.state[name], WITHIN, known.dtypes)
             if off.times > 1 and not first:
                 first = f"; the first value that differs is '{name}', by {off.distance:.1e}"
     told: list[Any] = [None] * dist.get_world_size()
@@ -120,87 +120,59 @@ def pretending(world: World) -> Iterator[None]:
         PRETENDED.reset(token)
 
 
-class Runner(fx.Interpreter):
-    """Runs a graph, and gives each node and what it makes to `each`."""
-
-    def __init__(self, tree: nn.Module, graph: fx.Graph, each: Callable[[fx.Node, Callable[[], Any]], Any]) -> None:
-        super().__init__(tree, graph=graph)
-        self.each = each
-
-    def run_node(self, n: fx.Node) -> Any:
-        return self.each(n, lambda: super(Runner, self).run_node(n))
-
-    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return next(self.args_iter)  # FX takes all that is left for a **kwargs
-
-
-@dataclass
-class RankResult:
-    """What a graph gives in one process, with the dtypes it computed in, and what its nodes give where that was asked for."""
-
-    output: Any = None
-    values: dict[str, Any] = field(default_factory=dict)
-    dtypes: set[torch.dtype] = field(default_factory=set)
-
-    def difference(self, other: RankResult) -> Difference:
-        """How far the output of another process is from this one's."""
-        return difference(self.output, other.output, RESULT, self.dtypes)
-
-
-def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> tuple[RankResult, list[RankResult]]:
-    """What one process gives, and each of the pretended ones."""
+def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> tuple[Outcome, list[Outcome]]:
+    """What one process gives, and each of the pretended ones; with `keep` their states are the values of all nodes."""
     try:
         with pretending(alone()):
             one = _result(gm, mode, args, kwargs, keep)
         with in_one_mode(mode, gm):
             return one, pretended(degrees_of(gm), lambda rank: _run(gm, mode, args, kwargs, keep))
     except Exception as error:  # what an operation makes of wrong parts may be anything
-        text, _, rest = str(error).partition("While executing")
-        where = f", at '{rest.split('=')[0].strip(' %:').partition(' ')[0]}'" if rest else ""
+        where = ", ".join(["", *getattr(error, "__notes__", [])[:1]])
         raise VerifyError(
-            f"the plan is wrong for this model: {type(error).__name__}: {text.strip()[:300]}{where}"
+            f"the plan is wrong for this model: {type(error).__name__}: {str(error).strip()[:300]}{where}"
         ) from error
 
 
-def _result(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool = False) -> RankResult:
+def _result(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool = False) -> Outcome:
     """What a graph gives as the process that this one is or pretends to be; nothing of it is left in the module."""
     with in_one_mode(mode, gm):
         return _run(gm, mode, args, kwargs, keep)
 
 
-def _run(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> RankResult:
-    found, tree = RankResult(), shell(gm)
+def _run(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> Outcome:
+    found, tree = Outcome(), shell(gm)
     for module in tree.modules():  # threads that pretend to be processes write buffers of their own
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.detach().clone()
 
-    def each(node: fx.Node, call: Callable[[], Any]) -> Any:
-        if any(_calls(gm, user, Broadcast) for user in node.users) and not _calls(gm, node, Broadcast):
-            with DRAWING, torch.random.fork_rng(devices=[]):  # the threads share the generators
-                torch.manual_seed(len(node.name))
-                value = call()
-        else:
-            value = call()
-        if name_of(node) in EMPTY:  # what is not written yet is the same everywhere
-            value = value.zero_()
-        found.dtypes.update(leaf.dtype for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-        if keep and node.op != "output":
-            found.values[node.name] = map_leaves(value, lambda t, _: t.clone())
-        return value
-
     with torch.no_grad():
-        found.output = Runner(tree, gm.graphs[mode], each).run(*copied(bound(gm, args, kwargs)))
+        run = GraphRun(tree, gm.graphs[mode], copied(bound(gm, args, kwargs)), keep=False)
+        for node in run.graph.nodes:
+            if any(_calls(gm, user, Broadcast) for user in node.users) and not _calls(gm, node, Broadcast):
+                with DRAWING, torch.random.fork_rng(devices=[]):  # the threads share the generators
+                    torch.manual_seed(len(node.name))
+                    value = run.step(node)
+            else:
+                value = run.step(node)
+            if name_of(node) in EMPTY:  # what is not written yet is the same everywhere
+                value.zero_()
+            found.dtypes.update(leaf.dtype for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+            if node.op == "output":
+                found.out = value
+            elif keep:
+                found.state[node.name] = detached(value)
     return found
 
 
-def _first(gm: TracedModule, mode: bool, one: RankResult, many: Sequence[RankResult]) -> str:
+def _first(gm: TracedModule, mode: bool, one: Outcome, many: Sequence[Outcome]) -> str:
     """The first value whose numbers the processes do not have together."""
     for node in gm.graphs[mode].nodes:
         summand = _calls(gm, node, Once) or (node.users and all(_calls(gm, user, AllReduce) for user in node.users))
-        if node.name not in one.values or summand:
+        if node.name not in one.state or summand:
             continue
-        values = [leaves(found.values[node.name]) for found in many]
-        for index, whole in enumerate(leaves(one.values[node.name])):
+        values = [leaves(found.state[node.name]) for found in many]
+        for index, whole in enumerate(leaves(one.state[node.name])):
             parts = [found[index] for found in values if index < len(found)]
             off = _together(whole, parts, one.dtypes)
             if off.times > 1:

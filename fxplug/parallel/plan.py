@@ -18,7 +18,8 @@ from ..core.ir.comparison import copied
 from ..core.ir.containers import call_of
 from ..core.ir.graph import Graph, copy_graph
 from ..core.ir.traced_module import TracedModule, copied_graphs, shell
-from .comparison import Runner, check_pretended, pretending
+from ..core.rewriter.probe import GraphRun
+from .comparison import check_pretended, pretending
 from .local_weights import PARTS, localize
 from .planning import features
 from .planning.sharding_plan import ShardingPlan, Unsplittable
@@ -299,13 +300,10 @@ def costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[st
 def sent_by_nodes(tree: nn.Module, graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[fx.Node, list[int]]]:
     """The nodes of a graph that send, with the bytes of each collective of theirs."""
     found = []
-
-    def each(node: fx.Node, run: Callable[[], Any]) -> Any:
+    run = GraphRun(tree, graph, inputs, keep=False)
+    for node in graph.nodes:
         with traffic() as numbers:
-            value = run()
+            run.step(node)
         if numbers:
             found.append((node, list(numbers)))
-        return value
-
-    Runner(tree, graph, each).run(*inputs)
     return found

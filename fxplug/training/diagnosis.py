@@ -17,30 +17,12 @@ from ..core.errors import GuardError, SpecError, TrainError
 from ..core.ir.containers import leaves, map_leaves
 from ..core.ir.graph import without_edges
 from ..core.ir.traced_module import TracedModule
-from ..core.rewriter.probe import empty, swapped
+from ..core.rewriter.probe import GraphRun, empty, swapped
 from ..core.torch_internals.tensors import FakeTensorMode
 from .random_draws import Draws, preserve_random_state
 from .shared_samples import called
 from .tasks.model_call import inputs_of
 from .tasks.task import Task
-
-
-class _NotFinite(Exception):
-    pass
-
-
-class _Watched(fx.Interpreter):
-    """Runs a graph node by node and stops at the first value that is not finite."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.extra_traceback = False  # torch's lines about the node, in the text of an error
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if n.op not in ("output", "get_attr") and (bad := _not_finite(value)):
-            raise _NotFinite(_described(n, bad[0], self.env))
-        return value
 
 
 def misfit(
@@ -105,11 +87,10 @@ def first_not_finite(module: TracedModule, args: tuple[Any, ...], kwargs: Mappin
         return finding
     given = inspect.signature(module.forward).bind(*args, **kwargs)
     given.apply_defaults()
-    try:
-        watched = _Watched(module, garbage_collect_values=True, graph=without_edges(module.graph))
-        watched.run(*given.arguments.values(), enable_io_processing=False)
-    except _NotFinite as found:
-        return str(found)
+    run = GraphRun(module, without_edges(module.graph), list(given.arguments.values()), keep=False)
+    for node, value in run:
+        if node.op not in ("output", "get_attr") and (bad := _not_finite(value)):
+            return _described(node, bad[0], run.env)
     return None
 
 

@@ -343,6 +343,12 @@ def test_what_catches_everything_says_whose_code_may_raise():
         assert silent == [], name
 
 
+def test_tolerances_are_in_one_table():
+    found = [(name, function, {k.arg for k in node.keywords}) for name in PATHS for function, node in calls(name)]
+    own = [name for name, function, keys in found if re.search(r"\b(allclose|isclose)$", function) or {"rtol", "atol"} & keys]
+    assert own == [], "core/ir/comparison.py has a row for each purpose"
+
+
 def test_files_are_short():
     assert {name for name in PATHS if len(PATHS[name].read_text().splitlines()) > LONGEST} == set()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from ..capture.isolation import in_mode
 from ..capture.self_check import ValueNotSaved, save_nothing
 from ..errors import TraceError, VerifyError, first_line
-from ..ir.comparison import REWRITTEN, copied, is_close
+from ..ir.comparison import REWRITTEN, Call, Outcome, copied, is_close
 from ..ir.containers import leaves, map_leaves, named_tensors
 from ..ir.regions import listed
 from ..ir.traced_module import TracedModule
@@ -25,19 +25,16 @@ from ..torch_internals.modules import DropoutNd, NormBase
 from ..torch_internals.tensors import version
 from .matches import composites
 from .probe import (
-    Call,
-    CallDifference,
-    CallOutcome,
-    Probe,
+    GraphRun,
     Recorder,
     Unchecked,
     check_writes,
     constant_output_note,
-    first_difference,
     is_differentiable,
     leaves_with_gradient,
     locate_error,
-    swapped,
+    placeholder_values,
+    replaced,
 )
 
 
@@ -69,19 +66,26 @@ def _reads_mode(kind: type[nn.Module]) -> bool:
 
 
 @contextlib.contextmanager
-def restore_buffers(*modules: nn.Module) -> Iterator[None]:
-    """Give the buffers of modules the values back that they have now: a block may write those that it keeps as its own."""
+def restore_buffers(*modules: nn.Module) -> Iterator[Callable[[], None]]:
+    """Give the buffers of modules the values back that they have now: a block may write those that it keeps as its own.
+
+    Gives a function that does so earlier, too.
+    """
     values = [(b, b.detach().clone(), version(b)) for m in modules for b in m.buffers() if not (b.is_meta or b.is_inference())]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for buffer, value, before in values:
+            if version(buffer) != before or not torch.equal(buffer, value):  # batch norms write without a version
+                buffer.copy_(value)
+
     try:
-        yield
+        yield restore
     finally:
-        with torch.no_grad():
-            for buffer, value, before in values:
-                if version(buffer) != before or not torch.equal(buffer, value):  # batch norms write without a version
-                    buffer.copy_(value)
+        restore()
 
 
-Runner = Callable[[TracedModule, int, Call], Any]
+Runner = Callable[[TracedModule, Call], Any]
 INPUTS = ":in"  # among the names of what a model writes: its inputs
 
 
@@ -110,6 +114,31 @@ CALL_MODES = (
 )
 
 
+@dataclass
+class _CallOutcome(Outcome):
+    """What one call gave and left, and the weights and inputs that a gradient of its result reaches."""
+
+    reached: set[str] = field(default_factory=set)
+
+
+class _CallDifference(NamedTuple):
+    """In which of several calls two modules differ, and how."""
+
+    number: int
+    text: str
+
+
+def first_difference(base: Sequence[_CallOutcome], new: Sequence[_CallOutcome]) -> _CallDifference | None:
+    """Find the first thing that calls of two modules gave or left otherwise."""
+    for number, (a, b) in enumerate(zip(base, new, strict=True)):
+        if text := a.diff(b):
+            return _CallDifference(number, text)
+        if lost := sorted(a.reached - b.reached):
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            return _CallDifference(number, f"gradients no longer reach {', '.join(lost[:3])}{more}")
+    return None
+
+
 def check(
     gm: TracedModule, new: TracedModule, call: Call, entries: list[dict[str, Any]], written: set[str] | None
 ) -> str:
@@ -133,6 +162,21 @@ def check(
     return "; ".join([f"outputs are torch.equal ({names}), {', '.join(done)}", *dict.fromkeys(notes)])
 
 
+def _call(module: TracedModule, call: Call) -> Any:
+    return module(*call[0], **call[1])
+
+
+def _run_isolated(module: TracedModule, call: Call) -> Any:
+    """Run a graph node by node; what passes put in draws its random numbers beside those of the model."""
+    run = GraphRun(module, module.graph, placeholder_values(module.graph, call))
+    for node in module.graph.nodes:
+        put_in = node.meta.get("pass", {})
+        opened = put_in.get("region") and put_in.get("place") == "param"  # a layer of the model, as its code
+        with torch.random.fork_rng() if put_in and not opened else contextlib.nullcontext():
+            result = run.step(node)
+    return result
+
+
 class _Comparison:
     """The two modules, what they are called with, and who put in what is between them."""
 
@@ -146,6 +190,7 @@ class _Comparison:
         written: set[str] | None,
     ) -> None:
         self.gm, self.new, self.inputs, self.entries, self.written = gm, new, call, entries, written
+        self.tensors = {module: dict(named_tensors(module)) for module in (gm, new)}
         self.old_call: Call = (call[0], {k: v for k, v in call[1].items() if k not in added})
 
     def applies(self, mode: CallMode) -> bool:
@@ -180,29 +225,64 @@ class _Comparison:
         if finding is None:
             return note or None
         if (unsteady := first_difference(base, self.call(self.gm, mode))) is not None:
-            again = f"the model gives another result when it is called again{mode.which(unsteady.index)}"
+            again = f"the model gives another result when it is called again{mode.which(unsteady.number)}"
             raise Unchecked(f"{again}, with the same state, inputs and seed: {unsteady.text}")
         return self.explain(mode, base, new) or self.raise_located(mode, finding)
 
-    def call(self, module: TracedModule, mode: CallMode, run: Runner | None = None) -> list[CallOutcome]:
-        """What each of the calls leaves."""
-        call = self.inputs if module is self.new else self.old_call
+    def call(self, module: TracedModule, mode: CallMode, run: Runner = _call) -> list[_CallOutcome]:
+        """Run each of the calls; give what they leave."""
+        try:
+            return self.run_calls(module, mode, run, save_nothing())
+        except ValueNotSaved:  # the model computes gradients of its own
+            return self.run_calls(module, mode, run, contextlib.nullcontext())
+
+    def run_calls(
+        self, module: TracedModule, mode: CallMode, run: Runner, saving: contextlib.AbstractContextManager[Any]
+    ) -> list[_CallOutcome]:
+        """Run the calls one after the other on copies of inputs and of the state that a call may write.
+
+        Nothing goes back through these calls, so what a backward pass would need is not kept: with `saving` they take an
+        inference's memory.
+        """
+        call, names = self.inputs if module is self.new else self.old_call, self.old_call[1].keys()
         if mode.channels_last:
             call = map_leaves(call, lambda t, _: _channels_last(t))
-        try:
-            return _run_calls(module, call, mode, self.written, run, frugal=True)
-        except ValueNotSaved:  # the model computes gradients of its own
-            return _run_calls(module, call, mode, self.written, run, frugal=False)
+        tensors = self.tensors.get(module) or dict(named_tensors(module))
+        own = {id(t): t for name, t in tensors.items() if self.may_write(name, t)}
+        copies = dict(zip(own, copied(list(own.values())), strict=True))
+        state = {name: copies.get(id(t), t) for name, t in tensors.items()}
+        takes_gradients = self.written is not None and INPUTS not in self.written
+        found = []
+        with torch.random.fork_rng(), replaced(module, copies):
+            torch.manual_seed(0)
+            for grad in mode.grads:
+                arguments = copied(call)
+                sources = {id(t): f"input {n}" for n, t in enumerate(leaves(arguments)) if grad and is_differentiable(t)}
+                for t in leaves(arguments) if takes_gradients else ():
+                    if id(t) in sources:
+                        t.requires_grad_()
+                with torch.inference_mode(False), torch.set_grad_enabled(grad), saving:
+                    outcome = _CallOutcome(run(module, arguments), (arguments[0], {k: arguments[1][k] for k in names}))
+                if grad:
+                    reached = leaves_with_gradient(outcome.out)
+                    outcome.reached = {name for name, t in state.items() if id(t) in reached}
+                    outcome.reached |= {name for i, name in sources.items() if i in reached and takes_gradients}
+                outcome.state = {f"'{name}'": state[name] for name, t in tensors.items() if id(t) in own}
+                outcome.keep()
+                found.append(outcome)
+        return found
 
-    def explain(self, mode: CallMode, base: list[CallOutcome], new: list[CallOutcome]) -> str | None:
-        """Why a difference is none of the passes': random numbers that they draw too, or an opened composite of torch.nn."""
+    def may_write(self, name: str, tensor: torch.Tensor) -> bool:
+        """Tell whether a call may write a tensor of a module: a weight only where that is seen, or not known."""
+        if is_packed(tensor):
+            return False
+        return self.written is None or name in self.written or not isinstance(tensor, nn.Parameter)
 
-        def isolated(module: TracedModule, index: int, call: Call) -> Any:
-            return Probe(module, module.graph, call, isolated=True).run_graph()
-
+    def explain(self, mode: CallMode, base: list[_CallOutcome], new: list[_CallOutcome]) -> str | None:
+        """Say why a difference is none of the passes': random numbers that they draw too, or a composite that was opened."""
         found = _opened(self.gm, self.new)
         for draws in (False, True):
-            ours = self.call(self.new, mode, isolated) if draws else new
+            ours = self.call(self.new, mode, _run_isolated) if draws else new
             drawn = "random numbers that the passes draw are drawn separately" if draws else ""
             if draws and first_difference(base, ours) is None:
                 return drawn
@@ -218,29 +298,29 @@ class _Comparison:
     # --- who it was
 
     def locate_failure(self, mode: CallMode, error: Exception) -> VerifyError:
-        probes: list[Probe] = []
+        runs: list[GraphRun] = []
 
-        def probed(module: TracedModule, index: int, call: Call) -> Any:
-            probes.append(Probe(module, module.graph, call))
-            return probes[-1].run_graph()
+        def by_nodes(module: TracedModule, call: Call) -> Any:
+            runs.append(GraphRun(module, module.graph, placeholder_values(module.graph, call)))
+            return runs[-1].finish()
 
         with contextlib.suppress(Exception):  # the model's again, which was caught before
-            self.call(self.new, mode, probed)
+            self.call(self.new, mode, by_nodes)
             return VerifyError(f"the rewritten model fails{mode.which(0)}: {type(error).__name__}: {first_line(error)}")
-        return locate_error(probes[-1], error)
+        return locate_error(runs[-1], error)
 
-    def raise_located(self, mode: CallMode, finding: CallDifference) -> str:
+    def raise_located(self, mode: CallMode, finding: _CallDifference) -> str:
         """Raises VerifyError with the pass and the site where the difference begins."""
         recorders: list[Recorder] = []
 
-        def recorded(module: TracedModule, index: int, call: Call) -> Any:
-            recorders.append(Recorder(module, module.graph, call))
-            return recorders[-1].run_graph()
+        def by_nodes(module: TracedModule, call: Call) -> Any:
+            recorders.append(Recorder(GraphRun(module, module.graph, placeholder_values(module.graph, call))))
+            return recorders[-1].finish()
 
         found = []
         for module in (self.gm, self.new):
-            self.call(module, mode, recorded)
-            found.append(recorders[finding.index - len(mode.grads)])  # of the last calls: there may have been a try before
+            self.call(module, mode, by_nodes)
+            found.append(recorders[finding.number - len(mode.grads)])  # of the last calls: there may have been a try before
         first, node = found[1].responsible_block(found[0].digests)
         names = ", ".join(entry["name"] for entry in self.entries if entry["neutral"]) or "no pass"
         where = ""
@@ -252,49 +332,10 @@ class _Comparison:
         elif first is not None:
             where = f"\n  first value to differ: '{first.name}', before any block"
         since = "\n  new weights change nothing, trained or loaded ones do: verify the module as apply gave it"
-        raise VerifyError(f"{names} says it is neutral, but {finding.text}{mode.which(finding.index)}{where}{since}")
+        raise VerifyError(f"{names} says it is neutral, but {finding.text}{mode.which(finding.number)}{where}{since}")
 
 
-# --- one call
-
-
-def _run_calls(
-    module: TracedModule, call: Call, mode: CallMode, written: set[str] | None, run: Runner | None, frugal: bool
-) -> list[CallOutcome]:
-    changing = {id(t) for name, t in named_tensors(module) if name in (written or ())}
-    kept = nn.Parameter if written is not None else ()  # weights that no call writes
-    own = {id(t): t for _, t in named_tensors(module) if not (isinstance(t, kept) and id(t) not in changing or is_packed(t))}
-    copies = dict(zip(own, copied(list(own.values())), strict=True))
-    made = set(map(id, copies.values()))
-    found = []
-    # nothing goes back through these calls, so what a backward pass would need is not kept: they take an inference's memory
-    saving = save_nothing() if frugal else contextlib.nullcontext()
-    with torch.random.fork_rng(), swapped(module, lambda t: copies.get(id(t), t), values=True) as state:
-        torch.manual_seed(0)
-        for index, grad in enumerate(mode.grads):
-            arguments = copied(call)
-            sources = {}
-            if grad and written is not None and INPUTS not in written:
-                sources = {id(t): f"input {n}" for n, t in enumerate(leaves(arguments)) if is_differentiable(t)}
-                for t in leaves(arguments):
-                    if id(t) in sources:
-                        t.requires_grad_()
-            with torch.inference_mode(False), torch.set_grad_enabled(grad), saving:
-                out = module(*arguments[0], **arguments[1]) if run is None else run(module, index, arguments)
-            reaches = leaves_with_gradient(out) if grad else set()
-            reached = {name for name, t in state.items() if id(t) in reaches}
-            reached |= {name for i, name in sources.items() if i in reaches}
-            after = {name: _snapshot(t) for name, t in state.items() if id(t) in made}
-            found.append(CallOutcome(_snapshots(out), after, _snapshots(arguments), reached))
-    return found
-
-
-def _snapshots(value: Any) -> Any:
-    return map_leaves(value, lambda t, _: _snapshot(t))
-
-
-def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
+# --- memory formats
 
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from ..errors import FxplugError, VerifyError
-from ..ir.comparison import describe_difference, equal
-from ..ir.containers import leaves
+from ..ir.comparison import Call, equal
+from ..ir.containers import leaves, named_tensors
 from ..ir.ops import AddedInput
 from ..ir.traced_module import TracedModule
 from ..quantised import WithoutValues, is_own_layer
@@ -25,35 +24,43 @@ class Unchecked(Exception):
     """Why something cannot be checked here."""
 
 
-class Probe(fx.Interpreter):
-    """Runs a graph node by node and remembers which one it was at, and all values.
+class GraphRun(fx.Interpreter):
+    """One run of a graph: whoever goes through it gets each node with its value, as they are computed.
 
-    With `isolated` what passes put in draws its random numbers beside those of the model.
+    `at` is the node that was begun last. `env` has the values: all, or with `keep` False what `at` reads and later ones read.
     """
 
-    def __init__(self, module: fx.GraphModule, graph: fx.Graph, call: Any, isolated: bool = False) -> None:
-        super().__init__(module, garbage_collect_values=False, graph=graph)
+    def __init__(self, module: nn.Module, graph: fx.Graph, inputs: Sequence[Any], keep: bool = True) -> None:
+        super().__init__(module, garbage_collect_values=not keep, graph=graph)
         self.at: fx.Node | None = None
-        self.inputs = placeholder_values(graph, call)
-        self.isolated = isolated
+        self.keep = keep
+        self.env.update(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
 
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a node, noted as the one that it is at."""
-        self.at = n
-        put_in = n.meta.get("pass", {})
-        opened = put_in.get("region") and put_in.get("place") == "param"  # a layer of the model, as its code
-        if self.isolated and put_in and not opened:
-            with torch.random.fork_rng():
-                return super().run_node(n)
-        return super().run_node(n)
+    def __iter__(self) -> Iterator[tuple[fx.Node, Any]]:
+        for node in self.graph.nodes:
+            yield node, self.step(node)
+
+    def step(self, node: fx.Node) -> Any:
+        """Run a node behind those that it reads, and give its value. A failure has a note of where it was."""
+        for done in () if self.keep or self.at is None else self.user_to_last_uses.get(self.at, ()):
+            del self.env[done]
+        self.at = node
+        try:
+            value = self.env[node] = self.env[node] if node.op == "placeholder" else self.run_node(node)
+        except Exception as error:  # an operation's, or a layer's
+            error.add_note(f"at '{node.name}' of the graph")
+            raise
+        return value
+
+    def finish(self) -> Any:
+        """Run all nodes; gives the result."""
+        for _, value in self:
+            result = value
+        return result
 
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The result, in plain containers."""
+        """Give the result in plain containers."""
         return _plain(args[0])  # as the generated code has it
-
-    def run_graph(self) -> Any:
-        """Run the graph on its inputs; gives its result."""
-        return self.run(initial_env=dict(self.inputs), enable_io_processing=False)
 
 
 def _plain(value: Any) -> Any:
@@ -65,8 +72,8 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if type(value) is tuple else value
 
 
-def placeholder_values(graph: fx.Graph, call: Any) -> dict[fx.Node, Any]:
-    """The example inputs by placeholder, as the generated function's signature would bind them."""
+def placeholder_values(graph: fx.Graph, call: Any) -> list[Any]:
+    """Get what each placeholder is in a call, as the generated function's signature would bind its arguments."""
     nodes = [n for n in graph.nodes if n.op == "placeholder"]
     kinds: dict[str, Any] = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.VAR_KEYWORD}
     rows = []
@@ -84,7 +91,7 @@ def placeholder_values(graph: fx.Graph, call: Any) -> dict[fx.Node, Any]:
     except TypeError as error:
         raise VerifyError(f"the rewritten model does not take these example inputs: {error}; it takes {signature}") from None
     bound.apply_defaults()
-    return {n: bound.arguments[row.name] for n, row in zip(nodes, rows, strict=True)}
+    return [bound.arguments[row.name] for row in rows]
 
 
 def empty(tensor: torch.Tensor, device: str | None = None) -> torch.Tensor:
@@ -99,29 +106,38 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def swapped(
-    module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], values: bool = False
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Put `make(tensor)` in the place of every weight; gives the new ones by name. `values` says that they have any."""
+def swapped(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Put `make(tensor)`, which has no values, in the place of every weight; gives the new ones by name."""
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    made: dict[int, torch.Tensor] = {}
-    by_name: dict[str, torch.Tensor] = {}
-    for parent in [] if values else list(module.modules()):
+    for parent in list(module.modules()):
         if layers := {k: WithoutValues(m) for k, m in parent._modules.items() if m is not None and is_own_layer(m)}:
             held.append((parent._modules, dict(parent._modules)))
             parent._modules.update(layers)
-    for path, child in module.named_modules():
-        lists = {key: value for key, value in vars(child).items() if type(value) is list}  # an LSTM keeps its weights in one
-        held.append((child.__dict__, lists))
-        child.__dict__.update({key: value.copy() for key, value in lists.items()})
-        for table in (child._parameters, child._buffers):
-            held.append((table, dict(table)))
-            for key, tensor in table.items():
-                if tensor is not None:
-                    by_name[f"{path}.{key}" if path else key] = made.setdefault(id(tensor), make(tensor))
-                    table[key] = made[id(tensor)]
     try:
-        yield by_name
+        by_name = dict(named_tensors(module))
+        made = {id(tensor): make(tensor) for tensor in {id(t): t for t in by_name.values()}.values()}
+        with replaced(module, made):
+            yield {name: made[id(tensor)] for name, tensor in by_name.items()}
+    finally:
+        for table, original in held:
+            table.update(original)
+
+
+@contextlib.contextmanager
+def replaced(module: nn.Module, new: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Put other tensors in the place of some that a module holds, by the id of these; what it assigns meanwhile is undone."""
+    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for child in module.modules():
+        if lists := {key: value for key, value in vars(child).items() if type(value) is list}:  # an LSTM's weights are in one
+            held.append((vars(child), lists))
+            vars(child).update({key: value.copy() for key, value in lists.items()})
+        tables: list[dict[str, Any]] = [child._parameters, child._buffers]
+        for table in tables:
+            if table:
+                held.append((table, dict(table)))
+                table.update({key: new[id(t)] for key, t in table.items() if id(t) in new})
+    try:
+        yield
     finally:
         for table, original in held:
             table.update(original)
@@ -150,15 +166,15 @@ def has_gradient_path(out: torch.Tensor, goal: Any) -> bool:
     return out is goal or any(f is goal or getattr(f, "variable", None) is goal for f in _functions_behind([out]))
 
 
-def find_gradient_cut(probe: Probe, start: fx.Node) -> fx.Node | None:
+def find_gradient_cut(run: GraphRun, start: fx.Node) -> fx.Node | None:
     """The first inserted node behind `start` through which no gradient comes back to it, of a graph that ran with gradients."""
     reached = {start}
     node: fx.Node
-    for node in probe.graph.nodes:
-        given = [probe.env[a] for a in node.all_input_nodes if a in reached]
+    for node in run.graph.nodes:
+        given = [run.env[a] for a in node.all_input_nodes if a in reached]
         if not given:
             continue
-        results = [t for t in leaves(probe.env.get(node)) if isinstance(t, torch.Tensor)]
+        results = [t for t in leaves(run.env.get(node)) if isinstance(t, torch.Tensor)]
         goals = [t if t.grad_fn is None else t.grad_fn for t in leaves(given) if isinstance(t, torch.Tensor)]
         if any(has_gradient_path(t, goal) for t in results for goal in goals):
             reached.add(node)
@@ -167,9 +183,9 @@ def find_gradient_cut(probe: Probe, start: fx.Node) -> fx.Node | None:
     return None
 
 
-def locate_error(probe: Probe, error: Exception) -> VerifyError:
+def locate_error(run: GraphRun, error: Exception) -> VerifyError:
     """A failure of propagation, told at the rule whose block caused it."""
-    node = probe.at
+    node = run.at
     assert node is not None
     text = str(error).split("\n")[0]
     if isinstance(error, AddedInput):
@@ -177,9 +193,9 @@ def locate_error(probe: Probe, error: Exception) -> VerifyError:
     if isinstance(error, FxplugError):
         text = f"{text} (a guard of the original model fails after the rewrite)"
     shapes = ", ".join(
-        f"{a.name} {list(probe.env[a].shape)}" for a in node.all_input_nodes if isinstance(probe.env.get(a), torch.Tensor)
+        f"{a.name} {list(run.env[a].shape)}" for a in node.all_input_nodes if isinstance(run.env.get(a), torch.Tensor)
     )
-    inserted = inserted_source(probe, node)
+    inserted = inserted_source(run, node)
     if inserted is None:
         return VerifyError(f"'{node.name}' fails on {shapes or 'its inputs'}: {text}")
     entry = inserted.meta["pass"]
@@ -187,7 +203,7 @@ def locate_error(probe: Probe, error: Exception) -> VerifyError:
     what = f"{where}{entry['name']}: block {entry.get('block', '')} at '{entry.get('site', '')}'"
     if inserted is node:
         return VerifyError(f"{what} fails on {shapes}: {text}")
-    made, now, before = probe.env.get(inserted), "another value", inserted.meta.get("shape")
+    made, now, before = run.env.get(inserted), "another value", inserted.meta.get("shape")
     if isinstance(made, torch.Tensor) and before:
         now = f"{list(made.shape)} where {list(before)} was"
         if tuple(made.shape) == tuple(before):
@@ -195,15 +211,15 @@ def locate_error(probe: Probe, error: Exception) -> VerifyError:
     return VerifyError(f"{what} returns {now}, and '{node.name}' cannot take it ({shapes}): {text}")
 
 
-def changes(probe: Probe, node: fx.Node) -> bool:
+def changes(run: GraphRun, node: fx.Node) -> bool:
     """Whether an inserted node gives a tensor of another shape or dtype than the one it stands for."""
-    made, shape, dtype = probe.env.get(node), node.meta.get("shape"), node.meta.get("dtype")
+    made, shape, dtype = run.env.get(node), node.meta.get("shape"), node.meta.get("dtype")
     if not isinstance(made, torch.Tensor) or shape is None:
         return False
     return tuple(made.shape) != tuple(shape) or made.dtype != dtype
 
 
-def inserted_source(probe: Probe, node: fx.Node) -> fx.Node | None:
+def inserted_source(run: GraphRun, node: fx.Node) -> fx.Node | None:
     """The inserted node above another one that it fails for: the first of those next to it that changes shape or dtype."""
     if "pass" in node.meta and node.op == "call_module":
         return node
@@ -216,7 +232,7 @@ def inserted_source(probe: Probe, node: fx.Node) -> fx.Node | None:
             break
     chain = near
     while chain is not None:  # blocks of several passes stand one behind the other
-        near = chain if changes(probe, chain) else near
+        near = chain if changes(run, chain) else near
         chain = next((a for a in chain.all_input_nodes if "pass" in a.meta and a.op == "call_module"), None)
     return near
 
@@ -242,40 +258,46 @@ def _digest(value: Any) -> Any:
     return rows
 
 
-class Recorder(Probe):
-    """Runs a graph and notes a digest of each node's value by its name, and what blocks do to their inputs."""
+class Recorder:
+    """Goes through a run and notes a digest of each node's value by its name, and what blocks do to their inputs."""
 
-    def __init__(self, module: fx.GraphModule, graph: fx.Graph, call: Any) -> None:
-        super().__init__(module, graph, call)
+    def __init__(self, run: GraphRun) -> None:
+        self.run = run
         self.digests: dict[str, Any] = {}
         self.writers: list[fx.Node] = []
         self.cutters: list[fx.Node] = []
         self.louder: set[fx.Node] = set()
 
-    def run_node(self, n: fx.Node) -> Any:
+    def finish(self) -> Any:
+        """Run all nodes; gives the result."""
+        for node in self.run.graph.nodes:
+            result = self.step(node)
+        return result
+
+    def step(self, node: fx.Node) -> Any:
         """Run a node, and note what it gives and, where a pass put it in, what it did to its inputs."""
-        values = [self.env.get(a) for a in n.all_input_nodes if "pass" in n.meta]
+        values = [self.run.env.get(a) for a in node.all_input_nodes if "pass" in node.meta]
         given = [t for t in values if isinstance(t, torch.Tensor)]
         digests = [_digest(t) for t in given]
         functions = [t if t.grad_fn is None else t.grad_fn for t in given]
-        out = super().run_node(n)
-        if not n.op.startswith("call"):
+        out = self.run.step(node)
+        if not node.op.startswith("call"):
             return out
-        self.digests[n.name] = _digest(out)
+        self.digests[node.name] = _digest(out)
         if [_digest(t) for t in given] != digests:
-            self.writers.append(n)
+            self.writers.append(node)
         results = [t for t in leaves(out) if isinstance(t, torch.Tensor)]
         same = [i for i, d in enumerate(digests) for t in results[:1] if _digest(t) == d]
-        if n.op == "call_module" and not same:
-            self.louder.add(n)
+        if node.op == "call_module" and not same:
+            self.louder.add(node)
         if any(given[i].requires_grad and not has_gradient_path(results[0], functions[i]) for i in same):
-            self.cutters.append(n)
+            self.cutters.append(node)
         return out
 
     def responsible_block(self, before: Mapping[str, Any]) -> tuple[fx.Node | None, fx.Node | None]:
         """The first node of the model whose value is another than `before`, and the block behind that: the first above it whose
         result is none of its inputs, else the nearest one."""
-        known = [n for n in self.graph.nodes if n.name in before]
+        known = [n for n in self.run.graph.nodes if n.name in before]
         first = next((n for n in known if self.digests.get(n.name) != before[n.name]), None)
         if first is None:
             return None, next(iter([*self.cutters, *self.writers]), None)
@@ -291,27 +313,6 @@ class Recorder(Probe):
         return first, next(iter([*loud, *writers, *reversed(blocks), *reversed(above)]), None)
 
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass
-class CallOutcome:
-    """What one call leaves: its result, the state and the inputs after it, and the weights and inputs a gradient reaches."""
-
-    out: Any
-    state: dict[str, torch.Tensor]
-    inputs: Any
-    reached: set[str]
-
-
-@dataclass
-class CallDifference:
-    """How what two calls left differs: in which of the calls, in words."""
-
-    index: int
-    text: str
-
-
 @contextlib.contextmanager
 def check_writes(gm: TracedModule, new: TracedModule, call: Call) -> Iterator[None]:
     """See that what the calls got copies of is not written by another way. Raises VerifyError."""
@@ -323,22 +324,6 @@ def check_writes(gm: TracedModule, new: TracedModule, call: Call) -> Iterator[No
     changed = [what for what, t, before in watched if version(t) != before]
     if changed:
         raise VerifyError(f"a block writes to {changed[0]}: a block must not change the model's tensors")
-
-
-def first_difference(base: list[CallOutcome], new: list[CallOutcome]) -> CallDifference | None:
-    """The first thing that calls of two modules left otherwise."""
-    for index, (a, b) in enumerate(zip(base, new, strict=True)):
-        if off := describe_difference(a.out, b.out):
-            return CallDifference(index, f"outputs differ {off}")
-        if off := describe_difference(a.inputs, (b.inputs[0], {k: v for k, v in b.inputs[1].items() if k in a.inputs[1]})):
-            return CallDifference(index, f"the inputs differ after the call, {off}")
-        for name in a.state.keys() & b.state.keys():
-            if off := describe_difference(a.state[name], b.state[name]):
-                return CallDifference(index, f"'{name}' differs after the call, {off}")
-        if lost := sorted(a.reached - b.reached):
-            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            return CallDifference(index, f"gradients no longer reach {', '.join(lost[:3])}{more}")
-    return None
 
 
 def constant_output_note(out: Any) -> str:

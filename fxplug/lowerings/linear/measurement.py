@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ...blocks.low_rank import side
 from ...core.errors import SpecError, brief_fields, outline, shown
 from ...core.ir.traced_module import TracedModule, check_traced
+from ...core.rewriter.probe import GraphRun
 from . import forms, operators
 from .forms import Case, case_of
 from .layers import linear_layers
@@ -105,18 +106,13 @@ def rows_of(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """How many rows each linear layer has in a call, by its path."""
     found: dict[str, int] = {}
 
-    class FlopCounter(fx.Interpreter):
-        def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-            result = super().call_module(target, args, kwargs)
-            if isinstance(self.fetch_attr(target), nn.Linear):
-                found[str(target)] = result.numel() // max(result.shape[-1], 1)
-            return result
-
     bound = inspect.signature(gm.forward).bind(*args, **kwargs)
     bound.apply_defaults()
     graph: Any = next(iter(gm.graphs.values())) if len(gm.graphs) == 1 else gm.graphs[gm.training]
     with torch.no_grad():
-        FlopCounter(gm, graph=graph).run(*bound.arguments.values())
+        for node, value in GraphRun(gm, graph, list(bound.arguments.values()), keep=False):
+            if node.op == "call_module" and isinstance(gm.get_submodule(str(node.target)), nn.Linear):
+                found[str(node.target)] = value.numel() // max(value.shape[-1], 1)
     return found
 
 

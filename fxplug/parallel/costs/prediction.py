@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ...core.errors import FxplugError, SpecError, brief_fields, did_you_mean, shown
 from ...core.ir.containers import leaves, map_leaves
 from ...core.ir.traced_module import TracedModule, shell
-from ...core.rewriter.probe import empty, swapped
+from ...core.rewriter.probe import GraphRun, empty, swapped
 from ...core.torch_internals import tensors as kernels
-from ..comparison import Runner, pretending
+from ..comparison import pretending
 from ..plan import Plan, parallel_plan, sent_by_nodes
 from ..planning.trials import name_of
 from ..planning.walk import bound
@@ -165,17 +165,13 @@ class _StepCost:
         self.layers = self.width = 0
         counter = kernels.flop_counter()
         with _without_values(gm, call) as (tree, inputs), counter:
-            out = Runner(tree, gm.graph, self.each).run(*bound(gm, *inputs))
+            for node, value in GraphRun(tree, gm.graph, bound(gm, *inputs), keep=False):
+                if name_of(node) == "scaled_dot_product_attention" and isinstance(value, Tensor):
+                    self.layers += 1
+                    self.width = max(self.width, value.numel() * value.element_size())
         self.work = counter.get_total_flops()
-        self.result = sum(t.numel() * t.element_size() for t in _tensors(out))
+        self.result = sum(t.numel() * t.element_size() for t in _tensors(value))
         self.samples = {t.shape[0] for t in _tensors(call) if t.dim() > 1}
-
-    def each(self, node: fx.Node, run: Any) -> Any:
-        value = run()
-        if name_of(node) == "scaled_dot_product_attention" and isinstance(value, Tensor):
-            self.layers += 1
-            self.width = max(self.width, value.numel() * value.element_size())
-        return value
 
     def cost(
         self, count: int, method: str, calls: int, size: int, seconds: float, ways: Mapping[str, int], work: float | None = None
