@@ -122,7 +122,8 @@ class RegionEdges:
             or isinstance(module, torch.jit.ScriptModule)
         ):
             recording.guard_structure(node, out)
-        result = recording.bind(out, node)
+        with DisableTorchFunction():  # which the recording would answer for each tensor that it asks for its shape
+            result = recording.bind(out, node)
         recording.frame = outer
         return result
 
@@ -157,11 +158,12 @@ class RegionEdges:
         self, tensor: torch.Tensor, port: Port, index: int, originals: dict[int, tuple[Any, Any]] | None = None
     ) -> torch.Tensor:
         recording = self.recording
-        source = recording.lookup(tensor)
         parts = [port.path, *(["in"] if port.side == "in" else []), *map(str, port.keys)]
-        node = recording.node("call_function", ops.edge, (source,), {}, identifier("_".join(filter(None, parts)) or "out"))
-        node.meta.update(port=port, index=index)
-        new = recording.mark(recording.alias(tensor), node)
+        name = identifier("_".join(filter(None, parts)) or "out")
+        with DisableTorchFunction():  # as above
+            node = recording.node("call_function", ops.edge, (recording.lookup(tensor),), {}, name)
+            node.meta.update(port=port, index=index)
+            new = recording.mark(recording.alias(tensor), node)
         if originals is not None:
             originals[id(new)] = (new, tensor)
         return new

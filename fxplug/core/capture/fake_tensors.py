@@ -265,7 +265,8 @@ def lacks_values(error: BaseException | None) -> bool:
 def fake(like: torch.Tensor, mode: FakeTensorMode, device: torch.device, constant: Any = None) -> FakeTensor:
     """A fake tensor of the size, strides and dtype of `like`, made without a dispatch."""
     with DisableTorchFunction():
-        return fake_of((like.shape, like.stride(), like.dtype, device), mode, constant)
+        geometry = like.shape, like.stride(), like.dtype, device
+    return fake_of(geometry, mode, constant)
 
 
 def put_fake_weights(state: State, mode: FakeTensorMode, device: torch.device, names: dict[int, str], autograd: bool) -> None:

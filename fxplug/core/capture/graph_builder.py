@@ -178,11 +178,12 @@ class Nodes(TorchFunctionMode):
     def finish(self) -> None:
         """Drop what nothing uses and has no effect."""
 
-        def idle(node: fx.Node) -> bool:
-            port = node.meta.get("port")
-            return node.op != "call_module" and not node.meta.get("effect") and (port is None or port.side == "in")
-
-        erase_unused(self.graph.nodes, idle)
+        ports = ((node, node.meta.get("port")) for node in self.graph.nodes)
+        erase_unused(
+            node
+            for node, port in ports
+            if node.op != "call_module" and not node.meta.get("effect") and (port is None or port.side == "in")
+        )
         self.graph.lint()
 
     def guard_after(self, node: fx.Node, expected: Any, decision: ops.Decision) -> None:

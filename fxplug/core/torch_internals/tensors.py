@@ -112,7 +112,7 @@ def is_watched() -> bool:
 def fake_of(geometry: tuple[Any, ...], mode: FakeTensorMode, constant: Any = None) -> FakeTensor:
     """A fake tensor of (size, stride, dtype, device) without a dispatch; we need the constructor, and promise no view of it."""
     size, stride, dtype, device = geometry
-    with DisableTorchDispatch():
+    with DisableTorchFunction(), DisableTorchDispatch():
         shadow = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         return FakeTensor(mode, shadow, device, constant=constant)
 
