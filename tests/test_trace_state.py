@@ -12,6 +12,7 @@ import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -752,6 +753,26 @@ def test_the_model_itself_is_called_in_another_thread_meanwhile() -> None:
         stop.set()
         thread.join()
     assert not wrong
+
+
+def test_calls_of_other_models_go_past_a_trace() -> None:
+    call, inside = nn.Module.__call__, []
+    traced = Slow(lambda: inside.append((nn.Module.__call__ is call, nn.Module._call_impl, other._compiled_call_impl)))
+    other, before = nn.Linear(4, 4), nn.Module._call_impl
+    fxplug.trace(traced, X())
+    assert set(inside) == {(True, before, None)} and "_compiled_call_impl" not in vars(traced.net)
+
+
+def test_a_thread_that_works_for_the_trace_is_not_kept_waiting() -> None:
+    """It was there before the trace, and is given what the model computes: no graph has that, and nothing waits for ever."""
+    model = Slow()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: None).result()
+        model.net.forward = lambda x: pool.submit(model.net[0], x).result()
+        with pytest.raises(fxplug.TraceError, match="a function that torch does not dispatch"):
+            fxplug.trace(model, X())
+    model.net.forward = lambda x: model.net[0](x)
+    assert fxplug.trace(model, X())
 
 
 def test_a_trace_inside_a_trace_is_refused() -> None:

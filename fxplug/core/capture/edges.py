@@ -6,9 +6,11 @@ import copy
 import inspect
 import keyword
 import operator
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,8 @@ from ..ir import ops
 from ..ir.containers import children, has_tensor, leaves, map_leaves, rebuilt
 from ..ir.graph import insert
 from ..spec.addresses import Port, identifier
-from ..torch_internals.modules import call_with_hooks, forward_hooks
-from ..torch_internals.tensors import DisableTorchFunction
+from ..torch_internals.modules import COMPILED, call_with_hooks, forward_hooks
+from ..torch_internals.tensors import DisableTorchFunction, FakeTensor
 from .fake_tensors import KINDS, NeedsValues, Number, fake, layer_key
 from .graph_builder import PRINTABLE, Frame
 from .isolation import alike, frozen
@@ -30,6 +32,65 @@ from .module_state import identical_items
 from .recorder import Recording
 
 CONSTANTS = (bool, int, float, str)  # arguments that an edge remembers
+MOMENT = 0.01  # seconds in which a thread ends the layer that it was in, and had not read its weights yet
+
+
+class _Trace:
+    """The process's one trace: who runs it, the edges of its run, and whether the model is as its owner left it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.thread: int | None = None
+        self.edges: RegionEdges | None = None
+        self.untouched = threading.Event()
+        self.untouched.set()
+
+
+_trace = _Trace()
+
+
+@contextmanager
+def exclusive_trace(model: nn.Module) -> Iterator[None]:
+    """Hold the process's one lock for traces, and see the calls of the model's modules meanwhile.
+
+    Raises TraceError inside a trace of the same thread.
+    """
+    if _trace.thread == threading.get_ident():
+        raise TraceError(
+            "fxplug.trace was called during a trace: forward, or something that it calls, traces a model; trace that model "
+            "first and let forward call the result"
+        )
+    with _trace.lock, ExitStack() as stack:
+        _trace.thread = threading.get_ident()
+        stack.callback(setattr, _trace, "thread", None)
+        for module in model.modules():
+            own = vars(module)  # what `module.compile()` has put there is left out: the model's own code is what is traced
+            stack.callback(own.__setitem__ if COMPILED in own else own.pop, COMPILED, own.get(COMPILED))
+            own[COMPILED] = _seen_call(module)
+        yield
+
+
+def _seen_call(module: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == _trace.thread:
+            return _trace.edges.call(module, args, kwargs) if _trace.edges else call_with_hooks(module, *args, **kwargs)
+        if not any(isinstance(value, (FakeTensor, Number)) for value in leaves((args, kwargs))):  # it works for the trace
+            _trace.untouched.wait()
+        return call_with_hooks(module, *args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def hold_model() -> Iterator[None]:
+    """Let calls of the model in other threads wait meanwhile: its weights are fakes, or it is in its other mode."""
+    _trace.untouched.clear()
+    if threading.active_count() > 1:
+        time.sleep(MOMENT)
+    try:
+        yield
+    finally:
+        _trace.untouched.set()
 
 
 class RegionEdges:
@@ -41,21 +102,17 @@ class RegionEdges:
         self.called: set[str] = set()
         self.calls: Counter[str] = Counter()
 
-    def call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands for a call of a module during the run."""
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            path = self.recording.paths.get(id(module))
-            if path is None or not self.recording.recording_here():
-                return original(module, *args, **kwargs)
-            count = self.calls[path]
-            self.calls[path] += 1
-            key = path if count == 0 else f"{path}@{count}"
-            if path in self.leaves or (is_leaf(module) and not self.replaced(module)):
-                return self.leaf(module, path, key, args, kwargs)
-            return self.region(module, key, args, kwargs)
-
-        return call
+    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call a module of the model, as one node or through its own code."""
+        if not self.recording.recording_here():
+            return call_with_hooks(module, *args, **kwargs)
+        path = self.recording.paths[id(module)]
+        count = self.calls[path]
+        self.calls[path] += 1
+        key = path if count == 0 else f"{path}@{count}"
+        if path in self.leaves or (is_leaf(module) and not self.replaced(module)):
+            return self.leaf(module, path, key, args, kwargs)
+        return self.region(module, key, args, kwargs)
 
     def replaced(self, module: nn.Module) -> bool:
         """Whether a module has other tensors than its own for the moment, as `torch.func.functional_call` gives it."""
@@ -232,7 +289,7 @@ def run(recording: Recording, regions: RegionEdges, args: tuple[Any, ...], kwarg
             named[name] = values[name]
         elif len(positional) < len(args):
             positional.append(values[name])
-    recording.active = True
+    recording.active, _trace.edges = True, regions
     try:
         with recording:
             out = regions.region(model, "", positional, named)
@@ -240,7 +297,7 @@ def run(recording: Recording, regions: RegionEdges, args: tuple[Any, ...], kwarg
             entry.record_writes()
             result = _result(recording, out)
     finally:
-        recording.active = False
+        recording.active, _trace.edges = False, None
     insert(recording.graph, "output", "output", (result,), meta={"nn_module_stack": recording.frame.stack})
 
 

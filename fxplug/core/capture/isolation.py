@@ -6,10 +6,8 @@ import contextlib
 import functools
 import inspect
 import random
-import threading
-import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -24,76 +22,10 @@ from ..ir.comparison import equal
 from ..ir.containers import HOOKED, RESERVED, Container, FixedNames, children, plain_attributes
 from ..ir.graph import Graph, note_tied
 from ..ir.traced_module import OWN_STATE, TracedModule, class_names
-from ..torch_internals.modules import CALL, COMPILED, backward_hooks, call_with_hooks
+from ..torch_internals.modules import COMPILED, backward_hooks
 from ..torch_internals.tensors import memory_id
 from .fake_tensors import Number
 from .module_state import Journal, State, StatePlace, keys_of, storage_of
-
-MOMENT = 0.01  # seconds in which a thread ends the layer that it was in, and had not read its weights yet
-PATIENCE = 600.0  # seconds that a call of a model waits for the trace of it that another thread runs
-
-
-class _Tracing:
-    """The process's one trace: who runs it, and what a call of a module is meanwhile."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.thread: int | None = None
-        self.call: Callable[..., Any] = call_with_hooks
-
-
-_tracing = _Tracing()
-
-
-@contextlib.contextmanager
-def exclusive_trace(model: nn.Module) -> Iterator[None]:
-    """Hold the process's one lock for traces. A call of the model in another thread waits until the trace is over.
-
-    Raises TraceError inside a trace of the same thread.
-    """
-    me = threading.get_ident()
-    if _tracing.thread == me:
-        raise TraceError(
-            "fxplug.trace was called during a trace: forward, or something that it calls, traces a model; trace that model "
-            "first and let forward call the result"
-        )
-    with _tracing.lock, contextlib.ExitStack() as stack:
-        _tracing.thread = me
-        stack.callback(setattr, _tracing, "thread", None)
-        modules = {id(m) for m in model.modules()}
-        # a thread that forward itself starts, and waits for, is part of the call
-        others = {thread.ident for thread in threading.enumerate()} - {me}
-        original = _tracing.call = getattr(nn.Module, CALL)
-        for module in model.modules():
-            if COMPILED in vars(module):  # the model's own code is what is traced
-                stack.callback(vars(module).__setitem__, COMPILED, vars(module).pop(COMPILED))
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if id(module) in modules and threading.get_ident() in others and _tracing.thread == me:
-                if not _tracing.lock.acquire(timeout=PATIENCE):
-                    raise TraceError(
-                        f"another thread has been tracing this model for {PATIENCE:.0f} s: trace a model in one thread at a "
-                        "time"
-                    )
-                _tracing.lock.release()
-            return _tracing.call(module, *args, **kwargs)
-
-        stack.callback(setattr, nn.Module, CALL, original)
-        setattr(nn.Module, CALL, call)
-        if others:
-            time.sleep(MOMENT)
-        yield
-
-
-@contextlib.contextmanager
-def calls(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """For a time within a trace calls of modules are what `around` makes of torch's own."""
-    original = _tracing.call
-    _tracing.call = around(original)
-    try:
-        yield
-    finally:
-        _tracing.call = original
 
 
 @contextlib.contextmanager
@@ -276,7 +208,7 @@ def assemble(model: nn.Module, recordings: dict[bool, Recorded], twin_error: str
         if whole or path in leaves:
             new = object.__new__(type(module))
             # containers as well: an LSTM keeps its weights in a list and changes it in place
-            new.__dict__ = {k: v.copy() if type(v) in COPIED else v for k, v in vars(module).items()}
+            new.__dict__ = {k: v.copy() if type(v) in COPIED else v for k, v in vars(module).items() if k != COMPILED}
             whole = True
         else:
             if any(backward_hooks(module)):

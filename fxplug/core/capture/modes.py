@@ -20,10 +20,9 @@ from ..ir import functions, ops
 from ..torch_internals import CHECKPOINTS, COMPILER
 from ..torch_internals.modules import autocast_settings, set_grad_enabled
 from ..torch_internals.tensors import NATIVE
-from .edges import RegionEdges
 from .fake_tensors import recorded_math
 from .graph_builder import tensor_classes
-from .isolation import calls, restore_after
+from .isolation import restore_after
 from .module_state import MISSING, Journal, State
 from .reads import KINDS_REPLACED, PLAIN, STAND_INS
 from .recorder import Recording
@@ -232,8 +231,8 @@ def _refusing(recording: Recording, original: Callable[..., Any], name: str, doe
 
 
 @contextlib.contextmanager
-def patched(recording: Recording, regions: RegionEdges, training: bool | None) -> Iterator[None]:
-    """For the time of one run: module calls, `module.training`, autocast, gradient modes and `math` report to it."""
+def patched(recording: Recording, training: bool | None) -> Iterator[None]:
+    """For the time of one run: `module.training`, autocast, gradient modes and `math` report to it."""
 
     def read_training(module: nn.Module) -> bool:
         own = bool(module.__dict__.get("training", True))
@@ -278,7 +277,7 @@ def patched(recording: Recording, regions: RegionEdges, training: bool | None) -
             setattr(owner, name, value)
         # what the model compiles itself runs as it is written: its compiler would take the recording in
         eager = torch.compiler.set_stance("force_eager") if COMPILER in sys.modules else contextlib.nullcontext()
-        with calls(regions.call), eager:
+        with eager:
             yield
     finally:
         for owner, name, value in reversed(before):

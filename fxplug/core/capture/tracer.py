@@ -28,9 +28,9 @@ from ..spec.addresses import select
 from ..torch_internals.tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from . import edges as model_edge
 from . import self_check
-from .edges import RegionEdges
+from .edges import RegionEdges, exclusive_trace, hold_model
 from .fake_tensors import NeedsValues, Results, Tries, lacks_values, no_collection, put_fake_weights, quiet
-from .isolation import Recorded, assemble, exclusive_trace, in_mode, refuse_python_random, restore_after
+from .isolation import Recorded, assemble, in_mode, refuse_python_random, restore_after
 from .modes import Derived, drop, find_derived, patched
 from .module_state import MISSING, Journal, State, StatePlace
 from .recorder import NeedsAutograd, Recording
@@ -244,7 +244,7 @@ def _trace(job: _Job) -> TracedModule:
     if twin_error is None and (first.leaves_read_training or first.reads_training):
         journal = Journal()
         try:
-            with restore_after(job.state), in_mode(not model.training, gm):
+            with hold_model(), restore_after(job.state), in_mode(not model.training, gm):
                 with journal:  # layers that merge an update into their weight write it here
                     model.train(not model.training)
                 state, second = State(model), graphs.get(model.training, first)
@@ -356,6 +356,8 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
     regions = RegionEdges(recording, leaves)
     with contextlib.ExitStack() as stack:
         stack.callback(recording.unmark)
+        if mode is not None:
+            stack.enter_context(hold_model())
         stack.enter_context(restore_after(state))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
@@ -374,7 +376,7 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
         recording.buffers = _tabled(state, "_buffers")
         for name, _, parameter in _tabled(state, "_parameters"):
             recording.holds(parameter, name)
-        stack.enter_context(patched(recording, regions, training))
+        stack.enter_context(patched(recording, training))
         stack.callback(recording.stop)
         stack.enter_context(torch.set_grad_enabled(grad))  # the model is asked in the mode that its caller has
         try:

@@ -35,7 +35,7 @@ from torch.utils._pytree import (
 from .tensors import DisableTorchDispatch, DisableTorchFunction
 
 __all__ = [
-    "BatchNorm", "CALL", "COMPILED", "CONTEXT_VARIABLES", "ConvNd", "DecoratorContextManager", "DropoutNd", "GLOBAL_HOOKS",
+    "BatchNorm", "COMPILED", "CONTEXT_VARIABLES", "ConvNd", "DecoratorContextManager", "DropoutNd", "GLOBAL_HOOKS",
     "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "admit_hooks", "as_listened", "autocast_settings", "backward_hooks",
     "break_graph", "call_uncompiled",
     "call_with_hooks", "constant_floats", "conv_forward", "enter_autocast", "exit_autocast", "forward_hooks", "is_compiling",
@@ -48,11 +48,10 @@ __all__ = [
 
 # where a module keeps its state; what else `nn.Module()` has are hooks and `training`
 TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
-# a call with its hooks, but not what `module.compile()` put around it; we need that `nn.Module.__call__` ends there, and asks
-# for it by this name: to set `__call__` itself makes Python go through all subclasses, thousands beside libraries of models
-CALL = "_call_impl"
+# a call with its hooks, but not what `module.compile()` put around it; we need that `nn.Module.__call__` ends there
 call_with_hooks: Callable[..., Any] = nn.Module._call_impl
-# where a module has what `module.compile()` put around its call; we need that without it the call is the module's own
+# where a module has what `module.compile()` put around its call; we need that it is called in the stead of the module, that
+# without it the call is the module's own, and that copies of the module are without
 COMPILED = "_compiled_call_impl"
 # what is called before and after a module's forward
 forward_hooks: Callable[[nn.Module], tuple[Any, Any]] = attrgetter("_forward_hooks", "_forward_pre_hooks")
