@@ -28,7 +28,6 @@ from fxplug.core.ir.containers import map_leaves
 from fxplug.lowerings.linear.forms import FORMS
 from fxplug.lowerings.regions.fsdp import shard
 from fxplug.lowerings.regions.submodules import outline
-from fxplug.parallel.plan import unsplit
 
 ADDED = "added_"  # before the names of passes that adapt: some are names of modules
 NETWORKS = {"controlnet"}  # whose weights are those of a network that is there already
@@ -66,9 +65,8 @@ def fill(gm: nn.Module, name: str) -> None:
 def made_from(gm: Any) -> Any:
     """What a lowered or parallel module was made from, where passes go."""
     gm = gm.meta.get("source", gm)
-    with contextlib.suppress(fxplug.FxplugError):  # it was edited since
-        gm = unsplit(gm) if "plan" in gm.meta else gm
-    return gm
+    plan = gm.meta.get("plan")
+    return plan.unsplit(gm) if plan is not None and plan.is_of(gm) else gm
 
 
 def applied(state: State, passes: list[Any]) -> State:

@@ -360,7 +360,7 @@ def test_what_was_made_of_a_lowered_module_is_not_lowered_again_without_it():
     network = small.seeded(lambda: unets.control(base.model))
     passes = fxplug.load_pass("controlnet", network=network), fxplug.load_pass("lora", at="**.attn1.to_q", rank=2)
     lowered = lower(fxplug.apply(base.gm, *passes), fuse="fused")
-    assert lowered.bind() is lowered and fxplug.apply(lowered, other).meta["lowered"] == lowered.meta["lowered"]
+    assert lowered.bind() is lowered and fxplug.apply(lowered, other).meta["derivation"] == lowered.meta["derivation"]
     for made in (fxplug.pipeline_part(lowered), lowered.bind(cond=torch.zeros(2, 3, 128, 128))):
         with pytest.raises(fxplug.SpecError, match="this module is lowered: apply passes to the module it was made from"):
             fxplug.apply(made, other)

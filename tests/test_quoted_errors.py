@@ -118,11 +118,6 @@ def apply_to_a_loaded_one(folder):
     fxplug.apply(fxplug.load(folder / "new"), again.lora())
 
 
-def remove_of_a_parallel_one():
-    gm, inputs = fxplug.apply(parallel.own("sdpa"), fxplug.load_pass("lora", **LORA)), parallel.own_inputs()
-    fxplug.remove(fxplug.parallelize(gm, fxplug.parallel_plan(gm, inputs, ulysses=2)), "lora")
-
-
 def call_with_other_rows():
     model = nn.Sequential(nn.Conv2d(3, 3, 1), small.Call(rows.halved_and_repeated))
     gm = fxplug.trace(model, torch.randn(1, 3, 16, 16))
@@ -180,7 +175,6 @@ HERE = {
     "cannot be split as before": lambda folder: fxplug.apply(
         again.split(again.traced(), {"batch": 2}), fxplug.load_pass(again.CONDITION)
     ),
-    "cannot be removed of a parallel module": lambda folder: remove_of_a_parallel_one(),
     "there is no process group": lambda folder: own()[0](*parallel.own_inputs()),
     "the input 0 of process 1": lambda folder: call_with_other_inputs(),
     "cannot be cut into 99 stages": lambda folder: steps(stages=99),

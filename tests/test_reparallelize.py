@@ -90,6 +90,15 @@ def test_a_pass_on_what_is_split_is_that_pass_split(ways):
     assert str(split(traced(), ways).graph) == graph
 
 
+@pytest.mark.parametrize("ways", WAYS, ids=str)
+def test_what_is_split_without_a_pass_is_split_again(ways):
+    gm = fxplug.apply(traced(), lora(), lora("second"))
+    fill(gm, "lora"), fill(gm, "second")
+    new = fxplug.remove(split(gm, ways), "lora")
+    same(fxplug.remove(gm, "lora"), new, new.meta["plan"].ways)
+    assert [entry["name"] for entry in new.meta["passes"]][0] == "second"
+
+
 def test_weights_and_adapters_are_those_that_the_split_module_has():
     gm = split(fxplug.apply(traced(), lora(slots=2)), {"batch": 2})
     one = fxplug.apply(traced(), lora(slots=2), lora("second"))
@@ -201,6 +210,10 @@ def test_what_cannot_be_split_again_is_refused(tmp_path):
     insert(new.graph, "call_function", torch.neg, (next(iter(new.graph.nodes)),), after=next(iter(new.graph.nodes)))
     with pytest.raises(fxplug.SpecError, match="split over processes and was loaded, or changed.*apply the pass to that"):
         fxplug.apply(new, lora())
+    with pytest.raises(fxplug.SpecError, match="split over processes and was loaded, or changed.*or remove it of that"):
+        fxplug.remove(fxplug.load(tmp_path / "new"), "lora")
+    with pytest.raises(fxplug.SpecError, match="features: this module was lowered or split"):
+        fxplug.features(new, "up")
     with pytest.raises(fxplug.SpecError, match="cannot be split as before: .*'cond'.*make the plan of the module that"):
         fxplug.apply(split(traced(), {"batch": 2}), fxplug.load_pass(CONDITION))
 

@@ -3,18 +3,21 @@
 An entry point names an `Extension`, a table of import paths. fxplug's own extensions and other people's are found alike, and
 what a table names is imported when it is used. An extension that is missing or fails when it is imported is named in the error
 of whatever would have used it; all others go on.
+
+What makes modules of traced modules in other ways than passes do overrides `Derivation`, which the core then asks.
 """
 
 from __future__ import annotations
 
 import configparser
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .errors import ClashError, FxplugError, SpecError, brief_fields
 
@@ -153,3 +156,56 @@ def block_packages() -> Iterator[str]:
     """The packages of extensions whose blocks an artifact may name."""
     for extension in extensions().values():
         yield from extension.blocks
+
+
+# --- modules that extensions make of others
+
+DERIVATION = "derivation"  # the key in a module's `meta`, which what is made of the module has, too
+M = TypeVar("M")
+
+
+class Derivation(Generic[M]):
+    """How a traced module was made of another one, its source, by more than passes: what changes and `save` then go by.
+
+    Whoever makes such modules overrides it, and puts it into their `meta[DERIVATION]`, or among their parts, which files keep.
+    """
+
+    takes_marks = False  # whether marks of a step cache, which change no value, can be put into the module itself
+
+    def saved_form(self, module: M) -> M:
+        """Return the module that `save` writes, on the tensors and with the adapters that `module` has now.
+
+        Raises ArtifactError where they are not all here.
+        """
+        return module
+
+    def rebuild(self, module: M, change: Callable[[M], M]) -> M:
+        """Change the source of `module`, and make of that again what `module` is. Raises SpecError where that is impossible."""
+        raise NotImplementedError
+
+    def unrepeatable(self) -> Derivation[M]:
+        """Return that of a module that was changed since, in what `rebuild` would lose."""
+        return self
+
+
+class DistributedPart(Derivation[M]):
+    """A part of a module that exchanges tensors with the same part in other processes, which run the module together."""
+
+    takes_marks = True
+
+    def as_first_rank(self) -> AbstractContextManager[None]:
+        """Run as the first process for a time, with nothing travelling."""
+        raise NotImplementedError
+
+
+def derivation_of(module: M) -> Derivation[M] | None:
+    """Return the derivation of a module; None for one that was traced, and rewritten by passes."""
+    gm: Any = module
+    found: Derivation[M] | None = gm.meta.get(DERIVATION)
+    return found or next((part for part in gm.modules() if isinstance(part, Derivation)), None)
+
+
+def note_unrepeatable(module: Any) -> None:
+    """Note that a module was changed in what its derivation would lose, if it were repeated."""
+    if (found := module.meta.get(DERIVATION)) is not None:
+        module.meta[DERIVATION] = found.unrepeatable()

@@ -270,15 +270,15 @@ def as_first_rank(module: nn.Module) -> Iterator[None]:
     """Let blocks that exchange tensors with other processes run as the first of them, with nothing travelling."""
     with ExitStack() as stack:
         for block in module.modules():
-            if hasattr(type(block), "as_first_rank"):
-                stack.enter_context(block.as_first_rank())  # type: ignore[operator]
+            if isinstance(block, extensions.DistributedPart):
+                stack.enter_context(block.as_first_rank())
         yield
 
 
 def is_split(module: nn.Module, name: str) -> bool:
     """Whether a pass of a module splits it over processes."""
     blocks = module._modules.get(name)
-    return blocks is not None and any(hasattr(type(block), "as_first_rank") for block in blocks.children())
+    return blocks is not None and any(isinstance(block, extensions.DistributedPart) for block in blocks.children())
 
 
 # --- neutrality, on values

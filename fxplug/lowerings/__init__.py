@@ -16,8 +16,6 @@ EXTENSION = Extension(
     hooks={
         "checkpointed": "fxplug.lowerings.regions.checkpointing:checkpointed",
         "table_of_forms": "fxplug.lowerings.pipeline:table_of_forms",
-        "relowered": "fxplug.lowerings.pipeline:relowered",
-        "unlowered": "fxplug.lowerings.merging.live:unlowered",
     },
     accessors={
         "enable_gradient_checkpointing": "fxplug.lowerings.regions.checkpointing:enable",

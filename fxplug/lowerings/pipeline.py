@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..core.errors import MatchError, SpecError, did_you_mean, shown
+from ..core.extensions import DERIVATION
 from ..core.ir.traced_module import TracedModule
 from ..core.locks import with_read_lock
 from .linear import forms, fused
@@ -69,13 +71,20 @@ def lower(
     if made is not source:
         made.meta["source"] = source
         alike = "auto" if outline is True else outline  # a pass may leave no regions that are alike
-        made.meta["lowered"] = {"merge": None if merge == "fold" else merge, "fuse": fuse, "outline": alike}
+        made.meta[DERIVATION] = RepeatableLowering(None if merge == "fold" else merge, fuse, alike)
     return made if made is gm else made.made_by(again, gm)
 
 
-def relowered(gm: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
-    """What a lowered module was made from, changed, and lowered with the same arguments."""
-    return lower(change(live.unlowered(gm)), **gm.meta["lowered"])
+@dataclass(frozen=True)
+class RepeatableLowering(live.Lowering):
+    """That of what `lower` made with these arguments."""
+
+    merge: str | None
+    fuse: str | None
+    outline: str | bool | Sequence[str] | None
+
+    def rebuild(self, module: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
+        return lower(change(live.unlowered(module)), merge=self.merge, fuse=self.fuse, outline=self.outline)
 
 
 def _checked(gm: Any, merge: Any, fuse: Any, outline: Any) -> tuple[str | None, str | None, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..core.extensions import Extension
+from ..core.extensions import DistributedPart, Extension
 
 if TYPE_CHECKING:
     from ..core.verifier import Subject
@@ -33,7 +33,6 @@ EXTENSION = Extension(
     },
     hooks={
         "parallel_passes": "fxplug.parallel.passes:apply_parallel_passes",
-        "reparallelize": "fxplug.parallel.plan:reparallelize",
     },
     blocks=("fxplug.parallel.runtime",),
 )
@@ -41,7 +40,7 @@ EXTENSION = Extension(
 
 def check_ranks(subject: Subject) -> str | None:
     """The check of `verify` for modules that several processes run together."""
-    if not any(hasattr(type(module), "as_first_rank") for module in subject.new.modules()):
+    if not any(isinstance(part, DistributedPart) for part in subject.new.modules()):
         return None
     from .comparison import check_subject
 

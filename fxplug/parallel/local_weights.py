@@ -11,11 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..blocks.base import Block
 from ..core.errors import SpecError
 from ..core.ir.traced_module import TracedModule
+from .runtime.checksums import PARTS
 from .runtime.collectives import Collective, Gather
 from .runtime.mesh import world_of
 from .runtime.shares import Part
-
-PARTS = "parts"  # in a module's meta: the names of its weights in parts
 
 
 def localize(gm: TracedModule, mesh: DeviceMesh | None = None) -> TracedModule:

@@ -20,12 +20,12 @@ from ..core.ir.graph import Graph, copy_graph
 from ..core.ir.traced_module import TracedModule, copied_graphs, shell
 from ..core.rewriter.probe import GraphRun
 from .comparison import check_pretended, pretending
-from .local_weights import PARTS, localize
+from .local_weights import localize
 from .planning import features
 from .planning.sharding_plan import ShardingPlan, Unsplittable
 from .planning.trials import Memory
 from .planning.walk import bound
-from .runtime.checksums import mark_of
+from .runtime.checksums import PARTS, mark_of
 from .runtime.collectives import Collective, traffic
 from .runtime.layouts import counts
 from .runtime.mesh import SEQUENCE, all_degrees, format_degrees, world_of
@@ -87,6 +87,39 @@ class Plan:
         """
         self.away = check_pretended(self.written, *self.example)
         return self.away
+
+    def is_of(self, module: TracedModule) -> bool:
+        """Tell whether a module has its weights whole, and its graphs as this plan has written them."""
+        return not module.meta.get(PARTS) and mark_of(module) == mark_of(self.written)
+
+    def unsplit(self, module: TracedModule) -> TracedModule:
+        """Make what was split of a module that `is_of` this plan, on the weights and with the adapters that it has now."""
+        names, tree = {stage.name for stage in self.stages}, shell(module)
+        for name in names:
+            tree._modules.pop(name, None)
+        passes = [entry for entry in module.meta["passes"] if entry["name"] not in names]
+        source = module.derived(tree, {mode: copy_graph(graph) for mode, graph in self.graphs.items()}, passes=passes)
+        del source.meta["plan"]
+        return source
+
+    def rebuild(self, module: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
+        """Change what was split of a module that `is_of` this plan, and split that over the same processes by its own plan.
+
+        It is checked on values where this one was. Raises SpecError where there is none for the example inputs of this one.
+        """
+        made = change(self.unsplit(module))
+        args, kwargs = self.example
+        try:
+            checked = self.away is not None
+            new = _written(made, parallel_plan(made, args, kwargs, **self.ways, split=self.split, check=checked))
+        except FxplugError as error:
+            raise SpecError(
+                f"with this change the module cannot be split as before: {error}. Apply the pass to what was split, and make "
+                "the plan of the module that this gives"
+            ) from error
+        here = (vars(m)["world"] for m in module.modules() if isinstance(m, Collective) and "world" in vars(m))
+        place(new, next(here, None))
+        return new
 
     def __str__(self) -> str:
         return outline(self.listing)
@@ -241,46 +274,6 @@ def _written(gm: TracedModule, plan: Plan) -> TracedModule:
         gm.twin_error = plan.written.twin_error
         gm.meta["plan"] = plan
     return gm
-
-
-def unsplit(gm: TracedModule) -> TracedModule:
-    """What a parallel module was made from, on the weights and with the adapters that it has now.
-
-    Raises SpecError for a module that was loaded, edited since, or keeps parts of its weights.
-    """
-    plan = gm.meta.get("plan")
-    if plan is None or gm.meta.get(PARTS) or mark_of(gm) != mark_of(plan.written):
-        why = "keeps only its part of some weights" if gm.meta.get(PARTS) else "was loaded, or changed since it was split"
-        raise SpecError(
-            f"this module is split over processes and {why}, so that a pass cannot go to what it was made from: apply the pass "
-            "to that, and make the plan of the module that this gives"
-        )
-    names, tree = {stage.name for stage in plan.stages}, shell(gm)
-    for name in names:
-        tree._modules.pop(name, None)
-    passes = [entry for entry in gm.meta["passes"] if entry["name"] not in names]
-    source = gm.derived(tree, {mode: copy_graph(graph) for mode, graph in plan.graphs.items()}, passes=passes)
-    del source.meta["plan"]
-    return source
-
-
-def reparallelize(gm: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
-    """Change what a parallel module was made from, and split that over the same processes, by a plan of its own.
-
-    It is checked on values where the first one was. Raises SpecError where there is none for the example inputs of the first.
-    """
-    made, plan = change(unsplit(gm)), gm.meta["plan"]
-    args, kwargs = plan.example
-    try:
-        checked = plan.away is not None
-        new = _written(made, parallel_plan(made, args, kwargs, **plan.ways, split=plan.split, check=checked))
-    except FxplugError as error:
-        raise SpecError(
-            f"with this change the module cannot be split as before: {error}. Apply the pass to what was split, and make the "
-            "plan of the module that this gives"
-        ) from error
-    place(new, next((vars(m)["world"] for m in gm.modules() if isinstance(m, Collective) and "world" in vars(m)), None))
-    return new
 
 
 def list_costs(rows: Sequence[tuple[str, int, int]]) -> list[str]:

@@ -19,7 +19,7 @@ from torch import nn
 from ... import __version__
 from ...blocks.base import LowRank
 from ..errors import DEFAULT, ArtifactError, Limits, SpecError, shown
-from ..extensions import need_hook
+from ..extensions import derivation_of
 from ..ir.containers import Container
 from ..ir.graph import note_tied
 from ..ir.traced_module import TracedModule, drop_forward
@@ -82,11 +82,6 @@ def save(
             f"fxplug.save takes a traced module, not a {type(module).__name__}: fxplug.trace(model, inputs) makes one"
         )
     module = _saved_form(module)
-    if parts := module.meta.get("parts"):
-        raise ArtifactError(
-            f"this process has only its shard of {len(parts)} weights, such as '{parts[0]}': gather them with whole_state, and "
-            "save the module that parallelize gives without processes"
-        )
     target = Path(folder).absolute()
     raises = _unwritten(folder)
     with reported(raises, "cannot be written"):
@@ -171,8 +166,9 @@ def _named_classes(document: dict[str, Any]) -> list[str]:
 
 
 def _saved_form(module: TracedModule) -> TracedModule:
-    """What a lowered module was made from; another module itself."""
-    return need_hook("unlowered", "lowerings")(module) if "source" in module.meta else module
+    """What a file has of a module: what a lowered one was made from. Raises ArtifactError for one with parts of weights."""
+    derivation = derivation_of(module)
+    return module if derivation is None else derivation.saved_form(module)
 
 
 def _document(

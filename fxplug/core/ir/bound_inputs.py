@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ..errors import SpecError, did_you_mean, shown
+from ..extensions import note_unrepeatable
 from ..locks import locks_of, write_lock
 from . import ops
 from .containers import Container
@@ -39,7 +40,7 @@ def bind(module: TracedModule, inputs: Mapping[str, Any]) -> TracedModule:
                 _set(owner._buffers, name, value)
     if not new:
         return made
-    made.meta.pop("lowered", None)  # what is lowered again would have to be given these inputs
+    note_unrepeatable(made)  # what it was made from lacks these inputs
     return made.made_by(partial(bind, inputs=new), module)
 
 

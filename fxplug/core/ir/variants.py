@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import FxplugError, GuardError, brief, shown
+from ..extensions import note_unrepeatable
 from ..locks import locks_of
 from ..torch_internals.modules import TABLES, is_listening, leave_frame, without_compiler
 from . import ops
@@ -183,7 +184,7 @@ def as_kind(kind: type[V], module: TracedModule) -> V:
     """A traced module again, on the same tensors and with the same variants, of a subclass of Variants."""
     new = kind(shell(module), copied_graphs(module), module._origin, module._extras)
     new.twin_error, new.meta, new._steps = module.twin_error, dict(module.meta), module._steps
-    new.meta.pop("lowered", None)  # what is lowered again would be none of this kind
+    note_unrepeatable(new)  # what it was made from is of another kind
     if isinstance(module, Variants):
         _copy_variants(module, new)
     return new

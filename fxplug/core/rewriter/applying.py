@@ -190,33 +190,23 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
-def check_applicable(gm: Any) -> None:
-    """Raises SpecError for what passes cannot be applied to: a lowered module would be saved without them."""
-    check_traced(gm, "apply")
-    if "source" in gm.meta and "lowered" not in gm.meta:
-        raise SpecError(
-            "this module is lowered: apply passes to the module it was made from, meta['source'], and lower the result"
-        )
-
-
 def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
     """Rewrite the graphs of a traced module by passes, on copies: `gm` stays as it was.
 
     Graph and module tree are copied, weights are shared. The passes run in the order given and each sees what the former
     left; all sites of a pass are found before any edit, or are given as `find` found them. New parameters live under
-    `<pass>.<path of the site>.<BlockClass>`. Of a module that `lower` has made the passes go to what it was made from, and that
-    is lowered as before.
+    `<pass>.<path of the site>.<BlockClass>`. Of a module that `lower` or `parallelize` has made the passes go to what it was
+    made from, and that is lowered or split as before.
 
     It freezes nothing: `requires_grad` of the base stays as it was, where PEFT would freeze it. `fxplug.trainable(new)` is what
     names what trains.
 
     Raises MatchError, ClashError or SpecError, with the pass's file and line; nothing is changed then.
     """
-    check_applicable(gm)
-    if "source" in gm.meta:
-        return extensions.need_hook("relowered", "lowerings")(gm, lambda source: apply(source, *passes))  # type: ignore[no-any-return]
-    if any(hasattr(type(module), "as_first_rank") for module in gm.modules()) and not all(map(_only_marks, passes)):
-        return extensions.need_hook("reparallelize", "parallel")(gm, lambda source: apply(source, *passes))  # type: ignore[no-any-return]
+    check_traced(gm, "apply")
+    derivation = extensions.derivation_of(gm)
+    if derivation is not None and not (derivation.takes_marks and all(map(_only_marks, passes))):
+        return derivation.rebuild(gm, lambda source: apply(source, *passes))
     with no_collection(), writable():
         for p in passes:
             gm = _apply(gm, p)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from ..errors import MatchError, SpecError, shown
+from ..extensions import derivation_of
 from ..ir import ops
 from ..ir.containers import map_leaves
 from ..ir.graph import Graph, change, erase, erase_unused, insert, meta_of
@@ -44,7 +45,7 @@ def features(gm: TracedModule, paths: str | Iterable[str]) -> TracedModule:
         raise SpecError("features: name at least one region, such as 'blocks.3'")
     if bad := [path for path in asked if not isinstance(path, str)]:
         raise SpecError(f"features takes addresses such as 'blocks.3:in', not {shown(bad[0])}")
-    if "source" in gm.meta or "parts" in gm.meta:
+    if derivation_of(gm) is not None:
         raise SpecError("features: this module was lowered or split: take the features first, and lower what that gives")
     graphs = copied_graphs(gm)
     names = set()
@@ -57,7 +58,6 @@ def features(gm: TracedModule, paths: str | Iterable[str]) -> TracedModule:
         apart = sorted(set.symmetric_difference(*map(set, names)))
         raise MatchError(f"features: '{apart[0]}' is there in one of training and evaluation alone: name regions without it")
     made = gm.derived(shell(gm), graphs)
-    made.meta.pop("lowered", None)
     return made.made_by(partial(features, paths=asked), gm)
 
 

@@ -6,8 +6,8 @@ from functools import partial
 
 from torch import fx
 
-from .. import extensions
 from ..errors import SpecError, did_you_mean
+from ..extensions import derivation_of
 from ..ir.graph import Graph, erase, redirect
 from ..ir.traced_module import TracedModule, check_traced, copied_graphs, shell
 
@@ -15,8 +15,8 @@ from ..ir.traced_module import TracedModule, check_traced, copied_graphs, shell
 def remove(module: TracedModule, name: str) -> TracedModule:
     """Take a pass out again: the module without it, on the same weights; `module` stays as it was.
 
-    Works on a loaded module, too, and on one that `lower` made, which is lowered again. The results are those of the module to
-    which the other passes were applied alone.
+    Works on a loaded module, too, and on one that `lower` or `parallelize` made, which is lowered or split again. The results
+    are those of the module to which the other passes were applied alone.
 
     What a pass with `place: param` leaves (`dora`, `loha`, `oft`, `bitfit`, ...): the layers whose parameters it changed stay
     written out as their functions on the same weights, as `diff` with the module before shows. The results are equal, and
@@ -29,16 +29,13 @@ def remove(module: TracedModule, name: str) -> TracedModule:
     check_traced(module, "remove")
     if "unmerged" in module.meta:
         raise SpecError(f"'{name}' is merged into the weights: remove it from what fxplug.unmerge(module) gives")
-    if "source" in module.meta:
-        relowered = extensions.need_hook("relowered", "lowerings")
-        return relowered(module, lambda source: remove(source, name))  # type: ignore[no-any-return]
+    if (derivation := derivation_of(module)) is not None:
+        return derivation.rebuild(module, lambda source: remove(source, name))
     entries = module.meta.get("passes", [])
     entry = next((entry for entry in entries if entry["name"] == name), None)
     names = [entry["name"] for entry in entries]
     if entry is None:
         raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, names)}; there are {', '.join(names) or 'none'}")
-    if any(hasattr(type(part), "as_first_rank") for part in module.modules()):
-        raise SpecError(f"'{name}' cannot be removed of a parallel module: remove it of the module that was made parallel")
     if replaced := next((site["path"] for site in entry["sites"] if site["place"] == "replace"), None):
         raise SpecError(
             f"'{name}' has replaced '{replaced}', which is no longer in the graph: trace the model again, and apply "

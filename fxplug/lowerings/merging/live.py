@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from ...blocks.lora import Lora
 from ...blocks.low_rank import in_slot
 from ...blocks.weight_update import Update
 from ...core.errors import SpecError
+from ...core.extensions import DERIVATION, Derivation, derivation_of
 from ...core.ir.comparison import equal
 from ...core.ir.containers import leaves, tensor_at
 from ...core.ir.graph import copy_graph
@@ -75,9 +77,27 @@ def live(gm: TracedModule) -> TracedModule:
     shadows.training = tree.training
     tree._modules[home] = shadows
     forms = {row.name.rpartition(".")[0]: "live merge" for row in shadows.rows}
-    new = gm.derived(tree, plan.graphs, source=gm, banks=names, forms={**gm.meta.get("forms", {}), **forms})
+    forms = {**gm.meta.get("forms", {}), **forms}
+    new = gm.derived(tree, plan.graphs, source=gm, banks=names, forms=forms, **{DERIVATION: Lowering()})
     shadows.switched(new)
     return new
+
+
+class Lowering(Derivation[TracedModule]):
+    """That of a module that was lowered in other ways than by `lower`, or changed since; its source is `meta["source"]`."""
+
+    def saved_form(self, module: TracedModule) -> TracedModule:
+        made = unlowered(module)
+        derivation = derivation_of(made)
+        return made if derivation is None else derivation.saved_form(made)
+
+    def rebuild(self, module: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
+        raise SpecError(
+            "this module is lowered: apply passes to the module it was made from, meta['source'], and lower the result"
+        )
+
+    def unrepeatable(self) -> Lowering:
+        return Lowering()
 
 
 @with_read_lock

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...core.errors import MatchError, SpecError
+from ...core.extensions import DERIVATION
 from ...core.ir import ops
 from ...core.ir.containers import Container, SharedCode, plain_attributes, tensor_at
 from ...core.ir.entry_checks import computes_only
@@ -21,6 +22,7 @@ from ...core.ir.subgraphs import RegionCut, aliases, changed_input, extract, mem
 from ...core.ir.traced_module import TracedModule, class_names, shell
 from ...core.torch_internals.modules import as_listened, constant_floats, is_compiling
 from ...core.torch_internals.tensors import memory_id
+from ..merging.live import Lowering
 from .choice import check_outlinable, choose
 from .submodules import named, stack_around
 
@@ -128,7 +130,7 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
     holder.train(gm.training)
     tree._modules[home] = holder
     nested = {target: list(keys) for target, keys in calls.items()}
-    return gm.derived(tree, graphs, source=gm.meta.get("source", gm), nested=nested)
+    return gm.derived(tree, graphs, source=gm.meta.get("source", gm), nested=nested, **{DERIVATION: Lowering()})
 
 
 def _plain(graph: fx.Graph) -> Graph:

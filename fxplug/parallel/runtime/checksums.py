@@ -21,6 +21,8 @@ from .faults import guarded
 from .mesh import AXES, World
 from .pretended import ThreadGroup
 
+PARTS = "parts"  # in a module's meta: the names of its weights of which each process keeps only its part
+
 # of weights: the version that was hashed last, and the hash
 KNOWN: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 PLANS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -79,7 +81,7 @@ def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     if root not in PLANS:
         PLANS[root] = mark_of(root)
     table: dict[str, Any] = {"plan": (PLANS[root], ""), "mode": (_mode(root),)}
-    parts = set(getattr(root, "meta", {}).get("parts", ()))  # of these each process has another part
+    parts = set(getattr(root, "meta", {}).get(PARTS, ()))
     for kind, named in (("weight", root.named_parameters()), ("buffer", root.named_buffers())):
         tensors.update({f"{kind} '{name}'": t for name, t in named if name not in parts})
     for place, value in (*enumerate(args), *dict(kwargs).items()):

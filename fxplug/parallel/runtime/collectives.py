@@ -17,16 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...blocks.base import Block
-from ...core.errors import GuardError, SpecError, shown
+from ...core.errors import ArtifactError, GuardError, SpecError, shown
+from ...core.extensions import DistributedPart
+from ...core.ir.traced_module import TracedModule
 from ...core.torch_internals import distributed
 from . import layouts
-from .checksums import check_equal_on_ranks
+from .checksums import PARTS, check_equal_on_ranks
 from .faults import guarded
 from .mesh import AXES, SEQUENCE, World, all_degrees, world_of
 from .pretended import PRETENDED, ThreadGroup, placed
 
 
-class Collective(Block):
+class Collective(DistributedPart[TracedModule], Block):
     """A block that runs on every process along an axis of the mesh. `ways` are the sizes of all axes.
 
     `world` is this process's place, looked up when the first call finds none; a file has no rank.
@@ -60,6 +62,25 @@ class Collective(Block):
             vars(self).pop("world", None)
             if before is not None:
                 self.world = before
+
+    def saved_form(self, module: TracedModule) -> TracedModule:
+        if parts := module.meta.get(PARTS):
+            raise ArtifactError(
+                f"this process has only its shard of {len(parts)} weights, such as '{parts[0]}': gather them with whole_state, "
+                "and save the module that parallelize gives without processes"
+            )
+        return module
+
+    def rebuild(self, module: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
+        plan: Any = module.meta.get("plan")
+        if plan is None or not plan.is_of(module):
+            parts = module.meta.get(PARTS)
+            why = "keeps only its part of some weights" if parts else "was loaded, or changed since it was split"
+            raise SpecError(
+                f"this module is split over processes and {why}, so that a pass cannot go to what it was made from: apply the "
+                "pass to that, or remove it of that, and make the plan of the module that this gives"
+            )
+        return plan.rebuild(module, change)  # type: ignore[no-any-return]
 
     def before_call(self, root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before each call of a module: all processes must have the same plan, weights and inputs. Raises GuardError."""
