@@ -20,8 +20,6 @@ EXTENSION = Extension(
     },
     accessors={"adapters": "fxplug.adapters.slots:Adapters"},
     hooks={
-        "rules_of_files": "fxplug.adapters.file_passes:with_rules",
-        "fill_slots": "fxplug.adapters.file_passes:fill_slots",
         "saved_head": "fxplug.adapters.saved_heads:saved_head",
     },
 )

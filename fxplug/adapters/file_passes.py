@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -240,6 +240,45 @@ def pass_for(
 # --- a pass that says which files it is for
 
 
+@dataclass(frozen=True, repr=False)
+class AdapterPass(Pass):
+    """A pass of adapter files, `loads`: in a model it has the rules that they need there, and is applied with them in use."""
+
+    loads: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
+
+    made_for_model: ClassVar[bool] = True
+
+    def for_model(self, module: Any) -> Pass:
+        """Return the pass with the rules that its files need in a model. Raises ArtifactError, or SpecError."""
+        if self.rules:
+            return self
+        files = [(read(_source(load["file"]), adapter=load["adapter"], meta=True), load) for load in self.loads]
+        made = plan_for(files, module, _called(module), slots=self.slots > 0).as_pass(self.slots, self.name)
+        return replace(self, rules=made.rules, expect=made.expect if self.expect is None else self.expect)
+
+    def fill(self, module: Any) -> None:
+        """Load the adapters into the slots of the pass, and use them, or into its blocks where it has none.
+
+        Nothing is put anywhere on the meta device, which holds no values. Raises ClashError for the name of an adapter that
+        another pass has, and as `adapters.load` does.
+        """
+        ways = [{key: load[key] for key in ("adapter", "part", "partial", "guess")} for load in self.loads]
+        if not self.slots:
+            if not any(parameter.is_meta for parameter in module.parameters()):
+                load_adapter(module, _source(self.loads[0]["file"]), passes=[self.name], **ways[0])
+            return
+        held = Adapters(module)
+        if any(held.tensor(f"{owner}.gates.table.names").is_meta for owner in held.banks):
+            return
+        taken = [load["name"] for load in self.loads if load["name"] in held.names]
+        if taken:
+            raise ClashError(f"{self.name}: an adapter '{taken[0]}' is loaded already: give this one another name in 'files'")
+        held.banks = {self.name: held.banks[self.name]}
+        for load, way in zip(self.loads, ways, strict=True):
+            held.load(load["name"], _source(load["file"]), **way)
+        held.use({load["name"]: load["strength"] for load in self.loads})
+
+
 def adapter_pass(given: Any, base: str | os.PathLike[str] | None = None) -> Pass:
     """A pass out of what stands below `adapter:`, whose rules are made when its model is there.
 
@@ -272,7 +311,7 @@ def adapter_pass(given: Any, base: str | os.PathLike[str] | None = None) -> Pass
     params = {key: value for key, value in given.items() if key not in COMMON}
     about = f"The adapters {', '.join(load['name'] for load in loads)}."
     settings: dict[str, Any] = {"name": "adapter", "about": about, "params": params, "samples": given.get("samples"), **common}
-    return Pass(rules=(), loads=loads, slots=slots, **settings)
+    return AdapterPass(rules=(), loads=loads, slots=slots, **settings)
 
 
 def _stem(file: Any) -> str:
@@ -317,33 +356,3 @@ def sample() -> dict[str, torch.Tensor]:
         for path, (out, inner) in sizes.items()
         for half, shape in (("A", (4, inner)), ("B", (out, 4)))
     }
-
-
-def with_rules(gm: TracedModule, p: Pass) -> Pass:
-    """A pass of files with the rules that they need in a model. Raises ArtifactError, or SpecError."""
-    files = [(read(_source(load["file"]), adapter=load["adapter"], meta=True), load) for load in p.loads]
-    made = plan_for(files, gm, _called(gm), slots=p.slots > 0).as_pass(p.slots, p.name)
-    return replace(p, rules=made.rules, expect=made.expect if p.expect is None else p.expect)
-
-
-def fill_slots(module: TracedModule, p: Pass) -> None:
-    """Put the adapters of a pass of files into its slots, and use them, or into its blocks where it has none.
-
-    Nothing is put anywhere on the meta device, which holds no values. Raises ClashError for the name of an adapter that another
-    pass has, and as `adapters.load` does.
-    """
-    ways = [{key: load[key] for key in ("adapter", "part", "partial", "guess")} for load in p.loads]
-    if not p.slots:
-        if not any(parameter.is_meta for parameter in module.parameters()):
-            load_adapter(module, _source(p.loads[0]["file"]), passes=[p.name], **ways[0])
-        return
-    held = Adapters(module)
-    if any(held.tensor(f"{owner}.gates.table.names").is_meta for owner in held.banks):
-        return
-    taken = [load["name"] for load in p.loads if load["name"] in held.names]
-    if taken:
-        raise ClashError(f"{p.name}: an adapter '{taken[0]}' is loaded already: give this one another name in 'files'")
-    held.banks = {p.name: held.banks[p.name]}
-    for load, way in zip(p.loads, ways, strict=True):
-        held.load(load["name"], _source(load["file"]), **way)
-    held.use({load["name"]: load["strength"] for load in p.loads})

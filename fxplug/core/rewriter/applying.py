@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -138,7 +137,7 @@ def record(
         "lr": p.lr,
         "weight_decay": p.weight_decay,
         "train": p.train,
-        "neutral": made_new and not p.loads and all(getattr(block, "neutral", False) for _, (_, block) in named),
+        "neutral": made_new and not p.made_for_model and all(getattr(block, "neutral", False) for _, (_, block) in named),
         "sites": [
             {"path": s.node or s.path, "place": s.rule.place, "block": name, **_apart(s), **_param(s), **_bank(s, block),
              **_rates(block)}  # fmt: skip
@@ -210,6 +209,7 @@ def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
     with no_collection(), writable():
         for p in passes:
             gm = _apply(gm, p)
+            (p.p if isinstance(p, Sites) else p).fill(gm)
     return gm
 
 
@@ -251,10 +251,7 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
             graphs = _edited({True: one, False: one}, tree, gm, p, traces, sites, blocks)
     new = gm.derived(tree, graphs, passes=[*applied, record(gm, p, sites, blocks)])
     left = {(str(site.port), site.node) for site in sites} if isinstance(given, Sites) else None
-    new.made_by(partial(_apply_to_variant, replace(p, loads=()), left), host)
-    if p.loads:
-        extensions.need_hook("fill_slots", "adapters")(new, p)
-    return new
+    return new.made_by(partial(_apply_to_variant, p, left), host)
 
 
 def _only_marks(given: Any) -> bool:

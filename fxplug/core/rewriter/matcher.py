@@ -41,8 +41,8 @@ def find(gm: TracedModule, p: Pass) -> Sites:
     if "regions" in gm.meta:
         finding = "this module has regions as modules of their own"
         raise SpecError(f"{finding}: apply passes to the one it was made from, and outline that")
-    host = gm
-    if p.inputs or p.networks or p.slots or p.parallel or p.loads:
+    host, p = gm, p.for_model(gm)
+    if p.inputs or p.networks or p.slots or p.parallel:
         from .networks import join
 
         gm, p = join(gm, p)

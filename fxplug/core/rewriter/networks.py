@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .. import extensions
 from ..capture.fake_tensors import quiet
 from ..capture.isolation import unchanged
 from ..errors import ClashError, MatchError, SpecError, TraceError, did_you_mean, shown
@@ -136,8 +135,6 @@ def join(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
             f"{p.name}: a parallel pass is not applied with apply, because the model has to run to find its places: after the "
             f"other passes, call plan = fxplug.parallel_plan(gm, args, kwargs{given}) and fxplug.parallelize(gm, plan)"
         )
-    if p.loads and not p.rules:
-        p = extensions.need_hook("rules_of_files", "adapters")(gm, p)
     p = _with_gates(gm, p)
     if not p.inputs and not p.networks:
         return gm, p

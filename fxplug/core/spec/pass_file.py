@@ -240,7 +240,7 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
         raise SpecError(f"a pass is a name, a path, a mapping or a Pass, not {shown(source)}")
     data = read.data if isinstance(read.data, Mapping) else {}
     made = ["about", "params", "numerics"]
-    known = made if "make" in data else [f.name for f in fields(Pass) if f.name not in ("where", "loads")]
+    known = made if "make" in data else [f.name for f in fields(Pass) if f.name != "where"]
     ruled = not {"make", "parallel"} & data.keys()
     read.keys([*known, "make", *PAGE_KEYS], ["rules"] if ruled else [])
     rules = read.data.get("rules", [])

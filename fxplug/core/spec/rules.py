@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from keyword import iskeyword
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -177,8 +177,7 @@ class Pass:
     A pass with `parallel` has no rules: those are keywords of `parallel_plan`, which finds its places by running the model,
     or of `pipefusion`; `at` is the region whose first input is split in rows.
 
-    A pass with `loads` has slots, gets its rules when it meets a model, from the adapter files that it lists, and has them
-    loaded and in use when it is applied: see `adapters.file_passes`.
+    A subclass may be `made_for_model`: it gets its rules, and the values of its blocks, when it meets a model.
 
     `numerics` says how near its results are to what it stands for, one of `NUMERICS`; None does not say.
     """
@@ -196,9 +195,10 @@ class Pass:
     where: Where = field(default=NOWHERE, compare=False)
     parallel: Mapping[str, Any] = field(default_factory=dict, hash=False)
     samples: str | None = None
-    loads: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
     expect: str | int | None = None
     numerics: str | None = None
+
+    made_for_model: ClassVar[bool] = False
 
     __repr__ = brief_fields
 
@@ -221,7 +221,7 @@ class Pass:
                     raise SpecError(f"a parallel pass has no '{key}'", path=(key,))
         if self.expect is not None:
             _set(self, expect="".join(map(str, _check_expect(self.expect))))
-        if not isinstance(self.rules, (list, tuple)) or not (self.rules or self.parallel or self.loads):
+        if not isinstance(self.rules, (list, tuple)) or not (self.rules or self.parallel or self.made_for_model):
             found = "an empty list" if self.rules in ([], ()) else shown(self.rules)
             raise SpecError(f"must be a list of rules, not {found}", path=("rules",))
         for index, rule in enumerate(self.rules):
@@ -246,6 +246,12 @@ class Pass:
         for name, spec in self.networks.items():
             validate(Network, spec, "networks", name)
 
+    def for_model(self, module: Any) -> Pass:
+        """Return the pass with the rules that it needs in a traced module: itself, where they are written."""
+        return self
+
+    def fill(self, module: Any) -> None:
+        """Write the values that the pass brings into its blocks in a traced module that has them: it brings none."""
 
     def admits(self, count: int) -> bool:
         """Say whether `expect` of the pass allows this many sites of all its rules together; its rules have their own."""
