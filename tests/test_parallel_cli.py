@@ -23,9 +23,9 @@ import fxplug
 from fxplug.__main__ import app
 from fxplug.core.cli.pages import SMALL
 from fxplug.core.spec.pass_file import open_pass, shipped
-from fxplug.core.spec.rules import STEP_KEYS, WAYS, PlanOptions
 from fxplug.parallel import processes as cli_processes
 from fxplug.parallel.comparison import check_pretended, degrees_of, pretending
+from fxplug.parallel.plan_options import STEP_KEYS, WAYS, PlanOptions
 from fxplug.parallel.runtime.attention import Attention
 from fxplug.parallel.runtime.pretended import placed
 from fxplug.parallel.stage import alone

@@ -12,9 +12,9 @@ import fxplug
 from fxplug.core.errors import SpecError
 from fxplug.core.spec import train_section
 from fxplug.core.spec.model_section import WeightsSpec
-from fxplug.core.spec.rules import PlanOptions
 from fxplug.core.spec.run_config import Config
 from fxplug.core.spec.yaml_source import Section, validate
+from fxplug.parallel.plan_options import PlanOptions
 from fxplug.training.data.sidecars import ImageSettings, Subset
 from fxplug.training.tasks.classify import Classify, Transform
 from fxplug.training.tasks.denoise import Denoise

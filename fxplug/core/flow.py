@@ -202,15 +202,15 @@ def _applied(config: Config, base: TracedModule, inputs: Any, step: Step, device
     torch.manual_seed(config.seed)  # new blocks do not depend on how much the model's own initialisation drew
     result = Result(base, base, config, inputs)
     for index, p in enumerate(config.passes):
-        if not p.parallel:
+        if not p.goes_last:
             with step(f"apply {p.name}"), with_config_lines(config, index):
                 found = result.sites[p.name] = find(result.module, p)
                 result.module = apply(result.module, found)
     if result.module is not base:
         args, kwargs = inputs
         result.inputs = args, {**kwargs, **added_inputs(config, result.module, device=device)[0]}
-    if any(p.parallel for p in config.passes):
-        extensions.need_hook("parallel_passes", "parallel")(result, step)
+    for kind in dict.fromkeys(type(p) for p in config.passes if p.goes_last):
+        kind.finish(result, step)
     return result
 
 

@@ -31,9 +31,7 @@ EXTENSION = Extension(
         "parallel": "fxplug.parallel:check_ranks",
         "in steps": "fxplug.parallel:check_steps",
     },
-    hooks={
-        "parallel_passes": "fxplug.parallel.passes:apply_parallel_passes",
-    },
+    keys={"parallel": "fxplug.parallel.parallel_pass:ParallelPass"},
     blocks=("fxplug.parallel.runtime",),
 )
 

@@ -14,14 +14,15 @@ from ..core.errors import SpecError
 from ..core.flow import rewrite, saved_inputs
 from ..core.ir.traced_module import TracedModule
 from ..core.models.example_inputs import added_inputs, default_inputs
-from ..core.spec.rules import AXES
 from ..core.spec.run_config import Config, load_config, resolved
 from ..core.spec.saved_config import saved_config
 from .comparison import degrees_of
 from .costs.plot import save_picture
 from .costs.prediction import fastest_plan, figures_of, format_figures, predict, table
+from .parallel_pass import ParallelPass
 from .pipelines.entry import in_steps, with_steps
 from .plan import parallel_plan, parallelize
+from .plan_options import AXES
 from .processes import agree, described, is_first
 
 
@@ -64,7 +65,7 @@ def fastest_degrees(subject: str, devices: int, link: str, speed: float, set: An
 def _unsplit(subject: str, set: Any) -> Config:
     """A configuration without its parallel passes."""
     config = read_config(subject, set)
-    return config.model_copy(update={"passes": [p for p in config.passes if not p.parallel]})
+    return config.model_copy(update={"passes": [p for p in config.passes if not isinstance(p, ParallelPass)]})
 
 
 def _side(inputs: Mapping[str, Any]) -> int:
@@ -118,7 +119,7 @@ def plan_model(subject: str, ways: Mapping[str, int], dry: bool, set: list[str] 
     if Path(subject).is_dir():
         return _of_folder(subject, load_saved(subject, set, allow), ways)
     config = _with(read_config(subject, set), ways)
-    if not any(p.parallel for p in config.passes):
+    if not any(isinstance(p, ParallelPass) for p in config.passes):
         raise SpecError(f"{subject} has no parallel degrees: give --ways ulysses=2, or a pass such as sequence_parallel")
     result = rewrite(config, dry_run=dry, verify=False, progress=progress)
     saved = None
@@ -171,7 +172,7 @@ def _with(config: Config, ways: Mapping[str, int]) -> Config:
         return config
     data = copy.deepcopy(config._source.data)
     items = zip(data.get("passes") or [], config.passes, strict=True)
-    data["passes"] = [*(item for item, p in items if not p.parallel), *passes_of(ways)]
+    data["passes"] = [*(item for item, p in items if not isinstance(p, ParallelPass)), *passes_of(ways)]
     found = load_config(data, base=config.base)
     found._source.file, found._source.lines = config._source.file, config._source.lines
     return found

@@ -12,7 +12,7 @@ import fxplug
 
 from ..core.cli.verbs import Allow, Debug, Set, Subject, progress
 from ..core.errors import SpecError, did_you_mean, shown
-from ..core.spec.rules import AXES
+from .plan_options import AXES
 
 
 def parallel(

@@ -266,6 +266,13 @@ BROKEN = """
     except AttributeError as error:
         print(error)
 """
+PARALLEL = """
+import fxplug
+try:
+    fxplug.load_pass("sequence_parallel", ulysses=2)
+except fxplug.SpecError as error:
+    print(error)
+"""
 TWICE = """
     import dataclasses, halve, torch
     import fxplug
@@ -279,6 +286,7 @@ TWICE = """
 """
 CASES = [
     (USED, ["1 results are halved", "Print how many results", "\n1\n"]),
+    (_without("parallel") + PARALLEL, ["unknown key 'parallel'; the extension 'parallel' cannot be used"]),
     (UNFIT.format(change="contract=2"), ["no pass named 'halve'", "for version 2 of the extension interface, and this fxplug "
                                                                   "has 1"]),
     (UNFIT.format(change="bases=('missing',)"), ["it needs the extension 'missing', which cannot be used: it is not in"]),

@@ -42,7 +42,7 @@ def find(gm: TracedModule, p: Pass) -> Sites:
         finding = "this module has regions as modules of their own"
         raise SpecError(f"{finding}: apply passes to the one it was made from, and outline that")
     host, p = gm, p.for_model(gm)
-    if p.inputs or p.networks or p.slots or p.parallel:
+    if p.inputs or p.networks or p.slots:
         from .networks import join
 
         gm, p = join(gm, p)

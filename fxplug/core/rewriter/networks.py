@@ -129,12 +129,6 @@ def join(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
     The pass comes back with the network that its slots need. Raises SpecError, MatchError or TraceError for an input or
     network that does not fit the model.
     """
-    if p.parallel:
-        given = "".join(f", {key}={value!r}" for key, value in p.parallel.items() if value not in (1, None))
-        raise SpecError(
-            f"{p.name}: a parallel pass is not applied with apply, because the model has to run to find its places: after the "
-            f"other passes, call plan = fxplug.parallel_plan(gm, args, kwargs{given}) and fxplug.parallelize(gm, plan)"
-        )
     p = _with_gates(gm, p)
     if not p.inputs and not p.networks:
         return gm, p

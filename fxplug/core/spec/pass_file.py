@@ -240,9 +240,13 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
         raise SpecError(f"a pass is a name, a path, a mapping or a Pass, not {shown(source)}")
     data = read.data if isinstance(read.data, Mapping) else {}
     made = ["about", "params", "numerics"]
-    known = made if "make" in data else [f.name for f in fields(Pass) if f.name != "where"]
-    ruled = not {"make", "parallel"} & data.keys()
-    read.keys([*known, "make", *PAGE_KEYS], ["rules"] if ruled else [])
+    kind = _class_of(data)
+    known = [*(made if "make" in data else [f.name for f in fields(kind) if f.name != "where"]), "make", *PAGE_KEYS]
+    ruled = "make" not in data and not kind.made_for_model
+    if unknown := next((key for key in data if key not in known), None):
+        near = did_you_mean(unknown, [*known, *extensions.parts("keys")])
+        raise read.error(f"unknown key '{unknown}'{near}{extensions.unusable_note()}", key=unknown)
+    read.keys(known, ["rules"] if ruled else [])
     rules = read.data.get("rules", [])
     if not isinstance(rules, (list, tuple)) or not rules and ruled:
         found = "an empty list" if rules in ([], ()) else shown(rules)
@@ -261,15 +265,23 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
         with read.inside("params"):
             check_name(key)
     name = re.sub(r"\W", "_", Path(read.file).stem)
-    return Draft(read, name if name.isidentifier() and not iskeyword(name) else f"pass_{name}")
+    return Draft(read, name if name.isidentifier() and not iskeyword(name) else f"pass_{name}", kind)
+
+
+def _class_of(data: Mapping[str, Any]) -> type[Pass]:
+    """The class of the pass that has these keys: that of an extension where one of them is not the core's."""
+    core = {"make", *PAGE_KEYS, *(f.name for f in fields(Pass))}
+    own = next((key for key in data if key not in core and key in extensions.parts("keys")), None)
+    return Pass if own is None else extensions.import_part("keys", own)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A pass that was read but not yet given its parameters; `name` is what its file is called."""
+    """A pass that was read but not yet given its parameters; `name` is what its file is called, `kind` the pass's class."""
 
     source: Source
     name: str
+    kind: type[Pass] = Pass
 
     __repr__ = brief_fields
 
@@ -350,9 +362,10 @@ class Draft:
                     owner = f"{module}:{attribute.rpartition('.')[0] or attribute}"
                     _check_allowed(owner, None if allow is None else (*allow, "diffusers"), where, path)
                 _check_options(given["options"], allow, where, path)
-        for key, nothing in (("inputs", {}), ("networks", {}), ("slots", 0), ("samples", None), ("parallel", {})):
+        more: dict[str, Any] = {f.name: {} for f in fields(self.kind)[len(fields(Pass)) :]}
+        for key, nothing in {"inputs": {}, "networks": {}, "slots": 0, "samples": None, **more}.items():
             data = {**data, key: _fill(data.get(key, nothing), values, used, source, (key,))}
-        if not rules and not data["parallel"]:
+        if not rules and not self.kind.made_for_model:
             raise source.error("every rule is left out, because the parameters name no places: give one that does", "rules")
         unused = [key for key in values if key not in used]
         if unused:
@@ -363,7 +376,7 @@ class Draft:
         data = {key: value for key, value in data.items() if key not in PAGE_KEYS}
         settings = {"name": self.name, **data, **common, "params": values, "rules": rules}
         with source.inside():
-            return Pass(**settings, where=Where(source.file))
+            return self.kind(**settings, where=Where(source.file))
 
 
 _REFERENCE = re.compile(r"\$(?:\$|([^\W\d]\w*))")

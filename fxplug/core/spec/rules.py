@@ -13,15 +13,12 @@ from pydantic import Field
 
 from ..errors import SpecError, brief_fields, did_you_mean
 from .addresses import compile_expression, parse_port, parse_relative
-from .yaml_source import NOWHERE, Section, Text, braces, check_finite, check_number, checked, number, shown, validate
+from .yaml_source import NOWHERE, Section, braces, check_finite, check_number, checked, number, shown, validate
 from .yaml_source import Where as Where
 
 PLACES = ("before", "after", "replace", "param")
 COMMON = ("name", "lr", "weight_decay", "train", "expect")  # settings that every pass takes beside its own parameters
 COMBINE = ("sum", "chain")
-WAYS = ("ulysses", "ring", "batch", "rows", "tensor")  # numbers of processes that a parallel pass gives
-AXES = (*WAYS, "stages", "patches")  # the same of all that runs on several processes
-STEP_KEYS = ("stages", "patches", "stale", "warmup", "correct", "steps", "clock")  # of what is run a step late
 _COUNTS: dict[str, Callable[[int, int], bool]] = {
     "==": operator.eq,
     ">=": operator.ge,
@@ -174,10 +171,8 @@ class Pass:
     `samples` names the input of the model in whose first dimension the samples are that choose among them, `t` or `x[0]`; None
     is the first that is a tensor.
 
-    A pass with `parallel` has no rules: those are keywords of `parallel_plan`, which finds its places by running the model,
-    or of `pipefusion`; `at` is the region whose first input is split in rows.
-
-    A subclass may be `made_for_model`: it gets its rules, and the values of its blocks, when it meets a model.
+    Extensions have subclasses, with further fields. One that is `made_for_model` gets its rules, and the values of its blocks,
+    when it meets a model; all of one that `goes_last` are applied together by `finish`, after the other passes of a run.
 
     `numerics` says how near its results are to what it stands for, one of `NUMERICS`; None does not say.
     """
@@ -193,12 +188,12 @@ class Pass:
     weight_decay: float | None = None
     train: bool = True
     where: Where = field(default=NOWHERE, compare=False)
-    parallel: Mapping[str, Any] = field(default_factory=dict, hash=False)
     samples: str | None = None
     expect: str | int | None = None
     numerics: str | None = None
 
     made_for_model: ClassVar[bool] = False
+    goes_last: ClassVar[bool] = False
 
     __repr__ = brief_fields
 
@@ -214,14 +209,9 @@ class Pass:
         if self.samples is not None and not self.slots:
             raise SpecError("requires 'slots': it names the input whose samples choose among them", path=("samples",))
         check_numerics(self.numerics)
-        validate(PlanOptions, self.parallel, "parallel")
-        if self.parallel:
-            for key in ("rules", "inputs", "networks", "slots", "lr", "weight_decay", "expect"):
-                if getattr(self, key):
-                    raise SpecError(f"a parallel pass has no '{key}'", path=(key,))
         if self.expect is not None:
             _set(self, expect="".join(map(str, _check_expect(self.expect))))
-        if not isinstance(self.rules, (list, tuple)) or not (self.rules or self.parallel or self.made_for_model):
+        if not isinstance(self.rules, (list, tuple)) or not (self.rules or self.made_for_model):
             found = "an empty list" if self.rules in ([], ()) else shown(self.rules)
             raise SpecError(f"must be a list of rules, not {found}", path=("rules",))
         for index, rule in enumerate(self.rules):
@@ -230,7 +220,7 @@ class Pass:
             if not self.slots and rule.options.get("rank_max") is not None:
                 raise SpecError("rank_max is for adapters in slots, and this pass has none: give 'rank', or 'slots'")
         _set(self, rules=tuple(self.rules))
-        for key in ("params", "inputs", "networks", "parallel"):
+        for key in ("params", "inputs", "networks"):
             value = getattr(self, key)
             if key == "inputs" and isinstance(value, (list, tuple)):
                 for index, name in enumerate(value):
@@ -252,6 +242,11 @@ class Pass:
 
     def fill(self, module: Any) -> None:
         """Write the values that the pass brings into its blocks in a traced module that has them: it brings none."""
+
+    @classmethod
+    def finish(cls, result: Any, step: Any) -> None:
+        """Apply all passes of this class to the `Result` of a run whose other passes are applied, within `step(text)`."""
+        raise NotImplementedError
 
     def admits(self, count: int) -> bool:
         """Say whether `expect` of the pass allows this many sites of all its rules together; its rules have their own."""
@@ -431,25 +426,6 @@ class Network(Section):
     args: Annotated[Any, checked(_arguments)] = {}
     options: Any = None
     neutral: Any = None
-
-
-class PlanOptions(Section):
-    """The keywords of a plan, as far as they can be checked without a model."""
-
-    ulysses: int = Field(default=1, ge=1)
-    ring: int = Field(default=1, ge=1)
-    batch: int = Field(default=1, ge=1)
-    rows: int = Field(default=1, ge=1)
-    tensor: int = Field(default=1, ge=1)
-    split: dict[str, int] | None = None
-    at: Text | None = Field(default=None, description="the path of a region")
-    stages: int | None = Field(default=None, ge=1)
-    patches: int | None = Field(default=None, ge=1)
-    stale: bool = False
-    warmup: int | None = Field(default=None, ge=1)
-    correct: int | None = Field(default=None, ge=0)
-    steps: int | None = Field(default=None, ge=1)
-    clock: str | None = Field(default=None, description="the name of an input")
 
 
 def as_mapping(p: Pass) -> dict[str, Any] | None:

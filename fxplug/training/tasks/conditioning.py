@@ -23,6 +23,7 @@ from ...core.spec.run_config import load_config, read_passes
 from ...core.spec.task_section import TextOptions
 from ...core.spec.train_section import Train, read_use
 from ...core.spec.yaml_source import no_such_file, validate
+from ...parallel.parallel_pass import ParallelPass
 from ..distributed import set_mode
 from ..import_paths import function_of
 from ..param_groups import BASE, choose, named_by
@@ -292,7 +293,7 @@ class FolderText:
 
 def _refused(p: Pass) -> str:
     """Why a pass cannot be in a text encoder that trains; an empty text where it can."""
-    if p.parallel:
+    if isinstance(p, ParallelPass):
         return "splits a model over processes, and the text encoder is whole in one process"
     if p.inputs:
         return f"has inputs ({', '.join(p.inputs)}), and a text encoder is given tokens alone"
