@@ -20,7 +20,7 @@ from .updates import AdapterFile
 
 OWN = "fxplug.adapter"  # the key of a file's metadata that says which passes it has, and which layers of the base
 # what a stranger's file may name
-BLOCKS = re.compile(r"fxplug\.(blocks|adapters):[A-Za-z]\w*|fxplug\.core\.rewriter\.widest:projections")
+BLOCKS = re.compile(r"fxplug\.(blocks|adapters):[A-Za-z]\w*|fxplug\.(adapters|core\.rewriter)\.widest:projections")
 NUMBER = re.compile(r"_\d+$")  # of a second block at one place
 
 

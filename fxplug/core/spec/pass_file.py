@@ -27,7 +27,7 @@ MOVED = {
     **{f"fxplug.parallel.{name}": "fxplug.parallel.runtime" for name in ("attention", "collectives", "shares")},
     **{f"fxplug.parallel.{name}": "fxplug.parallel.runtime" for name in ("moments", "neighbours")},
     "fxplug.rewriter.adapter_passes": "fxplug.adapters.file_passes",
-    "fxplug.rewriter.widest": "fxplug.core.rewriter.widest",
+    **{f"fxplug.{name}.widest": "fxplug.adapters.widest" for name in ("rewriter", "core.rewriter")},
     "fxplug.compat.zhijian_pass": "fxplug.compat.zhijian.blitz",
     "fxplug.compat.drivers": "fxplug.compat.hcp.drivers",
     "fxplug.compat.hcp.patch_around": "fxplug.compat.hcp.patch_drivers",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...blocks.vera import Projections
-from ..ir.regions import regions_of
-from ..ir.traced_module import TracedModule
-from ..quantised import weight_shape
-from ..spec.rules import Match
-from .matches import hits
+from ..blocks.vera import Projections
+from ..core.ir.regions import regions_of
+from ..core.ir.traced_module import TracedModule
+from ..core.quantised import weight_shape
+from ..core.rewriter.matches import hits
+from ..core.spec.rules import Match
 
 
 def projections(
