@@ -35,7 +35,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """After how many steps it was taken."""
+        """Number of optimizer steps before this checkpoint was taken."""
         return int(self.state["progress"]["step"])
 
 
@@ -49,7 +49,7 @@ def write(folder: Path, made: Checkpoint, keep: int) -> Path:
 
 
 def write_to(target: Path, made: Checkpoint) -> None:
-    """Write one to the folder `target`, in the place of what is there."""
+    """Write a checkpoint to the folder `target`, replacing what is there."""
     weights, ema, progress = (made.state[key] for key in ("weights", "ema", "progress"))
     rest = {key: value for key, value in made.state.items() if key not in ("weights", "ema", "progress")}
     with new_folder(target, own=os.listdir) as work:
@@ -64,7 +64,7 @@ def write_to(target: Path, made: Checkpoint) -> None:
 
 
 def _shapes(tree: Any, path: str = "") -> dict[str, str]:
-    """Dtype and shape of each tensor of a tree, by its place: `optimizer.state.0.exp_avg`."""
+    """Return the dtype and shape of each tensor of a tree by its path, such as `optimizer.state.0.exp_avg`."""
     if isinstance(tree, Tensor):
         return {path: f"{str(tree.dtype).removeprefix('torch.')} {list(tree.shape)}"}
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
@@ -75,12 +75,12 @@ def _shapes(tree: Any, path: str = "") -> dict[str, str]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the oldest first."""
+    """Return the checkpoints in a folder, the oldest first."""
     return sorted(path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit())
 
 
 def newest(source: Path) -> Path:
-    """The checkpoint that `source` is, or the newest below it. Raises TrainError when there is none."""
+    """Return `source` if it is a checkpoint, else the newest checkpoint below it. Raises TrainError when there is none."""
     for path in (source, *reversed(list_checkpoints(source / "checkpoints")), *reversed(list_checkpoints(source))):
         if (path / "progress.json").is_file():
             return path
@@ -88,8 +88,8 @@ def newest(source: Path) -> Path:
 
 
 def read(folder: Path, limits: Limits = DEFAULT) -> Checkpoint:
-    """A checkpoint on the CPU. It holds tensors and plain values, and nothing is unpickled. Raises TrainError for one that is
-    damaged, or beyond `limits`."""
+    """Read a checkpoint, onto the CPU. It holds tensors and plain values, and nothing is unpickled. Raises TrainError for a
+    checkpoint that is damaged or beyond `limits`."""
 
     def raises(finding: str) -> TrainError:
         return TrainError(f"'{folder}' {finding}; resume from another one")
@@ -115,7 +115,7 @@ def read(folder: Path, limits: Limits = DEFAULT) -> Checkpoint:
 
 
 def differences(then: Any, now: Any, path: str = "", words: tuple[str, str] = ("then", "now")) -> list[str]:
-    """What differs between two trees of plain values, a line each: `passes.lora.rank: 8 then, 16 now`."""
+    """Return one line per difference of two trees of plain values, such as `passes.lora.rank: 8 then, 16 now`."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
         keys = list(dict.fromkeys([*then, *now]))
         missing = "nothing"

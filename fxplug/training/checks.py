@@ -47,7 +47,7 @@ def choose_precision(
 
 
 def check_used(settings: Train, out: Path | None, tests: Any) -> None:
-    """SpecError for a setting that would have no effect, TrainError for a folder that cannot be written to."""
+    """Raise SpecError for a setting that would have no effect, TrainError for a folder that cannot be written to."""
     if out is not None:
         check_folder(out, TrainError)
     if settings.test.every and tests is None:
@@ -60,7 +60,7 @@ def check_used(settings: Train, out: Path | None, tests: Any) -> None:
 
 
 def check_saved(modules: Iterable[TracedModule]) -> None:
-    """TrainError for a module that could not be written at the end of the run."""
+    """Raise TrainError for a module that could not be saved at the end of the run."""
     for module in modules:
         try:
             check_savable(module)
@@ -69,7 +69,7 @@ def check_saved(modules: Iterable[TracedModule]) -> None:
 
 
 def check_batches(settings: Train, task: Task, data: Any) -> None:
-    """SpecError and TrainError for batches of another size than the settings say, and of one that the task cannot take."""
+    """Raise SpecError or TrainError for batches of another size than the settings say, or one that the task cannot take."""
     given = data if isinstance(data, DataLoader) else None
     size = settings.batch if given is None else given.batch_size
     if given is not None and size is not None and "batch" in settings.model_fields_set and settings.batch != size:
@@ -89,7 +89,7 @@ def check_batches(settings: Train, task: Task, data: Any) -> None:
 
 
 def check_samples(task: Task, settings: Train, evaluation: Evaluation) -> None:
-    """Raises SpecError and TrainError for pictures that could not be drawn at the end of the run."""
+    """Raise SpecError or TrainError if the task's sample pictures could not be drawn at the end of the run."""
     path = ("train", "task", settings.task.name)
     try:
         with preserve_random_state(), evaluation.evaluating() as module, below(*path):

@@ -28,7 +28,7 @@ from .tasks.task import Task
 def misfit(
     error: Exception, module: nn.Module, batch: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str:
-    """What a batch has that the traced graph does not hold for, and the key of a configuration that says it.
+    """Describe how a batch differs from the inputs of the trace, with the configuration key to change.
 
     The module is called with `args` and `kwargs` for this batch.
     """
@@ -54,7 +54,7 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 def _differs(name: str, traced: tuple[int, ...], got: tuple[int, ...]) -> list[str]:
-    """What to do about an input that has another shape than in the trace; nothing where the batch alone is another."""
+    """Return advice about an input whose shape differs from the trace; none where only the batch size differs."""
     if len(traced) != len(got):
         return [f"  {name} has {len(got)} dimensions and inputs.{name} {len(traced)}: write inputs.{name}: {list(got)}"]
     if len(got) == 4 and traced[1] != got[1]:
@@ -73,12 +73,12 @@ def _differs(name: str, traced: tuple[int, ...], got: tuple[int, ...]) -> list[s
 
 
 def inputs_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a call gives the inputs of a module, by name."""
+    """Return the arguments of a call by the names of the module's inputs."""
     return {**dict(zip(inputs_of(module), args, strict=False)), **kwargs}
 
 
 def first_not_finite(module: TracedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Where values first stop being finite in a call; None where they do not.
+    """Return where values first stop being finite in a call; None where they do not.
 
     Non-finite arguments and parameters come before the graph: they are named as the cause.
     """
@@ -125,7 +125,7 @@ def _described(node: fx.Node, value: Tensor, env: Mapping[fx.Node, Any]) -> str:
 
 @torch.no_grad()
 def bad_gradients(named: Mapping[str, Tensor], shown: int = 3) -> str | None:
-    """The first parameters whose gradient is not finite, in the order of the model."""
+    """Name the first parameters, in the order of the model, whose gradient is not finite; None if there are none."""
     names = [name for name, p in named.items() if p.grad is not None and not p.grad.isfinite().all()]
     if not names:
         return None
@@ -134,10 +134,10 @@ def bad_gradients(named: Mapping[str, Tensor], shown: int = 3) -> str | None:
 
 
 def check_fits(module: TracedModule, task: Task, batch: Mapping[str, Any], draws: Draws, accelerator: Accelerator) -> None:
-    """Raises TrainError where the graph does not hold for what the task calls the module with for this batch.
+    """Raise TrainError if the graph's guards fail for the task's call of the module with this batch.
 
-    The task's loss runs as far as that call; the graph runs on fake tensors, so nothing is computed or changed. What that
-    cannot tell (a graph that reads values, an operation without a fake form, a task that fails) is left to the first step.
+    The task's loss runs up to that call; the graph runs on fake tensors, so nothing is computed or changed. What that cannot
+    find out (a graph that reads values, an operation without a fake form, a task that fails) is left to the first step.
     """
     if any(n.op == "call_method" and n.target in ("item", "tolist") for graph in module.graphs.values() for n in graph.nodes):
         return
@@ -171,7 +171,7 @@ def check_fits(module: TracedModule, task: Task, batch: Mapping[str, Any], draws
 
 
 def _failure(module: TracedModule, args: Any, kwargs: Any, autocast: AbstractContextManager[Any]) -> Exception | None:
-    """What a call of the module raises, on fake tensors of the same geometry."""
+    """Return the exception of a call of the module on fake tensors of the same geometry, or None."""
     with FakeTensorMode(allow_non_fake_inputs=True), swapped(module, empty), autocast, quiet():
         args, kwargs = map_leaves((args, kwargs), lambda t, _: empty(t) if isinstance(t, Tensor) else t)
         try:
@@ -184,7 +184,8 @@ def _failure(module: TracedModule, args: Any, kwargs: Any, autocast: AbstractCon
 def without_gradient(
     module: nn.Module, task: Task, batch: Mapping[str, Any], draws: Draws, accelerator: Accelerator
 ) -> list[str]:
-    """The names of what trains and gets no gradient from a batch. Buffers, gradients and generators stay as they were."""
+    """Return the names of trainable parameters that get no gradient from a batch. Buffers, gradients and generators are
+    restored."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     try:

@@ -29,7 +29,8 @@ PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
 
 def launched(precision: str, device: str | None = None) -> Accelerator:
-    """accelerate's view of this process: alone, or one of those that `accelerate launch` or torchrun started.
+    """Return accelerate's view of this process: single, or one of those that `accelerate launch` or torchrun started. alone, or
+    one of those that `accelerate launch` or torchrun started.
 
     `device` None leaves the choice to accelerate: a GPU when there is one. Raises TrainError for fp16 on a CPU, and when
     processes that were started together would each train alone.
@@ -51,7 +52,8 @@ def launched(precision: str, device: str | None = None) -> Accelerator:
 
 
 def relaunched(precision: str, accelerator: Accelerator) -> Accelerator:
-    """The same process and device in another precision, that of the model's weights. Raises TrainError for fp16 on a CPU."""
+    """Return an accelerator for the same process and device in the precision of the model's weights. Raises TrainError for fp16
+    on a CPU."""
     if precision == "fp16" and accelerator.device.type == "cpu":
         raise TrainError(
             "what trains is float16, and computing in it needs loss scaling and so a GPU: on a CPU set dtype: bfloat16 or "
@@ -61,7 +63,7 @@ def relaunched(precision: str, accelerator: Accelerator) -> Accelerator:
 
 
 def check_agreement(accelerator: Accelerator, config: Any) -> None:
-    """TrainError in every process, with what differs, when the processes were given different configurations."""
+    """Raise TrainError in every process, with the differences, if the processes were given different configurations."""
     for process, other in enumerate(gathered(accelerator, config)):
         lines = differences(config, other, words=("here", f"in process {process}"))
         if lines:
@@ -71,14 +73,14 @@ def check_agreement(accelerator: Accelerator, config: Any) -> None:
 
 
 def gathered(accelerator: Accelerator, value: Any) -> list[Any]:
-    """The value of every process, in their order."""
+    """Return the value of every process, in their order."""
     return list(gather_object([value])) if accelerator.num_processes > 1 else [value]
 
 
 def mean_by_name(
     accelerator: Accelerator, values: Mapping[str, float], names: list[str], flag: float
 ) -> tuple[dict[str, float], float]:
-    """The mean of each number over the processes that have it, and the sum of their flags.
+    """Return the mean of each number over the processes that have it, and the sum of their flags.
 
     `names` are those that any process has had before, the same in all of them; new ones are added.
     """
@@ -106,13 +108,13 @@ def _sums(accelerator: Accelerator, numbers: list[float]) -> list[float]:
 def prepared(
     module: TracedModule, settings: Train, frozen: Callable[[str], bool], accelerator: Accelerator, unused: bool = False
 ) -> tuple[nn.Module, TracedModule | None]:
-    """What runs in training, on shared weights, and the sharded module when there is one.
+    """Return the module that runs in training, on shared weights, and the sharded module if there is one.
 
     Linear layers are fused with their low-rank updates, each in the form of the rule for its sizes, unless `fuse` is off, and
     batch norms that are `frozen`, a predicate on names of parameters, keep their statistics. `checkpointing` and `shard`
-    outline regions, `compile` compiles the whole as one graph (what is sharded in parts), or regions by kinds, and several
-    processes are put under DDP when nothing is sharded, which looks for parameters without gradient in each step where some
-    are `unused`. Raises SpecError for settings that do not go together, and where no regions are alike.
+    outline regions. `compile` compiles the whole as one graph (a sharded module in parts), or regions by kinds. Several
+    processes are put under DDP if nothing is sharded; with `unused` it looks for parameters without gradient in each step.
+    Raises SpecError for settings that exclude each other, and if no regions are alike.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)  # what autocast multiplies
     lowered = fuse(module, "auto" if settings.fuse is True else settings.fuse, dtype=dtype) if settings.fuse else module
@@ -163,7 +165,7 @@ def _by_kinds(lowered: TracedModule, settings: Train) -> TracedModule:
 
 
 def set_mode(runner: nn.Module, module: TracedModule, mode: str) -> None:
-    """Put the runner into training; with mode `eval` only what passes added, while the base computes as in evaluation."""
+    """Put the runner into training mode; with mode `eval` only the added blocks, while the base computes as in evaluation."""
     runner.train()
     if mode == "eval":
         runner.eval()
@@ -174,5 +176,5 @@ def set_mode(runner: nn.Module, module: TracedModule, mode: str) -> None:
 
 
 def _below_wrappers(name: str) -> str:
-    """A module's name in what was traced: without what DDP, torch.compile and outlining put before it."""
+    """Strip the prefixes that DDP, torch.compile and outlining put before a module's name."""
     return re.sub(r"^(?:module\.|_orig_mod\.)*(?:regions\.[^.]+\.(?:region\.)?)?", "", name)

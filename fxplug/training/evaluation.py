@@ -34,7 +34,7 @@ class Evaluation:
         self.sharded = sharded
 
     def test(self, loader: Any) -> dict[str, float]:
-        """The task's metrics on a loader of test data, over all processes."""
+        """Return the task's metrics on a loader of test data, over all processes."""
         most = max(gathered(self.accelerator, loader.steps))
         with self.evaluating() as module:
             totals, count = self._totals(module, loader.epoch(0))
@@ -46,19 +46,19 @@ class Evaluation:
         return means({name: (sum(a for a, _ in found), sum(b for _, b in found)) for name, found in pairs.items()})
 
     def samples(self, draws: Draws) -> Tensor | None:
-        """The task's pictures, [n, c, h, w] in [0, 1]; None of a task that has none."""
+        """Return the task's pictures, [n, c, h, w] in [0, 1], or None if it has none."""
         with self.evaluating() as module:
             return self.task.samples(module, draws)
 
     def _totals(self, module: nn.Module, batches: Iterator[dict[str, Any]]) -> tuple[dict[str, tuple[float, float]], int]:
-        """What the task's test gives for batches, and how many they were."""
+        """Return the totals of the task's test over batches, and the number of batches."""
         counted = itertools.count()
         taken = (moved(batch, self.accelerator.device) for batch, _ in zip(batches, counted, strict=False))
         return self.task.test(module, taken), next(counted)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """The module in evaluation, with averaged weights; afterwards it trains again."""
+        """Yield the module in evaluation mode with averaged weights; put it back into training afterwards."""
         device = self.accelerator.device
         if self.accelerator.num_processes > 1:
             for buffer in self.module.buffers():  # statistics that each process took of its own samples
@@ -75,5 +75,5 @@ class Evaluation:
 
 
 def moved(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """A batch on a device."""
+    """Move the tensors of a batch to a device."""
     return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}

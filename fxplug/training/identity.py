@@ -43,11 +43,11 @@ def describe_run(
     samples_of_a_step: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Plain values that are equal for two runs which learn the same from the same start; see `FREE` for what they leave out.
+    """Return plain values that are equal for two runs which learn the same from the same start; `FREE` lists what they leave
+    out.
 
-    `parts` are the modules that passes are in, by what their names begin with, `base` the tensors that do not train, with
-    buffers as they were at the start; `kinds` the classes of optimizer and scheduler, `task` what names the task and its
-    options.
+    `parts` are the modules with passes by the prefix of their names, `base` the tensors that do not train, with buffers as they
+    were at the start; `kinds` the classes of optimizer and scheduler, `task` what names the task and its options.
     """
     spec = getattr(data, "spec", None)
     return {
@@ -71,7 +71,7 @@ def describe_run(
 
 
 def check_same_run(kept: Checkpoint, run: Mapping[str, Any], path: Path) -> None:
-    """Raise TrainError, with what differs, for a checkpoint of another run."""
+    """Raise TrainError, with the differences, for a checkpoint of another run."""
     lines = differences(kept.run, run)
     if not lines:
         return
@@ -84,7 +84,7 @@ def check_same_run(kept: Checkpoint, run: Mapping[str, Any], path: Path) -> None
 
 
 def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """A digest of names, shapes, dtypes and all values; of one on the meta device without values."""
+    """Return a digest of names, shapes, dtypes and all values; values on the meta device are left out."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -96,9 +96,10 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def describe_samples(data: Any, seed: int) -> dict[str, Any]:
-    """The samples of a loader: how many, their classes, and a digest.
+    """Describe the samples of a loader: their number, their classes, and a digest.
 
-    Of files it is of their names, sizes and heads, with captions and labels; of a data set of the user's, of a few samples.
+    For files the digest is of their names, sizes and first bytes, with captions and labels; for a data set of the user's, of a
+    few samples.
     """
     items = data.items
     batches = getattr(data, "described", None)

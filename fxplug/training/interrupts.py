@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """A list that gets the number of the first SIGINT or SIGTERM; the second one interrupts at once."""
+    """Yield a list that receives the number of the first SIGINT or SIGTERM; the second one interrupts at once."""
     asked: list[int] = []
 
     def ask(number: int, frame: Any) -> None:

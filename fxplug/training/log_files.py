@@ -27,25 +27,24 @@ class Lines:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record. Numbers that JSON lacks are written as text (`"nan"`), tensors of one element as numbers.
 
-        Raises OSError when the disk is full. What was written of the line is taken back then: the file stays readable, and a
-        later write may succeed.
+        Raises OSError when the disk is full. The partial line is then removed: the file stays readable, and a later write may
+        succeed.
         """
         _append(self.path, json.dumps(plain(record)).encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """All records; a last line that a killed process did not finish is left out."""
+        """Return all records; a last line that a killed process did not finish is left out."""
         text = self.path.read_bytes() if self.path.is_file() else b""
         records = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
         return [{key: float(v) if v in NO_NUMBERS else v for key, v in record.items()} for record in records]
 
     @property
     def length(self) -> int:
-        """Bytes of the records that are whole."""
+        """Length in bytes of the complete records."""
         return self.path.stat().st_size if self.path.is_file() else 0
 
     def cut(self, length: int) -> bytes:
-        """Drop what comes after so many bytes, and a last line that is not whole; all at once or not at all. Gives the
-        lines that it dropped."""
+        """Truncate to `length` bytes, without an incomplete last line; atomically. Returns the lines that were dropped."""
         text = self.path.read_bytes() if self.path.is_file() else b""
         whole = text[: text.rfind(b"\n") + 1]
         kept = whole[:length][: whole[:length].rfind(b"\n") + 1]
@@ -69,7 +68,7 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON has."""
+    """Convert a value to what JSON can represent."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, float):

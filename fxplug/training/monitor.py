@@ -59,21 +59,21 @@ class RunMonitor:
 
     @property
     def log_length(self) -> int:
-        """Bytes of the log so far."""
+        """Length of the log in bytes so far."""
         return self._lines.length if self._lines else 0
 
     def rewind(self, step: int, length: int) -> bytes:
-        """The run goes on from this step, when the log had this length. Called before `start`. Gives the lines of the log that
-        come later, and are dropped."""
+        """Continue from this step, at which the log had this length. Call it before `start`. Returns the later lines of the
+        log, which are dropped."""
         self._begin = self._step = step
         return (self._try("log.jsonl", self._lines.cut, length) or b"") if self._lines else b""
 
     def history(self) -> list[dict[str, Any]]:
-        """The records of steps in the log."""
+        """Return the records of steps in the log."""
         return [record for record in self._lines.read() if "loss" in record] if self._lines else []
 
     def start(self, module: nn.Module, counts: tuple[int, int]) -> None:
-        """The model is ready. `counts`: its trainable parameters, and all of them."""
+        """Print the header and start the progress bar. `counts`: the numbers of trainable and of all parameters."""
         self._on_gpu = any(p.is_cuda for p in module.parameters())
         if self.out:
             if self.settings.log.tensorboard:
@@ -95,8 +95,8 @@ class RunMonitor:
             self._progress.start()
 
     def step(self, record: Mapping[str, Any], last: bool) -> None:
-        """A step is done, and was the `last` of its epoch or not. `record` has `step`, `epoch`, `loss`, `lr`, `seconds`, and
-        what else to log."""
+        """Log a step, which was the `last` of its epoch or not. `record` has `step`, `epoch`, `loss`, `lr`, `seconds`, and
+        further values to log."""
         step = self._step = int(record["step"])
         self._since.append((float(record["loss"]), float(record["seconds"])))
         self._log(record)
@@ -124,7 +124,7 @@ class RunMonitor:
             self._since = []
 
     def test(self, epoch: int, metrics: Mapping[str, float], seconds: float, best: Mapping[str, float] | None = None) -> None:
-        """A test after so many epochs is done: what it measured, the mean seconds of a batch, and the best results so far."""
+        """Log a test after so many epochs: its metrics, the mean seconds of a batch, and the best results so far."""
         numbers = {name: float(value) for name, value in metrics.items()}
         self._log({"step": self._step, "epoch": epoch, "test": numbers, "seconds": seconds})
         self._try("tensorboard", self._scalars, "test", numbers)
@@ -134,7 +134,7 @@ class RunMonitor:
             self._print(best_line(columns(best)))
 
     def samples(self, step: int, images: Tensor) -> None:
-        """Pictures that the model made after a step: [n, c, h, w] in [0, 1], c being 1 or 3."""
+        """Save pictures that the model made after a step: [n, c, h, w] in [0, 1], c being 1 or 3."""
         picture = grid(images)
         if self.out:
             self._try("samples", save_picture, picture, self.out / "samples" / f"step-{step:08d}.png")
@@ -142,7 +142,8 @@ class RunMonitor:
             self._try("tensorboard", self._events.add_image, "samples", picture, step)
 
     def beside_samples(self, given: Callable[[], tuple[Tensor | None, list[str]]]) -> None:
-        """Before the first samples of a run: pictures of the data, [n, c, h, w] in [0, 1], and what each sample is of."""
+        """Save, before the first samples of a run, pictures of the data, [n, c, h, w] in [0, 1], and the name of each
+        sample."""
         if not self.out or (self.out / "samples" / "data.png").is_file():
             return
         images, names = given()
@@ -153,13 +154,13 @@ class RunMonitor:
             self._try("samples", (self.out / "samples" / "captions.txt").write_text, said, "utf-8")
 
     def note(self, text: str, said: bool = True) -> None:
-        """Something that the person should know, said at once, unless something else says it, and kept in the log."""
+        """Write a note to the log, and print it if `said`."""
         if said:
             self._print(text, always=True)
         self._log({"step": self._step, "note": text})
 
     def close(self, history: Sequence[Mapping[str, Any]] = ()) -> None:
-        """The run is over, finished or not: the curves are drawn. May be called again."""
+        """Finish the output of a run, complete or not, and draw the curves. May be called again."""
         if self._progress:
             self._progress.stop()
             self._progress = None
@@ -174,7 +175,7 @@ class RunMonitor:
             self._try("loss.png", save_curves, [steps[step] for step in sorted(steps)], tests, self.out / "loss.png")
 
     def memory(self) -> int:
-        """Bytes that torch holds on the GPU, or that the process has in memory."""
+        """Return the bytes that torch reserves on the GPU, or else the resident memory of the process."""
         return torch.cuda.memory_reserved() if self._on_gpu else int(psutil.Process().memory_info().rss)
 
     def _row(self, names: tuple[str, ...], row: str) -> None:

@@ -46,12 +46,12 @@ class Stepper:
         self._names: list[str] = []  # of numbers that any process has reported
 
     def __call__(self, batches: Sequence[Batch], step: int, place: dict[str, int]) -> dict[str, float]:
-        """Step number `step` (the first is 1) on its micro batches, which are on the device already. Gives loss, grad_norm and
-        what the task reports, as means over micro batches and processes. `place` is where plugins are told that it begins:
-        epoch, global_step, local_step; they are told the end of all its batches but the last.
+        """Take step number `step` (the first is 1) on its micro batches, which are on the device already. Returns loss,
+        grad_norm and the task's values, as means over micro batches and processes. `place` (epoch, global_step, local_step) is
+        passed to the plugins' hooks at the start of the step, and at the end of all its batches but the last.
 
-        Raises TrainError for a loss or gradient that is not finite, with the step, the batch and the first region that went
-        non-finite, and after the first step for a block that no gradient reached. No weight has changed then.
+        Raises TrainError for a loss or gradient that is not finite, with the step, the batch and the first region with
+        non-finite values, and after the first step for a block that no gradient reached. No weight has changed then.
         """
         counts = [count_samples(batch) for batch in batches]
         reports: list[dict[str, float]] = []
@@ -83,7 +83,7 @@ class Stepper:
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step changed nothing, because its gradients overflowed in fp16."""
+        """Return whether the last step changed nothing because its gradients overflowed in fp16."""
         return bool(self.optimizer.step_was_skipped)
 
     def _change_weights(self, step: int, batches: Sequence[Batch]) -> float:
@@ -101,7 +101,7 @@ class Stepper:
         return norm
 
     def _overflowed(self, step: int, batches: Sequence[Batch]) -> None:
-        """fp16: the scaler skips the step and halves its scale, which is normal now and then. Else the run stops."""
+        """Count an fp16 overflow, after which the scaler skips the step and halves its scale; raise TrainError for too many."""
         self.overflows += 1
         if self.accelerator.scaler is not None and self.overflows < OVERFLOWS:
             return
@@ -110,12 +110,12 @@ class Stepper:
 
 
 def count_samples(batch: Batch) -> int:
-    """How many samples a batch has: the length of its first tensor or list; 1 where it has none."""
+    """Return the number of samples of a batch: the length of its first tensor or list; 1 where it has none."""
     return max(1, next((len(v) for v in batch.values() if isinstance(v, list) or (isinstance(v, Tensor) and v.ndim)), 1))
 
 
 def _weighted(reports: Sequence[dict[str, float]], counts: Sequence[int]) -> dict[str, float]:
-    """The mean of each number over the samples of the micro batches that report it."""
+    """Return the mean of each number over the samples of the micro batches that report it."""
     found = {}
     for key in sorted({key for report in reports for key in report}):
         rows = [(report[key], count) for report, count in zip(reports, counts, strict=True) if key in report]

@@ -31,13 +31,13 @@ KEPT = 1 << 30  # bytes: of more than that no copy is kept for formats that hold
 
 
 def choose(module: TracedModule, settings: Train, *, others: bool = False) -> list[dict[str, Any]]:
-    """Set `requires_grad` of every parameter, and give the optimizer's groups: `name`, `params`, `names`, `lr`, `weight_decay`,
-    and the `dtypes` that the parameters had.
+    """Set `requires_grad` of every parameter, and return the optimizer's groups: `name`, `params`, `names`, `lr`,
+    `weight_decay`, and the `dtypes` that the parameters had.
 
-    A pass is one group with its own `lr` and `weight_decay`, else the run's; one that says `train: false` is frozen. Of the
-    base, what `trainable` names is one group. Half-precision parameters that train become float32, as PEFT and diffusers have
-    it: autocast casts them in the forward (see `computing_precision`), the optimizer keeps their small changes. Raises
-    TrainError when nothing trains, here or among `others`, SpecError for a pattern that names no parameter.
+    A pass is one group with its own `lr` and `weight_decay`, by default the run's; a pass with `train: false` is frozen. The
+    base parameters that `trainable` names are one group. Trainable half-precision parameters become float32, as PEFT and
+    diffusers have it: autocast casts them in the forward (see `computing_precision`), the optimizer keeps their small changes.
+    Raises TrainError when nothing trains, here or among `others`, SpecError for a pattern that names no parameter.
     """
     groups = _groups(module, settings.trainable, others)
     named = dict(module.named_parameters())
@@ -53,9 +53,11 @@ def choose(module: TracedModule, settings: Train, *, others: bool = False) -> li
 
 
 def computing_precision(module: TracedModule, settings: Train, *, others: bool = False) -> str:
-    """The precision that a run computes in: of half-precision parameters that train with `fp32`, that of their dtype.
+    """Return the precision that a run computes in: with `fp32`, the dtype of trainable half-precision parameters if there are
+    any.
 
-    What trains is float32, and only autocast lets it meet a base in half precision. SpecError for two such dtypes.
+    Trainable parameters are float32, and only autocast lets them meet a base in half precision. Raises SpecError for two such
+    dtypes.
     """
     if settings.precision != "fp32":
         return settings.precision
@@ -69,10 +71,10 @@ def computing_precision(module: TracedModule, settings: Train, *, others: bool =
 
 
 def frozen_names(module: TracedModule, trained: Collection[str], patterns: Sequence[str]) -> Callable[[str], bool]:
-    """A predicate on names of parameters: whether none of the `trained` ones, by any of its names.
+    """Return a predicate on names of parameters: whether it is none of the `trained` ones, under any of its names.
 
-    A name that no parameter has is frozen unless it lies in a pass that trains, or in a module that one of the `patterns` of
-    `trainable` names, itself or by one around it.
+    A name that no parameter has is frozen unless it is in a pass that trains, or in a module that one of the `patterns` of
+    `trainable` names, itself or through a module around it.
     """
     canonical = {id(parameter): name for name, parameter in module.named_parameters()}
     named = {name: canonical[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
@@ -89,20 +91,20 @@ def frozen_names(module: TracedModule, trained: Collection[str], patterns: Seque
 
 
 def trainable(module: TracedModule, *base: str) -> list[dict[str, Any]]:
-    """Freeze a rewritten module but for what its passes put in, for a training loop of one's own.
+    """Freeze a rewritten module except what its passes put in, for a training loop of your own.
 
     `torch.optim.AdamW(fxplug.trainable(new), lr=1e-3)`: the groups are torch's, `params` with a `name`, and the `lr` and
-    `weight_decay` of a pass that says its own. `base` names what trains beside that, as `trainable` of a configuration does:
-    paths and patterns of parameters or of modules around them (`"norm"`, `"blocks.11.**"`). Raises TrainError when nothing
-    trains, for a module that was lowered, and for slots; SpecError for a pattern that names no parameter.
+    `weight_decay` of a pass that sets its own. `base` names further parameters that train, as `trainable` of a configuration
+    does: paths and patterns of parameters or of modules around them (`"norm"`, `"blocks.11.**"`). Raises TrainError when
+    nothing trains, for a module that was lowered, and for slots; SpecError for a pattern that names no parameter.
     """
     return [{key: value for key, value in group.items() if key != "names"} for group in _trained(module, _groups(module, base))]
 
 
 def _trained(module: TracedModule, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups with their parameters, which train, and nothing else does; the module notes those of the base.
+    """Make the parameters of the groups trainable and all others frozen; record those of the base in the module.
 
-    `save_adapter` writes what is noted, so that it is kept once a name is there: it may have been trained before.
+    `save_adapter` writes the recorded ones, so a name stays recorded: it may have been trained before.
     """
     named = dict(module.named_parameters())
     base = [name for group in groups if group["name"] == BASE for name in group["names"]]
@@ -119,7 +121,8 @@ def _trained(module: TracedModule, groups: list[dict[str, Any]]) -> list[dict[st
 
 
 def _groups(module: TracedModule, base: Sequence[str], others: bool = False) -> list[dict[str, Any]]:
-    """What trains, by name: the passes, and of the base what is named; `lr` and `weight_decay` where a pass says them."""
+    """Return the trainable parameters by name, as groups: one per pass and one for the base, with the `lr` and `weight_decay`
+    of a pass that sets them."""
     named = dict(module.named_parameters())
     canonical = {id(parameter): name for name, parameter in named.items()}
     entries = module.meta.get("passes", [])
@@ -154,7 +157,7 @@ def _groups(module: TracedModule, base: Sequence[str], others: bool = False) -> 
 
 
 def _of_pass(entry: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """The groups of a pass whose parameters have these names: one, and one more for each part with a rate of its own."""
+    """Return the groups of a pass whose parameters have these names: one, and one more for each part with its own rate."""
     parts = {f"{site['block']}.{part}.": own for site in entry["sites"] for part, own in site.get("rates", {}).items()}
     groups: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -170,9 +173,10 @@ def _of_pass(entry: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, A
 def named_by(
     patterns: Sequence[str], names: Mapping[str, str], whose: str, path: tuple[str, ...], *, beside: Collection[str] = ()
 ) -> list[str]:
-    """The parameters that patterns name, themselves or by a module around them; `names` has each under all its names.
+    """Return the parameters that patterns name, themselves or through a module around them; `names` maps all their names.
 
-    SpecError, at the pattern's place below `path`, for one that names no parameter, and none of the modules `beside` them.
+    Raises SpecError, at the pattern's place below `path`, for a pattern that names no parameter, and none of the modules
+    `beside` them.
     """
     around = {alias: _prefixes(alias) for alias in names}
     known = {part for parts in around.values() for part in parts} | set(beside)
@@ -187,12 +191,12 @@ def named_by(
 
 
 def _prefixes(name: str) -> list[str]:
-    """The modules around a parameter, the outermost first, and itself."""
+    """Return the names of the modules around a parameter, the outermost first, and its own."""
     return [*accumulate(name.split("."), "{}.{}".format)]
 
 
 def make_optimizer(use: Use, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """An optimizer of torch.optim by name in any case, or of an import path, over the groups of `choose`."""
+    """Make an optimizer of torch.optim, by name in any case, or of an import path, over the groups of `choose`."""
     known = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim) if _is_optimizer(getattr(torch.optim, name))}
     kind = _find(use, known, "optimizer")
     given = [{"params": g["params"], "name": g["name"], "lr": g["lr"], "weight_decay": g["weight_decay"]} for g in groups]
@@ -212,7 +216,7 @@ def make_optimizer(use: Use, groups: list[dict[str, Any]]) -> torch.optim.Optimi
 
 
 def _try_optimizer(kind: Any, use: Use, groups: list[dict[str, Any]]) -> None:
-    """SpecError for options that an optimizer of torch's takes, and that its first step fails with."""
+    """Raise SpecError for options that an optimizer of torch accepts but fails with in its first step."""
     device = groups[0]["params"][0].device if groups and groups[0]["params"] else None
     tried = nn.Parameter(torch.zeros(2, 2, device=device))
     tried.grad = torch.ones_like(tried)
@@ -227,8 +231,8 @@ def _try_optimizer(kind: Any, use: Use, groups: list[dict[str, Any]]) -> None:
 
 
 def check_optimizer(optimizer: Any, groups: list[dict[str, Any]], settings: Train) -> None:
-    """TrainError for an optimizer, made elsewhere, that lacks a parameter which trains or has another rate than its pass says;
-    SpecError for what is no optimizer, and settings that it takes the place of."""
+    """Raise TrainError for an optimizer of the user's that lacks a trainable parameter or has another rate than its pass;
+    SpecError for what is no optimizer, and for settings that it replaces."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         finding = f"must be a name, one name with its options, or a torch optimizer, not {shown(optimizer)}"
         raise SpecError(finding, path=("train", "optimizer"))
@@ -251,7 +255,7 @@ def check_optimizer(optimizer: Any, groups: list[dict[str, Any]], settings: Trai
 
 
 def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """TrainError for a scheduler, made elsewhere, that changes the rates of another optimizer than the run's."""
+    """Raise TrainError for a scheduler of the user's that changes the rates of another optimizer than the run's."""
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         finding = f"must be a name, one name with its options, or a scheduler of torch, not {shown(scheduler)}"
         raise SpecError(finding, path=("train", "scheduler"))
@@ -266,11 +270,11 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def make_scheduler(use: Use | None, optimizer: torch.optim.Optimizer, steps: int, per_epoch: int) -> tuple[Any, bool]:
-    """A learning-rate scheduler, and whether it is stepped once an epoch (`per: epoch`) instead of once a step.
+    """Make a learning-rate scheduler, and return whether it is stepped once an epoch (`per: epoch`) instead of once a step.
 
     `constant`, `linear` and `cosine` take `warmup` steps, or a share of the run below 1, and fall to `floor` of the rate at the
-    end; any of torch.optim.lr_scheduler goes by its name, any other by import path. A length that such a one needs (T_max,
-    total_steps) is the run's own when it is not given. Raises SpecError for options that it does not take, or fails with.
+    end; those of torch.optim.lr_scheduler are given by name, any other by import path. A required length (T_max, total_steps)
+    is by default the run's own. Raises SpecError for options that the scheduler does not take, or fails with.
     """
     use = use or Use("constant", {})
     options = dict(use.options)
@@ -297,7 +301,8 @@ def make_scheduler(use: Use | None, optimizer: torch.optim.Optimizer, steps: int
 
 
 def _try_schedule(kind: Any, use: Use, optimizer: torch.optim.Optimizer, length: int) -> None:
-    """SpecError for options with which a scheduler of torch's fails, or gives a rate that is none, in its first steps."""
+    """Raise SpecError for options with which a scheduler of torch fails in its first steps, or gives a rate that is no
+    number."""
     tried = torch.optim.SGD([{**group, "params": [nn.Parameter(torch.zeros(1))]} for group in optimizer.param_groups])
     tried.defaults = {**tried.defaults, **optimizer.defaults}  # in which CyclicLR looks for a momentum
     scheduler = construct(kind, use, ("train", "scheduler"), tried)
@@ -339,13 +344,13 @@ def _find(use: Use, known: Mapping[str, Any], what: str, more: tuple[str, ...] =
 
 
 def check_gradients(modules: Mapping[str, TracedModule], groups: list[dict[str, Any]]) -> list[str]:
-    """After the first backward pass: TrainError for a block with a parameter that no gradient reached.
+    """Raise TrainError, after the first backward pass, for a block with a parameter that no gradient reached.
 
-    Gives what of networks and of the base no gradient reached.
+    Returns the networks and base parameters that no gradient reached.
 
     A block is where a pass put one (`lora.blocks.0.attn.qkv.Lora`). A pass's network counts as a whole, since some have layers
     that their model never uses; so does each parameter of the base. What a plugin has frozen since is left out. `modules` are
-    those that passes are in, by what their names begin with.
+    those with passes, by the prefix of their names.
     """
     blocks, networks = set[str](), set[str]()
     for before, module in modules.items():
@@ -384,20 +389,20 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights of this moment in."""
+        """Update the average with the current weights."""
         self.steps += 1
         weight = 1 - min(self.decay, self.steps / (9 + self.steps)) if self.steps > 1 else 1.0
         now = [p.detach().float() for p in self.parameters.values()]
         lerp_all(list(self.average.values()), now, weight)
 
     def applied(self) -> AbstractContextManager[None]:
-        """The parameters hold the average inside, and their own values again after."""
+        """Return a context manager in which the parameters hold the average; their own values are restored after it."""
         return filled(self.parameters, self.average)
 
 
 @contextmanager
 def filled(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Tensors hold other values inside, and their own again after."""
+    """Fill tensors with other values inside the context, and restore their own after it."""
     kept = {name: held[name].detach().clone() for name in values}
     try:
         fill(held, values)
@@ -408,13 +413,13 @@ def filled(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator
 
 @torch.no_grad()
 def fill(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Give tensors the values of their names."""
+    """Copy values into the tensors of the same names."""
     for name, value in values.items():
         held[name].copy_(spread(value, held[name]))
 
 
 def spread(value: Any, like: Tensor) -> Any:
-    """A whole tensor as `like` has it: on its device and, where that is sharded and of its shape, sharded."""
+    """Move a whole tensor to the device of `like` and, where that is sharded and of its shape, shard it the same way."""
     if not isinstance(value, Tensor) or not isinstance(like, DTensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

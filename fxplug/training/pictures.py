@@ -19,7 +19,7 @@ UNITS = {"acc": "accuracy (%)"}  # of what tests measure
 
 
 def grid(images: Tensor) -> Tensor:
-    """Images [n, c, h, w] in [0, 1], c being 1 or 3, as one uint8 image [3, h, w] with up to 8 of them in a row."""
+    """Arrange images [n, c, h, w] in [0, 1], c being 1 or 3, as one uint8 image [3, h, w] with up to 8 of them in a row."""
     from torchvision.utils import make_grid
 
     clean = torch.nan_to_num(images.detach().float().cpu()).clamp(0, 1)
@@ -29,15 +29,15 @@ def grid(images: Tensor) -> Tensor:
 
 
 def save_picture(picture: Tensor, path: Path) -> None:
-    """A uint8 image [3, h, w] as PNG. Raises OSError, and leaves no half a file, when the disk is full."""
+    """Save a uint8 image [3, h, w] as PNG. Raises OSError, and leaves no partial file, when the disk is full."""
     image = Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
     with new_file(path) as beside:
         image.save(beside, format="png")
 
 
 def save_curves(history: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[str, Any]], path: Path) -> bool:
-    """The loss of every step, its running mean and that of tests; what else tests gave, each kind on axes of its own; and the
-    learning rate where it changes. As PNG; False without steps."""
+    """Save curves as PNG: the loss of every step, its running mean and that of tests; other test metrics, each kind on its own
+    axes; and the learning rate where it changes. Returns False without steps."""
     losses = [(r["step"], r["loss"]) for r in history if isinstance(r.get("loss"), (int, float)) and math.isfinite(r["loss"])]
     rates = [(r["step"], r["lr"]) for r in history if isinstance(r.get("lr"), (int, float))]
     if not losses:
@@ -70,7 +70,7 @@ def save_curves(history: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[st
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The exponential running mean over about a twentieth of the points, without its bias to the first."""
+    """Return the exponential running mean over about a twentieth of the points, without its bias to the first."""
     keep = 1 - 1 / max(1.0, len(points) / 20)
     total, weight, found = 0.0, 0.0, []
     for x, y in points:

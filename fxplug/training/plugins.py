@@ -50,41 +50,41 @@ class Plugins:
         self.note: Callable[[str], object] = logging.getLogger(__name__).warning
 
     def has(self, hook: str) -> bool:
-        """Whether a plugin has this hook, so that its data need not be made for nobody."""
+        """Return whether a plugin has this hook, so that unused data need not be made."""
         return False
 
     def call(self, hook: str, **data: Any) -> None:
-        """Tell every plugin that has the hook, in the written order."""
+        """Call the hook of every plugin that has it, in the order of the configuration."""
 
     def begin(self, run: RunStart) -> None:
-        """See the module of a run, before it is lowered, so that hooks on it are kept; there is no optimizer yet."""
+        """Receive the module of a run, before it is lowered, so that hooks on it are kept; there is no optimizer yet."""
 
     def begin_steps(self, optimizer: Any) -> None:
-        """See the optimizer, once it is made."""
+        """Receive the optimizer, once it is made."""
 
     def see_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch on the device, with what plugins expect beside it."""
+        """Return the batch on the device, with the further entries that plugins expect."""
         return batch
 
     def transform_caption(self, caption: str) -> str:
-        """The caption that the model is to see."""
+        """Return the caption that the model is given."""
         return caption
 
     def transform_pil_image(self, img: Image.Image) -> Image.Image:
-        """The image that the model is to see."""
+        """Return the image that the model is given."""
         return img
 
     def modify_sample_prompt(self, prompt: str) -> str:
-        """The caption that a sample image is made with."""
+        """Return the caption that a sample image is made with."""
         return prompt
 
     def summary(self, total: float) -> list[str]:
-        """List what is to be said at the end of a run of `total` seconds."""
+        """List the lines to print at the end of a run of `total` seconds."""
         return []
 
 
 def load_plugins(specs: Sequence[Any], *, base: str | Path | None, on_error: str) -> Plugins:
-    """Load the plugins that a run names. Raises SpecError at the place of one that is none."""
+    """Load the plugins that a run names. Raises SpecError at the place of an entry that is no plugin."""
     if isinstance(specs, (list, tuple)) and not specs:
         return Plugins()
     load = extensions.import_part("hooks", "training_plugins")

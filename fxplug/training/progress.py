@@ -44,7 +44,7 @@ class Progress:
         self.accumulate = self.settings.accumulate
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has of it: plain values, the place within the epoch in samples."""
+        """Return the state for a checkpoint: plain values, the position within the epoch in samples."""
         kept = ("step", "epoch", "score", "best_step", "waited", "log_length")
         return {
             **{key: getattr(self, key) for key in kept},
@@ -57,7 +57,7 @@ class Progress:
         }
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raise TrainError for a `state_dict` with an entry that is missing or out of range, or that has a place between two
+        """Raise TrainError for a `state_dict` with an entry that is missing or out of range, or with a position between two
         batches of this run."""
         for key in ("step", "epoch", "done", "epoch_samples", "best_step", "waited", "log_length"):
             value = state.get(key)
@@ -93,14 +93,15 @@ class Progress:
             raise TrainError("a plugin has changed 'accumulate' within the run, so batch and processes must stay as they were")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `check` has passed."""
+        """Load a `state_dict` that `check` has accepted."""
         for key in ("step", "epoch", "best", "score", "best_step", "measured", "waited", "log_length"):
             setattr(self, key, state[key])
         self.done, self.total = state["done"] // (self.size or 1), state["total"] / (self.size or 1)
         self.accumulate = state["accumulate"] or self.settings.accumulate
 
     def judge(self, metrics: dict[str, float], highest: str | None) -> bool:
-        """Whether a test is better than all before: by the metric of which the highest is best, else by the lowest loss."""
+        """Return whether a test is the best so far: by the metric `highest`, of which more is better, else by the lowest
+        loss."""
         name = highest if highest is not None and highest in metrics else "loss"
         if name not in metrics:
             listed = ", ".join(metrics) or "nothing"
@@ -115,12 +116,12 @@ class Progress:
 
     @property
     def per_epoch(self) -> int:
-        """Steps of an epoch."""
+        """Number of steps of an epoch."""
         return -(-self.batches // self.accumulate)
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run, as it goes on now."""
+        """Number of steps of the whole run, as it is planned now."""
         if self.settings.steps is not None:
             return self.settings.steps
         left = (self.settings.epochs or 1) - self.epoch
@@ -129,28 +130,28 @@ class Progress:
 
     @property
     def epochs(self) -> int:
-        """Epochs of the whole run; the last one may not be whole."""
+        """Number of epochs of the whole run; the last one may be partial."""
         if self.settings.steps is None:
             return self.settings.epochs or 1
         return self.epoch + -(-max(0, self.settings.steps - self.step) // self.per_epoch)
 
     @property
     def seen(self) -> int:
-        """Batches that were done."""
+        """Number of batches done."""
         return self.epoch * self.batches + self.done
 
     def notes(self) -> list[str]:
-        """What is to be said before the training."""
+        """Return notes for the user before the training."""
         rest = self.batches % self.accumulate
         short = f"the last step of each epoch takes {rest} batches, not {self.accumulate}: an epoch has {self.batches}"
         return [short] if rest else []
 
     def next_batches(self) -> int:
-        """Batches of the next step."""
+        """Return the number of batches of the next step."""
         return min(self.accumulate, self.batches - self.done)
 
     def update(self, name: str, value: object) -> None:
-        """Take `grad_accum` from a plugin, for the next start of an epoch. ValueError for anything else."""
+        """Set `grad_accum` for a plugin, from the next epoch on. Raises ValueError for any other name or value."""
         if name != "grad_accum":
             raise ValueError(f"'{name}' cannot be changed during the run; only 'grad_accum' can")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -158,7 +159,7 @@ class Progress:
         self.asked = value
 
     def renew(self) -> str:
-        """At the start of an epoch: take what was asked for, and say so."""
+        """Apply the requested `grad_accum` at the start of an epoch, and return a note about it."""
         asked, self.asked = self.asked, None
         if asked is None or asked == self.accumulate:
             return ""
@@ -168,5 +169,5 @@ class Progress:
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:
-    """What of them JSON has."""
+    """Return the finite metrics, which JSON can represent."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -41,23 +41,23 @@ class Draws:
         self._drawn = drawn or Drawn(seed, step)
 
     def normal(self, *shape: int) -> Tensor:
-        """Standard normal float32 numbers of this shape."""
+        """Draw standard normal float32 numbers of this shape."""
         return self._rows("normal", torch.randn, shape)
 
     def uniform(self, *shape: int) -> Tensor:
-        """float32 numbers of this shape, at least 0 and below 1."""
+        """Draw float32 numbers of this shape, at least 0 and below 1."""
         return self._rows("uniform", torch.rand, shape)
 
     def integers(self, high: int, *shape: int) -> Tensor:
-        """int64 numbers of this shape, at least 0 and below `high`."""
+        """Draw int64 numbers of this shape, at least 0 and below `high`."""
         return self._rows(f"integers below {high}", functools.partial(torch.randint, high), shape)
 
     def like(self, x: Tensor) -> Tensor:
-        """Standard normal numbers of the shape, dtype and device of `x`."""
+        """Draw standard normal numbers of the shape, dtype and device of `x`."""
         return self.normal(*x.shape).to(x)
 
     def once(self) -> torch.Generator:
-        """A CPU generator for what is drawn once a batch; it is equal on all processes."""
+        """Return a CPU generator for numbers drawn once a batch; it is equal on all processes."""
         return self._drawn.generator
 
     def _rows(self, kind: str, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -79,7 +79,7 @@ class Drawn:
 
 
 def mixed(*numbers: int) -> int:
-    """One 63-bit seed of several numbers, spread so that neighbouring steps are unrelated (splitmix64, Steele 2014)."""
+    """Mix several numbers into one 63-bit seed, so that those of neighbouring steps are unrelated (splitmix64, Steele 2014)."""
     mixed = 0
     for number in numbers:
         mixed = (mixed ^ number) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
@@ -91,9 +91,9 @@ def mixed(*numbers: int) -> int:
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """What happens inside may draw and seed; afterwards the generators stand where they stood.
+    """Restore the global generators after the context, inside which code may draw and seed.
 
-    It costs 0.1 ms, most of it numpy's: once a batch, with `seed_all` for each sample, not once a sample.
+    It costs 0.1 ms, most of it numpy's: use it once a batch, with `seed_all` for each sample, not once a sample.
     """
     states = random_state()
     try:
@@ -103,7 +103,8 @@ def preserve_random_state() -> Iterator[None]:
 
 
 def random_state_dict(stood: tuple[Any, ...] | None = None) -> dict[str, Any]:
-    """Where the generators of the CPU, and that of this process's GPU, stand, or `stood`, in plain values and tensors."""
+    """Return the states of the global generators of the CPU and of this process's GPU, or `stood`, as plain values and
+    tensors."""
     (version, numbers, gauss), (kind, keys, *rest), cpu, devices = stood or random_state()
     device = {"cuda": devices[torch.cuda.current_device()]} if devices else {}
     numpys = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
@@ -111,7 +112,7 @@ def random_state_dict(stood: tuple[Any, ...] | None = None) -> dict[str, Any]:
 
 
 def read_random_state(state: Mapping[str, Any]) -> None:
-    """Put the generators where `random_state_dict` found them."""
+    """Set the generators to the states of a `random_state_dict`."""
     (version, numbers, gauss), (kind, keys, *rest) = state["python"], state["numpy"]
     set_random_state(((version, tuple(numbers), gauss), (kind, keys.numpy().astype(np.uint32), *rest), state["torch"], []))
     if "cuda" in state and torch.cuda.is_available():
@@ -127,7 +128,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Every generator of this process seeded inside; they are where they were again after."""
+    """Seed every generator of this process inside the context, and restore them after it."""
     with preserve_random_state():
         torch.manual_seed(seed)
         seed_all(seed)

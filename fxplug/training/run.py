@@ -63,13 +63,13 @@ def train(
     quiet: bool = False,
     progress: Step | None = None,
 ) -> Run:
-    """Do all that a configuration says: rewrite its model, train the passes on its data, test, and save.
+    """Train as a configuration says: rewrite its model, train the passes on its data, test, and save.
 
-    `source` and `set` are those of `load_config`. `out` is a folder for what the run leaves (`out/<name>-<time>` when none is
-    given, `name` being that of the configuration): config.yaml, log.jsonl, tensorboard/, checkpoints/, samples/, pictures,
-    module/, an artifact that `fxplug.load` reads, report.html, a page about all, and of a denoiser of diffusers adapter/, which
-    its pipeline loads. `resume` True goes on from the newest checkpoint in `out`; a path is a checkpoint, or another run's
-    folder. Raises SpecError for what the configuration has wrong, TrainError when the run cannot start or go on.
+    `source` and `set` are those of `load_config`. `out` is the folder of the run (by default `out/<name>-<time>`, `name` being
+    that of the configuration) with config.yaml, log.jsonl, tensorboard/, checkpoints/, samples/, pictures, module/, an artifact
+    that `fxplug.load` reads, report.html, a page about the run, and for a denoiser of diffusers adapter/, which its pipeline
+    loads. `resume` True continues from the newest checkpoint in `out`; a path is a checkpoint, or another run's folder. Raises
+    SpecError for errors in the configuration, TrainError when the run cannot start or continue.
     """
     config = source if isinstance(source, Config) else load_config(source, set)
     if config.train is None:
@@ -132,7 +132,7 @@ def train(
 
 
 def _folder(name: str, out: str | Path | None, resume: bool | str | Path) -> Path:
-    """The folder of a run: the one given, that of the checkpoint, or a new one."""
+    """Return the folder of a run: `out`, that of the checkpoint, or a new one."""
     if out is not None:
         return Path(out)
     if resume is True:
@@ -146,7 +146,7 @@ def _folder(name: str, out: str | Path | None, resume: bool | str | Path) -> Pat
 
 
 def _report(folder: Path, trainer: Trainer) -> None:
-    """The page of a run. A run that cannot write it is none the less done."""
+    """Write report.html; if that fails, note it and go on."""
     try:
         report(None, trainer.module, folder / "report.html", folder=folder)
     except (FxplugError, OSError) as error:
@@ -154,8 +154,8 @@ def _report(folder: Path, trainer: Trainer) -> None:
 
 
 def _parts(module: TracedModule, task: Denoise) -> dict[str, TracedModule]:
-    """The models that a run trains, by what they are in a pipeline: the module, unless nothing but the text encoder has passes,
-    and the text encoder with passes."""
+    """Return the models that a run trains, by their names in a pipeline: the module, unless only the text encoder has passes,
+    and a text encoder with passes."""
     found = {part_of(module.classes): module}
     if task.encoder is None or task.encoder.traced is None:
         return found
@@ -164,7 +164,8 @@ def _parts(module: TracedModule, task: Denoise) -> dict[str, TracedModule]:
 
 
 def _check_adapter(module: TracedModule, task: Denoise, config: Config) -> None:
-    """Warn, before the training starts, of what trains and `adapter/` cannot hold: a layer of the base, an encoder."""
+    """Warn, before the training starts, of trainable parameters that `adapter/` cannot hold: a layer of the base, an
+    encoder."""
     if config.model.kind != "diffusers" or part_of(module.classes) not in PIPELINES:
         return
     parts = _parts(module, task)
@@ -179,17 +180,18 @@ def _check_adapter(module: TracedModule, task: Denoise, config: Config) -> None:
 
 
 def _check_encoder(module: TracedModule, task: Denoise) -> None:
-    """ArtifactError where passes are in a text encoder whose updates no pipeline of such a module reads from its file."""
+    """Raise ArtifactError for a text encoder with passes that no pipeline of such a module reads from its adapter file."""
     encoder = task.encoder
     if encoder is not None and encoder.traced is not None and not (encoder.is_clip and part_of(module.classes) == "unet"):
         raise ArtifactError("the one file for a model and its text encoder is that of a UNet with CLIP's text encoder")
 
 
 def into_pipeline(module: TracedModule, task: Denoise, out: Path, config: Config) -> str:
-    """Write `adapter/` beside the saved models of a run where diffusers has a form for all that was trained.
+    """Write `adapter/` beside the saved models of a run if diffusers has a format for everything that was trained.
 
-    Gives the lines of Python that use the result in a pipeline, that file or the models themselves; no text for a model that is
-    no denoiser of a pipeline, and for weights that were trained beside passes. A file that cannot be written is a warning.
+    Returns the lines of Python that use the result in a pipeline, from that file or the models themselves; "" for a model that
+    is no denoiser of a pipeline, and for weights that were trained beside passes. A file that cannot be written is a
+    warning.
     """
     if config.model.kind != "diffusers" or part_of(module.classes) not in PIPELINES:
         return ""
@@ -210,7 +212,7 @@ def into_pipeline(module: TracedModule, task: Denoise, out: Path, config: Config
 
 
 def _pipeline(config: Config) -> str:
-    """The folder of the pipeline that a model's folder is in, as Python text."""
+    """Return the folder of the pipeline that a model's folder is in, as Python text."""
     if isinstance(config.model.target, str):
         folder = config.base / config.model.target
         home = folder.parent if folder.is_dir() else folder.parent.parent

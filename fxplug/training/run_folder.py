@@ -42,7 +42,7 @@ class RunFolder:
     # --- whose it is
 
     def check(self, resumes: bool) -> None:
-        """Raise TrainError, with nothing touched, for a folder that has files of others, or a run that is not to be resumed."""
+        """Raise TrainError, with nothing touched, for a folder that has unrelated files, or a run that is not to be resumed."""
         if self.path is None:
             return
         check_folder(self.path, TrainError)
@@ -56,9 +56,9 @@ class RunFolder:
             raise TrainError(f"'{self.path}' has a run already: continue it (--resume), or give another folder")
 
     def open(self, resumes: bool) -> None:
-        """Take the folder for this run: what one that came to no checkpoint has left is moved aside.
+        """Lock the folder for this run, and move aside what a run without a checkpoint has left.
 
-        Raises TrainError as `check` does, and where another run writes into it now.
+        Raises TrainError as `check` does, and if another run is writing into the folder.
         """
         if self.path is None or self._lock_handle is not None:
             return
@@ -70,7 +70,7 @@ class RunFolder:
                 self.move_aside([self.path / name for name in self._names() if name not in (MARK, EARLIER)])
 
     def close(self) -> None:
-        """Let others have the folder."""
+        """Release the lock of the folder."""
         if self._lock_handle is not None:
             _HANDLES.discard(self._lock_handle)
             os.close(self._lock_handle)
@@ -80,7 +80,7 @@ class RunFolder:
         return sorted(os.listdir(self.path)) if self.path is not None and self.path.is_dir() else []
 
     def _lock(self) -> int:
-        """A handle that locks the folder for as long as this process has it open, where the file system can."""
+        """Lock the folder for as long as this process has the returned handle open, if the file system can."""
         assert self.path is not None
         handle = os.open(self.path / MARK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -104,7 +104,7 @@ class RunFolder:
     # --- what gives way
 
     def move_aside(self, paths: list[Path]) -> None:
-        """Move files of the run, which it would drop or write over, to `earlier/`, and say so."""
+        """Move files of the run, which it would drop or overwrite, to `earlier/`, and note it."""
         paths = [path for path in paths if path.exists()]
         if self.path is None or not paths:
             return
@@ -122,8 +122,8 @@ class RunFolder:
         self.note(f"{named}{more}: moved to '{target}'")
 
     def go_back(self, step: int, best_step: int, dropped: bytes) -> None:
-        """Move aside what the folder has of steps after this one, `dropped` lines of its log too, and a best test of another
-        step than `best_step`."""
+        """Move aside the files of later steps, `dropped` lines of the log too, and a best checkpoint of another step than
+        `best_step`."""
         if self.path is None:
             return
         if any("note" not in json.loads(line) for line in dropped.splitlines()):
@@ -144,7 +144,7 @@ class RunFolder:
     # --- what is written
 
     def keep(self, made: Checkpoint) -> Path | None:
-        """Write the newest checkpoint, and remove the oldest of more than `save.keep`. None where the disk is full."""
+        """Write the newest checkpoint, and remove the oldest of more than `save.keep`. Returns None if the disk is full."""
         if self.path is None:
             return None
         with self.reported(f"checkpoint of step {made.step}"):
@@ -152,19 +152,19 @@ class RunFolder:
         return None
 
     def write(self, made: Checkpoint) -> Path:
-        """The same, with the system's own errors."""
+        """Write a checkpoint as `keep` does, but raise the system's own errors."""
         assert self.path is not None
         return write(self.path / "checkpoints", made, self.settings.keep)
 
     def keep_at(self, path: Path, made: Checkpoint) -> None:
-        """Write a checkpoint to a folder of its own, which no later one removes."""
+        """Write a checkpoint to its own folder, which no later one removes."""
         with self.reported(f"checkpoint '{path}'"):
             write_to(path, made)
 
     @contextlib.contextmanager
     def reported(self, what: str) -> Iterator[None]:
-        """Tell an error of the system's: the run stops with what is still there. On a full disk it may go on, as the settings
-        say."""
+        """Report a write error: the run stops with what is saved so far. After a full disk it may go on, if the settings say
+        so."""
         try:
             yield
         except Exception as error:  # torch's or the system's, wrapped in what it likes; any other is raised again
@@ -184,13 +184,13 @@ class RunFolder:
 
     @property
     def newest(self) -> str:
-        """Which checkpoint is the newest, in words."""
+        """Sentence that names the newest checkpoint."""
         kept = list_checkpoints(self.path / "checkpoints") if self.path else []
         return f"the newest checkpoint is '{kept[-1]}'" if kept else "there is no checkpoint"
 
 
 def _close_handles() -> None:
-    """In a process that was forked: workers that outlive the run must not hold its folder."""
+    """Close the locks in a forked process: workers that outlive the run must not hold its folder."""
     while _HANDLES:
         os.close(_HANDLES.pop())
 

@@ -61,7 +61,7 @@ class RunOutputs:
 
     @contextlib.contextmanager
     def opened(self, start: Path | None) -> Iterator[None]:
-        """Hold the folder of a run that goes on with the checkpoint `start`."""
+        """Lock the folder of a run that continues from the checkpoint `start`."""
         self.open(start)
         try:
             yield
@@ -69,7 +69,7 @@ class RunOutputs:
             self.folder.close()
 
     def open(self, start: Path | None) -> None:
-        """Take the folder, in the first process for all. TrainError, in every process, where that cannot be."""
+        """Lock the folder, in the first process for all. Raises TrainError, in every process, if that fails."""
         found = ""
         try:
             self.folder.open(resumes=start is not None and self.out is not None and start.is_relative_to(self.out))
@@ -85,7 +85,7 @@ class RunOutputs:
         return Checkpoint(self.state.state_dict(), self.describe(), gathered(self.accelerator, random_state_dict()))
 
     def keep(self) -> None:
-        """Write the newest checkpoint, and tell plugins of it. A full disk ends the run when the settings say so."""
+        """Write the newest checkpoint, and call the plugins' hook. A full disk ends the run if the settings say so."""
         if self.out is None:
             return
         made = self._checkpoint()
@@ -94,13 +94,13 @@ class RunOutputs:
             self._tell(path)
 
     def keep_at(self, path: Path) -> None:
-        """Write a checkpoint to a folder of its own."""
+        """Write a checkpoint to its own folder."""
         made = self._checkpoint()
         if self.first:
             self.folder.keep_at(path, made)
 
     def keep_best(self) -> None:
-        """Keep what has tested best: in the folder `best/`, or in memory where the run has no folder."""
+        """Keep the best tested weights: in the folder `best/`, or in memory if the run has no folder."""
         if self.out is not None:
             self.keep_at(self.out / "best")
         else:
@@ -112,10 +112,10 @@ class RunOutputs:
         self.plugins.call("on_model_save", path=path, **names, **place)
 
     def resume(self, path: Path) -> list[dict[str, Any]]:
-        """Put the run back to a checkpoint, and give the random states of its processes.
+        """Restore the run from a checkpoint, and return the random states of its processes.
 
-        What the folder has of later steps is moved aside. TrainError, with what differs, for a checkpoint of another run, or
-        one that lacks something.
+        Files of later steps are moved aside. Raises TrainError, with the differences, for a checkpoint of another run, or one
+        that lacks an entry.
         """
         kept = read(path)
         check_same_run(kept, self.describe(), path)
@@ -130,7 +130,7 @@ class RunOutputs:
         return kept.random
 
     def _resume_best(self, path: Path) -> None:
-        """Have what had tested best at a checkpoint: the folder `best` beside it, where that is still of this step."""
+        """Restore the best weights as of a checkpoint: the folder `best` beside it, if it is still of that step."""
         if self.progress.score is None:
             return
         home = path.parent.parent if path.parent.name == "checkpoints" else path.parent
@@ -147,7 +147,7 @@ class RunOutputs:
         self.progress.score, self.progress.waited, self.progress.measured = None, 0, {}
 
     def take_best(self) -> None:
-        """Give the module the weights that have tested best: the averaged ones, where there are any."""
+        """Load the best tested weights into the module: the averaged ones, if there are any."""
         self.accelerator.wait_for_everyone()  # the first process writes them
         kept = self.best
         if self.out is not None and (self.out / "best").is_dir():
@@ -163,9 +163,9 @@ class RunOutputs:
     # --- the module
 
     def export(self) -> None:
-        """Write the trained module, and the one with averaged weights, as artifacts: `module/` and `ema/`.
+        """Save the trained module, and the one with averaged weights, as artifacts: `module/` and `ema/`.
 
-        Plugins see the end of the training before, with the weights that will be written: what they change is in the module.
+        Plugins get `on_training_end` before, with the weights that will be written: what they change is in the module.
         """
         averages = self._collect()
         self.plugins.call("on_training_end", global_step=self.progress.seen)
@@ -175,7 +175,7 @@ class RunOutputs:
             self._tell(self.out / "module")
 
     def _collect(self) -> dict[str, Any]:
-        """Put the trained weights, whole and in their own dtype, into the module, and give the averaged ones by name."""
+        """Put the trained weights, whole and in their own dtype, into the module, and return the averaged ones by name."""
         named, ema = {**self.state.trained, **dict(self.module.named_parameters())}, self.state.ema
         trained, averages = tree_map(gather_full, (self.state.trained, ema.average if ema else {}))
         if self.sharded is not None:  # the module itself still has the weights and buffers it began with
@@ -203,11 +203,11 @@ class RunOutputs:
                     encoder.save(self.out / "text_ema")
 
     def rescue(self, error: BaseException, whole: bool) -> None:
-        """Write what was learnt before an error that ends a run: a checkpoint of its last whole step, and the module.
+        """Save a checkpoint of the last complete step, and the module, after an error that ends a run.
 
-        Of several processes the first one writes, without asking the others, which may be gone; what is sharded among them is
-        lost back to the newest checkpoint, as is what an optimizer was changing (`whole` False). The error gets a note about
-        what there is.
+        Of several processes the first one writes, without asking the others, which may have died; sharded weights are then lost
+        back to the newest checkpoint, as are weights that an optimizer was changing (`whole` False). A note on the error says
+        what was saved.
         """
         step = self.progress.step
         if self.out is None or not self.first or step == 0 or self.saved:
@@ -243,11 +243,11 @@ class RunOutputs:
 
 
 def buffers_of(parts: Mapping[str, TracedModule]) -> dict[str, Tensor]:
-    """The buffers of modules, by the names that they have in a checkpoint; `parts` by what these begin with."""
+    """Return the buffers of modules by their names in a checkpoint; `parts` by the prefix of these names."""
     return {f"{before}{name}": buffer for before, part in parts.items() for name, buffer in part.named_buffers()}
 
 
 def buffers_of_sharded(sharded: nn.Module) -> dict[str, Tensor]:
-    """The buffers of a sharded module, by the names they have in the one that was traced."""
+    """Return the buffers of a sharded module by their names in the traced one."""
     named = originals(sharded)  # type: ignore[arg-type]
     return {name: tensor for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)}

@@ -30,7 +30,7 @@ class RateSchedule:
         self.scheduler, self.by_epoch = (given, True) if given is not None else make_scheduler(use, optimizer, steps, per_epoch)
 
     def step(self, loss: float, after: int) -> None:
-        """Change the rates; `loss` is for a scheduler that goes by it. Raises TrainError where the scheduler raises."""
+        """Update the rates; `loss` is for a scheduler that reads it. Raises TrainError if the scheduler raises."""
         by_loss = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         try:
             self.scheduler.step(*[loss] * by_loss)
@@ -39,12 +39,12 @@ class RateSchedule:
             raise TrainError(f"scheduler {name} raised after step {after}: {type(error).__name__}: {error}") from error
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
+        """Return the state for a checkpoint."""
         return {"scheduler": self.scheduler.state_dict(), "length": self.length}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand where a run stood, after the optimizer has read its own state; for a run that was shorter, where a run of
-        this length would stand after as many steps."""
+        """Load a state, after the optimizer has loaded its own; for a state of a shorter run, replay as many steps of a run of
+        this length."""
         kept = state["scheduler"]
         if list(state["length"]) == self.length or not self._goes_by_length():
             self.scheduler.load_state_dict(kept)

@@ -28,7 +28,8 @@ PATH = ("train", "parallel")
 
 
 def share(accelerator: Accelerator, settings: Train) -> tuple[int, int]:
-    """Which part of the samples is this process's, and how many parts there are: processes that share samples have one part.
+    """Return the index of this process's part of the samples, and the number of parts: processes that share samples have one
+    part. processes that share samples have one part.
 
     Raises SpecError for a number of processes that is no multiple of those that share a sample.
     """
@@ -51,11 +52,12 @@ def divided(
     accelerator: Accelerator,
     dtypes: Mapping[str, torch.dtype],
 ) -> TracedModule:
-    """The module as the processes of `settings.parallel` compute it together, on shared parameters; `module` without any.
+    """Return the module as parallelized over the processes of `settings.parallel`, on shared parameters; or `module` without
+    any.
 
-    The plan is made for what the task calls the module with for this batch, the same in all processes that share samples;
-    other batches may have other sizes. `dtypes` are those that parameters had in the trace, where they may have others now.
-    Raises SpecError where nothing can be split, TrainError where processes that share samples were given different ones.
+    The plan is made for the task's call of the module with this batch, the same in all processes that share samples; other
+    batches may have other sizes. `dtypes` are those that parameters had in the trace, if they have others now. Raises SpecError
+    if nothing can be split, TrainError if processes that share samples were given different ones.
     """
     together = _together(settings)
     if together == 1:
@@ -89,7 +91,7 @@ class _CallRecorder(nn.Module):
 
 
 def called(task: Task, batch: Mapping[str, Any], draws: Draws, accelerator: Accelerator) -> tuple[Any, Any]:
-    """What a task's loss of a batch calls the module with first."""
+    """Return the arguments of the first call of the module in a task's loss of a batch."""
     with torch.no_grad(), accelerator.autocast():
         try:
             task.loss(_CallRecorder(), dict(batch), draws)
@@ -100,7 +102,7 @@ def called(task: Task, batch: Mapping[str, Any], draws: Draws, accelerator: Acce
 
 
 def _check_draws(gm: TracedModule, plan: Plan, args: Any, kwargs: Any) -> None:
-    """What draws random numbers must do so in the plan too, where the first process draws for all."""
+    """Raise SpecError for an operation that draws random numbers, if the plan does not let the first process draw for all."""
     graph = gm.graphs.get(plan.mode) or gm.graph
     with restore_state(gm):
         drawn = walk(gm, graph, bound(gm, args, kwargs)).random
@@ -115,7 +117,7 @@ def _check_draws(gm: TracedModule, plan: Plan, args: Any, kwargs: Any) -> None:
 
 @contextmanager
 def _as_traced(module: TracedModule, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Parameters as they were in the trace, where training has them wider."""
+    """Cast parameters back to their dtypes in the trace inside the context, where training has wider ones."""
     named = dict(module.named_parameters())
     wide = {name: named[name].data for name, dtype in dtypes.items() if named[name].dtype != dtype}
     for name, tensor in wide.items():
@@ -141,7 +143,7 @@ def _together(settings: Train) -> int:
 
 
 def _check_equal_samples(accelerator: Accelerator, together: int, batch: Mapping[str, Any]) -> None:
-    """Processes that share samples must have the same ones."""
+    """Raise TrainError if processes that share samples have different ones."""
     digest = hashlib.sha256()
     for key, value in sorted(batch.items()):
         digest.update(f"{key} {value if not isinstance(value, Tensor) else tuple(value.shape)}".encode())

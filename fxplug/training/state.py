@@ -51,7 +51,7 @@ class TrainState:
     # --- steps
 
     def end_step(self) -> None:
-        """Note that a step is whole: `roll_back` goes back to this moment."""
+        """Record the end of a step, to which `roll_back` returns."""
         self.last_random = random_state()
         counted = {name for name, buffer in self.buffers.items() if version(buffer) != self._versions[name]}
         if self._written is None or counted - self._written:  # what norms write is not counted: all are compared then
@@ -63,7 +63,7 @@ class TrainState:
 
     @torch.no_grad()
     def roll_back(self) -> None:
-        """Put buffers and gradients back to the end of the last whole step; weights have not changed since."""
+        """Restore buffers, and drop gradients, as at the end of the last complete step; weights have not changed since."""
         fill(self.buffers, self._last_buffers)
         for parameter in self.trained.values():
             parameter.grad = None
@@ -71,9 +71,9 @@ class TrainState:
     # --- checkpoints
 
     def state_dict(self) -> State:
-        """All of it on the CPU: `weights`, `ema`, `optimizer`, `scheduler`, `scaler` and `progress`.
+        """Return the whole state on the CPU: `weights`, `ema`, `optimizer`, `scheduler`, `scaler` and `progress`.
 
-        Sharded tensors are whole, so every process calls it.
+        Sharded tensors are gathered, so every process calls it.
         """
         changed = {n: b for n, b in self.buffers.items() if not torch.equal(b, self.first_buffers[n])}
         averages = self.ema.average if self.ema else {}
@@ -88,8 +88,8 @@ class TrainState:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Take all of a `state_dict`. Raises TrainError that names the entry, with nothing changed, where one is missing, too
-        many, of another shape, or out of range."""
+        """Load all of a `state_dict`. Raises TrainError that names the entry, with nothing changed, if one is missing,
+        unexpected, of another shape, or out of range."""
         self._check(state)
         progress, optimizer = dict(state["progress"]), copy.deepcopy(state["optimizer"])
         for index, parameter in enumerate(self.trained.values()):
@@ -106,7 +106,7 @@ class TrainState:
         self.end_step()
 
     def load_weights(self, state: State) -> None:
-        """Take the weights, buffers and averages of a `state_dict`, and nothing else of it."""
+        """Load only the weights, buffers and averages of a `state_dict`."""
         fill(self.buffers, self.first_buffers)
         fill({**self.buffers, **self.trained}, state["weights"])
         if self.ema is not None:
@@ -134,7 +134,7 @@ def _check_optimizer(state: State, own: State) -> None:
 
 
 def _check_tensors(what: str, given: Mapping[str, Any], needed: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> None:
-    """Raise TrainError where a needed tensor is missing, and for one that is unknown or of another shape."""
+    """Raise TrainError if a needed tensor is missing, or one is unknown or of another shape."""
     for name in needed:
         if name not in given:
             raise TrainError(f"'{what}' has no tensor '{name}', which trains")
@@ -147,7 +147,7 @@ def _check_tensors(what: str, given: Mapping[str, Any], needed: Mapping[str, Ten
 
 
 def gather_full(value: Any) -> Any:
-    """A sharded tensor gathered from all processes; anything else as it is."""
+    """Gather a sharded tensor from all processes; return anything else as it is."""
     return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 

@@ -28,7 +28,7 @@ def set_up_task(
     plugins: Plugins,
     seed: int,
 ) -> None:
-    """Tell the task what there is, and the loaders what the task makes of an image. Raises SpecError with its place."""
+    """Set the task up, and give the loaders its image transforms. Raises SpecError with its place."""
     loader = tests or data
     info = TaskInfo(
         size=data.size or (0, 0),

@@ -169,7 +169,7 @@ class Trainer:
         )
 
     def _first_batch(self) -> tuple[Batch | None, Draws]:
-        """The first batch, with its random numbers; None where a plugin may change it, or the data set raises."""
+        """Return the first batch, with its random numbers; None if a plugin may change it, or the data set raises."""
         batch = None
         if not self.plugins.has("on_step_start"):
             with contextlib.suppress(Exception):  # the data set's own, which the first step tells
@@ -179,13 +179,14 @@ class Trainer:
         return batch and self.moved(batch), draws
 
     def _check_first_batch(self) -> None:
-        """Raises TrainError where it does not fit the graph, unless a plugin may still change it."""
+        """Raise TrainError if the first batch does not fit the graph, unless a plugin may still change it."""
         batch, draws = self._first_batch()
         if batch is not None:
             check_fits(self.module, self.task, batch, draws, self.accelerator)
 
     def _some_without_gradient(self) -> bool:
-        """Whether in any process the first batch gives no gradient to something that trains: DDP must look for it then."""
+        """Return whether in any process a trainable parameter gets no gradient from the first batch: DDP must look for it
+        then."""
         if self.accelerator.num_processes == 1 or self.settings.shard or self.settings.parallel is not None:
             return False
         batch, draws = self._first_batch()
@@ -194,16 +195,16 @@ class Trainer:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         return self.progress.steps
 
     @property
     def epochs(self) -> int:
-        """Epochs of the whole run."""
+        """Number of epochs of the whole run."""
         return self.progress.epochs
 
     def _make(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
-        """What runs, the optimizer and its scheduler, the average of the weights, and what takes steps."""
+        """Make the runner, the optimizer and its scheduler, the average of the weights, and the stepper."""
         names = {name for group in self.groups for name in group["names"]}
         if self.accelerator.num_processes > 1:  # before the weights of the first take the place of the others'
             start = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
@@ -243,7 +244,8 @@ class Trainer:
 
     @functools.cached_property
     def run(self) -> dict[str, Any]:
-        """What this is a run of, in plain values: a checkpoint has it, and a run that goes on with one must be the same."""
+        """Identity of the run in plain values: it is stored in checkpoints, and must be equal in a run that resumes from
+        one."""
         every = {f"{before}{name}": p for before, part in self.parts.items() for name, p in part.named_parameters()}
         base = {name: p for name, p in every.items() if name not in self.trained}
         return describe_run(
@@ -261,7 +263,7 @@ class Trainer:
         )
 
     def _divided(self) -> TracedModule:
-        """The module as processes that share samples compute it together; the module itself where none do."""
+        """Return the parallelized module if processes share samples, else the module itself."""
         if self.settings.parallel is None:
             return self.module
         with preserve_random_state():
@@ -278,11 +280,11 @@ class Trainer:
     # --- training
 
     def fit(self, resume: str | Path | None = None) -> list[dict[str, Any]]:
-        """Train to the end and give the history: for each step a dict of step, epoch, loss, lr, seconds, grad_norm and more.
+        """Train to the end and return the history: for each step a dict of step, epoch, loss, lr, seconds, grad_norm and more.
 
-        `resume` is a checkpoint, or the folder of a run, of which the newest one is taken. On a CPU a resumed run goes on as
-        if it had never stopped, to the bit. An interrupt (SIGINT, SIGTERM) ends the run after the step at hand, with a
-        checkpoint. Raises TrainError; the checkpoints written so far stay.
+        `resume` is a checkpoint, or the folder of a run, of which the newest one is used. On a CPU a resumed run is bitwise
+        equal to one that never stopped. An interrupt (SIGINT, SIGTERM) ends the run after the current step, with a checkpoint.
+        Raises TrainError; the checkpoints written so far stay.
         """
         if self.history and self.progress.step >= self.steps:
             return self.history
@@ -303,7 +305,7 @@ class Trainer:
             return self.history
 
     def _resume(self, path: Path) -> None:
-        """Put the run back to a checkpoint. TrainError, with what differs, for one of another run."""
+        """Restore the run from a checkpoint. Raises TrainError, with the differences, for one of another run."""
         random = self.outputs.resume(path)
         self.take_step.checked = True
         if len(random) == self.accelerator.num_processes:
@@ -313,7 +315,7 @@ class Trainer:
             self.watch.note("the number of processes differs from before: dropout draws other numbers from here on")
 
     def _run(self) -> None:
-        """From the first step to the last, and what is left on disk."""
+        """Run from the first step to the last, and write the results."""
         length = {"steps": self.steps, "epochs": self.epochs, "global_step": self.progress.seen}
         self.plugins.call("on_training_start", optimizer=self.optimizer, config=self.config, **length)
         try:
@@ -340,7 +342,7 @@ class Trainer:
             self._close()
 
     def counts(self) -> tuple[int, int]:
-        """Count the parameters that train, and all."""
+        """Return the numbers of trainable and of all parameters."""
         every = (p.numel() for part in self.parts.values() for p in part.parameters())
         return sum(p.numel() for p in self.trained.values()), sum(every)
 
@@ -394,7 +396,7 @@ class Trainer:
         self.state.end_step()
 
     def _close(self) -> None:
-        """End the workers, say what they could not read, and finish what is watched."""
+        """Shut down the workers, note unreadable images, and close the monitor."""
         for loader in (self.data, self.tests) if self.tests else (self.data,):
             loader.close()
             if loader.skipped:
@@ -402,7 +404,7 @@ class Trainer:
         self.watch.close(self.history)
 
     def _after(self, record: dict[str, Any], batch: Batch) -> None:
-        """What follows a step: its record, the plugins, pictures, a checkpoint."""
+        """Record a step, call the plugins, draw pictures, and write a checkpoint if one is due."""
         progress, settings = self.progress, self.settings
         self.history.append(record)
         self.watch.step(record, last=progress.done >= self.progress.batches)
@@ -433,18 +435,18 @@ class Trainer:
         self.plugins.call("on_epoch_end", loss=loss, metrics=metrics, **place)
 
     def _judge(self, metrics: dict[str, float]) -> None:
-        """Keep what has tested best, and count the tests since."""
+        """Keep the best tested weights, and count the tests since."""
         wanted = self.settings.test
         if metrics and (wanted.best or wanted.patience) and self.progress.judge(metrics, self.task.best) and wanted.best:
             self.outputs.keep_best()
 
     def _waits(self) -> bool:
-        """Whether no test is awaited that could be better: the run ends early."""
+        """Return whether `patience` tests have passed without a better one, so that the run ends early."""
         patience = self.settings.test.patience
         return patience is not None and self.progress.waited >= patience
 
     def _finish(self) -> None:
-        """Pictures, the last checkpoint and the trained module."""
+        """Draw the last pictures, and write the last checkpoint and the trained module."""
         if self.tests and self.progress.done:  # the run ended within an epoch
             self._judge(self.test())
         self.outputs.keep()
@@ -458,7 +460,7 @@ class Trainer:
     # --- looking at what was learnt
 
     def test(self) -> dict[str, float]:
-        """Compute the task's metrics on the test data, over all processes; those of the averaged weights, if there are any."""
+        """Return the task's metrics on the test data, over all processes; those of the averaged weights, if there are any."""
         if self.tests is None:
             raise TrainError("no test data: set 'test' in the data section, or pass test=...")
         begun = time.perf_counter()
@@ -472,7 +474,7 @@ class Trainer:
         return metrics
 
     def _pictures(self) -> None:
-        """Show what the task's samples are now, where it has any."""
+        """Draw the task's samples, if it has any."""
         images = self.evaluation.samples(Draws(self.seed, 0, device=self.accelerator.device))
         if images is not None:
             self.watch.beside_samples(self.task.beside_samples)
@@ -484,7 +486,7 @@ class Trainer:
 
 
 def _settings(task: Any, given: Mapping[str, Any]) -> Train:
-    """The `train` section of keyword arguments. SpecError for what a configuration would not take either."""
+    """Return the `train` section of keyword arguments. Raises SpecError for what a configuration would not take either."""
     known = {"task": type(task).__name__, "epochs": None if "steps" in given else 1, **given}
     made: Train = check_settings(Train, known, "train")
     return made

@@ -53,18 +53,18 @@ class Order:
     repeats: Sequence[float] | None = None
 
     def __len__(self) -> int:
-        """The batches of this process in an epoch."""
+        """Return the number of batches of this process in an epoch."""
         whole = self.batch * self.world
         return sum(self.count(group) // whole for group in self.groups) if self.train else len(self.requests(0))
 
     def count(self, group: Sequence[int]) -> int:
-        """The samples of a group in an epoch."""
+        """Return the number of samples that an epoch has of a group, repeats included."""
         if self.repeats is None:
             return len(group)
         return sum(int(self.repeats[i]) for i in group) + round(sum(self.repeats[i] % 1 for i in group))
 
     def requests(self, epoch: int) -> list[Request]:
-        """The batches of this process in an epoch, in order."""
+        """Return the batches of this process in an epoch, in order."""
         size, requests = self.batch * self.world, []
         for number, members in enumerate(self.groups):
             group = self._members(members, epoch, number)
@@ -84,7 +84,7 @@ class Order:
         return [request for request in requests if request.indices]
 
     def _members(self, group: Sequence[int], epoch: int, number: int) -> Sequence[int]:
-        """The samples of a group as often as an epoch has them."""
+        """Return the samples of a group, each as often as the epoch has it."""
         if self.repeats is None:
             return group
         whole = [i for i in group for _ in range(int(self.repeats[i]))]
@@ -96,7 +96,8 @@ class Order:
         return whole + [group[i] for i in drawn.tolist()]
 
     def _share(self, part: Sequence[int]) -> Sequence[int]:
-        """The contiguous part of a global batch that is this process's; of an uneven one the first have one more."""
+        """Return the contiguous part of a global batch for this process; of an uneven batch the first processes get one
+        more."""
         each, more = divmod(len(part), self.world)
         start = self.rank * each + min(self.rank, more)
         return part[start : start + each + (self.rank < more)]
@@ -108,7 +109,7 @@ class Order:
 
 
 def _views(group: Sequence[int]) -> list[int]:
-    """How often each member stands before its place."""
+    """Return for each position how often the same sample occurs before it."""
     seen: Counter[int] = Counter()
     views = []
     for i in group:
@@ -118,11 +119,11 @@ def _views(group: Sequence[int]) -> list[int]:
 
 
 def bucket_sizes(size: Size, buckets: Buckets) -> list[Size]:
-    """The sizes (h, w) with sides that are multiples of `step` from `min` to `max`, from the tallest to the widest.
+    """Return the sizes (h, w) with sides that are multiples of `step` from `min` to `max`, from the tallest to the widest.
 
-    For each height the width is the largest whose area is not above that of `size`, and the other way round: the buckets
-    of NovelAI's "Improvements on Stable Diffusion" (2022), kohya's sd-scripts and EveryDream2trainer. `min` is by default
-    half the side of the square of that area, `max` twice. Raises SpecError where no size fits.
+    For each height the width is the largest whose area is not above that of `size`, and the other way round: the buckets of
+    NovelAI's "Improvements on Stable Diffusion" (2022), kohya's sd-scripts and EveryDream2trainer. `min` is by default half the
+    side of the square of that area, `max` twice. Raises SpecError where no size fits.
     """
     area, step = size[0] * size[1], buckets.step
     side = math.isqrt(area)
@@ -143,9 +144,9 @@ def bucket_sizes(size: Size, buckets: Buckets) -> list[Size]:
 
 
 def assign(images: Sequence[Size], sizes: Sequence[Size], fill: int = 1) -> list[Size]:
-    """The bucket of each image (h, w): that of the nearest aspect ratio, on a log scale; of equal ones the largest.
+    """Return the bucket of each image (h, w): the nearest aspect ratio on a log scale, the largest of equal ones.
 
-    A bucket with fewer than `fill` images, which would never make a batch, gives them to the next nearest that stays.
+    The images of a bucket with fewer than `fill`, which would never make a batch, go to the nearest bucket that remains.
     """
     kept = list(sizes)
     while True:

@@ -15,11 +15,11 @@ NUMBERS = {"loss_scale": torch.float32, "cond_dropout": torch.float32, "label": 
 
 
 def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One dict of the samples' values.
+    """Collate samples into one dict of batched values.
 
-    `image` and `condition` are stacked to float32 [b, c, h, w]; uint8 becomes [-1, 1] and [0, 1]. Text becomes a list,
-    `label` and `index` int64 [b], the rest what torch's default_collate makes of it. Raises TrainError for samples that do
-    not go together.
+    `image` and `condition` are stacked to float32 [b, c, h, w]; uint8 becomes [-1, 1] and [0, 1]. Text becomes a list, `label`
+    and `index` int64 [b], the rest what torch's default_collate makes of it. Raises TrainError for samples that cannot be
+    collated.
     """
     first = samples[0]
     for sample in samples[1:]:
@@ -31,7 +31,7 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) -> Any:
-    """The values that samples, of which the names are used, have for a key, as a batch has them. Raises TrainError."""
+    """Collate the values of one key. `samples` give the names for errors. Raises TrainError."""
     if isinstance(values[0], str):
         return values
     if key in NUMBERS:
@@ -51,7 +51,7 @@ def collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) -> 
 
 
 def _read(key: str, value: Any, sample: dict[str, Any]) -> Tensor:
-    """A number of a sample. Raises TrainError for anything else, which a data set may give."""
+    """Return a number of a sample as a scalar tensor. Raises TrainError for anything else, which a data set may give."""
     try:
         return torch.tensor(value, dtype=NUMBERS[key]).reshape(())
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -60,7 +60,7 @@ def _read(key: str, value: Any, sample: dict[str, Any]) -> Tensor:
 
 
 def rescaled(key: str, images: Tensor) -> Tensor:
-    """uint8 images as float32 in [-1, 1], conditions in [0, 1]; floats as they are."""
+    """Convert uint8 images to float32 in [-1, 1], conditions to [0, 1]; return floats unchanged."""
     if images.dtype != torch.uint8:
         return images
     return images.float().div_(127.5).sub_(1) if key == "image" else images.float().div_(255)

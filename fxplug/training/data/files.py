@@ -46,7 +46,7 @@ class Items:
 
     @cached_property
     def class_count(self) -> int | None:
-        """How many classes there are: those with names, or the numbers up to the largest label. None where it is not known."""
+        """Number of classes: of the names, or up to the largest label; None where it is not known."""
         return count_classes(self.classes, self.labels)
 
     @property
@@ -67,19 +67,19 @@ class Items:
         return item
 
     def sample(self, i: int) -> dict[str, Any]:
-        """An item, with the label that it has itself."""
+        """Return item `i`, with the label as its source gives it."""
         raise NotImplementedError
 
 
 def count_classes(names: list[str] | None, labels: Collection[int] | None) -> int | None:
-    """How many classes there are by their names, or by their labels where these are numbers from 0 on."""
+    """Return the number of classes by their names, or by their labels where these are numbers from 0 on; else None."""
     if names is not None or not labels:
         return None if names is None else len(names)
     return max(labels) + 1 if 0 <= min(labels) <= max(labels) < MOST_CLASSES else None
 
 
 def names_of_classes(names: list[str] | None, labels: Collection[int] | None) -> list[str] | None:
-    """The names of classes, or their numbers where they have none; None where these are not known."""
+    """Return the names of the classes, or their numbers as text where they have no names; None where neither is known."""
     count = count_classes(names, labels)
     return [str(number) for number in range(count)] if names is None and count is not None else names
 
@@ -98,7 +98,7 @@ class FileItems(Items):
         return len(self.names)
 
     def sample(self, i: int) -> dict[str, Any]:
-        """`image`, `name` (relative to the folder), and what is known of it. Raises Unreadable."""
+        """Return `image`, `name` (relative to the folder), and the known values. Raises Unreadable."""
         name = self.names[i]
         item = {"image": self._image(self.top / name, name), "name": name, **self.values[i]}
         if self.conditions:
@@ -115,11 +115,11 @@ class FileItems(Items):
 
 
 def open_files(spec: Data, base: Path) -> FileItems:
-    """Folders of images and their sub-folders, in natural order (`2.png` before `10.png`), or lists of files.
+    """Open folders of images and their sub-folders, in natural order (`2.png` before `10.png`), or lists of files.
 
-    Of `images`, captions and further values come from the `metadata.jsonl` nearest above one, else from what lies beside it.
-    Of `classes`, the label is the folder below it, by sorted names; what lies beside folders counts, of images it does not.
-    Raises SpecError for a folder that is absent or empty, metadata that does not fit, and captions that are missing.
+    For `images`, captions and further values come from the nearest `metadata.jsonl` above an image, else from its sidecar
+    files. For `classes`, the label is the top folder, by sorted names; sidecar files of folders are read, those of images are
+    not. Raises SpecError for a folder that is absent or empty, metadata that does not fit, and captions that are missing.
     """
     key = "images" if spec.classes is None else "classes"
     given = spec.images if spec.classes is None else spec.classes
@@ -183,20 +183,21 @@ class _OtherFolders:
             self.kinds[os.path.realpath(conditions)] = "condition images"
 
     def __contains__(self, folder: object) -> bool:
-        """Whether a folder, whose real path it is, is one of them."""
+        """Return whether a folder, given by its real path, is one of them, and note it if so."""
         if folder not in self.kinds:
             return False
         self.met.add(str(folder))
         return True
 
     def notes(self) -> list[str]:
-        """What is to be said of those that were met."""
+        """Return a note for each of these folders that was left out."""
         left_out = "is left out of the images around it: it has the"
         return [f"'{folder}' {left_out} {self.kinds[folder]}" for folder in sorted(self.met)]
 
 
 def _repeats(said: Sequence[ImageSettings], names: Sequence[str], key: str) -> list[float] | None:
-    """How often an epoch has each image; None where it has each once. Raises SpecError for more than an epoch can hold."""
+    """Return how often an epoch has each image, or None where it has each once. Raises SpecError for more than an epoch can
+    hold."""
     repeats = [1.0 if settings.multiply is None else settings.multiply for settings in said]
     if sum(repeats) > DEFAULT.samples:
         most, name = max(zip(repeats, names, strict=True))
@@ -211,7 +212,8 @@ def _repeats(said: Sequence[ImageSettings], names: Sequence[str], key: str) -> l
 def _listed(
     source: Path, sidecars: Sidecars, skip: Container[str], key: str
 ) -> list[tuple[Path, ImageSettings | None]]:
-    """The image files of a folder or a list, each with what the list says of it. None: what lies beside it says it."""
+    """Return the image files of a folder or a list, each with its settings from the list; None where sidecar files have
+    them."""
     if os.path.isfile(source) and source.suffix == ".json":
         return from_json(source, sidecars)
     if os.path.isfile(source) and source.suffix == ".toml":
@@ -225,7 +227,7 @@ def _listed(
 
 
 def _settings(file: Path, given: ImageSettings | None, sidecars: Sidecars, repeats: bool) -> ImageSettings:
-    """What a list says of an image, else what lies beside it, over what the name of its folder says."""
+    """Return the settings of an image: from its list, else from its sidecars, over those in the name of its folder."""
     if given is not None:
         return given
     settings, above = sidecars.of(file), file.parents
@@ -245,7 +247,7 @@ def _settings(file: Path, given: ImageSettings | None, sidecars: Sidecars, repea
 
 
 def _with_metadata(top: Path, names: list[str]) -> list[dict[str, Any]]:
-    """What the `metadata.jsonl` nearest above each image says about it."""
+    """Return the values for each image from the `metadata.jsonl` files above it; the nearest wins."""
     values: dict[str, dict[str, Any]] = {name: {} for name in names}
     folders = {folder for name in names for folder in Path(name).parents}
     for folder in sorted(folders, key=lambda f: (len(f.parts), f)):  # so that the nearest metadata is read last
@@ -254,7 +256,8 @@ def _with_metadata(top: Path, names: list[str]) -> list[dict[str, Any]]:
 
 
 def _class_folders(top: Path, names: Sequence[str], skip: Container[str]) -> list[str]:
-    """The classes are the names of the folders in `top`. SpecError for an empty one, and for images outside of them."""
+    """Return the classes: the sorted names of the folders in `top`. Raises SpecError for an empty one, and images outside of
+    them."""
     folders = (p for p in top.iterdir() if p.is_dir() and not p.name.startswith("."))
     classes = sorted(p.name for p in folders if os.path.realpath(p) not in skip)
     if empty := sorted({*classes} - {name.partition("/")[0] for name in names}):
@@ -265,7 +268,7 @@ def _class_folders(top: Path, names: Sequence[str], skip: Container[str]) -> lis
 
 
 def existing(folder: Path, key: str) -> Path:
-    """The folder, or a SpecError with the nearest name that exists."""
+    """Return the folder; raise SpecError with the nearest existing name if there is none."""
     if os.path.isdir(folder):  # which, as the others here, takes what no file can be called
         return folder
     if os.path.exists(folder):
@@ -277,8 +280,8 @@ def existing(folder: Path, key: str) -> Path:
 
 
 def images_below(top: Path, skip: Container[str] = ()) -> list[str]:
-    """The images below a folder, as relative paths in natural order. Hidden files, and folders whose real path is in `skip`,
-    are left out."""
+    """Return the images below a folder as relative paths in natural order. Hidden files, and folders whose real path is in
+    `skip`, are left out."""
     known, names, seen = _suffixes(), [], set()
     for folder, folders, files in os.walk(top, followlinks=True):
         here = os.path.realpath(folder)
@@ -293,13 +296,13 @@ def images_below(top: Path, skip: Container[str] = ()) -> list[str]:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """The key that sorts numbers in names by their value, folder by folder."""
+    """Return a sort key that orders numbers in names by value, folder by folder."""
     parts = re.split(r"(\d+)", name.replace("/", "\0"))
     return [(int(part), "") if part.isdecimal() else (0, part) for part in parts] + [(0, name)]
 
 
 def _condition_folder(spec: Data, base: Path) -> Path | None:
-    """The folder of condition images, if conditions are given as one and not as `module:function`."""
+    """Return the folder of condition images, if conditions are given as one and not as `module:function`."""
     if spec.conditions is None or ":" in spec.conditions.name:
         return None
     if spec.conditions.options:
@@ -308,7 +311,8 @@ def _condition_folder(spec: Data, base: Path) -> Path | None:
 
 
 def match_stems(names: Sequence[str], conditions: Path) -> list[Path]:
-    """The condition image of each name: the same path below `conditions`, of any suffix. SpecError lists the missing ones."""
+    """Return the condition image of each name: the same path below `conditions`, with any suffix. Raises SpecError if any are
+    missing."""
     found: dict[str, str] = {}
     for name in images_below(conditions):
         stem = os.path.splitext(name)[0]
@@ -323,7 +327,7 @@ def match_stems(names: Sequence[str], conditions: Path) -> list[Path]:
 
 
 def few(names: Sequence[str], kind: str) -> str:
-    """Names for a message: all of a few, else the first three and how many there are."""
+    """List names for a message: all of a few, else the first three and how many there are."""
     shown = ", ".join(f"'{name}'" for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more {kind}s"
 
@@ -343,9 +347,10 @@ class MetadataLine(Section, extra="allow"):
 
 
 def read_metadata(file: Path, top: Path, names: Collection[str]) -> dict[str, dict[str, Any]]:
-    """The values that the lines of a `metadata.jsonl` give to images, whose `names` are relative to `top`; null is left out.
+    """Read the values that the lines of a `metadata.jsonl` give to images, whose `names` are relative to `top`; null is left
+    out.
 
-    There are none without the file. Raises SpecError with file and line.
+    Returns an empty dict if there is no file. Raises SpecError with file and line.
     """
     found: dict[str, dict[str, Any]] = {}
     if not os.path.lexists(file):
@@ -375,7 +380,8 @@ def read_metadata(file: Path, top: Path, names: Collection[str]) -> dict[str, di
 
 
 def _numbered(names: Sequence[str], values: list[dict[str, Any]]) -> list[str] | None:
-    """Turn labels that are text into numbers, in place, and give the classes: the texts, sorted. None without such labels.
+    """Convert text labels to numbers, in place, and return the classes: the sorted texts. None without such labels. the texts,
+    sorted. None without such labels.
 
     Raises SpecError where some images have a key and others do not, and for labels of several kinds.
     """
@@ -398,10 +404,11 @@ def _numbered(names: Sequence[str], values: list[dict[str, Any]]) -> list[str] |
 
 
 def _put_captions(names: Sequence[str], values: list[dict[str, Any]], said: Sequence[ImageSettings], law: str) -> None:
-    """Give the samples their captions, in place: those of metadata, else what is `said`.
+    """Set the captions of the samples, in place: from metadata, else from the settings `said`.
 
-    `required`: an image without one, or with an empty one, is a SpecError, unless all images have labels and none a caption.
-    `filename` is the same, and its name comes last. `optional`: it is "". `none`: there are no captions.
+    `required`: an image without a caption, or with an empty one, is a SpecError, unless all images have labels and none a
+    caption. `filename` is the same, with the file's name as the last resort. `optional`: the caption is "". `none`: there are
+    no captions.
     """
     for name, value, settings in zip(names, values, said, strict=True):
         if "caption" in value:

@@ -42,7 +42,7 @@ def read_image(
 
 @contextlib.contextmanager
 def _readable(name: str, source: Path | bytes = b"...") -> Iterator[None]:
-    """Raises Unreadable, with the reason, for whatever decoders raise for broken data."""
+    """Raise Unreadable, with the reason, for whatever decoders raise for broken data."""
     try:
         yield
     except Exception as error:  # a decoder's
@@ -57,12 +57,13 @@ def _readable(name: str, source: Path | bytes = b"...") -> Iterator[None]:
 
 
 def _opened(source: Path | bytes) -> BinaryIO:
-    """A file or bytes, opened. Of a path PIL would map a TIFF into memory, and one that is turned has other pixels then."""
+    """Open a path or bytes for reading. Given a path, PIL would memory-map a TIFF, whose pixels then differ once it is
+    rotated."""
     return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
 
 
 def _unidentified(source: Path | bytes) -> str:
-    """Why a file is not opened by PIL."""
+    """Return the reason why PIL cannot open a file."""
     with _opened(source) as file:
         start = file.read(4)
     if start in (b"II*\0", b"MM\0*"):
@@ -71,7 +72,7 @@ def _unidentified(source: Path | bytes) -> str:
 
 
 def read_size(source: Path | bytes) -> tuple[int, int]:
-    """(h, w) of the upright image, from its header; (0, 0) for one that cannot be read."""
+    """Return (h, w) of the upright image, from its header; (0, 0) if it cannot be read."""
     try:
         with _opened(source) as file, Image.open(file) as image:
             if image.format == "PNG" and not image.info.keys() & _PNG_KEYS and _has_late_chunks(source):
@@ -85,7 +86,8 @@ def read_size(source: Path | bytes) -> tuple[int, int]:
 
 
 def _has_late_chunks(source: Path | bytes) -> bool:
-    """Whether a PNG has chunks behind its pixels that may say how it is turned. Only then is it decoded for its size."""
+    """Return whether a PNG has metadata after its pixels, which may hold an orientation. Only then is it decoded for its
+    size."""
     with _opened(source) as file:
         file.seek(8)
         pixels = False
@@ -98,7 +100,7 @@ def _has_late_chunks(source: Path | bytes) -> bool:
 
 
 def prepared(image: Image.Image, channels: int, background: tuple[int, int, int] = WHITE) -> Image.Image:
-    """Turn an image upright, in mode RGB (3 channels) or L (1), its transparent pixels composed on a colour.
+    """Rotate an image upright, in mode RGB (3 channels) or L (1), its transparent pixels composed on a background colour.
 
     Grey of more than 8 bits becomes 8 (see `_of_8_bits`). An image that had transparent pixels has `COMPOSED` in its `info`.
     Raises ValueError for values whose white is not known.
@@ -125,11 +127,11 @@ def prepared(image: Image.Image, channels: int, background: tuple[int, int, int]
 
 
 def _of_8_bits(image: Image.Image) -> Image.Image:
-    """Grey of 16 or 32 bits or of floats, in 8 bits.
+    """Convert grey of 16 or 32 bits or of floats to 8 bits.
 
     White is the largest value of 16 bits, of which the upper 8 are kept. In 32 bits and floats it is 255, or 65535 where the
-    image has larger values and all are whole; in floats up to 1 it is 1. Raises ValueError for other values, and for floats
-    of which most are below 1 and some above, which may be either.
+    image has larger values and all are whole; in floats up to 1 it is 1. Raises ValueError for other values, and for floats of
+    which most are below 1 and some above, which may be either.
     """
     values, clear = np.asarray(image), image.info.get("transparency")
     least, most = values.min(), values.max()
@@ -160,10 +162,10 @@ def _of_8_bits(image: Image.Image) -> Image.Image:
 def as_image(
     value: Any, name: str, channels: int = 3, background: tuple[int, int, int] = WHITE
 ) -> Image.Image | Tensor:
-    """An image of a data set as the loader takes it.
+    """Convert an image of a data set to what the loader takes.
 
-    PIL images, and uint8 arrays and tensors [c, h, w], become PIL images of this many channels. A float array or tensor is an
-    image that is ready: it becomes float32 [c, h, w] and is otherwise left as it is, so its values must be those the task works
+    PIL images, and uint8 arrays and tensors [c, h, w], become PIL images of this many channels. A float array or tensor counts
+    as preprocessed: it becomes float32 [c, h, w] and is otherwise left as it is, so its values must be those the task works
     with. Tensors are [c, h, w] or [h, w], numpy arrays (and lists) [h, w, c] or [h, w]. Raises TrainError for anything else,
     and Unreadable for a PIL image that does not decode.
     """
@@ -197,7 +199,7 @@ def as_image(
 
 
 def stored(value: dict[str, Any]) -> bytes | Path:
-    """What a Hugging Face data set has of an image that it is not to decode."""
+    """Return the bytes or path that a Hugging Face data set has of an undecoded image."""
     return value["bytes"] if value["bytes"] is not None else Path(value["path"])
 
 
@@ -218,7 +220,8 @@ class Crop(NamedTuple):
 
 
 def placed(image: Image.Image, size: tuple[int, int], place: Crop) -> Image.Image:
-    """The largest crop of the shape of `size` (h, w), resized with an antialiasing Lanczos filter in the same go."""
+    """Take the largest crop with the aspect ratio of `size` (h, w), resized in the same step with an antialiasing Lanczos
+    filter."""
     if (image.height, image.width) != size:
         image = ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS, centering=(place.x, place.y))
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if place.flip else image

@@ -102,7 +102,7 @@ class Loader(Dataset[Any]):
 
     @property
     def skipped(self) -> dict[str, str]:
-        """The images that could not be read, with the reason; in the first process those of the others too."""
+        """Images that could not be read, with the reason; in the first process those of the others too."""
         return {**told_by_others(self._set), **self._skipped}
 
     @property
@@ -111,7 +111,7 @@ class Loader(Dataset[Any]):
 
     @property
     def transform(self) -> Transform | None:
-        """What makes a tensor of an image; may be set between epochs."""
+        """Transform from an image to a tensor; may be set between epochs."""
         return self._transform
 
     @transform.setter
@@ -121,21 +121,22 @@ class Loader(Dataset[Any]):
 
     @property
     def grouped(self) -> bool:
-        """Whether samples come in groups, such as buckets, of which each batch has one."""
+        """Return whether samples come in groups, such as buckets, of which each batch has one."""
         return len(self.groups) > 1
 
     def samples_of_a_batch(self, world: int) -> int | None:
-        """How many samples a batch has over all processes."""
+        """Return the number of samples of a batch over all processes."""
         return self.order.batch * world
 
     def close(self) -> None:
-        """End the workers; a later epoch starts new ones."""
+        """Shut down the workers; a later epoch starts new ones."""
         self._pool = None
 
     def first(self, count: int) -> dict[str, Any]:
-        """The first `count` readable samples (of the fullest bucket) as a batch, without shuffling, plugins and transform.
+        """Return the first `count` readable samples (of the fullest bucket) as a batch, without shuffling, plugins and
+        transform.
 
-        Those that cannot be read are counted as in an epoch. Raises TrainError where none can.
+        Unreadable samples are counted as in an epoch. Raises TrainError if none can be read.
         """
         number = max(range(len(self.groups)), key=lambda n: len(self.groups[n]))
         group = self.groups[number]
@@ -148,12 +149,12 @@ class Loader(Dataset[Any]):
         return fetched.batch or {}
 
     def peek(self) -> dict[str, Any] | None:
-        """The first batch of the training, but for what plugins change in it; nothing is counted. None where there is none."""
+        """Return the first batch of the training, before plugins, without counting skipped images; None if there is none."""
         request = next(iter(self.order.requests(0)), None)
         return None if request is None else self._copy(hooks=None).fetch(request).batch
 
     def epoch(self, number: int, start: int = 0) -> Iterator[dict[str, Any]]:
-        """The batches of epoch `number` from the `start`-th on. Raises TrainError for data that cannot be used."""
+        """Yield the batches of epoch `number` from the `start`-th on. Raises TrainError for data that cannot be used."""
         self._requests[:] = self.order.requests(number)[start:]
         if self.spec.workers and self._pool is None:
             self._pool = DataLoader(
@@ -177,7 +178,7 @@ class Loader(Dataset[Any]):
                 yield fetched.batch
 
     def notes(self, task: Task) -> list[str]:
-        """What is to be said about the data before the training: what of them it goes without."""
+        """Return notes about the data before the training: values that are ignored and samples that are left out."""
         notes = list(self.items.notes)
         keys = {key for value in self.items.values for key in value}
         for key in ("loss_scale", "cond_dropout"):
@@ -210,7 +211,7 @@ class Loader(Dataset[Any]):
         return self.fetch(request)
 
     def fetch(self, request: Request, enough: int | None = None) -> Fetched:
-        """The batch of a request; `enough` is after how many samples it ends.
+        """Return the batch of a request; with `enough`, stop after that many samples.
 
         Every sample starts from random numbers seeded with (seed, epoch, index), and further views of it in one epoch with
         their number too.
@@ -280,7 +281,8 @@ class Loader(Dataset[Any]):
         return item
 
     def _put_images(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
-        """Make tensors of a size of an item's image and condition. A task's transform crops by itself, without a condition."""
+        """Convert an item's image and condition to tensors of a size. A task's transform crops by itself, without a
+        condition."""
         image, name, condition = item.get("image"), item["name"], item.get("condition")
         if isinstance(image, Tensor):
             if size is not None and image.shape[1:] != size:
@@ -307,7 +309,7 @@ class Loader(Dataset[Any]):
             item["condition"] = pil_to_tensor(placed(condition, size, place))
 
     def _changed(self, image: Image.Image, name: str, fixed: bool) -> Image.Image:
-        """The image after the plugins, which may change its size only where the task crops it."""
+        """Return the image after the plugins, which may change its size only where the task crops it."""
         if self.hooks is None or not self._hooked("transform_pil_image"):
             return image
         try:
@@ -332,7 +334,7 @@ class Loader(Dataset[Any]):
             raise TrainError(f"{found}: {too_many(self._skipped)}")
 
     def _bucketed(self, size: Size | None, fill: int) -> dict[Size, Sequence[int]]:
-        """The samples of each bucket; those without a readable header are skipped here already, so in every process."""
+        """Return the samples of each bucket; those without a readable header are skipped here already, so in every process."""
         images = self.items.sizes
         if size is None or images is None or self.spec.buckets is None:
             missing = "the size of each image; give the data set 'sizes' [(h, w), ...]"
@@ -361,7 +363,7 @@ def _are_equal(fetched: Any) -> Any:
 
 
 def _check_alike(image: Image.Image, condition: Any, size: Size, place: Crop, name: str) -> None:
-    """TrainError for an image and a condition that cannot be cropped alike."""
+    """Raise TrainError for an image and a condition that cannot be cropped alike."""
     if isinstance(condition, Tensor) and (place.flip or not size == (image.height, image.width) == condition.shape[1:]):
         raise TrainError(
             f"{name}: its condition is a float tensor, which cannot be cropped and flipped with it: use a PIL image or uint8"
@@ -374,6 +376,6 @@ def _check_alike(image: Image.Image, condition: Any, size: Size, place: Crop, na
 
 
 def too_many(skipped: dict[str, str]) -> str:
-    """The first of the images that were skipped, each with the reason."""
+    """List the first of the skipped images, each with the reason."""
     shown = [f"{name} ({why})" for name, why in list(skipped.items())[:NAMED]]
     return "; ".join(shown) + (f"; and {len(skipped) - NAMED} more" if len(skipped) > NAMED else "")

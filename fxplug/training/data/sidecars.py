@@ -67,11 +67,11 @@ class Caption:
     longest: int = LONGEST
 
     def text(self) -> str:
-        """The caption with its tags, those of the highest weight first."""
+        """Return the caption with its tags, those of the highest weight first."""
         return _joined(self.main, [tag for tag, _ in sorted(self.tags, key=lambda tag: -tag[1])])
 
     def shuffled(self) -> str:
-        """The caption with its tags in an order that is drawn from Python's random numbers."""
+        """Return the caption with its tags in an order drawn from Python's random numbers."""
         left = list(self.tags)
         if len({weight for _, weight in left}) <= 1:
             random.shuffle(left)
@@ -97,7 +97,7 @@ class ImageSettings(Section):
     loss_scale: Number | None = None
 
     def under(self, nearer: ImageSettings) -> ImageSettings:
-        """These, with those of something nearer to the image over them."""
+        """Return these settings overridden by those of something nearer to the image."""
         said = {key: value for key, value in nearer if value is not None}
         tags = self.tags
         if "plain" in said or "prompt" in said:
@@ -108,7 +108,7 @@ class ImageSettings(Section):
         return self.model_copy(update=said)
 
     def caption(self) -> str | Caption | None:
-        """The caption, its parts behind the first one being tags where there are others or they are to be shuffled."""
+        """Return the caption, its parts after the first as tags if there are other tags or they are to be shuffled."""
         said = self.plain if self.prompt is None else self.prompt
         if said is None or not (self.tags or self.shuffle_tags):
             return said
@@ -119,18 +119,18 @@ class ImageSettings(Section):
 
 
 def _parts(text: str | None) -> tuple[str, tuple[tuple[str, float], ...]]:
-    """A caption as what stands before its first comma, and tags."""
+    """Split a caption into the part before its first comma, and tags."""
     first, *tags = (part.strip() for part in (text or "").split(","))
     return first, tuple((tag, 1.0) for tag in tags if tag)
 
 
 def from_name(stem: str) -> str:
-    """The caption that a file name is, without what follows an underscore."""
+    """Return the caption that a file name stands for: the part before an underscore."""
     return ", ".join(part.strip() for part in stem.partition("_")[0].split(","))
 
 
 def numbers(values: Sequence[dict[str, Any]], said: Sequence[ImageSettings], flip: bool) -> None:
-    """Give the samples the numbers that the loader and the task go by, in place, where any of them has one of its own."""
+    """Set the numbers that the loader and the task read, in place, if any sample has one of its own."""
     default = {"loss_scale": 1.0, "cond_dropout": math.nan, "flip_p": 0.5 if flip else 0.0}
     for key, usual in default.items():
         if any(getattr(settings, key) is not None for settings in said):
@@ -147,8 +147,8 @@ class Sidecars:
         self._folders: dict[Path, tuple[set[str], ImageSettings, ImageSettings]] = {}
 
     def of(self, file: Path, *, alone: bool = False) -> ImageSettings:
-        """What is said about an image, if `alone` then by its folders only. SpecError, with file and line, for what cannot be
-        read."""
+        """Return the settings of an image; with `alone`, only those of its folders. Raises SpecError, with file and line, for
+        what cannot be read."""
         names, everywhere, here = self._folder(file.parent)
         settings = everywhere.under(here)
         if alone:
@@ -159,12 +159,12 @@ class Sidecars:
         return settings
 
     def read(self, file: Path) -> ImageSettings:
-        """The settings of a YAML file, or of one with a caption."""
+        """Read the settings of a YAML file, or of a text file with a caption."""
         source = read_yaml(file) if file.suffix in (".yml", ".yaml") else Source(_text(file), str(file))
         return ImageSettings() if source.data is None else self.parsed(source.data, source)
 
     def parsed(self, data: Any, source: Source) -> ImageSettings:
-        """Settings of a mapping, or of text: a caption; `source` knows the places."""
+        """Return the settings in a mapping, or in text, which is a caption; `source` knows the lines."""
         if isinstance(data, str):
             return ImageSettings(plain=data.strip())
         if not isinstance(data, Mapping):
@@ -217,8 +217,8 @@ def _text(file: Path) -> str:
 
 
 def from_json(file: Path, sidecars: Sidecars) -> list[tuple[Path, ImageSettings | None]]:
-    """The images of a JSON list: mappings of `image`, a path relative to the file, and what a YAML sidecar may have; or such
-    paths alone, beside which the captions lie."""
+    """Read the images of a JSON list: mappings of `image`, a path relative to the file, and the keys of a YAML sidecar; or just
+    paths, with captions in sidecar files."""
     where = Where(str(file))
     found = reading.read_json(file, lambda finding: SpecError(finding, where=where))
     if not isinstance(found, list):
@@ -265,7 +265,7 @@ class Subset(Section, extra="ignore"):
 
 
 def from_toml(file: Path, below: Callable[[Path], list[str]], notes: list[str]) -> list[tuple[Path, ImageSettings | None]]:
-    """The images of the subsets of a data set of kohya's: `image_dir` is relative to the file."""
+    """Read the images of the subsets of a kohya data set; `image_dir` is relative to the file."""
     where = Where(str(file))
     try:
         data = tomllib.loads(reading.text(file, DEFAULT.json, lambda finding: SpecError(finding, where=where)))

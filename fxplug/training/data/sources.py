@@ -35,10 +35,10 @@ KINDS = {"image": ("image",), "label": ("class", "int", "text"), "caption": ("te
 
 
 def open_items(spec: Data, base: Path, *, test: bool = False) -> Items:
-    """The samples that a `data` section names, or its `test` section; paths are relative to `base`.
+    """Open the samples that a `data` section names, or its `test` section; paths are relative to `base`.
 
-    `test` only says how errors call the section, and which split of a data set is taken when none is given.
-    Raises SpecError, whose path begins with `data`, or with the file and line of metadata that is wrong.
+    `test` only sets how errors call the section, and the default split of a data set. Raises SpecError, whose path begins with
+    `data`, or with the file and line of metadata that is wrong.
     """
     with below("data", *["test"] * test):
         if spec.conditions and ":" in spec.conditions.name:
@@ -53,10 +53,10 @@ def open_items(spec: Data, base: Path, *, test: bool = False) -> Items:
 
 
 def match_test_items(test: Items, train: Items) -> Items:
-    """Test items with the label numbers of the training data, which may have more classes and so another order.
+    """Map the labels of test items to those of the training data, which may have more classes and so another order.
 
-    A note of the training data says where both have the same files. Raises SpecError for a class that the training data do
-    not have, and for labels that are names in one and numbers in the other.
+    A note of the training data says where both have the same files. Raises SpecError for a class that the training data do not
+    have, and for labels that are names in one and numbers in the other.
     """
     if shared := _shared_files(test, train):
         finding = f"{len(shared)} of {len(test)} test images are trained on too, such as '{shared[0]}'"
@@ -95,7 +95,7 @@ def _kind_of_labels(items: Items) -> str | None:
 
 
 def _shared_files(test: Items, train: Items) -> list[str]:
-    """The names of test images that are files of the training data."""
+    """Return the names of test images that are files of the training data."""
     if not (isinstance(test, FileItems) and isinstance(train, FileItems)):
         return []
     folders: dict[str, str] = {}
@@ -142,7 +142,7 @@ class OwnItems(Items):
         return len(self.dataset)
 
     def sample(self, i: int) -> dict[str, Any]:
-        """One sample. Raises Unreadable where the data set raises OSError, TrainError for any other error of it."""
+        """Return item `i`. Raises Unreadable where the data set raises OSError, TrainError for any other error of it."""
         name = f"dataset[{i}]"
         try:
             sample = self.dataset[i]
@@ -188,7 +188,7 @@ class OwnItems(Items):
 
 
 def classes_of(dataset: Any) -> list[str] | None:
-    """The names of a data set's classes, where it has them."""
+    """Return the names of a data set's classes, if it has them."""
     if isinstance(dataset, Subset):
         return classes_of(dataset.dataset)
     classes = getattr(dataset, "classes", None)
@@ -196,7 +196,7 @@ def classes_of(dataset: Any) -> list[str] | None:
 
 
 def labels_of(dataset: Any) -> set[int] | None:
-    """The labels of a data set that has them all at hand, as torchvision's and TensorDataset have; None of any other."""
+    """Return the labels of a data set that stores them all, as torchvision's and TensorDataset do; else None."""
     labels = _all_labels(dataset)
     return {*labels} if labels and all(type(label) is int for label in labels) else None
 
@@ -213,7 +213,7 @@ def _all_labels(dataset: Any) -> list[Any] | None:
 
 
 def keyed(sample: Any, name: str, columns: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """A sample, or a batch, with the keys of an item. Raises TrainError for one that is neither a mapping nor a pair."""
+    """Return a sample, or a batch, with the keys of an item. Raises TrainError if it is neither a mapping nor a pair."""
     if isinstance(sample, Mapping):
         for column in columns.values():
             if column not in sample:
@@ -235,11 +235,11 @@ def keyed(sample: Any, name: str, columns: Mapping[str, str] = MappingProxyType(
 
 
 def open_dataset(spec: Data, base: Path, split: str = "train") -> OwnItems:
-    """A data set of `save_to_disk`; `split` is the one taken where `spec.split` does not say.
+    """Open a data set of `save_to_disk`; `split` is the default for `spec.split`.
 
-    Columns are found by their features first (Image, ClassLabel), by their names second; `columns` overrules both and adds
-    others. A text label is numbered by the sorted texts. Raises SpecError for a folder that is none, splits and columns that
-    do not exist or cannot be told apart.
+    Columns are found by their features first (Image, ClassLabel), by their names second; `columns` overrides both and adds
+    others. A text label is numbered by the sorted texts. Raises SpecError for a folder that is no data set, and for splits and
+    columns that do not exist or are ambiguous.
     """
     folder = existing(base / (spec.dataset or ""), "dataset")
     try:
@@ -285,7 +285,7 @@ def open_dataset(spec: Data, base: Path, split: str = "train") -> OwnItems:
 
 
 def _columns(features: dict[str, str], spec: Data, folder: Path) -> dict[str, str]:
-    """The column of each key: the one that `columns` says, the only one whose feature tells, or one that is called so."""
+    """Return the column of each key: from `columns`, else the only one with a fitting feature, or one with a fitting name."""
     columns = dict(spec.columns)
     for key, column in columns.items():
         if column not in features:
@@ -330,7 +330,7 @@ def _kind(feature: Any) -> str:
 
 
 def items_of(dataset: Any, spec: Data, name: str) -> OwnItems:
-    """The items of a data set that is called `name`. Raises SpecError for one without length or numbers, or without samples."""
+    """Return the items of a data set named `name` in errors. Raises SpecError if it has no length, no indices or no samples."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         why = "it needs a length and an index, so that the order can be repeated and resumed"
         raise SpecError(f"{name} is a {type(dataset).__name__}, not a map-style data set: {why}", path=("call",))
@@ -340,7 +340,7 @@ def items_of(dataset: Any, spec: Data, name: str) -> OwnItems:
 
 
 def open_call(spec: Data) -> OwnItems:
-    """The data set that `call` names: a class or function, called with its options, or an object.
+    """Open the data set that `call` names: a class or function, called with its options, or an object.
 
     Raises SpecError for what cannot be imported or called so, and for anything that has no length or no indices.
     """

@@ -17,7 +17,7 @@ def _shared() -> bool:
 
 
 def tell_first_process(data: str, skipped: Mapping[str, str]) -> None:
-    """Tell it of images of some data that this process cannot read, with the reasons. Waits for nobody."""
+    """Report images of some data that this process cannot read, with the reasons, to the first process. Does not wait."""
     if not skipped or not _shared() or not dist.get_rank():
         return
     store = default_store()
@@ -26,7 +26,7 @@ def tell_first_process(data: str, skipped: Mapping[str, str]) -> None:
 
 
 def told_by_others(data: str) -> dict[str, str]:
-    """What the other processes have told the first one so far; nothing in the others."""
+    """Return the images that other processes have reported to the first one so far; an empty dict in the others."""
     found: dict[str, str] = {}
     if not _shared() or dist.get_rank():
         return found

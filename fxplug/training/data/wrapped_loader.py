@@ -32,8 +32,8 @@ CHANNELS = (1, 3, 4)
 def loader_of(
     data: Any, batch: int, *, seed: int = 0, rank: int = 0, world: int = 1, train: bool = True, hooks: Plugins | None = None
 ) -> Loader | WrappedDataLoader:
-    """Batches of what Python has: a Loader is taken as it is, a torch DataLoader too (see `Given`), a map-style data set gets a
-    Loader that leaves the size of its images alone. Raises SpecError or TrainError for anything else.
+    """Return batches of Python data: a Loader as it is, a torch DataLoader in a `WrappedDataLoader`, a map-style data set in a
+    Loader that keeps the size of its images. Raises SpecError or TrainError for anything else.
     """
     if isinstance(data, (Loader, WrappedDataLoader)):
         return data
@@ -64,11 +64,11 @@ class WrappedDataLoader:
 
     @property
     def described(self) -> list[Any]:
-        """How it makes batches, in plain values."""
+        """Plain values that identify how it makes batches."""
         return [self.steps, self.loader.batch_size, type(self.sampler).__name__, self.loader.drop_last]
 
     def samples_of_a_batch(self, world: int) -> int | None:
-        """None: its batches are its own affair."""
+        """Return None: a DataLoader's batch size is its own."""
         return None
 
     def __init__(
@@ -104,13 +104,13 @@ class WrappedDataLoader:
         self._start = None if loader.generator is None else loader.generator.initial_seed()
 
     def first(self, count: int) -> dict[str, Any]:
-        """The first `count` samples of the data set as a batch, without a transform; of one without numbers, the first of its
-        first batch."""
+        """Return the first `count` samples of the data set as a batch, without a transform; of one without indices, the first
+        of its first batch."""
         batch = self._first(count, None) or next(iter(self.epoch(0)))
         return {key: value[:count] if isinstance(value, (Tensor, list)) else value for key, value in batch.items()}
 
     def peek(self) -> dict[str, Any] | None:
-        """A batch of the first samples, as many as in a batch. None for data without numbers, which is read once."""
+        """Return a batch of the first samples, of the usual size. None for data without indices, which is read once."""
         return self._first(None, self.transform)
 
     def _first(self, count: int | None, transform: Transform | None) -> dict[str, Any] | None:
@@ -123,7 +123,7 @@ class WrappedDataLoader:
             return self._batch(self.loader.collate_fn(samples), 0, 0, transform)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[dict[str, Any]]:
-        """The batches of epoch `number` from the `start`-th on. Raises TrainError where training gets fewer."""
+        """Yield the batches of epoch `number` from the `start`-th on. Raises TrainError where training gets fewer."""
         if isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(number)
         with preserve_random_state():
@@ -145,11 +145,11 @@ class WrappedDataLoader:
                 yield self._batch(batch, number, index, self.transform)
 
     def notes(self, task: Task) -> list[str]:
-        """Nothing is known of what its sampler leaves out."""
+        """Return no notes: what the sampler leaves out is not known."""
         return []
 
     def close(self) -> None:
-        """Nothing: its workers are the DataLoader's."""
+        """Do nothing: the workers belong to the DataLoader."""
 
     def _batch(self, batch: Any, epoch: int, index: int, transform: Transform | None) -> dict[str, Any]:
         found = keyed(batch, f"batch {index}")
@@ -168,7 +168,7 @@ class WrappedDataLoader:
         return found
 
     def _check_labels(self, label: Tensor, index: int) -> None:
-        """Raises TrainError for a label that is none of the data set's classes, where these are known."""
+        """Raise TrainError for a label that is none of the data set's classes, where these are known."""
         if self.class_count is None or label.dim() != 1:
             return
         wrong = ((label < 0) | (label >= self.class_count)).nonzero().flatten().tolist()
@@ -178,7 +178,7 @@ class WrappedDataLoader:
 
 
 def _images(key: str, given: Any, name: str, transform: Transform | None, seed: int) -> Any:
-    """Images of a batch as a Loader makes them of those of a data set; each image draws from numbers of its own."""
+    """Convert the images of a batch as a Loader converts those of a data set, each with its own random numbers."""
     if isinstance(given, np.ndarray):
         given = torch.from_numpy(given)
         given = given.movedim(-1, 1) if given.dim() == 4 and given.dtype != torch.uint8 else given

@@ -80,7 +80,7 @@ class Classify(Task):
             raise SpecError(f"mixup and cutmix need an even batch size, not {size}", path=("train", "batch"))
 
     def _try_transform(self, size: tuple[int, ...]) -> None:
-        """SpecError for options of timm's transform that it takes, and that its first image fails with."""
+        """Raise SpecError for options that timm's transform accepts but fails with on its first image."""
         image = Image.new("RGB", (TRIED, TRIED), (90, 120, 150))
         for train, key in ((False, "preprocess"), (True, "augment")):
             try:
@@ -110,7 +110,8 @@ class Classify(Task):
 
     @torch.no_grad()
     def test(self, module: nn.Module, batches: Iterable[Batch]) -> Totals:
-        """Acc@1 and Acc@5 in percent (of fewer classes the best k that there are), and the mean of the criterion."""
+        """Return totals of Acc@1 and Acc@5 in percent (with fewer classes the largest possible k), and of the mean
+        criterion."""
         sums, count = torch.zeros(3, dtype=torch.float64), 0
         for batch in batches:
             label = self._labels(batch)
@@ -143,7 +144,7 @@ class Classify(Task):
         return loss.mean()
 
     def _mixed(self, image: Tensor, draw: Draws) -> tuple[Tensor, Tensor]:
-        """Images mixed by timm, and what each keeps of itself [b, 1].
+        """Return images mixed by timm, and each one's weight of itself [b, 1].
 
         Rows 0 and 1 are mixed, 2 and 3 and so on: neighbours stay together when a batch is divided among processes.
         """
@@ -173,7 +174,7 @@ class Transform:
 
 
 def _settings(name: str | None, own: Any, channels: int, given: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """mean, std, interpolation and crop: those given, else of the timm model, else of images in [-1, 1]."""
+    """Return mean, std, interpolation and crop: those given, else of the timm model, else of images in [-1, 1]."""
     if isinstance(given, str):
         name, given = given, {}
     found = timm.get_pretrained_cfg(name) if name else None

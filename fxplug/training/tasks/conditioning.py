@@ -38,7 +38,7 @@ class Vae:
     """Images [b, c, h, w] in [-1, 1] to latents and back, without gradients and in the VAE's own dtype."""
 
     def __init__(self, spec: Any, base: Path, device: torch.device) -> None:
-        """`spec` is what `model` is in a configuration, or a mapping that has `model` beside `weights` and `dtype`."""
+        """Build the VAE: `spec` is the `model` of a configuration, or a mapping of `model` with `weights` and `dtype`."""
         whole = spec if isinstance(spec, Mapping) and "model" in spec else {"model": spec}
         config = load_config(whole, base=base)
         self.module = build(config, device=str(device)).eval().requires_grad_(False)
@@ -54,7 +54,7 @@ class Vae:
 
     @torch.no_grad()
     def encode(self, image: Tensor, draw: Draws) -> Tensor:
-        """A sample of the latents float32 [b, c, h, w]; of a VAE without a distribution the latents themselves."""
+        """Return a sample of the latents, float32 [b, c, h, w]; for a VAE without a distribution the latents themselves."""
         with torch.autocast(image.device.type, enabled=False):
             found = self.module.encode(image.to(self.dtype))  # type: ignore[operator]
             inside = getattr(found, "latent_dist", found)
@@ -68,7 +68,7 @@ class Vae:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Images float32 [b, c, h, w] in about [-1, 1]."""
+        """Decode latents to images, float32 [b, c, h, w] in about [-1, 1]."""
         x = latents.float() / self.scale
         x = x * self.std + self.mean if self.mean is not None and self.std is not None else x + self.shift
         with torch.autocast(latents.device.type, enabled=False):
@@ -79,10 +79,10 @@ class Text:
     """Captions to tensors by name, of a function or of a text encoder."""
 
     def __init__(self, spec: Any, base: Path, device: torch.device, seed: int = 0) -> None:
-        """`spec` is `"package.module:function"` of a function (captions, **options), or of a class whose objects are called
+        """Open `spec`: `"package.module:function"` of a function (captions, **options), or of a class whose objects are called
         with captions, or a folder with a tokenizer and a text encoder of transformers: both in it, or in `tokenizer` and
-        `text_encoder` below it. A single tensor is `encoder_hidden_states`. New blocks of passes in the encoder are drawn with
-        `seed`. Raises SpecError.
+        `text_encoder` below it. A single tensor becomes `encoder_hidden_states`. New blocks of passes in the encoder are
+        initialised with `seed`. Raises SpecError.
         """
         use = read_use(spec)
         self.name, self.device, self.encoder = use.name, device, None
@@ -99,7 +99,8 @@ class Text:
                         self.encoder.rewrite(use.options["passes"], base, seed)
 
     def __call__(self, captions: Sequence[str], tokens: Tensor | None = None) -> dict[str, Tensor]:
-        """Tensors [b, ...]; `tokens` int64 [b, n] take the place of those of the captions. Gradients reach what trains."""
+        """Return tensors [b, ...]; `tokens` int64 [b, n] replace those of the captions. Gradients reach trainable
+        parameters."""
         given = {} if tokens is None else {"tokens": tokens}
         rewritten = self.encoder is not None and self.encoder.traced is not None
         learns = self.encoder is not None and bool(rewritten or self.encoder.trainable)
@@ -135,9 +136,9 @@ class FolderText:
         weight_decay: float | None = None,
         passes: list[Any] | None = None,
     ) -> None:
-        """`layer` is the hidden state that is taken, -2 for the one before the last, as Stable Diffusion XL does. `trainable`
-        are patterns of the encoder's parameters that train, with an `lr` and `weight_decay` of their own, which are also those
-        of `passes` that have none: `rewrite` puts these in."""
+        """Load the tokenizer and encoder. `layer` is the hidden state that is used, -2 for the one before the last, as Stable
+        Diffusion XL does. `trainable` are patterns of the encoder's parameters that train, with their own `lr` and
+        `weight_decay`, which are also those of `passes` that set none: `rewrite` applies these."""
         import transformers
 
         given = {"max_length": max_length, "layer": layer, "dtype": dtype, "lr": lr, "weight_decay": weight_decay}
@@ -174,14 +175,14 @@ class FolderText:
         self._trained()
 
     def tokens(self, captions: Sequence[str]) -> Tensor:
-        """Numbers int64 [b, n] of the tokens of captions."""
+        """Return the token ids int64 [b, n] of captions."""
         ids: Tensor = self._tokenized(captions).input_ids
         return ids
 
     def rewrite(self, passes: Any, base: Path, seed: int) -> None:
-        """Trace the encoder and put passes in, as a list in a configuration has them; paths are relative to `base`.
+        """Trace the encoder and apply passes, listed as in a configuration; paths are relative to `base`.
 
-        Raises SpecError, with the place in that list, for what cannot be put in.
+        Raises SpecError, with the place in that list, for a pass that cannot be applied.
         """
         if (self.folder / "text_encoder_2").is_dir():
             raise SpecError(f"'{self.folder.name}' has two text encoders, and passes train in a pipeline with one only")
@@ -205,12 +206,12 @@ class FolderText:
         self.model = self.traced = module.eval().requires_grad_(False)
 
     def rates(self, settings: Train) -> dict[str, float]:
-        """The `lr` and `weight_decay` of what has none of its own."""
+        """Return the default `lr` and `weight_decay` of the encoder's parameters."""
         own = {"lr": self.lr, "weight_decay": self.weight_decay}
         return {key: getattr(settings, key) if value is None else value for key, value in own.items()}
 
     def groups(self, settings: Train) -> list[dict[str, Any]]:
-        """What trains, as `choose` gives it of the module; its gradients are wanted from now on."""
+        """Return the optimizer's groups, as `choose` does for the module, and make their parameters require gradients."""
         rates = self.rates(settings)
         if self.traced is not None:
             found = choose(self.traced, settings.model_copy(update={"trainable": self.trainable, **rates}), others=True)
@@ -224,7 +225,7 @@ class FolderText:
         return found
 
     def freezing(self) -> dict[str, Any]:
-        """What of CLIP's encoder does not train, in the words of EveryDream2trainer's optimizer.json."""
+        """Return the frozen parts of CLIP's encoder, under the keys of EveryDream2trainer's optimizer.json."""
         own = self._trained()
         layers = {int(found[1]) for name in own if (found := re.search(r"layers\.(\d+)\.", name))}
         return {
@@ -235,7 +236,7 @@ class FolderText:
         }
 
     def save(self, folder: Path) -> None:
-        """Write `tokenizer` and `text_encoder` into a folder as transformers has them; one with passes as an artifact."""
+        """Write `tokenizer` and `text_encoder` into a folder as transformers does; an encoder with passes as an artifact."""
         self.tokenizer.save_pretrained(folder / "tokenizer")
         self._set_mode(False)
         if self.traced is not None:
@@ -244,7 +245,7 @@ class FolderText:
             self.model.save_pretrained(folder / "text_encoder")
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that a pattern of `trainable` names, itself or by a module around them."""
+        """Return the parameters that a pattern of `trainable` names, themselves or through a module around them."""
         named = dict(self.model.named_parameters())
         own = dict(zip(self.names, self.names, strict=True))
         chosen = named_by(self.trainable, own, "the text encoder", ("trainable",))
@@ -255,7 +256,7 @@ class FolderText:
         return self.tokenizer(list(captions), **options).to(self.device)
 
     def __call__(self, captions: list[str], tokens: Tensor | None = None) -> dict[str, Tensor]:
-        """Tensors of captions; `tokens` [b, n], as `tokens` gives them, take the place of the captions' own."""
+        """Return tensors of captions; `tokens` [b, n], from the method `tokens`, replace the captions' own."""
         tokenized = self._tokenized(captions)
         mask = tokenized.attention_mask
         args, kwargs = self._call(tokenized.input_ids if tokens is None else tokens, mask)
@@ -270,14 +271,14 @@ class FolderText:
         return {key: value.to(self.dtype) if wide and value.is_floating_point() else value for key, value in out.items()}
 
     def _call(self, ids: Tensor, mask: Tensor) -> tuple[tuple[Tensor], dict[str, Any]]:
-        """What the encoder is called with for tokens [b, n] and their mask."""
+        """Return the arguments of the encoder's call for tokens [b, n] and their mask."""
         # CLIP is trained to see its padding (diffusers' scripts give it no mask), T5 is not
         given: dict[str, Any] = {} if self.is_clip else {"attention_mask": mask}
         # as pipelines call it: a graph admits the arguments that it was traced with
         return (ids,), given if self.layer == -1 else {**given, "output_hidden_states": True}
 
     def _set_mode(self, learning: bool) -> None:
-        """The encoder is in evaluation, as it is without passes; what these added is in training while it learns."""
+        """Put the encoder into evaluation mode, but its added blocks into training mode while it learns."""
         if self.traced is None or learning == self.learning:
             return
         self.traced.eval()
@@ -287,7 +288,7 @@ class FolderText:
 
     @property
     def is_clip(self) -> bool:
-        """Whether this is CLIP's text encoder."""
+        """Return whether this is CLIP's text encoder."""
         return "clip" in self.model.config.model_type
 
 

@@ -111,7 +111,7 @@ class Denoise(Task):
         self.shape = self._shape(inputs)
 
     def _check_unused(self) -> None:
-        """SpecError for an option that nothing would use, and for a label that the model does not have."""
+        """Raise SpecError for an option that would have no effect, and for a label that the model does not have."""
         if self.negative and self.train_guidance is None and self.guidance == 1:
             raise SpecError("has no effect without guidance: set 'guidance' or 'train_guidance'", path=("negative",))
         listed_samples = self.wanted if isinstance(self.wanted, list) else []
@@ -156,7 +156,7 @@ class Denoise(Task):
         return (losses * batch["loss_scale"] if "loss_scale" in batch else losses).mean()
 
     def _dropout(self, batch: Batch) -> float | Tensor:
-        """How likely a sample is to lose its caption or label: its own share, where it has one (not nan), else the task's."""
+        """Return the probability that a sample loses its caption or label: its own if it has one (not nan), else the task's."""
         own = batch.get("cond_dropout")
         if own is not None and self.takes_label and self.text is None and self.null_label is None:
             self.null_label = self._null_label()
@@ -164,7 +164,7 @@ class Denoise(Task):
 
     @torch.no_grad()
     def test(self, module: nn.Module, batches: Iterable[Batch]) -> Totals:
-        """The mean loss at fixed amounts of noise, each sample with noise of its own that is the same in every test."""
+        """Return the mean loss at fixed noise levels; each sample has its own noise, the same in every test."""
         total, count = 0.0, 0
         for batch in batches:
             if self.takes_label and self.rows is not None and "label" in batch:  # other data than those with the classes
@@ -177,7 +177,7 @@ class Denoise(Task):
         return {"loss": (total, count)}
 
     def samples(self, module: nn.Module, draw: Draws | None = None) -> Tensor | None:
-        """Images of what the option `samples` says; the same noise whenever they are made."""
+        """Draw the images that the option `samples` lists, always with the same noise."""
         batch = self._sample_batch()
         return self.generate(module, batch) if self._draws(batch) else None
 
@@ -203,11 +203,11 @@ class Denoise(Task):
         seed: int = 0,
         trial: bool = False,
     ) -> Tensor:
-        """Images float32 [n, c, h, w] in [0, 1], by the scheduler's own loop, for the n captions, labels or conditions given.
+        """Generate images float32 [n, c, h, w] in [0, 1], by the scheduler's own loop, for n captions, labels or conditions.
 
-        The noise of image i is that of the seed `seed` + i, whatever else is drawn. `guidance` and `steps` are the task's
-        where they are not given; a `trial` ends the loop after its first step, and shows plugins, which may count, no caption.
-        Further inputs go to the module itself: `functools.partial(module, strength=0.5)`.
+        The noise of image i is that of the seed `seed` + i, whatever else is drawn. `guidance` and `steps` are by default the
+        task's; a `trial` ends the loop after its first step, and passes plugins, which may count, no caption. Further inputs go
+        to the module itself: `functools.partial(module, strength=0.5)`.
         """
         count, scale = len(next(iter(given.values()))), self.guidance if guidance is None else guidance
         seeds = [torch.Generator().manual_seed(seed + n) for n in range(count)]
@@ -234,7 +234,7 @@ class Denoise(Task):
     def _losses(
         self, module: nn.Module, batch: Batch, draw: Any, position: Tensor, dropout: float | Tensor
     ) -> Tensor:
-        """The weighted loss float32 [b] of each sample."""
+        """Return the weighted loss of each sample, float32 [b]."""
         image = batch["image"]
         x = self.vae.encode(image, draw) if self.vae is not None else image
         if x.dim() == 4 and x.shape[1] != self.shape[0]:
@@ -266,20 +266,20 @@ class Denoise(Task):
     def _guided(
         self, module: nn.Module, x: Tensor, time: Tensor, without: Mapping[str, Any], own: Mapping[str, Any], scale: float
     ) -> Tensor:
-        """Guidance out of one batch, whose first half has the negative captions (DreamArtist, arXiv 2211.11337)."""
+        """Predict with guidance from one batch, whose first half has the negative captions (DreamArtist, arXiv 2211.11337)."""
         both = {key: _joined(without[key], value) for key, value in own.items()}
         negative, positive = self._predict(module, torch.cat([x, x]), torch.cat([time, time]), both).chunk(2)
         return negative + scale * (positive - negative)
 
     def _without(self, batch: Batch, every: Tensor) -> tuple[Batch, Tensor]:
-        """A batch with the negative caption in the place of each, and which of its samples lose caption and label."""
+        """Return the batch with the negative caption for every sample, and which of its samples lose caption and label."""
         if not self.negative:
             return batch, every
         rest = {key: value for key, value in batch.items() if key != "tokens"}
         return {**rest, "caption": [self.negative] * len(every)}, ~every
 
     def _conditions(self, batch: Batch, dropped: Tensor) -> dict[str, Any]:
-        """What the model is given beside noise and time; samples that are `dropped` [b] lose caption and label."""
+        """Return the model's conditions; samples that are `dropped` [b] lose caption and label."""
         values = {name: value for name, value in batch.items() if name not in ("image", "caption")}
         if "label" in batch and self.call.uses("label"):
             if self.rows is not None:
@@ -295,7 +295,7 @@ class Denoise(Task):
         return values
 
     def _tokens(self, batch: Batch, dropped: Tensor) -> Tensor | None:
-        """The tokens of a batch that has them, as plugins left them."""
+        """Return the tokens of a batch that has them, as plugins left them."""
         if self.encoder is None or "tokens" not in batch:
             return None
         return torch.where(dropped[:, None], self.encoder.tokens([""]), batch["tokens"])
@@ -312,7 +312,7 @@ class Denoise(Task):
                 )
 
     def _check_no_class(self, batch: Batch) -> None:
-        """SpecError for a sample that has the label of no class. Of data whose classes are known it was found out before."""
+        """Raise SpecError for a sample whose label means "no class". For data with known classes this was checked before."""
         taken = (batch["label"] == self.null_label).nonzero().flatten().tolist()
         if taken and self.takes_label:
             name = batch["name"][taken[0]] if "name" in batch else f"sample {taken[0]} of the batch"
@@ -344,7 +344,7 @@ class Denoise(Task):
         return found
 
     def _shape(self, inputs: Mapping[str, ModuleInput]) -> tuple[int, ...]:
-        """Channels, height and width of what the model sees; where nothing says the size, that of the first image."""
+        """Return channels, height and width of the model's input; if no size is set, that of the first image."""
         seen = next(inputs[name].shape for name, source in self.call.mapping.items() if source == "noisy") or ()
         size: tuple[int, ...] = self.info.size
         if not all(size) and self.info.examples is not None:
@@ -361,13 +361,13 @@ class Denoise(Task):
         return (seen[1] if len(seen) == 4 else 3, *(size if all(size) else seen[2:]))
 
     def _draws(self, batch: Batch) -> bool:
-        """Whether there is what the samples need."""
+        """Return whether the batch has what the samples need."""
         return bool(batch["caption"]) and (not self.call.uses("condition") or "condition" in batch)
 
     def _sample_batch(self) -> Batch:
-        """What the sample images are of: the listed captions or labels, else the first of the data, else each class.
+        """Return the batch for the sample images: the listed captions or labels, else the first of the data, else each class.
 
-        What else the model is called with comes from the first of the data, over and over where there are fewer.
+        Other inputs of the model come from the first samples of the data, repeated if there are fewer.
         """
         count = self.wanted if isinstance(self.wanted, int) else len(self.wanted)
         batch = self.info.examples(count) if self.info.examples is not None and count else {}
@@ -383,14 +383,14 @@ class Denoise(Task):
 
 
 def _joined(first: Any, second: Any) -> Any:
-    """The values of two batches as one batch has them; a number, such as `runt_size`, is one of the whole batch."""
+    """Concatenate the values of two batches; a number, such as `runt_size`, is one of the whole batch."""
     if isinstance(second, Tensor):
         return torch.cat([first, second]) if second.dim() else second
     return [*first, *second] if isinstance(second, (list, tuple)) else second
 
 
 def _rows(values: Any, rows: list[int]) -> Any:
-    """Some rows of a batch, as often as they are named."""
+    """Return some rows of a batch, in order and possibly repeated."""
     if isinstance(values, Mapping):
         return {name: _rows(value, rows) for name, value in values.items()}
     if isinstance(values, (list, tuple)) and not isinstance(values[0], str):  # of samples that hold lists

@@ -37,7 +37,7 @@ class ModuleInput:
 
 
 def inputs_of(module: nn.Module) -> dict[str, ModuleInput]:
-    """The inputs of a module by name. Of one that was not traced only the names are known."""
+    """Return the inputs of a module by name. Of a module that was not traced only the names are known."""
     if not isinstance(module, fx.GraphModule):
         parameters = inspect.signature(module.forward).parameters.values()
         return {p.name: ModuleInput(required=p.default is p.empty) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
@@ -75,8 +75,8 @@ class ModuleCall:
     """
 
     def __init__(self, mapping: Mapping[str, Any], inputs: Mapping[str, ModuleInput], known: Collection[str]) -> None:
-        """`known` has the names of the values that there will be. SpecError for a name that is none of them, for an input
-        that the module does not have, and for one that it needs and does not get."""
+        """Check the mapping: `known` has the names of the available values. Raises SpecError for a name that is none of them,
+        for an input that the module does not have, and for a required one that is missing."""
         self.mapping, self.inputs = dict(mapping), dict(inputs)
         for name, source in self.mapping.items():
             if name not in inputs:
@@ -96,7 +96,7 @@ class ModuleCall:
             raise SpecError(f"{text}; {hint}; {listed(inputs)}", path=("call",))
 
     def uses(self, name: str) -> bool:
-        """Whether the value of that name goes into the module."""
+        """Return whether the value of that name is passed to the module."""
         return name in _sources(self.mapping)
 
     def __call__(self, module: nn.Module, values: Mapping[str, Any]) -> Tensor:
@@ -131,7 +131,8 @@ def _check_sources(source: Any, known: Collection[str], path: tuple[str, ...]) -
 
 
 def default_call(inputs: Mapping[str, ModuleInput], texts: Mapping[str, Tensor]) -> dict[str, str]:
-    """What a denoising model is called with, by the names of its inputs. SpecError where they say nothing."""
+    """Return the default arguments of a denoising model by the names of its inputs. Raises SpecError if the names are
+    unknown."""
     free = [name for name, i in inputs.items() if not i.fixed]
     found = {name: f"text.{name}" for name in free if name in texts}
     for names, value in ((NOISY, "noisy"), (TIME, "time"), (LABEL, "label")):
@@ -145,13 +146,13 @@ def default_call(inputs: Mapping[str, ModuleInput], texts: Mapping[str, Tensor])
 
 
 def listed(inputs: Mapping[str, ModuleInput]) -> str:
-    """The inputs of a model that can be given, as text."""
+    """List the inputs of a model that can be set, as text."""
     names = [f"{n} {list(i.shape)}" if i.shape is not None else n for n, i in inputs.items() if not i.fixed]
     return f"its inputs are {', '.join(names)}"
 
 
 def first_tensor(result: Any) -> Tensor:
-    """The first tensor of a result: itself, of a tuple, or of an output class."""
+    """Return the first tensor of a result: itself, of a tuple, or of an output class."""
     if isinstance(result, Tensor):
         return result
     members = list(result.values()) if isinstance(result, Mapping) else result if isinstance(result, (tuple, list)) else ()
@@ -163,7 +164,7 @@ def first_tensor(result: Any) -> Tensor:
 
 
 def embedding_rows(module: nn.Module, name: str) -> int | None:
-    """How many rows the embedding has that an input of a traced module goes into; None where there is none."""
+    """Return the number of rows of the embedding that reads an input of a traced module; None if there is none."""
     if not isinstance(module, fx.GraphModule):
         return None
     waiting = [n for n in module.graph.nodes if n.op == "placeholder" and n.target == name]
@@ -181,7 +182,7 @@ def embedding_rows(module: nn.Module, name: str) -> int | None:
 
 
 def image_of(batch: Mapping[str, Any]) -> Tensor:
-    """The images of a batch. SpecError for data that has none by that name."""
+    """Return the images of a batch. Raises SpecError for data without an `image`."""
     if "image" not in batch:
         found = ", ".join(name for name in batch if name not in ("index", "name")) or "nothing"
         hint = "name it with columns: {image: ...}, or call it 'image' in the data set"
@@ -191,9 +192,10 @@ def image_of(batch: Mapping[str, Any]) -> Tensor:
 
 
 def check_labels(batch: Mapping[str, Any], count: int, classes: Collection[str] | None, what: str) -> None:
-    """SpecError naming the first sample whose label is none of 0 to `count` - 1; `what` says what the model has of those.
+    """Raise SpecError naming the first sample whose label is none of 0 to `count` - 1; `what` says what these label.
 
-    On a GPU an index out of range ends the process, and looking costs a wait: data whose classes fit is not looked at.
+    On a GPU an index out of range ends the process, and checking costs a synchronisation: data whose classes fit is not
+    checked.
     """
     if classes is not None and len(classes) <= count:
         return

@@ -38,11 +38,11 @@ class Noise:
     config: dict[str, Any]
 
     def sampler(self) -> Any:
-        """A new diffusers scheduler that makes samples."""
+        """Return a new diffusers scheduler for sampling."""
         return self.kind.from_config(self.config)
 
     def sample(self, denoise: Denoiser, noise: Tensor, steps: int, seed: int = 0, *, trial: bool = False) -> Tensor:
-        """What becomes of pure noise [n, c, h, w] in so many steps; `denoise(x, time)` is the model's prediction.
+        """Denoise pure noise [n, c, h, w] in so many steps; `denoise(x, time)` is the model's prediction.
 
         A `trial` ends after the first step. Raises SpecError for a number of steps that the scheduler does not take.
         """
@@ -65,12 +65,12 @@ class Noise:
         return x
 
     def scaled(self, time: Tensor) -> Tensor:
-        """A scheduler's times as the model is given them: here as they are."""
+        """Return a scheduler's times as the model is given them: here unchanged."""
         return time
 
     @staticmethod
     def _shift(config: Mapping[str, Any], tokens: int) -> float:
-        """The shift for so many tokens (Stable Diffusion 3, arXiv 2403.03206; diffusers' pipelines)."""
+        """Return the shift for so many tokens (Stable Diffusion 3, arXiv 2403.03206; diffusers' pipelines)."""
         slope = (config["max_shift"] - config["base_shift"]) / (config["max_image_seq_len"] - config["base_image_seq_len"])
         return float(config["base_shift"] + slope * (tokens - config["base_image_seq_len"]))
 
@@ -101,23 +101,23 @@ class Diffusion(Noise):
         self.sampler()
 
     def time(self, index: Tensor) -> Tensor:
-        """The steps themselves."""
+        """Return the steps themselves."""
         return index
 
     def noisy(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
-        """Data with as much noise as the steps have."""
+        """Add the noise of the steps to data."""
         made: Tensor = self.scheduler.add_noise(x, noise, index)
         return made
 
     def target(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
-        """The noise, the velocity or the data, as `prediction` says."""
+        """Return the noise, the velocity or the data, as `prediction` says."""
         if self.prediction == "v_prediction":
             velocity: Tensor = self.scheduler.get_velocity(x, noise, index)
             return velocity
         return noise if self.prediction == "epsilon" else x
 
     def weight(self, index: Tensor) -> Tensor:
-        """One, or Min-SNR's weight where `snr_gamma` is given; float32 [b]."""
+        """Return 1, or Min-SNR's weight with `snr_gamma`; float32 [b]."""
         if self.snr_gamma is None:
             return torch.ones(len(index), device=index.device)
         kept: Tensor = self.scheduler.alphas_cumprod.to(index.device, torch.float32)[index]
@@ -128,7 +128,7 @@ class Diffusion(Noise):
         return clamped / (snr + 1) if self.prediction == "v_prediction" else clamped
 
     def sampler(self) -> Any:
-        """The scheduler that was named; DDIM, with trailing timesteps, for DDPM."""
+        """Return the configured scheduler; for DDPM a DDIM scheduler with trailing timesteps."""
         if self.kind is not diffusers.DDPMScheduler:
             return super().sampler()
         # DDIM takes few steps where DDPM takes all; with "trailing" the first is the last of the training (arXiv 2305.08891)
@@ -154,28 +154,29 @@ class Flow(Noise):
             raise SpecError("the sigmas of the scheduler must be one or more, from 0 to 1", path=("scheduler",))
 
     def time(self, index: Tensor) -> Tensor:
-        """The scheduler's timesteps at these steps, scaled."""
+        """Return the scheduler's timesteps at these steps, scaled."""
         return self.scaled(self.times.to(index.device)[index])
 
     def scaled(self, time: Tensor) -> Tensor:
-        """A scheduler's times multiplied by `time_scale`."""
+        """Return a scheduler's times multiplied by `time_scale`."""
         return time * self.time_scale
 
     def sigma(self, index: Tensor, like: Tensor) -> Tensor:
-        """The share of noise at the steps `index` int64 [b], in the dtype of `like` [b, ...] and shaped to multiply it."""
+        """Return the share of noise at the steps `index` int64 [b], in the dtype of `like` [b, ...] and shaped to multiply
+        it."""
         return self.sigmas.to(index.device, like.dtype)[index].reshape(-1, *[1] * (like.dim() - 1))
 
     def noisy(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
-        """The point between data and noise where the noise's share is sigma."""
+        """Return the point between data and noise where the noise's share is sigma."""
         sigma = self.sigma(index, x)
         return (1.0 - sigma) * x + sigma * noise
 
     def target(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
-        """The slope of the line: noise less data."""
+        """Return the slope of the line: noise less data."""
         return noise - x
 
     def weight(self, index: Tensor) -> Tensor:
-        """The weight of `weighting` [b] in float32."""
+        """Return the weight of `weighting`, float32 [b]."""
         weight: Tensor = compute_loss_weighting_for_sd3(self.weighting, self.sigmas.to(index.device, torch.float32)[index])
         return weight
 
@@ -184,7 +185,7 @@ DENSITIES: dict[str, dict[str, float]] = {"uniform": {}, "logit_normal": {"mean"
 
 
 def read_density(use: Use) -> Use:
-    """How often each amount of noise is drawn, with all its numbers. SpecError for what there is not."""
+    """Return the density of the noise levels, with all its parameters. Raises SpecError for an unknown one."""
     if use.name not in DENSITIES:
         hint = f"{did_you_mean(use.name, DENSITIES)}; there are {', '.join(DENSITIES)}"
         raise SpecError(f"no density '{use.name}'{hint}", path=("density",))
@@ -195,7 +196,8 @@ def read_density(use: Use) -> Use:
 
 
 def positions(density: Use, count: int, draw: Draws) -> Tensor:
-    """Places float32 [count] from 0 to 1 in the order of a scheduler, as Stable Diffusion 3 draws them (arXiv 2403.03206)."""
+    """Draw positions float32 [count] from 0 to 1 in a scheduler's order, as Stable Diffusion 3 draws them (arXiv
+    2403.03206)."""
     if density.name == "logit_normal":
         return torch.sigmoid(draw.normal(count) * density.options["std"] + density.options["mean"])
     u = draw.uniform(count)
@@ -207,7 +209,8 @@ def positions(density: Use, count: int, draw: Draws) -> Tensor:
 def open_noise(
     use: Use, base: Path, *, prediction: str | None, latents: bool, snr_gamma: float | None, weighting: str, time_scale: float
 ) -> Diffusion | Flow:
-    """The noise of a diffusers scheduler: a class with options, or a folder with scheduler_config.json. Raises SpecError."""
+    """Open the noise of a diffusers scheduler: a class with options, or a folder with scheduler_config.json. Raises
+    SpecError."""
     kind, config = _scheduler(use, base)
     flow = hasattr(kind, "scale_noise")
     name = kind.__name__
@@ -242,7 +245,7 @@ def open_noise(
 
 
 def _scheduler(use: Use, base: Path) -> tuple[type, dict[str, Any]]:
-    """The class of a scheduler, and its configuration."""
+    """Return the class of a scheduler, and its configuration."""
     name, config = use.name, {}
     folder = base / use.name
     if "/" in name or folder.is_dir():
@@ -267,6 +270,6 @@ def _scheduler(use: Use, base: Path) -> tuple[type, dict[str, Any]]:
 
 
 def _shared(kind: type, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options that a scheduler has."""
+    """Return the options that a scheduler accepts."""
     known = accepted_arguments(kind).names
     return {key: value for key, value in config.items() if key in known}

@@ -61,14 +61,14 @@ class Task:
     trains = False  # whether something of `encoder` trains too
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
-        """Get ready, once, with the rewritten module, before anything else. Raises SpecError for what does not fit."""
+        """Prepare the task, once, with the rewritten module, before anything else. Raises SpecError for what does not fit."""
 
     def transform(self, train: bool) -> Callable[[Any, tuple[int, int]], Tensor] | None:
-        """Give what makes a tensor [c, h, w] of a PIL image and a size; None is the loader's own, in [-1, 1]."""
+        """Return a function from a PIL image and a size to a tensor [c, h, w]; None for the loader's own, in [-1, 1]."""
         return None
 
     def check_batch(self, size: int) -> None:
-        """Raise SpecError where a batch of so many samples cannot be trained on; asked before the training."""
+        """Raise SpecError if a batch of so many samples cannot be trained on; called before the training."""
 
     def check_samples(self, module: nn.Module) -> bool:
         """Try what `samples` does, before the training, so that it fails there, and return whether there are pictures."""
@@ -80,7 +80,7 @@ class Task:
 
     @property
     def caption_dropout(self) -> float:
-        """The share of samples that are trained without their caption or label."""
+        """Share of samples that are trained without their caption or label."""
         return 0.0
 
     def set_caption_dropout(self, share: float) -> None:
@@ -104,17 +104,17 @@ class Task:
         return None
 
     def beside_samples(self) -> tuple[Tensor | None, list[str]]:
-        """Give what samples are compared with: pictures of the data as those are, and what each sample is of."""
+        """Return the images to compare samples with: pictures of the data in the same form, and the name of each sample."""
         return None, []
 
 
 def means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """The metrics that totals stand for."""
+    """Return the metrics: each total divided by its count."""
     return {name: float(total) / float(count) if count else float("nan") for name, (total, count) in totals.items()}
 
 
 def make_task(spec: Any) -> Task:
-    """A task by its name, by import path, or as a mapping of either to its options. Raises SpecError."""
+    """Make a task from its name, an import path, or a mapping of either to its options. Raises SpecError."""
     if isinstance(spec, Task):
         return spec
     use = read_use(spec)
