@@ -27,7 +27,7 @@ class Converted:
 
 
 def model_sections(model: str | None, folder: Path) -> dict[str, Any]:
-    """The sections of the configuration that are not its passes."""
+    """Return the sections of the configuration other than its passes."""
     if model is None:
         return {"model": PLACEHOLDER}
     if not model.endswith((".yaml", ".yml")):
@@ -46,18 +46,18 @@ def model_sections(model: str | None, folder: Path) -> dict[str, Any]:
 
 
 def build_on_meta(head: Mapping[str, Any], folder: Path) -> nn.Module:
-    """The model of these sections, whose paths are below `folder`, on the meta device."""
+    """Build the model of these sections, whose paths are below `folder`, on the meta device."""
     return build(load_config(dict(head), base=folder), device="meta")
 
 
 def rebase_path(text: str, base: Path, folder: Path) -> str:
-    """A path below `base` as one below `folder`; anything that is no path there stays as it is."""
+    """Rewrite a path below `base` as one below `folder`; return anything that is no path there unchanged."""
     here = base / text
     return os.path.relpath(here, folder) if here.exists() and ("/" in text or here.is_file() or here.is_dir()) else text
 
 
 def dump_configuration(comments: Sequence[str], config: Mapping[str, Any], nested: tuple[type, ...]) -> str:
-    """A configuration as text below comments: lists without `nested` members stand on one line, and nothing is an alias."""
+    """Dump a configuration as YAML below comments: lists without `nested` members in flow style, and no aliases."""
 
     class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: Any) -> bool:

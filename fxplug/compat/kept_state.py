@@ -24,7 +24,7 @@ SIZE, TUPLE = "@size", "@tuple"
 
 
 def tables(module: nn.Module) -> dict[str, Any]:
-    """The parameters, buffers and modules in a module, by name."""
+    """Return the parameters, buffers and modules in a module, by name."""
     found = {}
     for path, part in module.named_modules():
         for table in TABLES:
@@ -33,7 +33,7 @@ def tables(module: nn.Module) -> dict[str, Any]:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """All other attributes in a module by name, without those that torch keeps in every module."""
+    """Return all other attributes in a module by name, without those that torch has in every module."""
     return {
         _joined(path, key): value
         for path, part in module.named_modules()
@@ -96,12 +96,14 @@ class MethodCall:
             self._put(name, value)
 
     def next_call_state(self) -> dict[str, Any]:
-        """What the next call begins with, as a graph can hand it on. Raises SpecError for a value that it cannot."""
+        """Return the attributes that the next call starts with, as values of a graph. Raises SpecError for a value that is
+        none."""
         kind = type(self.module).__name__
         return {**_copied(dict(self.given)), **{name: _packed(v, f"{kind}.{name}") for name, v in self.set.items()}}
 
     def _label(self, name: str, now: Mapping[str, Any]) -> str:
-        """What was read of an attribute before it was written; "" where only members were read that the call had written."""
+        """Return the name of the attribute or member that was read before it was written; "" if only written members were
+        read."""
         value = now.get(name)
         if name not in self.set or type(value) not in (_List, _Dict):
             return name
@@ -128,7 +130,7 @@ class ReadNames:
         self.names: set[str] = set()
 
     def stale(self, module: nn.Module, left: Mapping[str, Any]) -> list[str]:
-        """Those that were read as they were before the forward, and that it `left` as something else."""
+        """Return the attributes that were read with their value from before the forward, and that it `left` with another."""
         before, found = attributes(module), self.names.intersection(left)
         names = sorted(found)
         return [n for n in names if n not in before or not equal_values(_packed(before[n], n), left[n])]
@@ -147,7 +149,7 @@ class _AccessLog:
         return [key for key, what in self.first.items() if what == "read" and isinstance(key, str)]
 
     def noting(self, value: Any) -> Any:
-        """A list or dict as one that notes which members are read and written; anything else as it is."""
+        """Wrap a list or dict so that it records which members are read and written; return anything else as it is."""
         if type(value) not in (list, dict):
             return value
         new = _List(value) if type(value) is list else _Dict(value)
@@ -156,7 +158,7 @@ class _AccessLog:
 
 
 def _noting(kind: type, methods: Mapping[str, tuple[str, Callable[..., Iterable[Any]]]]) -> Any:
-    """A list or dict that notes the members which its methods `read` or `write`: by method, which of the two, and of which."""
+    """Make a subclass of list or dict that records, for each of `methods`, the members which it reads or writes."""
 
     def noted(name: str, what: str, members: Callable[..., Iterable[Any]]) -> Callable[..., Any]:
         unnoted = getattr(kind, name)
@@ -172,7 +174,7 @@ def _noting(kind: type, methods: Mapping[str, tuple[str, Callable[..., Iterable[
 
 
 def _at(self: Any, key: Any, *more: Any) -> Iterable[Any]:
-    """The members at an index or a slice of a list."""
+    """Return the members at an index or a slice of a list."""
     return range(*key.indices(len(self))) if isinstance(key, slice) else [key % max(len(self), 1)]
 
 
@@ -193,12 +195,12 @@ _Dict = _noting(dict, {
 
 
 def plain(value: Any) -> Any:
-    """A list or dict without notes."""
+    """Return a list or dict without the recording."""
     return list.copy(value) if type(value) is _List else dict.copy(value) if type(value) is _Dict else value
 
 
 def _watched_class(kind: Any, path: str, log: _AccessLog) -> Any:
-    """A subclass that notes which attributes are read and written, and looks like the class itself."""
+    """Make a subclass that records which attributes are read and written, and looks like the class itself."""
 
     def __getattribute__(self: Any, key: str) -> Any:  # noqa: N807
         if key not in UNWATCHED and not callable(getattr(kind, key, None)):
@@ -214,7 +216,7 @@ def _watched_class(kind: Any, path: str, log: _AccessLog) -> Any:
 
 
 def equal_values(a: Any, b: Any) -> bool:
-    """Whether two values are one object, or equal numbers or text, or lists, dicts and sets of such."""
+    """Return whether two values are one object, or equal numbers or text, or lists, dicts and sets of such."""
     if a is b:
         return True
     a, b = plain(a), plain(b)
@@ -227,7 +229,7 @@ def equal_values(a: Any, b: Any) -> bool:
 
 
 def _fingerprint(value: Any) -> Any:
-    """What changes where a tensor, or an object with attributes, is changed in place."""
+    """Return a value that changes if a tensor, or an object with attributes, is changed in place."""
     if isinstance(value, Tensor):
         return version(value)
     if isinstance(value := plain(value), (list, tuple)):
@@ -239,7 +241,7 @@ def _fingerprint(value: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """Containers anew, so that changing them in place leaves those of the module alone."""
+    """Copy containers, so that changing them in place does not change those of the module."""
     value = plain(value)
     if isinstance(value, dict):
         return {k: _copied(v) for k, v in value.items()} if type(value) is dict else value.copy()
@@ -249,7 +251,7 @@ def _copied(value: Any) -> Any:
 
 
 def _packed(value: Any, name: str) -> Any:
-    """A value as a graph can hand it on. Raises SpecError."""
+    """Convert a value to one that a graph can pass on. Raises SpecError."""
     value = plain(value)
     if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str):
         return value

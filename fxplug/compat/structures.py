@@ -13,7 +13,8 @@ from ..core.ir.containers import children
 
 
 def described(value: Any) -> str:
-    """The structure of a value, with its constants: `(tensor, 3)`, `[tensor]`, `{a: tensor}`, `Output(sample=tensor)`."""
+    """Describe the structure of a value, with its constants: `(tensor, 3)`, `[tensor]`, `{a: tensor}`,
+    `Output(sample=tensor)`."""
     if isinstance(value, torch.Tensor):
         return "tensor"
     if isinstance(value, (bool, int, float, str)):
@@ -33,7 +34,7 @@ def described(value: Any) -> str:
 
 
 def checked(value: Any, like: Any, who: str, what: str) -> Any:
-    """`value`, if it has the structure of `like`. Raises TraceError with both."""
+    """Return `value` if it has the structure of `like`. Raises TraceError with both."""
     if described(value) != described(like):
         raise TraceError(
             f"{who} returns {described(value)}, and {what} is {described(like)}: both must have the same structure"
@@ -43,7 +44,8 @@ def checked(value: Any, like: Any, who: str, what: str) -> Any:
 
 @contextmanager
 def unwritten(who: str, *values: Any) -> Iterator[None]:
-    """Refuse that the lists and dicts in values get other members meanwhile: the model's own would have them, a graph's not."""
+    """Raise TraceError if the lists and dicts in values get other members inside the context: the model's own would have them,
+    a graph's not."""
     before = _identities(values)
     yield
     if _identities(values) != before:

@@ -52,7 +52,7 @@ def convert(
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Turn the plugins of another system into a configuration, a checkpoint into a saved rewrite's weights, or the reverse."""
+    """Convert the plugins of another system to a configuration, a checkpoint to a saved rewrite's weights, or the reverse."""
     if system not in SYSTEMS:
         raise SpecError(f"no system '{system}'{did_you_mean(system, SYSTEMS)}; there are {' and '.join(SYSTEMS)}")
     of_weights = system == "hcp" and file.suffix in WEIGHTS and not file.is_dir()
@@ -102,7 +102,7 @@ def _refuse_unused(given: Mapping[str, tuple[Any, bool, str]]) -> None:
 
 
 def _into(file: Path, folder: Path, passes: list[str], ema: bool, allow: list[str] | None) -> None:
-    """Give a saved rewrite the weights of a checkpoint. Raises SpecError or ArtifactError; the folder is as it was then."""
+    """Load the weights of a checkpoint into a saved rewrite. Raises SpecError or ArtifactError, with the folder unchanged."""
     _check_saved(folder)
     from .hcp.checkpoints import load_checkpoint
 
@@ -131,7 +131,7 @@ def _check_saved(folder: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file whole, or leave it as it was; into what is no file, such as a pipe, it is written straight."""
+    """Write a file atomically; write directly to a pipe or other special file."""
     if path.exists() and not path.is_file():
         path.write_text(text, "utf-8")
         return

@@ -43,59 +43,59 @@ class BasePlugin:
     """
 
     def on_model_load(self, **kwargs: Any) -> None:
-        """The rewritten model is there, with the weights it starts from; on a resume the checkpoint is read next.
+        """Run when the rewritten model is built, with its initial weights; on a resume the checkpoint is read next.
 
-        There is no optimizer yet: tokens that a plugin adds to the text encoder are among what trains. `optimizer_config` says
-        what the optimizer will be; `resume_ckpt` is the folder of the text encoder; the last two, what does not train.
+        There is no optimizer yet: tokens that a plugin adds to the text encoder will train. `optimizer_config` has the settings
+        of the optimizer; `resume_ckpt` is the folder of the text encoder; the last two are what does not train.
         """
 
     def on_training_start(self, **kwargs: Any) -> None:
-        """Everything is made and the first step comes next. After a resume `global_step` is not 0."""
+        """Run before the first step, when everything is made. After a resume `global_step` is not 0."""
 
     def on_epoch_start(self, **kwargs: Any) -> None:
-        """An epoch begins; it has `epoch_length` batches.
+        """Run when an epoch of `epoch_length` batches begins.
 
         `arg_update_callback("grad_accum", 4)` sets `accumulate` from the next start of an epoch on: this one.
         """
 
     def on_epoch_end(self, **kwargs: Any) -> None:
-        """An epoch is over: its mean loss, and the `metrics` that the test after it gave (empty when there was none)."""
+        """Run after an epoch, with its mean loss, and the `metrics` of the test after it (empty when there was none)."""
 
     def on_step_start(self, **kwargs: Any) -> None:
-        """A batch comes next, the `local_step`-th of its epoch."""
+        """Run before a batch, the `local_step`-th of its epoch."""
 
     def on_backpropagation(self, **kwargs: Any) -> Any:
-        """After the backward pass of each batch, before the optimizer: gradients may be changed in place.
+        """Run after the backward pass of each batch, before the optimizer: gradients may be changed in place.
 
-        Gradients that are returned, by the parameters' names, take the place of those that are there. They are those of all
-        batches since the last step of the optimizer, in fp16 times the loss scale. `loss` is a scalar without its graph.
+        Gradients that are returned, by the parameters' names, replace the current ones. They are those of all batches since the
+        last step of the optimizer, in fp16 times the loss scale. `loss` is a scalar without its graph.
         """
 
     def on_step_end(self, **kwargs: Any) -> None:
-        """A batch is done, and the optimizer has stepped if it was the last that it waited for.
+        """Run after a batch, and after the optimizer's step if the batch was the last it waited for.
 
-        `loss` is the mean over what the optimizer stepped on, else that of the batch; `seconds` is how long it took.
+        `loss` is the mean over the batches of the optimizer's step, else that of the batch; `seconds` is how long it took.
         """
 
     def on_model_save(self, **kwargs: Any) -> None:
-        """A checkpoint or the trained model was written to the folder `path`, which has two more names."""
+        """Run after a checkpoint or the trained model was written to the folder `path`, which has two more names."""
 
     def on_training_end(self, **kwargs: Any) -> None:
-        """The last step is done; `module/` is written next, with what a plugin changes in the weights here."""
+        """Run after the last step; `module/` is written next, with the plugin's changes to the weights."""
 
     def transform_caption(self, caption: Any) -> Any:
-        """Gives the caption that the model is to see. Runs where data are loaded, perhaps in a worker process."""
+        """Return the caption that the model is given. Runs where data are loaded, possibly in a worker process."""
         return caption
 
     def transform_pil_image(self, img: Any) -> Any:
-        """Gives the image that the model is to see. Runs where data are loaded, perhaps in a worker process.
+        """Return the image that the model is given. Runs where data are loaded, possibly in a worker process.
 
         `img` is an array uint8 [h, w, 3] ([h, w] of images with one channel), cropped, resized and mirrored already; a plugin
-        with an argument `pil` gets it as a PIL image. What it gives is either, or floats from 0 to 1, of the same size. Where
-        the task crops by itself (classify), it is the whole image, and any size may be given.
+        with an argument `pil` gets it as a PIL image. It returns either, or floats from 0 to 1, of the same size. Where the
+        task crops by itself (classify), it is the whole image, and the returned size is free.
         """
         return img
 
     def modify_sample_prompt(self, prompt: Any) -> Any:
-        """Gives the caption that a sample image is made with."""
+        """Return the caption that a sample image is made with."""
         return prompt

@@ -49,7 +49,7 @@ class LocalModules:
 
     @contextmanager
     def importing(self) -> Iterator[None]:
-        """Within it, an import looks into the folders first, and finds the stand-ins."""
+        """Make imports look into the folders first, and find the stand-ins."""
         # nothing plainer: files of two runs may have one name, and so may a library's
         if LocalModules.last is not None and LocalModules.last is not self:
             for name in LocalModules.last.names:
@@ -91,7 +91,7 @@ def _import_anew(folders: list[str], names: list[str]) -> LocalModules:
 
 
 def load(spec: Any, local: LocalModules) -> object:
-    """The plugin of an import path, `{path: options}`, a `settings.Use`, a class or an object. Raises SpecError."""
+    """Load the plugin of an import path, `{path: options}`, a `settings.Use`, a class or an object. Raises SpecError."""
     if isinstance(spec, Mapping) and len(spec) == 1:
         ((spec, options),) = spec.items()
     elif isinstance(spec, tuple) and len(spec) == 2:
@@ -127,7 +127,7 @@ def _import(path: str, local: LocalModules) -> type:
 
 
 def hook_methods(plugin: object) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:
-    """The hooks that a plugin has, each with its method and the names of the data that it takes; SpecError for a wrong one."""
+    """Return the hooks of a plugin, each with its method and the names of its data. Raises SpecError for an unknown hook."""
     methods = {}
     for hook in dir(plugin):
         if not hook.startswith(PREFIXES) or isinstance(inspect.getattr_static(plugin, hook), property):
@@ -163,7 +163,7 @@ def _wanted(method: Callable[..., Any], hook: str, where: str) -> tuple[str, ...
 
 
 def _value(method: Callable[..., Any], hook: str, where: str) -> tuple[str, ...]:
-    """What a hook that is given one value takes: that value, whatever its name there, and what is offered beside it."""
+    """Return the arguments of a hook that transforms one value: that value, under any name, and further data it names."""
     first, *more = OFFERED[hook]
     signature = inspect.signature(method)
     beside = tuple(name for name in more if name in signature.parameters)

@@ -77,16 +77,16 @@ class LoadedPlugins(Plugins):
                 self._calls[hook].append(self._guarded(name, hook, method, wanted, rows[name, hook]))
 
     def has(self, hook: str) -> bool:
-        """Whether a plugin has this hook, so that its data need not be made for nobody."""
+        """Return whether a plugin has this hook, so that unused data need not be made."""
         return bool(self._calls[hook])
 
     @property
     def transforms(self) -> bool:  # type: ignore[override]
-        """Whether any plugin changes what is loaded; a loader needs the others not."""
+        """Return whether any plugin changes the loaded data; a loader does not need the other plugins."""
         return any(calls for hook, calls in self._calls.items() if hook.startswith("transform_"))
 
     def begin(self, run: RunStart) -> None:
-        """Give all hooks what they get, and call the first."""
+        """Prepare the data of all hooks, and call the first."""
         folder, task = run.out or Path.cwd(), run.task
         self._task = task
         self.state = TrainingState(
@@ -112,16 +112,16 @@ class LoadedPlugins(Plugins):
         )
 
     def begin_steps(self, optimizer: Any) -> None:
-        """See the optimizer, once it is made."""
+        """Receive the optimizer, once it is made."""
         self.state.optimizer = Optimizers(optimizer, self.state.text_encoder)
 
     def see_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch on the device, with what EveryDream2trainer's has, where a plugin sees it."""
+        """Return the batch on the device, with the entries of EveryDream2trainer's batch if a plugin sees it."""
         seen = any(self.has(hook) for hook in ("on_step_start", "on_backpropagation", "on_step_end"))
         return batch_for_plugins(batch, self._task) if seen else batch
 
     def call(self, hook: str, **data: Any) -> None:
-        """Tell every plugin that has the hook, in the written order.
+        """Call the hook of every plugin that has it, in the order of the configuration.
 
         `data` and `common` together must have all that the specification names. Raises PluginError when a plugin raises and
         `on_error` is `stop`.
@@ -132,21 +132,22 @@ class LoadedPlugins(Plugins):
             one({**self.common, **data})
 
     def transform_caption(self, caption: str) -> str:
-        """The caption after every plugin's `transform_caption`, each given what the one before it returned."""
+        """Return the caption after every plugin's `transform_caption`, each given the result of the one before."""
         return self.transform("transform_caption", caption)
 
     def modify_sample_prompt(self, prompt: str) -> str:
-        """The caption of a sample image after every plugin's `modify_sample_prompt`."""
+        """Return the caption of a sample image after every plugin's `modify_sample_prompt`."""
         return self.transform("modify_sample_prompt", prompt)
 
     def transform_pil_image(self, img: Image.Image) -> Image.Image:
-        """The image after every plugin's `transform_pil_image`, which are given it as an array and may give any size back."""
+        """Return the image after every plugin's `transform_pil_image`, which take an array and may return any size."""
         if not self._calls["transform_pil_image"]:
             return img
         return Image.fromarray(self.transform("transform_pil_image", np.array(img)))
 
     def transform(self, hook: str, value: Value) -> Value:
-        """`value` through the chain of a hook. Raises PluginError when a plugin raises or returns None, and errors stop."""
+        """Pass `value` through the chain of a hook. Raises PluginError when a plugin raises or returns None, and errors
+        stop."""
         for one in self._calls[hook]:
             value = one(value)
         return value
@@ -154,7 +155,7 @@ class LoadedPlugins(Plugins):
     def _guarded(
         self, plugin: str, hook: str, method: Callable[..., Any], wanted: tuple[str, ...], row: Array
     ) -> Callable[[Any], Any]:
-        """A hook as it is called: of a mapping with its data, or of the value that it gives back changed or not."""
+        """Wrap a hook so that it takes a mapping with its data, or the value that it transforms."""
         checked = checked_image if hook == "transform_pil_image" else as_text
         positional, by_name = wanted[:1] == OFFERED[hook][:1], "pil" in wanted
 
@@ -204,7 +205,7 @@ class LoadedPlugins(Plugins):
         self.note(f"{text}; the run goes on")
 
     def summary(self, total: float) -> list[str]:
-        """What is to be said at the end of a run of `total` seconds: which plugins were slow, and which raised how often.
+        """List the plugins that were slow or raised errors, for the end of a run of `total` seconds.
 
         The seconds of transforms are summed over worker processes, which run beside the training.
         """
@@ -238,7 +239,7 @@ class LoadedPlugins(Plugins):
 
 
 def as_text(result: Any, given: Any) -> Any:
-    """What a plugin returns for a caption. TypeError for what is not of the kind of `given`."""
+    """Return a plugin's result for a caption. Raises TypeError for a result of another type than `given`."""
     kind = str if isinstance(given, str) else object
     if result is None or not isinstance(result, kind):
         raise _wrong(result, f"a {kind.__name__}: the value, changed or not")
@@ -246,9 +247,9 @@ def as_text(result: Any, given: Any) -> Any:
 
 
 def checked_image(result: Any, given: Array) -> Array:
-    """What a plugin returns for an image uint8 [h, w, c] or [h, w], in that form.
+    """Return a plugin's result for an image uint8 [h, w, c] or [h, w], in that form.
 
-    It may be an array, with floats from 0 to 1 also, or a PIL image. TypeError for anything else.
+    It may be an array, also with floats from 0 to 1, or a PIL image. Raises TypeError for anything else.
     """
     if isinstance(result, Image.Image):
         return np.array(result.convert("L" if given.ndim == 2 else "RGB"))
@@ -268,7 +269,7 @@ def checked_image(result: Any, given: Array) -> Array:
 
 
 def put_gradients(module: nn.Module, result: Any) -> None:
-    """Give parameters of a module the gradients that a plugin returned by their names. TypeError for anything else."""
+    """Set the gradients that a plugin returned by the names of their parameters. Raises TypeError for anything else."""
     if not isinstance(result, Mapping):
         raise _wrong(result, "nothing, or gradients by the names of their parameters")
     named = dict(module.named_parameters())

@@ -31,11 +31,11 @@ class Optimizers:
         self.optimizers = [optimizer]
 
     def get_unet_lr(self) -> float:
-        """The rate of the first group that is not the text encoder's, now."""
+        """Return the current rate of the first group that is not the text encoder's."""
         return self._rate(text=False)
 
     def get_textenc_lr(self) -> float:
-        """The rate of the text encoder's first group, now."""
+        """Return the current rate of the text encoder's first group."""
         return self._rate(text=True)
 
     def _rate(self, text: bool) -> float:
@@ -99,19 +99,19 @@ class TrainingState:
             object.__setattr__(self.text_encoder, "text_model", self.text_encoder)
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint of this moment to the folder `path`, from which the run can be resumed."""
+        """Write a checkpoint of the current state to the folder `path`, from which the run can be resumed."""
         if self.write_checkpoint is None:
             raise RuntimeError("this state does not belong to a run")
         self.write_checkpoint(Path(path))
 
 
 def save_model(save_path: str | Path, ed_state: TrainingState, *args: Any, **options: Any) -> None:
-    """Write a checkpoint of the run to `save_path`: all weights that trained and the optimizer, whatever the options are."""
+    """Write a checkpoint of the run to `save_path`: all trained weights and the optimizer, whatever the options are."""
     ed_state.save(save_path)
 
 
 def clean_filename(filename: str) -> str:
-    """The letters, digits and spaces of a name."""
+    """Return the letters, digits and spaces of a name."""
     return "".join(letter for letter in filename if letter.isalpha() or letter.isdigit() or letter == " ").rstrip()
 
 
@@ -126,7 +126,7 @@ Fore, Back, Style = _NoColour(), _NoColour(), _NoColour()  # colorama's, for plu
 
 
 def init(*args: Any, **options: Any) -> None:
-    """colorama's: nothing, as nothing is coloured."""
+    """Do nothing in place of colorama's `init`, as output is not coloured."""
 
 
 def __getattr__(name: str) -> Any:
@@ -136,8 +136,8 @@ def __getattr__(name: str) -> Any:
 
 
 def batch_for_plugins(batch: dict[str, Any], task: Task) -> dict[str, Any]:
-    """A batch with what EveryDream2trainer's has: `captions`, `tokens` [b, n] where the task has a text encoder, `loss_scale`
-    [b] and `runt_size`, 0, as no sample is there twice to fill it up. The loss adds `timesteps` [b]."""
+    """Return a batch with the entries of EveryDream2trainer's: `captions`, `tokens` [b, n] if the task has a text encoder,
+    `loss_scale` [b] and `runt_size`, 0, as no sample is repeated to fill it up. The loss adds `timesteps` [b]."""
     image = batch.get("image")
     found = {"runt_size": 0, **batch}
     if isinstance(image, Tensor):

@@ -64,19 +64,19 @@ class BasePluginBlock(nn.Module):
             making.plugins.append(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As it is `forward(host, fea_in, fea_out)`, which changes nothing; each plugin has its own."""
+        """Return the last argument of `forward(host, fea_in, fea_out)`, which changes nothing; each plugin overrides it."""
         return args[-1]
 
     def remove(self) -> None:
-        """Raises SpecError: a graph that has the plugin is one thing, the one it was made from is another."""
+        """Raise SpecError: the plugin is part of the graph, and the module it was applied to is still unchanged."""
         raise SpecError(f"plugin '{self.name}' is part of a graph and cannot be removed: use the module it was applied to")
 
     def feed_input_data(self, data: Any) -> None:
-        """Gets the inputs of the pass, a dict by name, before each call."""
+        """Receive the inputs of the pass, a dict by name, before each call."""
         self.input_data = data
 
     def register_input_feeder_to(self, host_model: nn.Module) -> None:
-        """Says that this plugin wants `feed_input_data` to be called. The host is left as it is."""
+        """Request that `feed_input_data` be called for this plugin. The host is unchanged."""
         self.takes_inputs = True
 
     def set_hyper_params(self, **kwargs: Any) -> None:
@@ -86,14 +86,14 @@ class BasePluginBlock(nn.Module):
 
     @staticmethod
     def extract_state_without_plugin(model: nn.Module, trainable: bool = False) -> dict[str, torch.Tensor]:
-        """The weights of a model that are not a plugin's; with `trainable` only those that are trained."""
+        """Return the weights of a model that belong to no plugin; with `trainable` only those that train."""
         plugins = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, BasePluginBlock))
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         state = model.state_dict().items()
         return {k: v for k, v in state if not k.startswith(plugins) and (not trainable or k in trained)}
 
     def get_trainable_parameters(self) -> Iterable[nn.Parameter]:
-        """What is trained of the plugin: all its parameters, unless it has a method of its own."""
+        """Return the trainable parameters of the plugin: by default all."""
         return self.parameters()
 
 
@@ -104,7 +104,7 @@ class WrapablePlugin:
 
     @classmethod
     def wrap_layer(cls, name: Any, layer: nn.Module, **kwargs: Any) -> Any:
-        """A plugin for one layer: `cls(name, layer, **kwargs)`."""
+        """Make a plugin for one layer: `cls(name, layer, **kwargs)`."""
         return cast(Any, cls)(name, layer, **kwargs)
 
     @classmethod
@@ -117,7 +117,7 @@ class WrapablePlugin:
         exclude_key: str | None = None,
         exclude_classes: tuple[type, ...] = (),
     ) -> Iterator[tuple[str, nn.Module]]:
-        """`named_modules` without what has a path that `exclude_key` (a regular expression) is found in, and what is in it."""
+        """Yield `named_modules` without those below a path in which `exclude_key` (a regular expression) is found."""
         memo = set() if memo is None else memo
         excluded: set[str] = set()
         if exclude_key is not None:
@@ -146,7 +146,7 @@ class WrapablePlugin:
         exclude_classes: tuple[type, ...] = (),
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """A plugin for the host itself when it is of `wrapable_classes`, else one for each such layer in it, by path."""
+        """Make a plugin for the host itself if it is of `wrapable_classes`, else one for each such layer in it, by path."""
         kinds = (*cls.wrapable_classes, *([cls.container_cls] if issubclass(cls, PatchPluginBlock) else []))
         if isinstance(host, kinds):
             return {"": cls.wrap_layer(name, host, **kwargs)}
@@ -176,7 +176,7 @@ class SinglePluginBlock(BasePluginBlock, WrapablePlugin):
             raise HookParam(hook_param)
 
     def layer_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any) -> Any:
-        """What the layer's result becomes: `forward(fea_in, fea_out)`."""
+        """Return the layer's new result: `forward(fea_in, fea_out)`."""
         return self(fea_in, fea_out)
 
 
@@ -197,7 +197,7 @@ class PluginBlock(BasePluginBlock):
         self.feat_from = fea_in
 
     def to_layer_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any) -> Any:
-        """What becomes of the to-layer's result, or of its input with `pre_hook`: `forward` on that and what was kept."""
+        """Return the new result of the to-layer, or its new input with `pre_hook`: `forward` of that and the stored input."""
         return self(self.feat_from, fea_in, fea_out)
 
 
@@ -234,7 +234,7 @@ class MultiPluginBlock(BasePluginBlock):
             self.feat_to = self(self.feat_from)
 
     def to_layer_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any, idx: int) -> Any:
-        """What becomes of the result of to-layer `idx`: the sum of it and its member of what `forward` gave."""
+        """Return the new result of to-layer `idx`: its sum with its member of the result of `forward`."""
         return self.feat_to[idx] + fea_out
 
 
@@ -252,14 +252,14 @@ class PatchPluginContainer(nn.Module):
         self.plugin_names: list[str] = []
 
     def add_plugin(self, name: str, plugin: PatchPluginBlock) -> None:
-        """Put a plugin behind those that are there. Raises SpecError where one has that name."""
+        """Add a plugin after the existing ones. Raises SpecError if one has that name."""
         if name in self.plugin_names:
             raise SpecError(f"two plugins are named '{name}' at one place: give each another name")
         setattr(self, name, plugin)
         self.plugin_names.append(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The plugins' `pre_forward` one after the other, the module, and their `post_forward`."""
+        """Run the plugins' `pre_forward` one after the other, the module, and their `post_forward`."""
         for _, plugin in self:
             args, kwargs = plugin.pre_forward(*args, **kwargs)
         output = self._host(*args, **kwargs)
@@ -299,15 +299,15 @@ class PatchPluginBlock(BasePluginBlock, WrapablePlugin):
         self.__dict__["container"] = lambda: container  # no child either: the container has the plugin as one
 
     def pre_forward(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the module is called with, here what it was given: `(args, kwargs)`."""
+        """Return the arguments `(args, kwargs)` for the module, by default those given."""
         return args, kwargs
 
     def post_forward(self, output: Any, *args: Any, **kwargs: Any) -> Any:
-        """What becomes of the module's result, here nothing else; the arguments are those it was called with."""
+        """Return the module's new result, by default unchanged; the arguments are those it was called with."""
         return output
 
     def get_container(self, host: nn.Module, host_name: str, parent_block: nn.Module | None) -> Any:
-        """The container in the place of the host: the host itself where it is one, else a new one around it."""
+        """Return the container in the place of the host: the host itself if it is one, else a new one around it."""
         if isinstance(host, self.container_cls):
             return host
         return self.container_cls(host_name, host, parent_block)  # type: ignore[arg-type]
@@ -339,19 +339,19 @@ class PluginGroup:
 
     @property
     def plugin_name(self) -> str | None:
-        """The name of the first plugin, None where there is none."""
+        """Name of the first plugin, None if there is none."""
         return None if self.empty() else next(iter(self.plugin_dict.values())).name
 
     def remove(self) -> None:
-        """Remove each plugin. Raises SpecError, as for one."""
+        """Call `remove` of each plugin, which raises SpecError."""
         for plugin in self.plugin_dict.values():
             plugin.remove()
 
     def state_dict(self, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
-        """The weights of all plugins under the names that a file has, `path.___.name`.
+        """Return the weights of all plugins under the names of a file, `path.___.name`.
 
-        With `model` they are that model's, as an average of the weights has them: it holds each plugin at its host, by the
-        plugin's name. Raises SpecError for a weight that it does not have.
+        With `model` they are that model's, such as an average of the weights: it has each plugin at its host, by the plugin's
+        name. Raises SpecError for a weight that it does not have.
         """
         found, theirs = {}, None if model is None else model.state_dict()
         for path, plugin in self.plugin_dict.items():
@@ -366,5 +366,5 @@ class PluginGroup:
         return found
 
     def empty(self) -> bool:
-        """Whether there is no plugin."""
+        """Return whether there is no plugin."""
         return not self.plugin_dict

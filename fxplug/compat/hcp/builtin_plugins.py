@@ -23,7 +23,7 @@ MASKS = {(0, 0.5): "n", (0.5, 1): "p", (0, 1): None}
 
 
 def built_in(target: str, common: dict[str, Any], given: dict[str, Any], host: Host, notes: list[str]) -> dict[str, Any]:
-    """The pass that does the same as a plugin that comes with HCP-Diffusion. Raises SpecError where there is none."""
+    """Return the pass that is equivalent to a plugin of HCP-Diffusion itself. Raises SpecError if there is none."""
     path = target.removesuffix(".wrap_model")
     kind = path.rpartition(".")[2]
     if LORA.fullmatch(path):
@@ -52,7 +52,7 @@ STOCK = {
 
 
 def _controlnet(common: dict[str, Any], given: dict[str, Any], host: Host, notes: list[str]) -> dict[str, Any]:
-    """Its hooks add to the skips and the middle what diffusers' ControlNet adds there (arXiv 2302.05543)."""
+    """Return the pass for HCP-Diffusion's ControlNet, which adds to skips and middle as diffusers' does (arXiv 2302.05543)."""
     for key, stock in STOCK.items():
         layers = read_layers(take_key(given, key), key)
         if ["pre_hook:" * layer.pre_hook + layer.pattern for layer in layers] not in stock:
@@ -72,7 +72,8 @@ def _controlnet(common: dict[str, Any], given: dict[str, Any], host: Host, notes
 
 
 def half_of(mask: Any) -> str | None:
-    """Which half of the batch a `mask` of HCP-Diffusion chooses, first or second; None for all of it. Raises SpecError."""
+    """Return the half of the batch that a `mask` of HCP-Diffusion selects, first or second; None for all of it. Raises
+    SpecError."""
     if mask is not None and (not isinstance(mask, (list, tuple)) or tuple(mask) not in list(MASKS)):
         raise SpecError(f"{shown(mask)}: an update must be for the whole batch or for one half of it")
     branch = None if mask is None else MASKS[tuple(mask)]
@@ -105,13 +106,13 @@ class LowRankSection(Section):
 
     @property
     def half(self) -> str | None:
-        """Which half of the batch it acts on, from its `branch`, `mask` or type; None for all of it."""
+        """Half of the batch it acts on, from its `branch`, `mask` or type; None for all of it."""
         branch = self.branch or (self.type if self.type in HALVES else "p" if self.type == "dapp" else None)
         return self.mask if branch is None else HALVES[branch]
 
 
 def lora_passes(name: str, entry: Any, host: Host, notes: list[str]) -> dict[str, Any]:
-    """The pass of one entry of `lora_unet`. Raises SpecError."""
+    """Return the pass of one entry of `lora_unet`. Raises SpecError."""
     if not isinstance(entry, Mapping):
         raise SpecError(f"must be a mapping with 'layers', not {shown(entry)}")
     given = {key: value for key, value in entry.items() if key not in OPTIONS}

@@ -22,11 +22,11 @@ class CallArguments:
     names: tuple[str, ...] = ()
 
     def visible_arguments(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a hook sees of the arguments: those by position."""
+        """Return the arguments that a hook sees: those by position."""
         return x[: self.count or len(self.names)]
 
     def joined(self, args: tuple[Any, ...], x: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments with others in the place of those that a hook sees."""
+        """Return the arguments, with those that a hook sees replaced."""
         return (*args, *x[len(self.visible_arguments(x)) :])
 
 
@@ -35,7 +35,7 @@ _known: WeakKeyDictionary[fx.Graph, dict[str, CallArguments]] = WeakKeyDictionar
 
 
 def call_of(gm: Any, key: str) -> CallArguments:
-    """The call of a region in a traced module. What passes added to the inputs of the model is left out."""
+    """Return the call of a region in a traced module. Inputs that passes added to the model are left out."""
     graph = gm.graphs.get(gm.training, gm.graph)
     if graph not in _known:
         _known[graph] = _calls(graph)

@@ -36,10 +36,10 @@ OTHERS = {  # how the names of files begin that are none of HCP-Diffusion's
 
 
 def read_sections(file: str | Path, ema: bool = False) -> dict[str, State]:
-    """The tensors of `base`, `lora` and `plugin` by name, or with `ema` those of their averages, under the same three names.
+    """Return the tensors of `base`, `lora` and `plugin` by name, or with `ema` their averages, under the same three names.
 
-    A `.ckpt` has sections in sections, a `.safetensors` file writes them before a colon; a plugin's file of versions up to 0.3
-    has none. Raises ArtifactError for a file that cannot be read or has no such section, and says what it is then.
+    A `.ckpt` has nested sections, a `.safetensors` file writes them before a colon; a plugin's file of versions up to 0.3 has
+    none. Raises ArtifactError for a file that cannot be read or has no such section, and names its contents.
     """
     file, suffix = Path(file), "_ema" if ema else ""
     data, _ = weight_files.read(file)
@@ -63,7 +63,7 @@ def read_sections(file: str | Path, ema: bool = False) -> dict[str, State]:
 
 
 def _flat(data: Mapping[Any, Any], before: str = "") -> Iterable[tuple[str, Tensor]]:
-    """Tensors under the names that the `.safetensors` form gives them; lists are sections with numbers."""
+    """Yield tensors under the names of the `.safetensors` form; lists are sections with numbers."""
     for key, value in data.items():
         if isinstance(value, Tensor):
             yield f"{before}{key}", value
@@ -74,10 +74,11 @@ def _flat(data: Mapping[Any, Any], before: str = "") -> Iterable[tuple[str, Tens
 
 
 def keyed(section: str, state: Mapping[str, Tensor], file: str | Path) -> dict[str, State]:
-    """The weights of a section `lora` or `plugin` by layer; of low-rank updates under the names that fxplug's blocks have.
+    """Return the weights of a section `lora` or `plugin` by layer; those of low-rank updates under the names of fxplug's
+    blocks.
 
-    Raises SpecError for a name that is none of a layer's weights, for one weight under the names of two versions, and for what
-    is no LoRA.
+    Raises SpecError for a name that is no layer's weight, for one weight under the names of two versions, and for an update
+    that is no LoRA.
     """
     found: dict[str, State] = {}
     for text, tensor in state.items():
@@ -105,7 +106,7 @@ def keyed(section: str, state: Mapping[str, Tensor], file: str | Path) -> dict[s
 
 
 def trained_alpha(weights: Mapping[str, State], notes: list[str]) -> float:
-    """The alpha that low-rank updates were trained with: of all layers, else 1.0, which `notes` then has something about."""
+    """Return the alpha of the low-rank updates if all layers have the same; else 1.0, with a note."""
     known = {round(float(here["scale"]) * here["down.weight"].shape[0], 6) for here in weights.values() if "scale" in here}
     if len(known) > 1:
         notes.append(
@@ -115,10 +116,10 @@ def trained_alpha(weights: Mapping[str, State], notes: list[str]) -> float:
 
 
 def selected(names: Sequence[str], layers: Any, file: str | Path) -> list[str]:
-    """The layers or parameters that `layers` of a merge list chooses out of a file's `names`: all, or those in the named ones.
+    """Return those of a file's `names` that `layers` of a merge list selects: all, or those in the named layers.
 
-    HCP-Diffusion takes a name's beginning, and so `layers.1` for `layers.10` too; here a name ends at a dot. Raises SpecError
-    for an entry that chooses nothing, and for a prefix that has no meaning there.
+    HCP-Diffusion compares prefixes, and so `layers.1` selects `layers.10` too; here a name ends at a dot. Raises SpecError for
+    an entry that selects nothing, and for a prefix that has no meaning there.
     """
     if layers is None or layers == "all":
         return list(names)
@@ -137,6 +138,6 @@ def _is(pattern: str, path: str, regex: bool) -> bool:
 
 
 def _parts(name: str) -> list[str]:
-    """The paths of the modules that a layer or parameter is in: "a.b.c" is in "", "a", "a.b" and itself."""
+    """Return the paths of the modules that a layer or parameter is in: "a.b.c" is in "", "a", "a.b" and itself."""
     pieces = name.split(".")
     return ["", *(".".join(pieces[: count + 1]) for count in range(len(pieces)))]

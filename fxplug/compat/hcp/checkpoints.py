@@ -27,11 +27,11 @@ Homes = dict[tuple[str, str], dict[str, str]]  # of section and layer: the name 
 
 
 def load_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[str] = (), ema: bool = False) -> list[str]:
-    """Give converted passes of a module the weights of a file of HCP-Diffusion, `.ckpt` or `.safetensors`, all or none.
+    """Load the weights of a file of HCP-Diffusion, `.ckpt` or `.safetensors`, into converted passes of a module, all or none.
 
-    Read are its low-rank updates (`lora`) and plugins (`plugin`), or with `ema` their averages; `passes` says for which passes
-    the file is, where there are several at one layer, as with the branches of DreamArtist++. Gives the names of what was
-    loaded. Raises SpecError for a layer or weight that no such pass has, another shape, or a weight that the file lacks;
+    It reads low-rank updates (`lora`) and plugins (`plugin`), or with `ema` their averages; `passes` names the passes that the
+    file is for, if there are several at one layer, as with the branches of DreamArtist++. Returns the names of the loaded
+    weights. Raises SpecError for a layer or weight that no such pass has, another shape, or a weight that the file lacks;
     ArtifactError for a file that cannot be read.
     """
     target, homes = module.state_dict(), _homes(module, passes)
@@ -63,7 +63,7 @@ def load_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[
 
 
 def _hooked(module: TracedModule, path: str, here: Mapping[str, str]) -> str | None:
-    """The parameter of the model that a plugin with `hook_param` changes at a layer; None for another plugin."""
+    """Return the parameter of the model that a plugin with `hook_param` changes at a layer; None for another plugin."""
     for entry in module.meta.get("passes", []):
         for site in entry["sites"]:
             block = str(site["block"])
@@ -73,7 +73,7 @@ def _hooked(module: TracedModule, path: str, here: Mapping[str, str]) -> str | N
 
 
 def _check_backup(file: str | Path, path: str, found: Tensor, own: Tensor) -> None:
-    """Raises SpecError where the model's weight that HCP-Diffusion wrote beside a plugin's is not the one that is here."""
+    """Raise SpecError if the model's weight that HCP-Diffusion saved beside a plugin's differs from the model here."""
     same = found.shape == own.shape and any(torch.equal(found.to(own.device, d), own.to(d)) for d in (found.dtype, own.dtype))
     if not same:
         raise SpecError(
@@ -84,11 +84,11 @@ def _check_backup(file: str | Path, path: str, found: Tensor, own: Tensor) -> No
 
 
 def save_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[str] = ()) -> list[str]:
-    """Write the weights of converted passes as a file that HCP-Diffusion 0.9 loads; gives the names of what was written.
+    """Write the weights of converted passes as a file that HCP-Diffusion 0.9 loads; return the names of the written weights.
 
     Raises SpecError for two passes with weights at one layer, of which `passes` has to name one, for passes without such
-    weights, and for another suffix than `.ckpt` and `.safetensors`; ArtifactError where nothing can be written. A file that was
-    there stays as it was then.
+    weights, and for another suffix than `.ckpt` and `.safetensors`; ArtifactError if the file cannot be written. An existing
+    file is then unchanged.
     """
     out, state, names = Path(file), module.state_dict(), []
     sections: dict[str, dict[str, Tensor]] = {}
@@ -113,7 +113,7 @@ def save_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[
 
 
 def _read(file: Path, ema: bool) -> dict[tuple[str, str], State]:
-    """The weights of the low-rank updates and plugins of a file, by section and layer."""
+    """Return the weights of the low-rank updates and plugins of a file, by section and layer."""
     sections = read_sections(file, ema)
     found = {
         (section, path): here
@@ -129,7 +129,7 @@ def _read(file: Path, ema: bool) -> dict[tuple[str, str], State]:
 
 
 def _check_layers(module: TracedModule, file: str | Path, found: Mapping[tuple[str, str], State], homes: Homes) -> None:
-    """Raises SpecError for layers of a file that have no such pass here: which, and how many."""
+    """Raise SpecError for layers of a file that have no such pass here, with their names and number."""
     lost = [home for home in found if home not in homes]
     if not lost:
         return
@@ -144,7 +144,7 @@ def _check_layers(module: TracedModule, file: str | Path, found: Mapping[tuple[s
 
 
 def _homes(module: TracedModule, passes: Sequence[str]) -> Homes:
-    """Where the weights of the chosen passes are, those of `also` being passes by their names, as each has a file there.
+    """Return the names of the weights of the chosen passes; those of `also` are passes of their own, as each has a file there.
 
     Raises SpecError for an unknown pass, and for two at one layer.
     """
@@ -171,7 +171,7 @@ def _homes(module: TracedModule, passes: Sequence[str]) -> Homes:
 def _weights(
     entry: Mapping[str, Any], state: Sequence[str], modules: Mapping[str, nn.Module]
 ) -> list[tuple[tuple[str, str], dict[str, str]]]:
-    """The weights of a pass, by section and layer."""
+    """Return the names of the weights of a pass, by section and layer."""
     name, rows, known = entry["name"], [], set(state)
     for prefix, rename in ((f"{name}.cn.", _control), (f"{name}.plugin.plugin.", str)):
         here = {rename(key.removeprefix(prefix)): key for key in state if key.startswith(prefix)}
@@ -193,7 +193,7 @@ def _weights(
 
 
 def _source(entry: Mapping[str, Any], path: str) -> str:
-    """The from-layer of the PluginBlock at a to-layer: a file has its weights there."""
+    """Return the from-layer of the PluginBlock at a to-layer, under which a file has its weights."""
     given = entry["params"]
     targets, sources = ([value] if isinstance(value, str) else value for value in (given["to"], given["args"][0]))
     if any(map(is_pattern, targets)):
@@ -204,7 +204,8 @@ def _source(entry: Mapping[str, Any], path: str) -> str:
 
 
 def _control(key: str) -> str:
-    """A weight of diffusers' ControlNet as HCP-Diffusion's plugin has it: the same but for the layers that read the image."""
+    """Return the name that HCP-Diffusion's plugin has for a weight of diffusers' ControlNet; only those of the condition layers
+    differ."""
     found = re.fullmatch(rf"{HEAD}\.(?:(conv_in)|(conv_out)|blocks\.(\d+))\.(\w+)", key)
     if found is None:
         return key

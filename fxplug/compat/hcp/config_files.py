@@ -23,11 +23,10 @@ Path_ = tuple[str | int, ...]
 
 
 def read_files(file: Path, notes: list[str]) -> Source:
-    """A file over the files that its `_base_` names, the first of them over the next, as HCP-Diffusion merges them.
+    """Read a file merged over the files that its `_base_` names, the first of them over the next, as HCP-Diffusion merges them.
 
-    Mappings are merged by key, lists and plain values replaced. A `_base_` path is looked for in the folder of the file and in
-    those around it, then in the working folder; that one is nowhere is told in `notes`. Raises SpecError for files that are
-    each other's `_base_`.
+    Mappings are merged by key, lists and plain values replaced. A `_base_` path is searched in the folder of the file and its
+    parents, then in the working folder; one that is not found is added to `notes`. Raises SpecError for circular `_base_`.
     """
     source = _read(file, notes, (), {})
     if isinstance(source.data, Mapping):
@@ -62,13 +61,14 @@ def _read(file: Path, notes: list[str], around: tuple[Path, ...], known: dict[Pa
 
 
 def near(base: str, file: Path) -> Path | None:
-    """A file that another one names: in its folder, in those around it, or in the working folder. None where it is in none."""
+    """Return a file that another one names: in its folder or those above it, or in the working folder. None if it is in
+    none."""
     folders = (*file.parents, Path.cwd())
     return next((path.resolve() for folder in folders if (path := folder / base).is_file()), None)
 
 
 def _merged(base: Source, over: Source) -> Source:
-    """`over` merged into `base`, with the lines of both."""
+    """Return `over` merged into `base`, with the lines of both."""
 
     def merge(one: Any, other: Any) -> Any:
         if not isinstance(one, Mapping) or not isinstance(other, Mapping):
@@ -95,7 +95,7 @@ class References:
         self.left = DEFAULT.entries  # so many values are looked at: references to references may stand for very many
 
     def value(self, *path: str | int, asked: tuple[Path_, ...] = ()) -> Any:
-        """The value at `path`. Raises SpecError, with its place, for a reference to nothing, to itself or to a resolver.
+        """Return the value at `path`. Raises SpecError, with its place, for a reference to nothing, to itself or to a resolver.
 
         `asked` has the places whose references led here.
         """
@@ -115,7 +115,7 @@ class References:
         return self.text(here, path, (*asked, path))
 
     def text(self, text: str, path: Path_, asked: tuple[Path_, ...]) -> Any:
-        """A text with its references replaced, the innermost first; one that is a reference alone is any value."""
+        """Replace the references in a text, the innermost first; a text that is only a reference may become any value."""
         while found := INNERMOST.search(text):
             value = self.value(*self.target(found[1].strip(), text, path), asked=asked)
             if found[0] == text:
@@ -130,7 +130,7 @@ class References:
         return text
 
     def target(self, reference: str, text: str, path: Path_) -> Path_:
-        """The path that `a.b[0]` means from the top, or `..a` from the place that has it: a dot is the mapping around it."""
+        """Return the path that `a.b[0]` means from the top, or `..a` from its own place: each leading dot is one mapping up."""
         if ":" in reference:
             name = reference.partition(":")[0]
             raise self.source.error(f"{shown(text)} uses the resolver '{name}', which is not supported: write its value", *path)

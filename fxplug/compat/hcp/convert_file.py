@@ -39,13 +39,13 @@ def convert(
     inputs: Mapping[str, Sequence[Any]] | None = None,
     out: str | Path | None = None,
 ) -> Converted:
-    """Turn the plugins that a file of HCP-Diffusion puts on one model (`part`: unet or TE) into passes.
+    """Convert the plugins that a file of HCP-Diffusion puts on one model (`part`: unet or TE) to passes.
 
-    Without `part` it is the UNet, and where the file says how they train, those of the text encoder are passes of the same run.
-    `model` is what a configuration has under `model:`, or a configuration of fxplug (.yaml) whose model and inputs are
-    taken; with it every layer is looked up, so that what matches nothing is said now and not when the result is used.
-    `inputs` has shapes for what plugins get through `feed_input_data` (sizes or names, such as [n, 3, "8*h", "8*w"]).
-    `out` is where the text will be, as paths in it are relative to that file. Imports the plugin classes. Raises SpecError.
+    Without `part` it is the UNet, and if the file says how they train, those of the text encoder are passes of the same run.
+    `model` is the value of `model:` in a configuration, or a configuration of fxplug (.yaml) whose model and inputs are used;
+    with it every layer is looked up, so that a layer that matches nothing is an error now and not when the result is used.
+    `inputs` has shapes for the inputs of plugins in `feed_input_data` (sizes or names, such as [n, 3, "8*h", "8*w"]). `out` is
+    the file for the text, as paths in it are relative to that file. Imports the plugin classes. Raises SpecError.
     """
     if part is not None and part not in PARTS:
         raise SpecError(f"no part '{part}'{did_you_mean(part, PARTS)}; there are {', '.join(PARTS)}")
@@ -86,11 +86,11 @@ def convert(
 def convert_checkpoint(
     file: str | Path, *, model: str | None = None, out: str | Path | None = None, ema: bool = False
 ) -> Converted:
-    """Turn a checkpoint of HCP-Diffusion into a configuration that loads it: weights of layers that it trained take the place
-    of the model's, and its low-rank updates are a pass, as strong as they were trained.
+    """Convert a checkpoint of HCP-Diffusion to a configuration that loads it: its trained layers replace the model's weights,
+    and its low-rank updates are a pass, with their trained strength.
 
-    Arguments are those of `convert`, `ema` takes the averages. Raises ArtifactError for a file that cannot be read, SpecError
-    for plugins' weights: which plugins those were, the file does not say.
+    Arguments are those of `convert`; `ema` takes the averages. Raises ArtifactError for a file that cannot be read, SpecError
+    for plugins' weights, as the file does not name the plugins.
     """
     notes: list[str] = []
     sections = read_sections(file, ema)
@@ -106,7 +106,7 @@ def convert_checkpoint(
 
 
 def read_input(text: str) -> tuple[str, list[Any]]:
-    """`cond=n,3,8*h,8*w` as a name and its sizes. Raises SpecError."""
+    """Parse `cond=n,3,8*h,8*w` as a name and its sizes. Raises SpecError."""
     name, equals, sizes = text.partition("=")
     if not equals or not name.isidentifier():
         raise SpecError(f"'{text}' is not an input: write NAME=SIZES, as in cond=n,3,8*h,8*w")
@@ -115,7 +115,7 @@ def read_input(text: str) -> tuple[str, list[Any]]:
 
 
 def _passes(source: Source, part: str, sections: Mapping[str, Any], host: Host, notes: list[str]) -> list[dict[str, Any]]:
-    """The passes of the two sections of a part."""
+    """Return the passes of the two sections of a part."""
     plugins, loras = PARTS[part]
     passes = plugins_of(source, (plugins,), sections[plugins], host, notes)
     for index, entry in enumerate(sections[loras] or []):
@@ -125,9 +125,9 @@ def _passes(source: Source, part: str, sections: Mapping[str, Any], host: Host, 
 
 
 def _sections(source: Source, part: str, notes: list[str], both: bool) -> dict[str, Any]:
-    """The two sections of a part, or those of both parts, with what their references stand for.
+    """Return the two sections of a part, or those of both parts, with their references resolved.
 
-    What is left out is told in `notes`.
+    Sections that are left out are added to `notes`.
     """
     data = source.data
     if not isinstance(data, Mapping):
@@ -158,7 +158,7 @@ def _sections(source: Source, part: str, notes: list[str], both: bool) -> dict[s
 
 
 def _note_skipped_keys(source: Source, part: str, notes: list[str]) -> None:
-    """Notes on the keys that are no sections of plugins. Raises SpecError for one that seems to be meant as such a section."""
+    """Note the keys that are no sections of plugins. Raises SpecError for one that looks like such a section."""
     sections = [key for pair in PARTS.values() for key in pair]
     others = [key for key in source.data if key not in (*sections, *TRAINER, "merge")]
     for key in others:
@@ -180,7 +180,7 @@ def _note_skipped_keys(source: Source, part: str, notes: list[str]) -> None:
 
 
 def _names_layers(value: Any) -> bool:
-    """Whether a value looks like a section of plugins."""
+    """Return whether a value looks like a section of plugins."""
     entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return any(isinstance(entry, Mapping) and any(key in entry for key in PLACE_KEYS) for entry in entries)
 

@@ -39,7 +39,7 @@ class Driver(nn.Module):
     at: Any
 
     def __init__(self, plugin: BasePluginBlock, host: nn.Module, call: CallArguments = POSITIONAL, feeds: Fed = ()) -> None:
-        """`call` says how the model calls the host."""
+        """Store the plugin, and how the model calls the host (`call`)."""
         super().__init__()
         self.plugin, self.host, self.call, self.feeds = plugin, Ref(host), call, tuple(feeds)
 
@@ -52,14 +52,15 @@ class SinglePlugin(Driver):
         cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
         exclude_key: str | None = None, feeds: Fed = (),
     ) -> SinglePlugin:  # fmt: skip
-        """`plugin` is "module:Class", `options` its arguments. `wrap` makes it with `wrap_layer`, as `wrap_model` does."""
+        """Make the driver of a plugin: `plugin` is "module:Class", `options` its arguments. `wrap` uses `wrap_layer`, as
+        `wrap_model` does."""
         made = single(site, plugin, options, wrap, exclude_key)
         cls.check(made, site)
         return cls(made, site.module, call_of(site.root, site.path), feeds)
 
     @classmethod
     def check(cls, made: Any, site: Site) -> None:
-        """Raises SpecError for a plugin that changes something else there."""
+        """Raise SpecError for a plugin that changes a parameter instead of the result."""
         if made.target is not None:
             raise SpecError(
                 f"{type(made).__name__} changes the parameter '{made.target}' of its layer (hook_param), not its result: "
@@ -108,7 +109,7 @@ class PairPlugin(Driver):
         cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, from_pre: bool = False,
         to_pre: bool = False, feeds: Fed = (),
     ) -> PairPlugin:  # fmt: skip
-        """`from_pre` and `to_pre` say which of the two layers had the prefix `pre_hook:`."""
+        """Make the driver; `from_pre` and `to_pre` say which of the two layers had the prefix `pre_hook:`."""
         key = site.args[0].path
         _check_pairing(site, key.partition("@")[0])
         source = site.root.get_submodule(key.partition("@")[0])
@@ -137,7 +138,7 @@ class PairPlugin(Driver):
 
 
 def _check_pairing(site: Site, source: str) -> None:
-    """Refuse a pair of two expressions that HCP-Diffusion makes otherwise: by the order in which modules are registered."""
+    """Raise SpecError for two expressions, which HCP-Diffusion pairs by the order in which modules are registered."""
     given, target = site.rule.args[0], site.rule.match.path
     if not isinstance(given, str) or not isinstance(target, str):
         return
@@ -167,7 +168,7 @@ class MultiPlugin(nn.Module):
         self, plugin: MultiPluginBlock, layers: Sequence[tuple[str, bool]], hosts: Sequence[nn.Module], sources: int,
         order: Sequence[int], calls: Sequence[CallArguments] = (), feeds: Fed = (),
     ) -> None:  # fmt: skip
-        """`layers` are paths and whether the input is meant, the first `sources` of them from-layers; `order` their order."""
+        """Store the plugin; `layers` are (path, pre_hook), the first `sources` of them from-layers, run in `order`."""
         super().__init__()
         self.plugin = plugin
         self.layers, self.sources, self.order = tuple(layers), sources, tuple(order)
@@ -204,7 +205,8 @@ def multi_plugin(
     name: str = "plugin",
     feeds: Fed = (),
 ) -> MultiPlugin:
-    """A MultiPluginBlock for a traced module: what the pass hcp/multi names as its network.
+    """Make a MultiPluginBlock for a traced module, as the network of the pass hcp/multi. what the pass hcp/multi names as its
+    network.
 
     Layers are paths, with `pre_hook:` before them where the input is meant. Raises SpecError.
     """
@@ -223,7 +225,7 @@ def multi_plugin(
 
 
 def _run_order(gm: Any, layers: Sequence[tuple[str, bool]]) -> list[int]:
-    """The numbers of the layers in the order in which the model comes to their inputs or results."""
+    """Return the numbers of the layers in the order in which the model computes their inputs or results."""
     graph = gm.graphs.get(gm.training, gm.graph)
     at = {node: index for index, node in enumerate(graph.nodes)}
     regions = Regions(graph, gm)
@@ -251,7 +253,7 @@ def _run_order(gm: Any, layers: Sequence[tuple[str, bool]]) -> list[int]:
 
 
 def hooked(out: Any, x: tuple[Any, ...], y: Any, pre_hook: bool, who: str, call: CallArguments) -> Any:
-    """What a hook's result means in torch: None changes nothing, and a single value before a layer is its one input."""
+    """Return a hook's effect as in torch: None changes nothing, and a single value before a layer is its one input."""
     if out is None:
         return x if pre_hook else y
     if pre_hook:
@@ -262,7 +264,7 @@ def hooked(out: Any, x: tuple[Any, ...], y: Any, pre_hook: bool, who: str, call:
 
 @contextmanager
 def without_result(pre_hook: bool, who: str) -> Iterator[None]:
-    """Say why a hook before its layer fails on a result that is not there, as that of the guide's Skip does."""
+    """Explain why a hook before its layer fails on the missing result, as the guide's Skip does."""
     try:
         yield
     except TypeError as error:
@@ -276,7 +278,7 @@ def without_result(pre_hook: bool, who: str) -> Iterator[None]:
 
 
 def unchanged(out: Any, who: str) -> None:
-    """Refuse a from_layer_hook that gives something: torch would change the from-layer with it."""
+    """Raise TraceError if a from_layer_hook returns a value: torch would change the from-layer with it."""
     if out is not None:
         raise TraceError(
             f"{who}: from_layer_hook returns {described(out)}, which would change its from-layer: name that layer among the "

@@ -40,7 +40,7 @@ FED = {
 def plugins_of(
     source: Source, at: tuple[str, ...], entries: Any, host: Host, notes: list[str]
 ) -> list[dict[str, Any]]:
-    """The passes of a section of plugins by name, which is at the path `at` of a file. Raises SpecError with its lines."""
+    """Return the passes of a section of plugins by name, at the path `at` of a file. Raises SpecError with its lines."""
     if not isinstance(entries or {}, Mapping):
         raise source.error(f"must be a mapping of plugins by name, not {shown(entries)}", *at)
     passes: list[dict[str, Any]] = []
@@ -51,7 +51,7 @@ def plugins_of(
 
 
 def plugin_passes(name: str, entry: Any, host: Host, notes: list[str]) -> list[dict[str, Any]]:
-    """The passes of one entry of `plugin_unet`. Raises SpecError with the key that is at fault."""
+    """Return the passes of one entry of `plugin_unet`. Raises SpecError with the key that is wrong."""
     if not isinstance(entry, Mapping):
         raise SpecError(f"must be a mapping with '_target_', not {shown(entry)}")
     target = entry.get("_target_")
@@ -139,7 +139,7 @@ def _layers(
 
 
 def _with_args(given: dict[str, Any], *args: str) -> dict[str, Any]:
-    """With the inputs of the pass behind the driver's own where there are any."""
+    """Add `args`, with the inputs of the pass after the driver's own, if there are any."""
     extra = given.pop("fed", [])
     return {**given, "args": [*args, *extra]} if extra else given
 
@@ -147,7 +147,7 @@ def _with_args(given: dict[str, Any], *args: str) -> dict[str, Any]:
 def _wrapped(
     kind: Any, common: Mapping[str, Any], found: Sequence[LayerPattern] | None, host: Host, one_by_one: bool
 ) -> dict[str, Any]:
-    """`wrap_model`: the layers below, by class; listed `one_by_one`, or where the class leaves some of them out."""
+    """Return `wrap_model` as a selection of layers by class, or as a list with `one_by_one`, or if the class excludes some."""
     names = [k.__name__ for k in kind.wrapable_classes]
     if not names:
         raise SpecError(f"{kind.__name__}.wrapable_classes is empty, so wrap_model would find no layer", path=("_target_",))
@@ -179,7 +179,7 @@ def _wrapped(
 
 
 def _exclusion(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a class's own `wrap_model` leaves out."""
+    """Return the layers that a class's own `wrap_model` excludes."""
     seen: dict[str, Any] = {"exclude_key": None, "exclude_classes": ()}
 
     def note(cls: type, module: nn.Module, *args: Any, **rest: Any) -> Any:
@@ -192,7 +192,7 @@ def _exclusion(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hook_param(kind: Any, given: Mapping[str, Any], found: Sequence[LayerPattern] | None, host: Host) -> str | None:
-    """Which parameter a plugin changes: said in the file, or by its constructor, which is run up to that of its base class."""
+    """Return the parameter that a plugin changes: from the file, or from its constructor, run up to that of its base class."""
     options = given.get("options", {})
     if "hook_param" in options:
         return options["hook_param"]  # type: ignore[no-any-return]
@@ -219,7 +219,7 @@ def _fits(kind: Any, module: nn.Module) -> bool:
 
 
 def _patch_pass(kind: Any) -> str:
-    """Which of the four passes a PatchPluginBlock needs."""
+    """Return the name of the pass that a PatchPluginBlock needs."""
     if kind.container_cls.forward is not PatchPluginContainer.forward:
         return "hcp/patch"
     pre = kind.pre_forward is not PatchPluginBlock.pre_forward
@@ -295,7 +295,7 @@ def _multi(
 
 
 def _feeds(kind: type[BasePluginBlock], given: dict[str, Any], host: Host) -> None:
-    """The inputs that a plugin asks for in `feed_input_data`: of the model where it has them, else of the pass."""
+    """Add the inputs that a plugin reads in `feed_input_data`: of the model if it has them, else of the pass."""
     own = {name: port for name, port in FED.items() if host.part == "unet" and name not in host.inputs}
     asked = list_read_inputs(kind, (*host.inputs, *own))
     if asked is None:

@@ -37,7 +37,7 @@ class Host:
         self.classes = {path: type(m).__name__ for path, m in self.modules.items()}
 
     def places(self, layers: Sequence[LayerPattern]) -> list[LayerPattern] | None:
-        """The layers that are meant, or None where that cannot be known without the model."""
+        """Return the selected layers, or None if that cannot be known without the model."""
         if self.model is not None:
             return places(layers, self.classes)
         if any(layer.regex or layer.kind for layer in layers):
@@ -45,17 +45,17 @@ class Host:
         return places(layers, dict.fromkeys((layer.path for layer in layers), ""))
 
     def symbols(self, name: str) -> set[str]:
-        """The names that stand for sizes in the shape of an input."""
+        """Return the names of sizes in the shape of an input."""
         return {s for size in self.inputs[name] for s in SYMBOL.findall(str(size))}
 
     def binds(self, name: str) -> bool:
-        """Whether an input names sizes that an input of a plugin uses."""
+        """Return whether an input has a named size that an input of a plugin uses."""
         wanted = {s for used in self.used for s in self.symbols(used)}
         return bool(self.symbols(name) & wanted)
 
 
 def common_of(name: str, entry: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """The keys that every pass has, from an entry: `name`, `lr`, and `train` where it is given."""
+    """Return the keys that every pass has, from an entry: `name`, `lr`, and `train` if it is set."""
     rate = entry.get("lr", RATE)
     common: dict[str, Any] = {"name": pass_name(name, notes), "lr": None if rate is None else number(rate, ("lr",), least=0.0)}
     if "train" in entry:
@@ -64,7 +64,7 @@ def common_of(name: str, entry: Mapping[str, Any], notes: list[str]) -> dict[str
 
 
 def number(value: Any, path: tuple[str | int, ...], least: float = -math.inf, below: float = math.inf) -> float:
-    """A number of a file. Raises SpecError, with `path`, for what is none, is not finite, or is out of its bounds."""
+    """Return a number of a file. Raises SpecError, with `path`, for a value that is no finite number or out of bounds."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise SpecError(f"must be a number, not {shown(value)}", path=path)
     if not least <= value < below:
@@ -77,14 +77,14 @@ Number = Annotated[float, checked(lambda value: number(value, ()))]
 
 
 def take_key(given: dict[str, Any], key: str) -> Any:
-    """Take a key out of what was given. Raises SpecError where it is missing."""
+    """Remove and return a key of an entry. Raises SpecError if it is missing."""
     if key not in given:
         raise SpecError(f"missing key '{key}'{did_you_mean(key, given)}")
     return given.pop(key)
 
 
 def patterns(layers: Sequence[LayerPattern]) -> list[str]:
-    """Path patterns; where an expression matches the empty path, the model itself is named beside it, as HCP-Diffusion does."""
+    """Return path patterns; if an expression matches the empty path, the model itself is added, as HCP-Diffusion does."""
     found: dict[str, None] = {}
     for layer in layers:
         if layer.regex and select(f"re:{layer.path}", [""]):
@@ -94,7 +94,7 @@ def patterns(layers: Sequence[LayerPattern]) -> list[str]:
 
 
 def pass_name(name: str, notes: list[str]) -> str:
-    """A plugin's name as a pass's, which is a Python name."""
+    """Return a plugin's name as the name of a pass, a Python identifier."""
     new = identifier(name)
     if new != name:
         notes.append(f"plugin '{name}' is renamed to {new}, because names may only have letters, digits and '_'")

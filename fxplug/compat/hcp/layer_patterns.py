@@ -29,12 +29,13 @@ class LayerPattern:
 
     @property
     def pattern(self) -> str:
-        """The same as a path pattern of fxplug."""
+        """Path pattern of fxplug for this layer."""
         return f"re:{self.path}" if self.regex else self.path
 
 
 def read_layer(text: object) -> LayerPattern:
-    """Read one entry. The prefixes stand in any order; `prehook:`, as the guide spells it, is `pre_hook:`.
+    """Parse one entry. The prefixes are in any order; `prehook:`, as the guide spells it, is `pre_hook:`. The prefixes stand in
+    any order; `prehook:`, as the guide spells it, is `pre_hook:`.
 
     Raises SpecError for another prefix, which HCP-Diffusion would ignore, and for an expression that does not compile.
     """
@@ -60,7 +61,7 @@ def read_layer(text: object) -> LayerPattern:
 
 
 def read_layers(entries: object, *path: str) -> list[LayerPattern]:
-    """Read a list of entries (or one), which is at a path. Raises SpecError."""
+    """Parse a list of entries, or one, at a path. Raises SpecError."""
     items = [entries] if isinstance(entries, str) else entries
     if not isinstance(items, (list, tuple)) or not items:
         raise SpecError(f"must be a list of layers, not {shown(entries)}", path=path)
@@ -72,7 +73,7 @@ def read_layers(entries: object, *path: str) -> list[LayerPattern]:
 
 
 def read_paths(entries: object, *path: str) -> list[LayerPattern]:
-    """Read a list of paths and expressions, or one, as low-rank updates and weights have it. Raises SpecError."""
+    """Parse a list of paths and expressions, or one, of low-rank updates and weights. Raises SpecError."""
     layers = read_layers(entries, *path)
     for layer in layers:
         if layer.pre_hook or layer.kind:
@@ -81,10 +82,10 @@ def read_paths(entries: object, *path: str) -> list[LayerPattern]:
 
 
 def places(layers: Iterable[LayerPattern], classes: Mapping[str, str]) -> list[LayerPattern]:
-    """The layers that entries name, in HCP-Diffusion's order: by entry, then as modules are registered; each once.
+    """Return the layers that entries name, in HCP-Diffusion's order: by entry, then as modules are registered; each once.
 
-    `classes` has the class name of every module path, in that order. Raises SpecError where HCP-Diffusion goes on in
-    silence: an expression that matches nothing, a layer that is named twice.
+    `classes` has the class name of every module path, in that order. Raises SpecError where HCP-Diffusion says nothing: an
+    expression that matches nothing, a layer that is named twice.
     """
     found: dict[str, LayerPattern] = {}
     for layer in layers:
@@ -113,7 +114,7 @@ def places(layers: Iterable[LayerPattern], classes: Mapping[str, str]) -> list[L
 
 
 def _of_kind(paths: Sequence[str], kind: str, classes: Mapping[str, str]) -> list[str]:
-    """Those of the paths that are of a class; for the others the layers of that class below them."""
+    """Return those of the paths that are of a class; for the others the layers of that class below them."""
     found: dict[str, None] = {}
     for path in paths:
         below = f"{path}." if path else ""
@@ -124,7 +125,7 @@ def _of_kind(paths: Sequence[str], kind: str, classes: Mapping[str, str]) -> lis
 
 
 def paired(sources: Sequence[LayerPattern], targets: Sequence[LayerPattern]) -> list[tuple[LayerPattern, LayerPattern]]:
-    """Sources and targets as pairs by order. Raises SpecError, with both lists, when there are not as many."""
+    """Pair sources and targets by order. Raises SpecError, with both lists, if their numbers differ."""
     if len(sources) != len(targets):
         raise SpecError(
             f"from_layer matches {len(sources)} layers and to_layer {len(targets)}; they are paired in order, so the numbers "
@@ -136,6 +137,6 @@ def paired(sources: Sequence[LayerPattern], targets: Sequence[LayerPattern]) -> 
 
 
 def listed(found: Sequence[LayerPattern]) -> str:
-    """Paths for a message."""
+    """List paths for a message."""
     shown = ", ".join(p.path or "(the model)" for p in found[:SHOWN])
     return shown + (f", ... ({len(found)})" if len(found) > SHOWN else "") or "none"

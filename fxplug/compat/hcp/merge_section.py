@@ -29,9 +29,9 @@ class MergeSection:
     passes: list[dict[str, Any]] = field(default_factory=list)
 
     def head(self, head: dict[str, Any], here: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-        """The sections beside the passes, with a `model` that mixes the parts into what was the model.
+        """Return the sections beside the passes, with a `model` that mixes the parts into the given one.
 
-        `here` has the same sections with paths from the working folder, which those of the parts are from.
+        `here` has the same sections with paths relative to the working folder, as those of the parts are.
         """
         if not self.parts:
             return head
@@ -42,7 +42,7 @@ class MergeSection:
 
 
 def merges(data: Mapping[str, Any], part: str) -> bool:
-    """Whether a configuration merges something into a part."""
+    """Return whether a configuration merges something into a part."""
     section = data.get("merge")
     if not isinstance(section, Mapping):
         return isinstance(section, str)  # a reference
@@ -52,7 +52,7 @@ def merges(data: Mapping[str, Any], part: str) -> bool:
 
 
 def read_merge(source: Source, part: str, host: Host, notes: list[str]) -> MergeSection:
-    """What the groups of one part are here. Raises SpecError, with its place, for what HCP-Diffusion would pass over."""
+    """Read the groups of one part. Raises SpecError, with its place, for entries that HCP-Diffusion would ignore."""
     found = MergeSection()
     section = References(source).value("merge") if source.data.get("merge") is not None else {}
     if not isinstance(section, Mapping):
@@ -71,7 +71,7 @@ def read_merge(source: Source, part: str, host: Host, notes: list[str]) -> Merge
 
 
 def _layers(layers: Any) -> list[str] | None:
-    """The layers of a file as they are written, None for all. Raises SpecError."""
+    """Return the layers of a file as they are written, None for all. Raises SpecError."""
     return None if layers == "all" else [layer.text for layer in read_paths(layers)]
 
 
@@ -132,7 +132,7 @@ def _read_group(
 
 
 def _plugins(source: Source, given: Any, part: str, host: Host, notes: list[str]) -> list[dict[str, Any]]:
-    """The passes of `plugin_cfg`, a file with sections of plugins or such sections themselves."""
+    """Return the passes of `plugin_cfg`, a file with sections of plugins or such sections themselves."""
     key = PARTS[part][0]
     if given is None:
         return []
@@ -149,7 +149,7 @@ def _plugins(source: Source, given: Any, part: str, host: Host, notes: list[str]
 
 
 def _plugin_weights(group: str, plugins: Mapping[str, Any], known: list[str], notes: list[str]) -> None:
-    """Notes on the weights of plugins: a pass has none of a file, and a saved rewrite is given them."""
+    """Note the weights of plugins: a pass cannot load them from a file, a saved rewrite can."""
     for name, item in plugins.items():
         path = ("plugin", name)
         if not isinstance(item, Mapping) or not isinstance(item.get("path"), str):

@@ -61,7 +61,8 @@ class TrainedLora(nn.Module):
         cls, site: Site, weights: Mapping[str, State], file: str, alpha: float = 1.0, alpha_auto_scale: bool = True,
         half: Any = None,
     ) -> Lora | HalfLora:  # fmt: skip
-        """`weights` has those of every layer by path: down.weight (rank, in, *kernel), up.weight (out, rank, *1) and up.bias.
+        """Make the block of a layer; `weights` has, for every path, down.weight (rank, in, *kernel), up.weight (out, rank, *1)
+        and up.bias. down.weight (rank, in, *kernel), up.weight (out, rank, *1) and up.bias.
 
         Raises SpecError for weights of another shape than the layer takes.
         """
@@ -87,9 +88,9 @@ class TrainedLora(nn.Module):
 
 
 def checkpoint_pass(given: Any) -> Pass:
-    """A pass out of what stands below `hcp/checkpoint:`: the low-rank updates of a file, with their weights.
+    """Make a pass of the mapping below `hcp/checkpoint:`: the low-rank updates of a file, with their weights.
 
-    Raises SpecError whose path is below the entry, for a file too.
+    Raises SpecError whose path is below the entry, also for a file.
     """
     if not isinstance(given, Mapping):
         raise SpecError(f"must be a mapping with 'file', not {shown(given)}")
@@ -114,11 +115,11 @@ def checkpoint_pass(given: Any) -> Pass:
 
 
 def merged(model: Any, parts: Sequence[Mapping[str, Any]], weights: Any = None) -> nn.Module:
-    """A model with the `base` weights of checkpoints mixed in; what a converted configuration calls as its `model`.
+    """Build a model with the `base` weights of checkpoints mixed in; a converted configuration calls it as its `model`.
 
-    `model` and `weights` are what a configuration has under these keys, with paths in the working folder. Each of `parts` has
-    `file`, `alpha`, `base` (the share of what was there, 0 where it is left out), and `layers`. Mixed in float32. On the meta
-    device names and shapes alone are compared. Raises SpecError.
+    `model` and `weights` are the values of these keys in a configuration, with paths in the working folder. Each of `parts` has
+    `file`, `alpha`, `base` (the share of the earlier value, by default 0), and `layers`. Mixed in float32. On the meta device
+    names and shapes alone are compared. Raises SpecError.
     """
     on = str(torch.empty(0).device)
     built = build(load_config({"model": model, "weights": weights}, base=Path.cwd()), device="meta" if on == "meta" else None)
@@ -135,7 +136,7 @@ def merged(model: Any, parts: Sequence[Mapping[str, Any]], weights: Any = None) 
 
 
 def _part(part: MixedCheckpoint, state: Mapping[str, Tensor], number: int) -> State:
-    """The chosen weights of one part. Raises SpecError where they are of another model."""
+    """Return the chosen weights of one part. Raises SpecError if they are of another model."""
     file, sections = part.file, _sections(part.file, part.ema)
     if "base" not in sections:
         raise SpecError(f"part {number + 1}: {file} has no weights of a model ('base'); it has {', '.join(sections)}")

@@ -41,7 +41,7 @@ class PatchPlugin(nn.Module):
         feeds: Fed = (),
         keywords: Sequence[str] = (),
     ) -> None:
-        """`call` says how the model calls the module."""
+        """Store the container, and how the model calls the module (`call`)."""
         super().__init__()
         self.container = container
         self.call, self.feeds, self.keywords, self.rates = call, tuple(feeds), tuple(keywords), {}
@@ -51,10 +51,11 @@ class PatchPlugin(nn.Module):
         cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
         exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), feeds: Fed = (), keywords: Sequence[str] = (),
     ) -> Any:  # fmt: skip
-        """`also` has a mapping of `name`, `plugin` and `options` for each further plugin, and `lr` and `train` of its own.
+        """Make the block; `also` has a mapping of `name`, `plugin` and `options`, and perhaps `lr` and `train`, for each
+        further plugin.
 
-        The values behind x and y are `x[**]` and what is fed; in files of earlier versions those that `keywords` names, and
-        what is fed.
+        The values after x and y are `x[**]` and the fed inputs; in files of earlier versions those that `keywords` names, and
+        the fed inputs.
         """
         check_alone(site)
         container = patches(site, plugin, options, wrap, exclude_key, also)
@@ -65,7 +66,7 @@ class PatchPlugin(nn.Module):
 
     @classmethod
     def check(cls, container: Any, site: Site) -> None:
-        """Raises SpecError for a container that cannot run so at a site."""
+        """Raise SpecError for a container that cannot run in this form at a site."""
         if _keeps_host(container) and getattr(site.module, "attributes", None) is not None:
             raise SpecError(
                 f"{type(container).__name__} runs the module that it patches, and the code of this {site.classes[0]} is in the "
@@ -82,7 +83,7 @@ class PatchPlugin(nn.Module):
     def arguments(
         self, x: tuple[Any, ...], values: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        """What the module is called with by position and by name, and what is fed."""
+        """Return the module's arguments by position and by name, and the fed inputs."""
         by_name = not self.call.count and self.call.names
         if values and isinstance(values[0], Mapping):
             named, fed = dict(values[0]), values[1:]
@@ -91,7 +92,7 @@ class PatchPlugin(nn.Module):
         return () if by_name else x, named, fed
 
     def before(self, x: tuple[Any, ...], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """What the plugins make of the module's arguments, one after the other."""
+        """Return the module's arguments after the plugins' `pre_forward`, one after the other."""
         inputs = () if args else self.call.names  # of those by name, what x[:] has
         kwargs = given
         for name, plugin in self.container:
@@ -111,7 +112,7 @@ class PatchPlugin(nn.Module):
         return checked(tuple(args) or tuple(kwargs[key] for key in inputs), x, "pre_forward", "the module's input")
 
     def after(self, y: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the plugins make of the module's result, one after the other."""
+        """Return the module's result after the plugins' `post_forward`, one after the other."""
         out = y
         for name, plugin in self.container:
             out = plugin.post_forward(out, *args, **kwargs)
@@ -167,7 +168,8 @@ class PatchAround(HalfPatch):
 
     @classmethod
     def at(cls, site: Site, side: str, beside: PatchAround | None = None, **given: Any) -> Any:  # type: ignore[override]
-        """As for PatchPlugin; `side` is before or after, `beside` the block of the other side, which shares the container."""
+        """Make one side of PatchPlugin; `side` is before or after, `beside` the block of the other side, which shares the
+        container."""
         if beside is None:
             block = super().at(site, **given)
         else:
@@ -186,7 +188,7 @@ class PatchAround(HalfPatch):
         return out, kept.next_call_state()
 
     def ended(self, left: Mapping[str, Any]) -> None:
-        """The forward is over and left these attributes. Raises TraceError where the next one would go on with them."""
+        """Raise TraceError if a plugin reads an attribute that the forward before changed; `left` has the final attributes."""
         for name in self.read.stale(self.container, left):
             raise TraceError(
                 f"{name} is read before this call has written it: it has the value from the last call. A graph stores no "
@@ -199,13 +201,14 @@ def _keeps_host(container: PatchPluginContainer) -> bool:
 
 
 def rates_of(also: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """How the plugins of `also` are trained that say it themselves, by their place in a driver."""
+    """Return the training settings that plugins of `also` set themselves, by their place in a driver."""
     own = {f"container.{more['name']}": {key: more[key] for key in TRAINED if key in more} for more in also}
     return {part: given for part, given in own.items() if given}
 
 
 def check_alone(site: Site) -> None:
-    """Refuse plugins at the place of an earlier pass's: HCP-Diffusion has them in one container, which is one pass."""
+    """Raise SpecError for plugins at a place where an earlier pass has some: HCP-Diffusion has them in one container, which is
+    one pass."""
     for record in getattr(site.root, "meta", {}).get("passes", []):
         for block in [at["block"] for at in record["sites"] if at["path"] == site.path]:
             if block.rpartition(".")[2].startswith(("PatchPlugin", "PatchAfter", "PatchBefore", "PatchAround")):
@@ -219,7 +222,7 @@ def check_alone(site: Site) -> None:
 
 
 def _listed(value: Any) -> list[Any]:
-    """A list, also of one text. Raises SpecError."""
+    """Return a list, also for one text. Raises SpecError."""
     if not isinstance(value, (str, list, tuple)):
         raise SpecError(f"must be a list, not {shown(value)}")
     return [value] if isinstance(value, str) else list(value)
@@ -241,7 +244,8 @@ class Around(Section):
 
 
 def around_pass(given: Any) -> Pass:
-    """A pass out of what stands below `hcp/patch_around:`: two rules a layer, which hand on what its plugin keeps.
+    """Make a pass of the mapping below `hcp/patch_around:`: two rules per layer, which pass on the plugin's attributes. two
+    rules a layer, which hand on what its plugin keeps.
 
     Raises SpecError whose path is below the entry.
     """

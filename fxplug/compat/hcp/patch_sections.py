@@ -16,10 +16,10 @@ Entry = tuple[str, dict[str, Any]]
 
 
 def join_patches(passes: Sequence[Mapping[str, dict[str, Any]]], host: Host) -> list[dict[str, dict[str, Any]]]:
-    """Patches that HCP-Diffusion puts into one container as one pass, where two would be something else.
+    """Join patches that HCP-Diffusion puts into one container into one pass, where two passes would differ from that.
 
-    With the model known, those at some of the same layers are parted: each group of layers that has the same patches is a pass,
-    and a plugin's second one is named with `_2`. Without it, only those whose layers are written alike are joined.
+    If the model is known, patches that share some layers are split: each group of layers with the same patches is a pass, and a
+    plugin's second one is named with `_2`. Else only those whose layers are written alike are joined.
     """
     entries = [next(iter(entry.items())) for entry in passes]
     at: dict[Hashable, list[tuple[int, ...]]] = {}  # by layer: the passes there by number, those of one container together
@@ -48,7 +48,7 @@ def join_patches(passes: Sequence[Mapping[str, dict[str, Any]]], host: Host) -> 
 
 
 def _layers(entry: Entry, number: int, host: Host) -> list[Hashable]:
-    """The paths of a patch's layers, or where they are unknown one key, equal for those that are written alike."""
+    """Return the paths of a patch's layers, or if they are unknown one key, equal for those that are written alike."""
     kind, given = entry
     if kind not in PATCHES:
         return [number]
@@ -64,7 +64,7 @@ def _layers(entry: Entry, number: int, host: Host) -> list[Hashable]:
 
 
 def _kind(entries: Sequence[Entry], listed: bool) -> str | None:
-    """The pass that patches at one layer are together; None where they stay two, which cannot be there."""
+    """Return the pass for several patches at one layer; None if they stay separate, which is an error there."""
     (kind, there), *others = entries
     for other, given in others:
         if kind not in PATCHES or other not in PATCHES or any(there.get(key) != given.get(key) for key in SHARED):
@@ -80,7 +80,7 @@ def _kind(entries: Sequence[Entry], listed: bool) -> str | None:
 
 
 def _joined(entries: Sequence[Entry], names: Sequence[str], layers: Sequence[Any], alone: bool) -> dict[str, dict[str, Any]]:
-    """One pass at some layers; as they are written where it has all of the layers of its patches."""
+    """Return one pass at some layers, written as in the file if it has all layers of its patches."""
     (first, there), *others = entries
     kind = _kind(entries, listed=True) or first
     given = {**there, "name": names[0]}
@@ -97,5 +97,5 @@ def _joined(entries: Sequence[Entry], names: Sequence[str], layers: Sequence[Any
 
 
 def _fresh(name: str, names: set[str]) -> str:
-    """A name with the first number behind it that makes it another one."""
+    """Return the name with the first number that makes it unique."""
     return next(new for number in range(2, len(names) + 3) if (new := f"{name}_{number}") not in names)

@@ -28,7 +28,7 @@ TRAINED = ("lr", "train")  # what one of several plugins in a container may have
 
 
 def single(site: Site, plugin: str | type, options: Mapping[str, Any] | None, wrap: bool, exclude_key: str | None) -> Any:
-    """A SinglePluginBlock for a site. Raises SpecError."""
+    """Make a SinglePluginBlock for a site. Raises SpecError."""
     _refuse_excluded(site, exclude_key)
     given = {"name": site.pass_name, "host": site.module, "host_model": site.root}
     return make(plugin, SinglePluginBlock, given, options, wrap)
@@ -38,7 +38,7 @@ def patches(
     site: Site, plugin: str | type, options: Mapping[str, Any] | None, wrap: bool, exclude_key: str | None,
     also: Sequence[Mapping[str, Any]],
 ) -> Any:  # fmt: skip
-    """The container of the PatchPluginBlocks of a site. Raises SpecError."""
+    """Make the container of the PatchPluginBlocks of a site. Raises SpecError."""
     _refuse_excluded(site, exclude_key)
     parent, _, own = site.path.partition("@")[0].rpartition(".")
     given = {"host_model": site.root, "parent_block": site.root.get_submodule(parent), "host_name": own}
@@ -68,9 +68,9 @@ def make(
     plugin: str | type, base: type[nn.Module], given: Mapping[str, Any], options: Mapping[str, Any] | None, wrap: bool = False,
     ask: bool = False,
 ) -> Any:  # fmt: skip
-    """A plugin, made with what HCP-Diffusion gives it (`given`) and its own `options`; with `ask` see Making.
+    """Make a plugin from HCP-Diffusion's arguments (`given`) and its own `options`; for `ask` see Making.
 
-    Raises SpecError, whose cause is what the plugin's constructor raised, if it did.
+    Raises SpecError, whose cause is the exception of the plugin's constructor, if it raised one.
     """
     kind = plugin_class(plugin)
     if not issubclass(kind, base):
@@ -124,7 +124,7 @@ _copies: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # by plu
 
 
 def _copied_parts(made: nn.Module, host: Any) -> list[str]:
-    """The parts of a traced model with code of their own of which a plugin has a copy, by their paths in the model."""
+    """Return the paths of a traced model's parts with code of their own of which a plugin has a copy."""
     copies = {path: part for path, part in made.named_modules() if isinstance(part, Container)}
     if not copies or not hasattr(host, "graphs"):
         return []
@@ -148,7 +148,7 @@ def _alike(one: Container, other: Container) -> bool:
 
 
 def _freeze_untrained(plugin: Any) -> None:
-    """Make buffers of the parameters that a plugin does not train. Raises SpecError where it trains what is not its own."""
+    """Turn the parameters that a plugin does not train into buffers. Raises SpecError if it trains those of others."""
     trained, own = {id(p) for p in plugin.get_trainable_parameters()}, {id(p) for p in plugin.parameters()}
     if not trained <= own:
         raise SpecError(
@@ -163,7 +163,7 @@ def _freeze_untrained(plugin: Any) -> None:
 
 
 def plugin_class(plugin: str | type) -> type[BasePluginBlock]:
-    """The class that `"module:Class"` names. Raises SpecError, also for one that still has hcpdiff's own bases."""
+    """Return the class that `"module:Class"` names. Raises SpecError, also for a class with hcpdiff's own bases."""
     try:
         kind = plugin if isinstance(plugin, type) else import_target(plugin)
     except SpecError as error:
@@ -183,14 +183,14 @@ def plugin_class(plugin: str | type) -> type[BasePluginBlock]:
 
 
 def kind_of(kind: type) -> str:
-    """The base class that says what sort of plugin a class is."""
+    """Return the name of the base class that determines the kind of a plugin."""
     bases = (SinglePluginBlock, PluginBlock, MultiPluginBlock, PatchPluginBlock)
     return next((base.__name__ for base in bases if issubclass(kind, base)), "BasePluginBlock")
 
 
 @contextmanager
 def _naming_copies(module: nn.Module) -> Iterator[None]:
-    """Name all copies at once where a plugin calls one of a part whose code is in the graph."""
+    """Name all copies at once if a plugin calls one of a part whose code is in the graph."""
     try:
         yield
     except CodeInGraph as error:
@@ -207,10 +207,10 @@ def _naming_copies(module: nn.Module) -> Iterator[None]:
 def running(
     module: Any, feeds: Sequence[str], fed: Sequence[Any], left: Mapping[str, Any] | None = None
 ) -> Iterator[MethodCall]:
-    """One call of a plugin, or of those of a container: their inputs first, and their attributes afterwards as before.
+    """Run one call of a plugin, or of those of a container: feed their inputs first, and restore their attributes afterwards.
 
-    Raises TraceError, naming the attribute, when the call reads what an earlier one left there and leaves something else: a
-    counter, a cache, a list that grows, a buffer that is assigned. What is `left` by an earlier call may be read.
+    Raises TraceError, naming the attribute, if the call reads the value of an earlier call and writes another: a counter, a
+    cache, a list that grows, a buffer that is assigned. Attributes in `left`, of an earlier call, may be read.
     """
     single = isinstance(module, BasePluginBlock)
     name = module.name if single else type(module).__name__
@@ -236,9 +236,9 @@ def running(
 
 
 def feed(plugins: Sequence[BasePluginBlock], names: Sequence[str], values: Sequence[Any]) -> None:
-    """Give plugins the inputs of their pass, as HCP-Diffusion does before each call of the model.
+    """Pass the inputs of their pass to plugins, as HCP-Diffusion does before each call of the model.
 
-    Those take them that have a `feed_input_data` of their own, or have asked for it to be called.
+    Plugins with their own `feed_input_data`, or that requested the call, receive them.
     """
     unchanged = BasePluginBlock.feed_input_data
     taking = [p for p in plugins if type(p).feed_input_data is not unchanged or getattr(p, "takes_inputs", False)]

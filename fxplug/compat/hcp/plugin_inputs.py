@@ -13,10 +13,10 @@ TAKING = ("feed_input_data", "input_data", "register_input_feeder_to")
 
 
 def list_read_inputs(kind: type[BasePluginBlock], known: Iterable[str]) -> list[str] | None:
-    """Those of the known inputs whose names are texts in the code of a plugin's class; None for a plugin that takes no inputs.
+    """Return those of the known inputs whose names are strings in the code of a plugin's class; None if it takes no inputs.
 
-    A class takes inputs that has a `feed_input_data`, or uses what HCP-Diffusion's own one keeps, `self.input_data`. The code
-    of its base classes counts as well.
+    A class takes inputs if it has a `feed_input_data`, or uses the attribute that HCP-Diffusion's own one sets,
+    `self.input_data`. The code of its base classes counts as well.
     """
     texts: set[object] = set()
     takes = False

@@ -59,7 +59,7 @@ class Mean(MultiPluginBlock):
         return [mean * gain for gain in self.gains]
 
     def to_layer_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any, idx: int) -> Any:
-        """The result of to-layer `idx`, or its input with `pre_hook`, times one more than its member."""
+        """Return the result of to-layer `idx`, or its input with `pre_hook`, times one more than its member."""
         more = 1 + self.feat_to[idx]
         return (fea_in[0] * more,) if fea_out is None else fea_out * more
 
@@ -85,7 +85,7 @@ class PReLU(PatchPluginBlock):
         self.act = nn.PReLU(init=slope)
 
     def post_forward(self, output: Any, x: Tensor) -> Tensor:
-        """The sum so far and the activation of x."""
+        """Return the sum so far plus the activation of x."""
         result: Tensor = output + self.act(x)
         return result
 
@@ -102,7 +102,7 @@ class Times(Factor):
     """A module's result times a learned number."""
 
     def post_forward(self, output: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The result times the number."""
+        """Return the result times the number."""
         return output * self.factor
 
 
@@ -110,12 +110,12 @@ class TimesInput(Factor):
     """A module's input times a learned number."""
 
     def pre_forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The first argument times the number, and the others as they are."""
+        """Return the first argument times the number, and the others unchanged."""
         return (x * self.factor, *args), kwargs
 
 
 def checkpoint() -> dict[str, dict[str, Tensor]]:
-    """What a file of low-rank updates holds, here of rank 2 for one layer of a ViT that is 192 wide."""
+    """Return the contents of a file of low-rank updates, here of rank 2 for one layer of a ViT of width 192."""
     path = "blocks.0.attn.proj.___."
     return {"lora": {f"{path}layer.W_down": torch.full((2, 192), 0.01), f"{path}layer.W_up": torch.full((192, 2), 0.01)}}
 
@@ -128,10 +128,10 @@ class Residual(Factor):
         self.share = nn.Parameter(torch.tensor(0.1))
 
     def pre_forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The first argument times the number; it is kept for `post_forward`."""
+        """Return the first argument times the number, and store it for `post_forward`."""
         self.given = x
         return (x * self.factor, *args), kwargs
 
     def post_forward(self, output: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The result and a share of what was kept."""
+        """Return the result plus a share of the stored argument."""
         return output + self.share * self.given

@@ -27,9 +27,9 @@ DEFAULTS = {"bg_color": [255, 255, 255], "loss_weight": 1.0, "repeat": 1, "att_m
 
 
 def training(source: Source, notes: list[str]) -> dict[str, Any]:
-    """The sections `train` and `data`, and `seed`, of a configuration of HCP-Diffusion; none where it says nothing of them.
+    """Return the sections `train` and `data`, and `seed`, of a configuration of HCP-Diffusion; none if it has none of them.
 
-    What has no counterpart here, and what is meant otherwise, goes into `notes`. Raises SpecError for values that are none.
+    Settings without a counterpart here, or with another meaning, are added to `notes`. Raises SpecError for invalid values.
     """
     reader = _TrainerReferences(source)
     said, model, sets = (reader.section(key) for key in ("train", "model", "data"))
@@ -72,7 +72,7 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
 
 
 def own_layers(source: Source, more: dict[str, Any], notes: list[str]) -> None:
-    """The layers of the model itself that the section `unet` trains, as `trainable` and `lr` of the section train in `more`.
+    """Convert the layers of the model that the section `unet` trains to `trainable` and `lr` of the section train in `more`.
 
     Raises SpecError for an entry that cannot be read.
     """
@@ -93,18 +93,18 @@ def own_layers(source: Source, more: dict[str, Any], notes: list[str]) -> None:
 
 
 def _guidance(said: Mapping[str, Any]) -> float | None:
-    """The scale of DreamArtist's training, 1.0 without; None for one that changes with the time, as in "1.0-3.0:cos"."""
+    """Return the scale of DreamArtist's training, 1.0 without; None for one that changes with the time, as in "1.0-3.0:cos"."""
     low, dash, high = str(said.get("cfg_scale") or 1.0).partition(":")[0].partition("-")
     return number(_number(low), ("train", "cfg_scale")) if not dash or _number(low) == _number(high) else None
 
 
 def _has_known_keys(said: Mapping[str, Any]) -> bool:
-    """Whether a section `train` says anything that is here."""
+    """Return whether a section `train` has any key that is supported."""
     return any(said.get(key) is not None for key in TRAIN)
 
 
 def _folders(sets: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The data sets that have folders of images, by name."""
+    """Return the data sets that have folders of images, by name."""
     found = [(name, one) for name, one in sets.items() if isinstance(one, Mapping) and isinstance(one.get("source"), Mapping)]
     return [(n, one) for n, one in found if any(isinstance(e, Mapping) and e.get("img_root") for e in one["source"].values())]
 
@@ -139,7 +139,7 @@ def _length(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loop(said: Mapping[str, Any], denoise: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Accumulation, clipping, checkpoints, optimizer and loss."""
+    """Return accumulation, clipping, checkpoints, optimizer and loss."""
     made: dict[str, Any] = {}
     for theirs, ours in (("gradient_accumulation_steps", "accumulate"), ("max_grad_norm", "clip")):
         value = said.get(theirs)
@@ -171,14 +171,14 @@ def _loop(said: Mapping[str, Any], denoise: dict[str, Any], notes: list[str]) ->
 
 
 def _note_unread_keys(name: str, section: Mapping[str, Any], read: Iterable[str], notes: list[str]) -> None:
-    """A note on the keys of a section that are not read; of those that say what is so here anyway, none."""
+    """Note the keys of a section that are not read, except those whose value is the default here."""
     left = [key for key in section.keys() - set(read) if not key.startswith("_") and section[key] not in (None, "", {}, [])]
     if left := sorted(key for key in left if section[key] != DEFAULTS.get(key, ...)):
         notes.append(f"{name}: {', '.join(left)}: not supported")
 
 
 def _schedule(scheduler: Any, steps: Any, notes: list[str]) -> dict[str, Any]:
-    """The course of the learning rate in a run of so many steps; of `one_cycle` the same class of torch."""
+    """Return the learning-rate scheduler of a run of so many steps; for `one_cycle` torch's own class."""
     if not isinstance(scheduler, Mapping):
         return {}
     name, warmup, length = (scheduler.get(key) for key in ("name", "num_warmup_steps", "num_training_steps"))
@@ -205,7 +205,7 @@ def _schedule(scheduler: Any, steps: Any, notes: list[str]) -> dict[str, Any]:
 
 
 def _data(sets: Mapping[str, Any], train: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """The first data set: its folders, its batch, its buckets; the others are named in a note."""
+    """Return the first data set: its folders, batch and buckets; the others are listed in a note."""
     kept = dict(_folders(sets))
     if not kept:
         return {}
@@ -247,7 +247,7 @@ def _data(sets: Mapping[str, Any], train: dict[str, Any], notes: list[str]) -> d
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads `1e-3` as text."""
+    """Convert text to a number, as YAML 1.1 reads `1e-3` as text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

@@ -31,7 +31,8 @@ class WordVectors(Block):
     starts: Tensor
 
     def __init__(self, counts: list[int], tokens: int, width: int) -> None:
-        """`counts` has the number of vectors of each learned word; the word number k is the token `tokens` + k."""
+        """Make the vectors: `counts` has the number of vectors of each learned word; word number k is the token `tokens` +
+        k."""
         super().__init__()
         self.counts, self.tokens, self.width = list(counts), tokens, width
         self.vectors = nn.Parameter(torch.zeros(sum(counts), width))
@@ -41,7 +42,8 @@ class WordVectors(Block):
 
     @classmethod
     def at(cls, site: Site, words: Mapping[int, Tensor]) -> WordVectors:
-        """`words` has the vectors (count, width) of each token id. Raises SpecError for ids or widths that do not fit."""
+        """Make the block; `words` has the vectors (count, width) of each token id. Raises SpecError for ids or widths that do
+        not fit."""
         table: Any = site.module
         tokens, width = table.num_embeddings, table.embedding_dim
         ids = sorted(words)
@@ -70,9 +72,9 @@ class WordVectors(Block):
 
 
 def word_vectors(words: Mapping[int, Tensor], at: str, name: str = "words", train: bool = True) -> Pass:
-    """A pass that gives the token embedding `at` learned words: vectors (count, width) by the token id that stands for each.
+    """Make a pass that adds learned words to the token embedding `at`: vectors (count, width) by the word's token id.
 
-    The ids follow those of the table, as a tokenizer that was given the words has them. The vectors are trained.
+    The ids follow those of the table, as in a tokenizer to which the words were added. The vectors are trained.
     """
     rule = Rule(
         Match(path=at, module=["Embedding"]), WordVectors, place="replace", args=["x", f"{at}:param.weight"],

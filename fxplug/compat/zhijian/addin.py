@@ -52,7 +52,8 @@ class Addin(Block):
         host: tuple[Any, ...] = (None,),
         carries: bool = False,
     ) -> None:
-        """`host` holds what the method gets for the module. Raises SpecError for a method that the add-in has not."""
+        """Store the add-in; `host` has the module for the method. Raises SpecError for a method that the add-in does not
+        have."""
         super().__init__()
         self.addin, self.method, self.point, self.across, self.host = addin, method, point, across, host
         self.takes_outputs = takes_outputs(addin, method, point)
@@ -71,10 +72,10 @@ class Addin(Block):
         carries: bool = False,
         beside: Addin | None = None,
     ) -> Addin:
-        """A call of `method` of a copy of `addin`, or of a new add-in where that is a class or `{use, options}`.
+        """Make a call of `method` of a copy of `addin`, or of a new add-in if that is a class or `{use, options}`.
 
         `modules` are patterns that each must name a module of the model. With `carries` the add-in is that of the block
-        `beside`, where there is one. Raises SpecError.
+        `beside`, if there is one. Raises SpecError.
         """
         _check_named(site, modules)
         if across:
@@ -90,7 +91,7 @@ class Addin(Block):
         return block
 
     def forward(self, *values: Any) -> Any:
-        """`(inputs)` or `(inputs, outputs)`, and the cache behind them where the line goes across modules."""
+        """Run the method on `(inputs)` or `(inputs, outputs)`, followed by the cache if the line goes across modules."""
         left = values[-1] if self.carries else None
         given = values[:-1] if self.carries else values
         with MethodCall(self.addin, left) as call:
@@ -105,7 +106,8 @@ class Addin(Block):
         return (result, call.next_call_state()) if self.carries else result
 
     def result(self, addin: nn.Module, *values: Any) -> Any:
-        """What the method of `addin` makes of `(inputs)` or `(inputs, outputs)`, in the structure of what it changes."""
+        """Return the result of the method of `addin` for `(inputs)` or `(inputs, outputs)`, in the structure of what it
+        changes."""
         given = list(values)
         if self.across:
             object.__setattr__(addin, CACHE, None)
@@ -127,14 +129,14 @@ class Addin(Block):
         return self.inputs(result, given[0]) if self.point == "in" else self.outputs(result, given[1])
 
     def called_with(self, addin: nn.Module, given: Sequence[Any]) -> Any:
-        """What the method itself returns."""
+        """Return the result of the method itself."""
         call = getattr(addin, self.method)
         if self.point == "in":
             return call(self.host[0], given[0])
         return call(self.host[0], *given) if self.takes_outputs else call(self.host[0], (given[1],))
 
     def ended(self, left: Mapping[str, Any]) -> None:
-        """The forward is over and left these attributes. Raises SpecError where the next one would go on with them."""
+        """Raise SpecError if the add-in reads an attribute that the forward before changed; `left` has the final attributes."""
         for name in self.read.stale(self.addin, left):
             raise SpecError(
                 f"{type(self.addin).__name__} reads '{name}' from the previous call of the model, which a graph does not "
@@ -143,11 +145,11 @@ class Addin(Block):
 
     @property
     def called(self) -> str:
-        """Class and method, as messages name them."""
+        """Name of class and method, for messages."""
         return f"{type(self.addin).__name__}.{self.method}"
 
     def inputs(self, result: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """All arguments of the module, the method's result among them."""
+        """Return all arguments of the module, with the method's result replacing the first or all."""
         new = (result, *inputs[1:]) if isinstance(result, Tensor) else result
         if not isinstance(new, (tuple, list)) or described(tuple(new)) != described(tuple(inputs)):
             raise SpecError(
@@ -157,7 +159,7 @@ class Addin(Block):
         return tuple(new)
 
     def outputs(self, result: Any, outputs: Any) -> Any:
-        """The module's result, the method's in its place. Raises SpecError for one of another structure."""
+        """Return the method's result in place of the module's. Raises SpecError for one of another structure."""
         if not self.takes_outputs and isinstance(result, (tuple, list)) and len(result) == 1:
             result = result[0]
         if described(result) != described(outputs):
@@ -179,7 +181,7 @@ def _check_named(site: Site, modules: Sequence[str]) -> None:
 
 
 def _check_called_once(site: Site, path: str) -> None:
-    """A hook would keep what the last call gave; an address is that of the first."""
+    """Raise SpecError for a module that is called several times: a hook would see the last call, an address the first."""
     graphs = getattr(site.root, "graphs", {})
     keys = {node.meta["port"].path for graph in graphs.values() for node in graph.nodes if node.meta.get("port")}
     calls = sorted(key for key in keys if key.partition("@")[0] == path)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def make_addin(addin: Any) -> nn.Module:
-    """An add-in for one place, or for the places that share it. Raises SpecError where its class cannot make one."""
+    """Make an add-in for one place, or for the places that share it. Raises SpecError if its class cannot be built."""
     if isinstance(addin, nn.Module):
         return _copy(addin)
     if isinstance(addin, Mapping):
@@ -48,14 +48,14 @@ def make_addin(addin: Any) -> nn.Module:
 
 
 def settings(value: Any) -> Any:
-    """A mapping as an object with attributes, all the way down, as the configurations of ZhiJian are."""
+    """Convert a mapping to an object with attributes, recursively, like the configurations of ZhiJian."""
     if isinstance(value, Mapping):
         return SimpleNamespace(**{str(k): settings(v) for k, v in value.items()})
     return [settings(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _copy(addin: nn.Module) -> nn.Module:
-    """A copy, whose methods that its constructor made (functions that hold the add-in) hold the copy."""
+    """Copy an add-in, with the functions of its constructor that refer to it bound to the copy."""
     memo: dict[int, Any] = {}
     new: nn.Module = copy.deepcopy(addin, memo)
     for module in new.modules():
@@ -66,7 +66,7 @@ def _copy(addin: nn.Module) -> nn.Module:
 
 
 def _rebound(function: types.FunctionType, memo: Mapping[int, Any]) -> types.FunctionType:
-    """A function with what was copied in the place of what it holds in its cells."""
+    """Copy a function with the objects in its closure replaced by their copies."""
 
     def moved(value: Any) -> Any:
         return _rebound(value, memo) if isinstance(value, types.FunctionType) else memo.get(id(value), value)
@@ -79,7 +79,7 @@ def _rebound(function: types.FunctionType, memo: Mapping[int, Any]) -> types.Fun
 
 
 def takes_outputs(addin: nn.Module, method: str, point: str) -> bool:
-    """Whether the method takes (module, inputs, outputs) rather than (module, inputs). Raises SpecError."""
+    """Return whether the method takes (module, inputs, outputs) rather than (module, inputs). Raises SpecError."""
     check_method(addin, method)
     name, signature = type(addin).__name__, inspect.signature(getattr(addin, method))
     fits = []
@@ -100,9 +100,9 @@ def takes_outputs(addin: nn.Module, method: str, point: str) -> bool:
 
 
 def with_first_parameters(addin: nn.Module, call: Any, args: Sequence[Value]) -> nn.Module:
-    """The add-in with the parameters that its first call makes anew for the values there, else as it is.
+    """Return the add-in with the parameters that its first call creates for the values there, else unchanged.
 
-    `call(addin, *values)` is that call; it is made on a copy, and what it fails at is told when it is traced.
+    `call(addin, *values)` is that call; it is run on a copy, and its exceptions are raised again by the trace.
     """
     values = [_zeros(value) for value in args]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -116,7 +116,7 @@ def with_first_parameters(addin: nn.Module, call: Any, args: Sequence[Value]) ->
 
 
 def _called(addin: nn.Module, call: Any, values: Sequence[Any]) -> tuple[nn.Module, bool]:
-    """A copy of an add-in after a call, and whether that made parameters."""
+    """Return a copy of an add-in after a call, and whether that created parameters."""
     trial = _copy(addin)
     before = tables(trial)
     call(trial, *values)
@@ -124,7 +124,7 @@ def _called(addin: nn.Module, call: Any, values: Sequence[Any]) -> tuple[nn.Modu
 
 
 def _zeros(value: Any) -> Any:
-    """Zeros in the structure of a value of a site."""
+    """Return zeros in the structure of a value of a site."""
     if (members := getattr(value, "members", None)) is not None:
         return _zeros(members)
     if isinstance(value, dict):

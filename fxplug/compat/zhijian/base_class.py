@@ -23,23 +23,23 @@ class AddinBase(nn.Module):
         self.inputs_cache = None
 
     def get_pre(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        """Keep the first argument."""
+        """Store and return the first argument."""
         self.inputs_cache = inputs[0]
         return inputs[0]
 
     def get_post(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        """Keep the result."""
+        """Store and return the result."""
         self.inputs_cache = output
         return output
 
     def add_pre(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        """The first argument and what was kept."""
+        """Return the sum of the first argument and the stored value."""
         return inputs[0] + self.inputs_cache
 
     def add_post(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        """The result and what was kept."""
+        """Return the sum of the result and the stored value."""
         return output + self.inputs_cache
 
     def get_log_str(self) -> str:
-        """What an add-in says of itself in a log: here nothing."""
+        """Return the add-in's text for a log: here none."""
         return ""

@@ -30,21 +30,21 @@ def blitz(
 ) -> Pass:
     """Make a pass of one or more lines of ZhiJian's syntax, such as `(MLPAddin.adapt_input): ...->{inout1}(fc2)->...`.
 
-    `{inout1}` before or behind a module is where the add-in's method changes a value; the value at `{in1}` is its
-    `inputs_cache`, and its result goes to `{out1}`. `blocks[0:12].mlp` are several modules, `blocks[i].mlp` all of them;
-    both ends of a range pair up by their index.
+    `{inout1}` before or after a module is where the add-in's method changes a value; the value at `{in1}` is its
+    `inputs_cache`, and its result goes to `{out1}`. `blocks[0:12].mlp` are several modules, `blocks[i].mlp` all of them; both
+    ends of a range pair up by their index.
 
     An item that is a mapping is an entry of an `addins:` list of ZhiJian's configurations, `{name, location, hook, kwargs}`:
-    one add-in with all its places. Its parameters are there once, and what a method keeps in the add-in's attributes the
-    methods that run later in the same call of the model find there.
+    one add-in with all its places. Its parameters exist once, and attributes that one method sets are visible to the methods
+    that run later in the same call of the model.
 
-    `addin` is the add-in, or a mapping of class names to add-ins. An add-in is an nn.Module (each place gets a copy of its
-    own), or what makes one anew for each place, as ZhiJian does: a class or functools.partial that is called without
-    arguments, or a mapping `{use: "package.module:Class", options: {...}}`. Nothing is hooked: the method is traced, and
-    its operations are put into the graph, where it may call any of the add-in's layers.
+    `addin` is the add-in, or a mapping of class names to add-ins. An add-in is an nn.Module (each place gets its own copy), or
+    a factory that makes a new one for each place, as ZhiJian does: a class or functools.partial that is called without
+    arguments, or a mapping `{use: "package.module:Class", options: {...}}`. Nothing is hooked: the method is traced, and its
+    operations are put into the graph, where it may call any of the add-in's layers.
 
-    Raises SpecError that points at the place in the line. Warns where the line is not read as it is written: two in points
-    and no out point, which ZhiJian's manual has where it means an in and an out.
+    Raises SpecError that points at the place in the line. Warns where the line is not read as it is written: two in points and
+    no out point, which ZhiJian's manual has where it means an in and an out.
     """
     lines = [one for at, given in enumerate([line] if isinstance(line, (str, Mapping)) else line) for one in _read(given, at)]
     if not lines:
@@ -65,10 +65,11 @@ def blitz(
 
 
 def blitz_entry(given: Any) -> Pass:
-    """A pass out of what stands below `blitz:` in a list of passes: `line`, `addin`, and the settings of every pass.
+    """Make a pass of the mapping below `blitz:` in a list of passes: `line`, `addin`, and the settings of every pass. `line`,
+    `addin`, and the settings of every pass.
 
-    `line` is one text or a list of them. `addin` is `package.module:Class`, or a mapping with `use` and `options`, or a
-    mapping of class names to either. Raises SpecError whose path is below the entry.
+    `line` is one text or a list of them. `addin` is `package.module:Class`, or a mapping with `use` and `options`, or a mapping
+    of class names to either. Raises SpecError whose path is below the entry.
     """
     if not isinstance(given, Mapping):
         raise SpecError(f"must be a mapping with 'line' and 'addin', not {shown(given)}")
@@ -87,12 +88,12 @@ def blitz_entry(given: Any) -> Pass:
 
 
 def _read(given: Any, number: int) -> list[Line | AddinEntry]:
-    """The lines of a text, or an entry of a list of add-ins."""
+    """Return the lines of a text, or an entry of a list of add-ins."""
     return [read_entry(given, ("line", number))] if isinstance(given, Mapping) else [*parse(given)]
 
 
 def _by_class(addin: Any, lines: Sequence[Line | AddinEntry]) -> dict[str, Any]:
-    """Add-ins by the name of their class."""
+    """Return add-ins by the name of their class."""
     wanted = sorted({line.addin for line in lines})
     if isinstance(addin, str):
         addin = {"use": addin}
@@ -108,7 +109,7 @@ def _by_class(addin: Any, lines: Sequence[Line | AddinEntry]) -> dict[str, Any]:
 
 
 def _class_name(addin: Any, path: tuple[str, ...]) -> str:
-    """The name of an add-in's class. Raises SpecError for what is none."""
+    """Return the name of an add-in's class. Raises SpecError for what is no add-in."""
     if isinstance(addin, str):
         addin = {"use": addin}
     if isinstance(addin, Mapping):
@@ -147,7 +148,7 @@ def check_method(addin: Any, method: str, text: str = "") -> None:
 
 
 def methods(addin: Any) -> list[str]:
-    """The methods of an add-in that a line may name: its own and its constructor's, and the base's `add_...`."""
+    """Return the methods of an add-in that a line may name: its own and its constructor's, and the base's `add_...`."""
     known = {name for kind in type(addin).__mro__ if kind.__module__.startswith("torch.") for name in vars(kind)}
     known |= {"get_log_str", "get_pre", "get_post", "forward"}
     names = [name for name in dir(addin) if not name.startswith("_") and name not in known]
@@ -181,9 +182,9 @@ def _rule(line: Line, insertion: Insertion, addin: Any, where: Where) -> Rule:
 
 
 def _source(start: ModuleSide, end: ModuleSide) -> tuple[str, dict[int, str]]:
-    """The address of what goes to `inputs_cache`, and names for what the indices of `end` catch that it needs.
+    """Return the address of the value for `inputs_cache`, and names for the indices of `end` that it needs.
 
-    Where the indices are other ones than at the end it is a pattern, whose places pair up with those of the end by order.
+    If the indices differ from those at the end it is a pattern, whose matches pair up with those of the end by order.
     """
     filled: list[str] = []
     names: dict[int, str] = {}

@@ -28,11 +28,11 @@ READ = ("addins", "config_blitz", "reuse_keys", "reuse_keys_blitz")
 
 
 def convert(file: str | Path, *, model: str | None = None, out: str | Path | None = None) -> Converted:
-    """Turn a configuration of ZhiJian into one of fxplug: its add-ins are a `blitz` pass, its `reuse_keys` are `trainable`.
+    """Convert a configuration of ZhiJian to one of fxplug: its add-ins are a `blitz` pass, its `reuse_keys` are `trainable`.
 
-    `model` is what a configuration has under `model:`, or a configuration of fxplug (.yaml) whose model is taken; with it
-    the add-ins' `model_config` is read off the model. Imports the add-ins' modules, from `zhijian/models/addin/module` below
-    a folder of PYTHONPATH. `out` is where the text will be. Raises SpecError.
+    `model` is the value of `model:` in a configuration, or a configuration of fxplug (.yaml) whose model is used; with it the
+    add-ins' `model_config` is read off the model. Imports the add-ins' modules, from `zhijian/models/addin/module` below a
+    folder of PYTHONPATH. `out` is the file for the text. Raises SpecError.
     """
     source = read_yaml(Path(file))
     if not isinstance(source.data, Mapping) or not any(key in source.data for key in READ):
@@ -66,7 +66,7 @@ def convert(file: str | Path, *, model: str | None = None, out: str | Path | Non
 
 
 def _optimizer(course: Mapping[str, Any]) -> Any:
-    """The optimizer that ZhiJian makes of its settings."""
+    """Return the optimizer that ZhiJian makes of its settings."""
     name = course["optimizer"]
     if name not in ("adam", "adamw", "sgd"):
         raise SpecError(f"ZhiJian has no optimizer {shown(name)}; it has adam, adamw, sgd", path=("optimizer",))
@@ -74,7 +74,7 @@ def _optimizer(course: Mapping[str, Any]) -> Any:
 
 
 def _scheduler(course: Mapping[str, Any]) -> dict[str, Any]:
-    """The scheduler that ZhiJian makes of its settings, which it steps once an epoch."""
+    """Return the scheduler that ZhiJian makes of its settings, which it steps once an epoch."""
     name, gamma, size = course["lr_scheduler"], course["gamma"], course["step_size"]
     if name == "cosine":
         floor = course["eta_min"]
@@ -95,7 +95,7 @@ def _scheduler(course: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lines(source: Source) -> tuple[list[str], list[Any]]:
-    """The classes of the add-ins, and the entries and lines as they stand in the file."""
+    """Return the classes of the add-ins, and the entries and lines as written in the file."""
     addins, text = source.data.get("addins") or [], source.data.get("config_blitz")
     if not isinstance(addins, list) or not all(isinstance(entry, Mapping) for entry in addins):
         raise source.error(f"must be a list of add-ins, not {shown(addins)}", "addins")
@@ -109,7 +109,7 @@ def _lines(source: Source) -> tuple[list[str], list[Any]]:
 
 
 def _addin(name: str, settings: Mapping[str, Any], model: nn.Module | None, used: set[str]) -> dict[str, Any]:
-    """The class of an add-in with its options: the defaults of its module's parser, and what the file says of them."""
+    """Return the class of an add-in with its options: the defaults of its module's parser, and the values in the file."""
     module = f"{MODULES}.{name.lower()}"
     imported(f"{module}:{name}")
     parser = argparse.ArgumentParser()
@@ -123,7 +123,7 @@ def _addin(name: str, settings: Mapping[str, Any], model: nn.Module | None, used
 
 
 def _trainable(source: Source, model: nn.Module | None, notes: list[str]) -> tuple[list[str], bool]:
-    """What trains of the base, and whether the add-ins do."""
+    """Return the patterns of base parameters that train, and whether the add-ins do."""
     listed, text = source.data.get("reuse_keys"), source.data.get("reuse_keys_blitz")
     keys: list[Any] | None = [*(listed or [])] if listed is not None or text else None
     if keys is None:

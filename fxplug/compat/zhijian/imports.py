@@ -19,10 +19,10 @@ _imported: dict[str, ModuleType] = {}  # what came in below the stand-in, so tha
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
-    """For the time of a `with`: `zhijian.models.addin.module.base` is there and has fxplug's AddinBase.
+    """Make `zhijian.models.addin.module.base` importable inside the context, with fxplug's AddinBase.
 
-    Add-ins are imported in it as they are, ZhiJian's own too where its folder is on PYTHONPATH, and nothing else of ZhiJian
-    is. Where ZhiJian has been imported that is used. What is below `zhijian.models` is taken out of `sys.modules` at the end.
+    Add-ins are imported inside it unchanged, also ZhiJian's own if its folder is on PYTHONPATH, and nothing else of ZhiJian is.
+    If ZhiJian is imported already it is used. Modules below `zhijian.models` are removed from `sys.modules` at the end.
     """
     # nothing plainer: their files import that module by name, and ZhiJian need not be installed
     if BASE in sys.modules:
@@ -41,7 +41,7 @@ def stand_in() -> Iterator[None]:
 
 
 def _packages() -> dict[str, ModuleType]:
-    """The packages down to the base class, with the folders that they have on the path."""
+    """Return the packages down to the base class, with their folders on the path."""
     found = {}
     for name in PACKAGES:
         found[name] = ModuleType(name)
@@ -54,7 +54,7 @@ def _packages() -> dict[str, ModuleType]:
 
 
 def imported(target: str) -> Any:
-    """What `package.module:Class` names, imported beside the stand-in. Raises SpecError."""
+    """Import `package.module:Class` beside the stand-in. Raises SpecError."""
     name = target.partition(":")[0]
     if name.partition(".")[0] == "zhijian" and not name.startswith("zhijian.models."):
         return import_target(target)

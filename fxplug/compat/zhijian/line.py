@@ -41,12 +41,12 @@ class Index:
 
     @property
     def variable(self) -> bool:
-        """Whether it is a variable."""
+        """Return whether it is a variable."""
         return self.text.isidentifier()
 
     @property
     def count(self) -> int | None:
-        """How many numbers it is, None where only the model tells."""
+        """Number of values it stands for, None if that depends on the model."""
         if ":" not in self.text:
             return None if self.variable else 1
         start, stop, step = (int(n) if n else None for n in (*self.text.split(":"), "")[:3])
@@ -66,11 +66,12 @@ class ModuleSide:
 
     @property
     def indices(self) -> list[Index]:
-        """The indices among its parts, in their order."""
+        """Indices among its parts, in their order."""
         return [part for part in self.parts if isinstance(part, Index)]
 
     def pattern(self, names: dict[int, str] | None = None) -> str:
-        """The module's path as a glob: `blocks[0:12].attn` is `blocks.{0:12}.attn`; `names` names the slices by number."""
+        """Return the module's path as a glob: `blocks[0:12].attn` is `blocks.{0:12}.attn`; `names` names the slices by
+        number."""
         names, out, number = names or {}, [], 0
         for part in self.parts:
             if isinstance(part, str):
@@ -107,14 +108,14 @@ class Line:
 
 
 def parse(text: str) -> list[Line]:
-    """Read one line or several. Raises SpecError that points at the place, and says what was expected there."""
+    """Parse one line or several. Raises SpecError that points at the place, and says what was expected there."""
     if not isinstance(text, str):
         raise SpecError(f"a line must be text such as '(MLPAddin.adapt_input): ...->{{inout1}}(fc2)->...', not {shown(text)}")
     return list(_LineReader(text).lines())
 
 
 def parse_path(text: str) -> str:
-    """The path of modules such as `blocks[10:12].mlp` as a glob. Raises SpecError that points at the place."""
+    """Parse the path of modules such as `blocks[10:12].mlp` as a glob. Raises SpecError that points at the place."""
     reader = _LineReader(text)
     parts = reader.path()
     if reader.token.text:
@@ -123,7 +124,7 @@ def parse_path(text: str) -> str:
 
 
 def pointed(text: str, at: int) -> str:
-    """The line of `text` that position `at` is on, and a caret under it."""
+    """Return the line of `text` that contains position `at`, and a caret under it."""
     start = text.rfind("\n", 0, at) + 1
     line = text[start:].split("\n")[0].replace("\t", " ")
     return f"\n  {line.rstrip()}\n  {' ' * (at - start)}^"
@@ -162,7 +163,7 @@ class _LineReader:
 
     @property
     def token(self) -> _Token:
-        """The next token."""
+        """Next token."""
         return self.tokens[self.number]
 
     def fail(self, finding: str, at: int | None = None) -> NoReturn:
@@ -215,7 +216,7 @@ class _LineReader:
         return Line(self.text[start : last.at + len(last.text)], addin, method, insertions, tuple(named), notes)
 
     def step(self, step: int, points: list[_Point], named: list[ModuleSide]) -> None:
-        """`...`, or a module with the points before and behind it."""
+        """Parse `...`, or a module with the points before and after it."""
         if self.take(*ENDS):
             return
         before = self.points()
@@ -266,7 +267,7 @@ class _LineReader:
         return text if text.isdigit() else index
 
     def paired(self, points: list[_Point], start: int) -> tuple[tuple[Insertion, ...], tuple[str, ...]]:
-        """The insertions of a line, those at one place first, as ZhiJian orders them."""
+        """Return the insertions of a line, those at one place first, as ZhiJian orders them."""
         if not points:
             self.fail("this line has no place for the add-in: mark one with '{inout1}' before or after a module", start)
         notes: tuple[str, ...] = ()

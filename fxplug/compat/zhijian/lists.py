@@ -39,13 +39,13 @@ class AddinEntry:
 
     @property
     def text(self) -> str:
-        """The entry in one line."""
+        """Entry in one line, for messages."""
         hooks = ", ".join(f"{hook.method} {'before' if hook.side == 'in' else 'behind'} {hook.path}" for hook in self.hooks[:3])
         return f"{self.addin}: {hooks}" + (f", ... ({len(self.hooks)} places)" if len(self.hooks) > 3 else "")
 
 
 def read_entry(given: Mapping[str, Any], at: tuple[str | int, ...]) -> AddinEntry:
-    """One entry of a list, which stands at `at` in what the user wrote. Raises SpecError."""
+    """Parse one entry of a list, at the path `at` in what the user wrote. Raises SpecError."""
     with below(*at):
         Source(given).keys(KEYS, KEYS[:3])
     name, places, hooks, kwargs = given["name"], given["location"], given["hook"], given.get("kwargs")
@@ -65,7 +65,8 @@ def read_entry(given: Mapping[str, Any], at: tuple[str | int, ...]) -> AddinEntr
 
 
 def entry_rules(entry: AddinEntry, number: int, addin: Any, use: str, where: Where) -> list[Rule]:
-    """A rule for each place of an entry. Where there are several, what the add-in keeps goes from one to the next."""
+    """Return a rule for each place of an entry. If there are several, the add-in's attributes are passed from one to the
+    next."""
     carried = [f"{entry.addin} {number}"] if len(entry.hooks) > 1 else []
     options = {"addin": _with(addin, entry), "carries": bool(carried)}
     made = []
@@ -87,7 +88,7 @@ def entry_rules(entry: AddinEntry, number: int, addin: Any, use: str, where: Whe
 
 
 def module_path(place: Sequence[str | int]) -> str:
-    """`[blocks, 0, attn]` as the pattern `blocks.0.attn`; `-1` and `8:12` are slices."""
+    """Convert `[blocks, 0, attn]` to the pattern `blocks.0.attn`; `-1` and `8:12` are slices."""
     parts = []
     for part in place:
         several = isinstance(part, str) and ":" in part
@@ -102,7 +103,7 @@ def _lists(value: Any, kinds: Any) -> bool:
 
 
 def _with(addin: Any, entry: AddinEntry) -> Any:
-    """What makes the add-in of an entry, given the entry's `kwargs` too."""
+    """Return the factory of an entry's add-in, with the entry's `kwargs`."""
     if not entry.kwargs:
         return addin
     if isinstance(addin, Mapping):

@@ -16,11 +16,11 @@ ADDIN = "addin"  # what ZhiJian calls its add-ins in the model
 
 
 def reuse_keys(keys: str | Sequence[Sequence[str | int]] | None, model: nn.Module | None = None) -> list[str]:
-    """ZhiJian's `reuse_keys` (`"addin,blocks[10:12],head"`, or `[[addin], [blocks, 11]]`) as a trainer's `trainable`.
+    """Convert ZhiJian's `reuse_keys` (`"addin,blocks[10:12],head"`, or `[[addin], [blocks, 11]]`) to a trainer's `trainable`.
 
-    None is all of the base, as in ZhiJian. `addin` is left out: what passes add trains of itself, unless they say
-    `train: false`. With a model, or what was traced of it, names without parameters (an `fc_norm` that is nn.Identity) are
-    left out as well. Raises SpecError, for names that the model has not too.
+    None is all of the base, as in ZhiJian. `addin` is left out: what passes add trains by default, unless they say `train:
+    false`. With a model, or a trace of it, names without parameters (an `fc_norm` that is nn.Identity) are left out as well.
+    Raises SpecError, also for names that the model does not have.
     """
     if keys is None:
         return ["**"]
@@ -42,8 +42,8 @@ def _has_parameters(pattern: str, model: nn.Module) -> bool:
 
 
 def model_config(model: nn.Module) -> dict[str, Any]:
-    """What ZhiJian's add-ins read of a ViT of timm: `hidden_size`, `patches_size`, `transformer_num_layers` and, for VQT,
-    `num_heads`, `head_dim` and `head_output`, as far as the model has them."""
+    """Return the values that ZhiJian's add-ins read of a timm ViT: `hidden_size`, `patches_size`, `transformer_num_layers` and,
+    for VQT, `num_heads`, `head_dim` and `head_output`, as far as the model has them."""
     found: dict[str, Any] = {}
     read: Any = model
     if isinstance(width := getattr(read, "embed_dim", getattr(read, "num_features", None)), int):
