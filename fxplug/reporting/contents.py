@@ -34,7 +34,7 @@ class Box:
 
     @property
     def unfolded(self) -> list[Box]:
-        """What it stands for: all of its members where it is a repeat, else itself."""
+        """Boxes that it stands for: all of its members for a repeat, else itself."""
         return [one for period in self.members for one in period] if self.kind == "repeat" else [self]
 
 

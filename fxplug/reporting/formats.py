@@ -19,7 +19,7 @@ FORMATS = ("model-explorer", "dot", "svg")
 
 
 def show_to(module: Any, to: str, region: str, out: Path | None) -> None:
-    """Write a module's graph for another tool, to stdout where no file is given. Raises SpecError."""
+    """Write a module's graph for another tool, to stdout if no file is given. Raises SpecError."""
     if to not in FORMATS:
         raise SpecError(f"no format '{to}'{did_you_mean(to, FORMATS)}; there are {', '.join(FORMATS)}")
     if region and to == "model-explorer":
@@ -33,7 +33,8 @@ def show_to(module: Any, to: str, region: str, out: Path | None) -> None:
 
 
 def written(page: Page, after: Listing, to: str, path: str = "") -> str:
-    """A module as text in a format: all of it for Model Explorer, the region at a path ("" is the model) for the others.
+    """Write a module as text in a format: all of it for Model Explorer, the region at a path ("" is the model) for the others.
+    all of it for Model Explorer, the region at a path ("" is the model) for the others.
 
     Raises SpecError for a path that is no region.
     """
@@ -44,8 +45,8 @@ def written(page: Page, after: Listing, to: str, path: str = "") -> str:
 
 
 def model_explorer(title: str, after: Listing) -> dict[str, Any]:
-    """The graph as Model Explorer loads it (github.com/google-ai-edge/model-explorer, its JSON of graph collections): regions
-    are namespaces, shapes stand at outputs, and passes with their sites are attributes of nodes."""
+    """Return the graph as Model Explorer loads it (github.com/google-ai-edge/model-explorer, its JSON of graph collections):
+    regions are namespaces, shapes are at outputs, and passes with their sites are attributes of nodes."""
     shown = {name: record for name, record in after.records.items() if record.kind != "note"}
     nodes = [_node(record, after, shown) for record in shown.values()]
     return {"label": title, "graphs": [{"id": title, "nodes": nodes}]}
@@ -75,7 +76,7 @@ def _space(outer: str, inner: str, after: Listing) -> str:
 
 
 def dot(kind: RegionKind, name: str) -> str:
-    """One region for Graphviz."""
+    """Write one region for Graphviz."""
     styles = {"kept": "solid", "added": "bold", "gone": "dashed"}
     lines = [f"digraph {_quoted(name)} {{", '  node [shape=box, style=rounded, fontname="sans-serif"];']
     for index, box in enumerate(kind.boxes):

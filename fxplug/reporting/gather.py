@@ -28,9 +28,9 @@ VERSIONS = ("fxplug", "torch", "python")
 def contents(
     base: TracedModule | None, new: TracedModule, *, checks: Report | None = None, manifest: Mapping[str, Any] | None = None
 ) -> Page:
-    """What the page of a module says. `base` is the module before; None takes what was kept with `new`.
+    """Return the contents of the page of a module. `base` is the module before; None uses what was saved with `new`.
 
-    `checks` is what verification found, else what was kept of it; `manifest` is that of the module's artifact.
+    `checks` is the report of verification, by default the saved one; `manifest` is that of the module's artifact.
     """
     entries = new.meta.get("passes", [])
     after = listing(new)
@@ -75,7 +75,8 @@ def _value(record: NodeText) -> str:
 
 
 def _sizes(module: nn.Module, passes: list[str]) -> tuple[dict[str, int], int]:
-    """The parameters of the model below each path, none counted twice in one, and those of all with the passes'."""
+    """Return the number of parameters of the model below each path, none counted twice in one, and that of all with the
+    passes'."""
     sizes: Counter[str] = Counter()
     total, seen = 0, set()
     owners = set(passes)
@@ -92,7 +93,7 @@ def _sizes(module: nn.Module, passes: list[str]) -> tuple[dict[str, int], int]:
 
 
 def _added(module: TracedModule, after: Listing) -> dict[str, int]:
-    """The parameters of each block by its node; of one that is called again, none."""
+    """Return the number of parameters of each block by its node; 0 for a block that is called again."""
     seen: set[int] = set()
     found = {}
     for record in after.records.values():
@@ -149,7 +150,7 @@ def _shapes(record: NodeText | None, after: Listing) -> str:
 
 
 def _depth(after: Listing, added: Mapping[str, int]) -> list[dict[str, Any]]:
-    """What passes add along the model, in parts of as many layers each, the last of which says where it ends."""
+    """Return the parameters that passes add along the model, in parts of as many layers each, with the first and last layer."""
     layers = [r for r in after.records.values() if r.kind in ("layer", "block") or r.name in added]
     if not any(added.values()):
         return []
@@ -227,7 +228,7 @@ def _collectives(module: TracedModule, after: Listing) -> list[TableSection]:
 
 
 def _cached(module: TracedModule, after: Listing) -> TableSection | None:
-    """What a step cache keeps of the module from step to step."""
+    """Return the table of the values that a step cache keeps from step to step."""
     if not any(isinstance(m, Mark) for m in module.modules()):
         return None
     try:
@@ -255,7 +256,7 @@ def _inputs(module: TracedModule, after: Listing) -> TableSection | None:
 
 
 def manifest_of(folder: Path) -> dict[str, Any] | None:
-    """The manifest in a folder, as it stands there; None where there is none. Raises ArtifactError for one that is no JSON."""
+    """Return the manifest in a folder, unchecked; None if there is none. Raises ArtifactError for one that is no JSON."""
     file = folder / "manifest.json"
     if not file.is_file():
         return None
@@ -266,14 +267,14 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
 
 
 def trouble(folder: Path, manifest: Mapping[str, Any], error: FxplugError | Exception) -> Page:
-    """The page of an artifact that does not load: why, and what its manifest says."""
+    """Return the page of an artifact that does not load: the error, and the facts of its manifest."""
     facts = {name: str(manifest[name]) for name in VERSIONS if name in manifest}
     why = str(error) if isinstance(error, FxplugError) else f"{type(error).__name__}: {error}"
     return Page(title=folder.name, facts=facts, files=_files(manifest), trouble=why)
 
 
 def _files(manifest: Mapping[str, Any] | None) -> dict[str, dict[str, str]]:
-    """What a manifest, that may be anything, says of its files."""
+    """Return the files that a manifest, which may be anything, lists."""
     files = (manifest or {}).get("files")
     rows = files.items() if isinstance(files, dict) else ()
     plain = {str(name): row for name, row in rows if isinstance(row, dict)}

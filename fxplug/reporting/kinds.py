@@ -31,7 +31,7 @@ class Level:
     counts: Counter[str] = field(default_factory=Counter)
 
     def free(self, name: str) -> str:
-        """A name that nothing here has yet."""
+        """Return a name that is still unused here."""
         self.counts[name] += 1
         return name if self.counts[name] == 1 else f"{name}_{self.counts[name] - 1}"
 
@@ -47,7 +47,8 @@ class Kinds:
         added: dict[str, int],
         classes: dict[str, str],
     ) -> None:
-        """`sizes` has the parameters of each module by path, all within counted, `added` those of each block by its node."""
+        """Build the kinds; `sizes` has the number of parameters below each module path, `added` that of each block by its
+        node."""
         self.after, self.before, self.sizes, self.added = after, before, sizes, added
         self.classes = {**classes, **after.classes}
         self.levels: dict[tuple[str, ...], Level] = {MODEL: Level("")}
@@ -72,7 +73,7 @@ class Kinds:
             self.levels[level].arrows[source, target] = state
 
     def _order(self) -> list[tuple[NodeText, State]]:
-        """All records, those that are gone where they stood."""
+        """Return all records in order, removed ones at their former place."""
         waiting: dict[str, list[NodeText]] = defaultdict(list)
         last = ""
         for name, record in self.before.items():
@@ -119,7 +120,7 @@ class Kinds:
         return level.free(record.name if record.kind in ("input", "output") else record.label)
 
     def _flows(self, record: NodeText, records: dict[str, NodeText]) -> Any:
-        """The arrows of all that a record reads, in every region on the way."""
+        """Yield the arrows for every value that a record reads, in every region on the way."""
         for name in record.reads:
             value = records[name]
             while value.whole and value.whole in records:
@@ -149,7 +150,7 @@ class Kinds:
                 yield inner, self._port(inner, "in", name, value), target
 
     def _port(self, at: tuple[str, ...], side: str, name: str, value: NodeText) -> str:
-        """The box of the port through which a value goes, made where there is none."""
+        """Return the box of the port through which a value passes; add it if there is none."""
         level = self.levels[at]
         ports = self.after.ports.get(level.key, {})
         port, seen = ports.get(f"{side}:{name}"), name
@@ -201,7 +202,7 @@ class Kinds:
         return self._known[text]
 
     def _renamed(self, record: NodeText, level: Level) -> str:
-        """A line with the names that values have in this region. What is called keeps its name, whatever values are called."""
+        """Return a line with the names that values have in this region. Called functions and modules keep their names."""
         short = {}
         for name in (*record.reads, record.name):
             short[name] = level.names.get(name, self._all[name].label if name in self._all else name).replace(": ", "_")
@@ -220,13 +221,13 @@ class Kinds:
 
 
 def _inside(key: str, outer: str) -> str:
-    """The path of a region in that of another: what the outer one's begins with is left out."""
+    """Return the path of a region relative to another."""
     outer = outer.partition("@")[0]
     return key[len(outer) + 1 :] if outer and key.startswith(f"{outer}.") else key
 
 
 def _folded(level: Level) -> tuple[list[Box], list[Arrow]]:
-    """The boxes of a region with what repeats in a row as one, and plain operations in a row as one."""
+    """Return the boxes and arrows of a region, with repeated parts folded into one box, and chains of plain operations too."""
     rows = [(key, box) for key, box in level.boxes.items() if box.kind not in ("in", "out", "weight")]
     keys = [(re.sub(r"\d+", "{i}", box.name), box.label, box.kind, box.owner, box.state) for _, box in rows]
     order = {key: index for index, (key, _) in enumerate(rows)}
@@ -280,7 +281,7 @@ def _repeat(periods: list[list[Box]]) -> Box:
 
 
 def _chains(level: Level, home: dict[str, str]) -> list[list[str]]:
-    """Plain operations of which each gives its value to the next alone."""
+    """Return chains of plain operations, each of which is read by the next alone."""
     reads: dict[str, list[str]] = defaultdict(list)
     users: dict[str, list[str]] = defaultdict(list)
     for (source, target), _ in level.arrows.items():
@@ -297,9 +298,9 @@ def _chains(level: Level, home: dict[str, str]) -> list[list[str]]:
 
 
 def runs(keys: Sequence[Hashable | None]) -> list[tuple[int, int, int]]:
-    """The places where a period of keys is there `LEAST` times or more in a row: its start, its length, and how often.
+    """Return the runs in which a period of keys occurs `LEAST` times or more: start, length of the period, and count.
 
-    Runs do not overlap; the one that covers most begins first, of several the one with the shortest period. None is like
+    Runs do not overlap; the one that covers most begins first, of several the one with the shortest period. None equals
     nothing.
     """
     found, start = [], 0

@@ -33,7 +33,7 @@ class Placed:
 
 
 def place(count: int, arrows: Sequence[tuple[int, int]]) -> Placed:
-    """Place boxes and arrows between them, which go round in no circle. The same graph gives the same picture."""
+    """Place boxes and the arrows of an acyclic graph between them. The layout is deterministic."""
     centres: dict[int, tuple[float, float]] = {}
     bends: dict[tuple[int, int], list[int]] = {}
     right = 0.0
@@ -63,20 +63,21 @@ def place(count: int, arrows: Sequence[tuple[int, int]]) -> Placed:
 
 
 def _layered(pairs: list[tuple[int, int]]) -> Iterator[tuple[list[tuple[int, tuple[float, float]]], list[tuple[int, int]]]]:
-    """The connected parts of a graph: where boxes and the bends of arrows stand, and the arrows from one to the next."""
+    """Yield the connected parts of a graph: the positions of boxes and of the bends of arrows, and the segments between
+    them."""
     made = from_edges(pairs, vertex_spacing=WIDTH + ACROSS, dummy_vertices=True, dummy_size=1) if pairs else []
     for found, _, _, edges in made:
         yield [(int(box), (float(x), float(y))) for box, (x, y) in found], [(int(a), int(b)) for a, b in edges or []]
 
 
 def _simple(pairs: Sequence[tuple[int, int]]) -> bool:
-    """Whether a layout is found soon."""
+    """Return whether a layout can be computed quickly."""
     ranks = {box: y for found, _ in _rows(pairs) for box, (_, y) in found} if len(pairs) <= ARROWS else {}
     return len(pairs) <= ARROWS and sum(abs(ranks[a] - ranks[b]) for a, b in pairs) <= BENDS
 
 
 def _rows(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[list[tuple[int, tuple[float, float]]], list[tuple[int, int]]]]:
-    """The same, each box in the first row below all that it takes, beside each other as they come."""
+    """Yield a simple layout in the same form: each box in the first row below all its inputs, rows in order."""
     graph = nx.DiGraph(pairs)
     if not nx.is_directed_acyclic_graph(graph):
         graph = nx.DiGraph((a, b) for a, b in pairs if a < b)
@@ -86,14 +87,14 @@ def _rows(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[list[tuple[int, tu
 
 
 def _half(box: int, count: int) -> float:
-    """Half of the width of a box; of a bend in an arrow, of the room around it."""
+    """Return half of the width of a box, or of the space around a bend in an arrow."""
     return WIDTH / 2 if box < count else ACROSS / 4
 
 
 def _spread_boxes(members: Sequence[tuple[float, int]], count: int) -> list[float]:
-    """Where the boxes of a row stand: in their order, as near to where they would as they can without touching.
+    """Place a row of boxes without overlap, in order, minimising displacement.
 
-    That is an isotonic regression, by pooling neighbours that are too near.
+    This is an isotonic regression, by pooling neighbours that are too near.
     """
     offset, last = 0.0, None
     offsets = []
@@ -113,7 +114,7 @@ def _spread_boxes(members: Sequence[tuple[float, int]], count: int) -> list[floa
 
 
 def _bends(edges: Sequence[tuple[int, int]], count: int) -> dict[tuple[int, int], list[int]]:
-    """The places between boxes through which long arrows go, from box to box."""
+    """Return the bends of long arrows, by the boxes that they connect."""
     after: dict[int, int] = {a: b for a, b in edges if a >= count}
     found = {}
     for a, b in edges:

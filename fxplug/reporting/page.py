@@ -24,7 +24,7 @@ HIGH = 68.0  # pixels of the highest bar
 
 @cache
 def environment() -> jinja2.Environment:
-    """The templates, in which every value is escaped."""
+    """Return the environment of the templates, in which every value is escaped."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
@@ -32,12 +32,12 @@ def environment() -> jinja2.Environment:
 
 @cache
 def part(name: str) -> str:
-    """A file of the page that is the same for all."""
+    """Return a file that is part of every page."""
     return (TEMPLATES / name).read_text("utf-8")
 
 
 def html(page: Page) -> str:
-    """The file. The same contents give the same bytes."""
+    """Write the page as HTML. The same contents give the same bytes."""
     colours = {row.name: index % COLOURS for index, row in enumerate(page.passes)}
     style, script = part("picture.css") + part("page.css"), part("page.js")
     gained = sum(row.parameters for row in page.passes)
@@ -63,14 +63,14 @@ def html(page: Page) -> str:
 
 
 def svg(page: Page, kind: RegionKind, label: str) -> str:
-    """The picture of one region as a file of its own."""
+    """Write the picture of one region as an SVG file."""
     colours = {row.name: index % COLOURS for index, row in enumerate(page.passes)}
     drawn = picture(kind, colours)
     return environment().get_template("picture.svg.j2").render(p=drawn, alone=True, style=part("picture.css"), label=label)
 
 
 def policy(script: str, style: str) -> str:
-    """What the page may do: show itself, and run the one script that it brings."""
+    """Return the page's content security policy: it may show itself, and run its one script."""
     own = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
     return (
         f"default-src 'none'; script-src 'sha256-{own[0]}'; style-src 'sha256-{own[1]}'; img-src data:; base-uri 'none'; "
@@ -79,7 +79,7 @@ def policy(script: str, style: str) -> str:
 
 
 def lead(page: Page) -> str:
-    """What the page is about, in a sentence."""
+    """Summarise the page in a sentence."""
     if page.trouble:
         return "What a saved folder says, without the model in it."
     if not page.passes:
@@ -94,14 +94,14 @@ def lead(page: Page) -> str:
 
 
 def verdict(checks: Sequence[dict[str, str]]) -> str:
-    """How many checks hold, in a few words."""
+    """Summarise how many checks hold."""
     counts = Counter(check["status"] for check in checks)
     said = [f"{counts[status]} {status}" for status in ("failed", "skipped", "cannot") if counts[status]]
     return ", ".join([f"{counts['ok']} of {len(checks)} checks hold", *said])
 
 
 def bars(depth: Sequence[dict[str, Any]], colours: dict[str, int]) -> list[dict[str, Any]]:
-    """The bars of the chart along the model, passes on top of each other."""
+    """Return the bars of the chart along the model, passes on top of each other."""
     most = max((sum(part["added"].values()) for part in depth), default=0) or 1
     found = []
     for index, part_ in enumerate(depth):
@@ -137,7 +137,7 @@ def _for_script(page: Page, colours: dict[str, int]) -> dict[str, Any]:
 
 
 def times(page: Page) -> list[int]:
-    """How many regions of the model are of each kind."""
+    """Return how many regions of the model are of each kind."""
     counts = [0] * len(page.kinds)
     if not page.kinds:
         return counts
@@ -151,7 +151,7 @@ def times(page: Page) -> list[int]:
 
 
 def region_at(page: Page, path: str) -> RegionKind:
-    """The region at a path; "" is the model. Raises SpecError for a path that is none."""
+    """Return the region at a path; "" is the model. Raises SpecError for a path that is no region."""
     kind, at = page.kinds[page.root], ""
     while at != path:
         below = [each for box in kind.boxes for each in box.unfolded if each.inner is not None]

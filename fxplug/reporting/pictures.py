@@ -41,7 +41,7 @@ class Picture:
 
 
 def picture(kind: RegionKind, colours: Mapping[str, int]) -> Picture:
-    """The picture of a region; `colours` numbers the passes."""
+    """Return the picture of a region; `colours` numbers the passes."""
     count = min(len(kind.boxes), MOST)
     arrows = [a for a in kind.arrows if a.source < count and a.target < count]
     placed = place(count, [(a.source, a.target) for a in arrows])
@@ -75,7 +75,7 @@ def _place_boxes(index: int, box: Box, placed: Placed, colours: Mapping[str, int
 
 
 def _titles(box: Box) -> tuple[str, str]:
-    """The first two lines in a box."""
+    """Return the first two lines in a box."""
     if box.kind == "repeat":
         return f"{len(box.members)} × {box.label}", box.name
     if box.kind == "ops":
@@ -103,12 +103,12 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def shape(sizes: Sequence[int] | None) -> str:
-    """`2 × 77 × 768`; `scalar` where there is no dimension, nothing where no tensor is."""
+    """Format a shape as `2 × 77 × 768`; `scalar` without dimensions, "" for None."""
     return "" if sizes is None else " × ".join(map(str, sizes)) or "scalar"
 
 
 def middle(text: str, letters: int) -> str:
-    """A text with its middle left out where it is longer: the ends of a path tell most."""
+    """Shorten a text by leaving out its middle: the ends of a path are the most informative."""
     if len(text) <= letters:
         return text
     half = (letters - 1) // 2

@@ -52,7 +52,7 @@ class Listing:
 
 
 def listing(module: TracedModule) -> Listing:
-    """The graph in force as records."""
+    """Return the records of the active graph."""
     regions = Regions(module.graph, module)
     stacks: dict[str, tuple[str, ...]] = {"": ("",)}
     leaves = {key for key, region in regions.by_key.items() if region.leaf is not None}
@@ -92,7 +92,7 @@ def _through(node: fx.Node) -> fx.Node:
 def _beside(
     site: str, place: str, stacks: dict[str, tuple[str, ...]], leaves: set[str], levels: dict[str, tuple[str, ...]]
 ) -> tuple[str, ...]:
-    """Where a block stands: in the region around its site; before what is inside of the site's own."""
+    """Return the region that shows a block: the one around its site, or the site's own for a block before its contents."""
     if site in stacks:
         inside = place == "before" and site not in leaves or not site
         return stacks[site] if inside else stacks[site][:-1]
@@ -137,10 +137,10 @@ def _members(node: fx.Node) -> list[fx.Node]:
 
 
 def changes(base: TracedModule, new: TracedModule) -> dict[str, Any]:
-    """What stood in the graph of `base` and does not in that of `new`, as plain values that are saved with a module.
+    """Return the removed and changed records of the graph of `base`, as plain values that are saved with a module.
 
-    `gone` has the records that are no more, `was` the reads and the line of those that read something else now, `classes` the
-    classes of the regions in which the former stood.
+    `gone` has the removed records, `was` the reads and the line of those that read something else now, `classes` the classes of
+    the regions of the removed ones.
     """
     before, after = listing(base), listing(new)
     gone = [asdict(r) for name, r in before.records.items() if name not in after.records]
@@ -154,9 +154,9 @@ def changes(base: TracedModule, new: TracedModule) -> dict[str, Any]:
 
 
 def before(after: Listing, changed: Mapping[str, Any] | None) -> dict[str, NodeText]:
-    """The records that a graph had before its passes, of those that it has and what `changes` kept.
+    """Return the records of a graph before its passes, from its current records and the saved `changes`.
 
-    Where nothing was kept, they are those that no pass put in, each with what it reads of them.
+    Without saved changes they are the records that no pass added, each with its reads among them.
     """
     kept = {name: record for name, record in after.records.items() if not record.owner}
     if changed is None:

@@ -30,10 +30,10 @@ def report(
 ) -> Page:
     """Write a page about a module: what it is, what its passes changed and where, what they add, and how that was checked.
 
-    `base` is the module before the rewrite; None takes what a rewrite kept with a saved one. `checks` is what `verify` gave,
-    None takes what was kept, too. `folder` is where the module was saved, or the folder of its training run: the page then has
-    the hashes of its files, and the run. `out` is the file to write: HTML, or the page's contents as JSON where it ends with
-    `.json`. Gives the contents. Nothing is run and no value of a weight is read.
+    `base` is the module before the rewrite; None uses what a rewrite saved with its module. `checks` is the report of `verify`,
+    None uses the saved one, too. `folder` is where the module was saved, or the folder of its training run: the page then has
+    the hashes of its files, and the run. `out` is the file to write: HTML, or the page's contents as JSON if it ends with
+    `.json`. Returns the contents. Nothing is run and no value of a weight is read.
 
     Raises SpecError for what is no traced module, for a file of another kind, and for one that cannot be written.
     """
@@ -53,14 +53,14 @@ def report(
 
 
 def report_of(result: Result, out: str | os.PathLike[str]) -> Page:
-    """The page of a rewrite that was just made, as its artifact will give it where it was saved."""
+    """Write the page of a rewrite that was just made; a saved one gives the same page."""
     return report(result.base if result.out is None else None, result.module, out, checks=result.report, folder=result.out)
 
 
 def report_folder(
     folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, allow: Sequence[str] = ()
 ) -> Page:
-    """The page of a saved rewrite or a training run. One that does not load gets a page that says why.
+    """Write the page of a saved rewrite or a training run; for one that does not load, a page with the error.
 
     Raises SpecError for a folder that is neither, and for a file that cannot be written.
     """
@@ -95,7 +95,7 @@ KINDS = ("", ".html", ".htm", ".json")  # the endings of what can be written
 
 
 def check_kind(out: str | os.PathLike[str]) -> Path:
-    """The file to write. Raises SpecError for the ending of another kind than HTML or JSON."""
+    """Return the file to write. Raises SpecError if its suffix is not that of HTML or JSON."""
     target = Path(out)
     if target.suffix.lower() not in KINDS:
         raise SpecError(
@@ -106,7 +106,8 @@ def check_kind(out: str | os.PathLike[str]) -> Path:
 
 
 def write(page: Page, out: str | os.PathLike[str]) -> None:
-    """Write a page as HTML, or its contents as JSON where the name ends so. Raises SpecError where that cannot be."""
+    """Write a page as HTML, or its contents as JSON if the name ends with `.json`. Raises SpecError if the file cannot be
+    written."""
     target = check_kind(out)
     text = as_json(page) if target.suffix.lower() == ".json" else html(page)
     safe = text.encode("utf-8", "backslashreplace").decode()
@@ -114,5 +115,5 @@ def write(page: Page, out: str | os.PathLike[str]) -> None:
 
 
 def as_json(page: Page) -> str:
-    """The contents as JSON."""
+    """Return the contents as JSON."""
     return json.dumps(asdict(page), indent=1, ensure_ascii=False) + "\n"

@@ -22,7 +22,7 @@ PIXELS = 50_000_000  # of a picture that is read
 
 
 def run_of(folder: Path) -> dict[str, Any] | None:
-    """What a page says of a run: facts, curves, epochs, pictures and notes; None for a folder that is of no run."""
+    """Return a run's part of the page: facts, curves, epochs, pictures and notes; None for a folder without a run."""
     log = folder / "log.jsonl"
     if not log.is_file():
         if not (folder / "checkpoints").is_dir():
@@ -49,7 +49,7 @@ def run_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _records(data: bytes) -> list[dict[str, Any]]:
-    """The lines that are whole; a killed process leaves a half one."""
+    """Return the records of the complete lines; a killed process may leave a partial one."""
     found = []
     for line in data.splitlines():
         try:
@@ -62,7 +62,7 @@ def _records(data: bytes) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """A number; None for what is none, or not finite."""
+    """Return a finite number; None for anything else."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < 1e300 and math.isfinite(value) else None
 
@@ -80,7 +80,7 @@ def _facts(steps: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[str, Any]
 
 
 def _epochs(steps: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """A row for each epoch: steps, mean loss, last learning rate, seconds, and what the test after it gave."""
+    """Return a row for each epoch: steps, mean loss, last learning rate, seconds, and the metrics of the test after it."""
     groups: dict[int, list[Mapping[str, Any]]] = {}
     for record in steps:
         if isinstance(epoch := record.get("epoch"), int):
@@ -115,7 +115,7 @@ def _pictures(folder: Path) -> list[dict[str, Any]]:
 
 
 def _picture(file: Path, side: int = WIDE) -> dict[str, Any] | None:
-    """A PNG file as a page holds it, its longer side as given at most; None for one that cannot be read."""
+    """Return a PNG file embedded in a page, its longer side at most `side`; None if it cannot be read."""
     try:
         with Image.open(io.BytesIO(read_bytes(file, DEFAULT.json))) as image:
             if image.width * image.height > PIXELS or image.format != "PNG":
