@@ -43,7 +43,7 @@ LIVE = {
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises FxplugError where no package can be compiled for a device."""
+    """Raise FxplugError if no package can be compiled for a device."""
     if device.type not in ("cpu", "cuda"):
         raise FxplugError(f"a package runs on cpu or cuda, and the module is on {device.type}")
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -66,11 +66,11 @@ def write(
     options: Mapping[str, Any] | None,
     module: nn.Module,
 ) -> list[str]:
-    """Compile an exported program into a package `file`, and give notes about what it does not check.
+    """Compile an exported program into a package `file`, and return notes about what it does not check.
 
     `parameters` are those of the exported `forward`, `tensors` what stays live, by name, `facts` more for the manifest,
-    `options` inductor's own, and `module` what was exported, beside which the package is tried. Raises Unfit when a tensor that
-    has to be live is not, and what the trial does.
+    `options` inductor's own, and `module` what was exported, against which the package is tried. Raises Unfit when a tensor
+    that has to be live is not, and the errors of the trial.
     """
     before = len(conditions_of(program))
     with quiet(), torch.no_grad(), open_new(file) as sink, refusing():
@@ -118,7 +118,7 @@ def write(
 
 @contextlib.contextmanager
 def _compiled(file: str) -> Iterator[Any]:
-    """The loader of a compiled program."""
+    """Yield the loader of a compiled program."""
 
     def unfit(finding: str) -> Unfit:
         return Unfit(f"AOTInductor did not write a package: {finding}; leave out the options that cause this")
@@ -131,7 +131,7 @@ def _compiled(file: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without warnings, and without the log line that torch found no CUDA, which a package for a CPU has no need of."""
+    """Suppress warnings, and the log line that torch found no CUDA, which a package for a CPU does not need."""
     with hushed("torch.utils.cpp_extension"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -139,7 +139,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hushed(name: str) -> Iterator[None]:
-    """Without the log lines of a library that are no errors."""
+    """Suppress the log lines of a library below ERROR."""
     log = logging.getLogger(name)
     level = log.level
     log.setLevel(logging.ERROR)
@@ -150,7 +150,7 @@ def hushed(name: str) -> Iterator[None]:
 
 
 def _operators(program: ExportedProgram) -> list[str]:
-    """The operators of libraries other than torch that the program may call: of Triton's it has the kernels."""
+    """Return the operators of libraries other than torch that the program may call; Triton's kernels are in the package."""
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     targets = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)}
     called = {name_of(t) for t in targets if t.namespace not in ("aten", "prim", "prims")}
@@ -167,7 +167,7 @@ def _facts(tensor: torch.Tensor) -> Json:
 
 
 def _names_read(program: ExportedProgram) -> set[str]:
-    """The names of the parameters and buffers that a node of the program reads."""
+    """Return the names of the parameters and buffers that a node of the program reads."""
     signature = program.graph_signature
     places = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     return {places[n.name] for n in program.graph.nodes if n.op == "placeholder" and n.name in places and n.users}

@@ -27,7 +27,7 @@ class CompileRefused(Exception):
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Tell errors of torch's export and of its compilers as CompileRefused: another try, with fewer free sizes, may do."""
+    """Raise errors of torch.export and its compilers as CompileRefused: another try, with fewer dynamic sizes, may succeed."""
     try:
         yield
     except (FxplugError, OSError):
@@ -37,7 +37,7 @@ def refusing() -> Iterator[None]:
 
 
 def check_export(subject: Subject) -> str:
-    """The check of `verify`: whether anything is known that torch.export would refuse, which is Unsupported.
+    """Raise Unsupported for a known obstacle to torch.export, as a check of `verify`.
 
     Nothing is exported for it: torch's own objections to a single operation are found by exporting only.
     """
@@ -56,6 +56,6 @@ def check_export(subject: Subject) -> str:
 
 
 def packed_layer(module: nn.Module) -> str:
-    """A clause about the first layer of a library that packs its weight; empty where there is none."""
+    """Describe the first layer with a packed weight in a clause; return "" if there is none."""
     own = next(((path, layer) for path, layer in module.named_modules() if quantised.is_own_layer(layer)), None)
     return "" if own is None else f"'{own[0]}' is a {quantised.described(own[1])}, whose weight torch.export does not support"

@@ -43,7 +43,7 @@ class Placeholder:
 
 
 def describe(program: ExportedProgram, parameters: Mapping[str, inspect.Parameter]) -> tuple[Json, list[str]]:
-    """The signature of an exported program as JSON, and notes about guards that it cannot say.
+    """Return the signature of an exported program as JSON, and notes about guards that it cannot express.
 
     `parameters` are those of the exported module's `forward`.
     """
@@ -97,7 +97,7 @@ def _result(program: ExportedProgram) -> Any:
 
 
 def _guards(program: ExportedProgram, arguments: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The guards that can be read again, tried on the example; and a note on each of the others."""
+    """Return the guards that can be parsed again, tried on the example; and a note on each of the others."""
     guards, notes = [], []
     for text in guards_of(program):
         try:
@@ -112,7 +112,7 @@ def _guards(program: ExportedProgram, arguments: dict[str, Any]) -> tuple[list[s
 
 
 def _squeezed(program: ExportedProgram, tensors: list[Json], where: Mapping[int, str]) -> Iterator[str]:
-    """That what is squeezed and free is not 1: a program lets it stay, as the traced module does not."""
+    """Yield the conditions that a squeezed dynamic dimension is not 1: the program keeps it then, unlike the traced module."""
     for node in program.graph.nodes:
         if not str(node.target).startswith("aten.squeeze."):
             continue
@@ -127,8 +127,8 @@ def _squeezed(program: ExportedProgram, tensors: list[Json], where: Mapping[int,
 
 
 def encoded(value: Any) -> Json:
-    """A nested value with marks for its tensors, as JSON: an object with one key, its kind. What is no plain data is kept by
-    its text."""
+    """Encode a nested value with placeholders for its tensors as JSON: an object with one key, its kind. What is no plain data
+    is stored as its text."""
     if isinstance(value, Placeholder):
         return {value.kind: value.content}
     if isinstance(value, PLAIN):
@@ -196,10 +196,10 @@ class Signature:
         self._seen: set[tuple[Any, ...]] = set()
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a call in the order of the program, each contiguous.
+        """Return the tensors of a call in the order of the program, each contiguous.
 
         Raises TypeError as Python does for a wrong call, FxplugError for a value, type, device or structure that the program
-        was not compiled for, GuardError for sizes that it does not hold for.
+        was not compiled for, GuardError for sizes that do not satisfy its conditions.
         """
         bound = self.python.bind(*args, **kwargs).arguments
         flat: list[Any] = [None] * len(self.tensors)
@@ -216,7 +216,8 @@ class Signature:
         return [tensor.detach().contiguous() for tensor in flat]
 
     def unflatten(self, flat: list[Any]) -> Any:
-        """The result of the program from its flat list. Raises FxplugError for a list that is not as the signature says."""
+        """Return the result of the program from its flat list. Raises FxplugError for a list that does not match the
+        signature."""
         try:
             return _rebuild(self.result, flat)
         except (IndexError, RuntimeError) as error:
@@ -280,7 +281,7 @@ def _parameter(entry: Json) -> inspect.Parameter:
 
 
 def _decoded(data: Any, marks: tuple[str, ...]) -> Any:
-    """The value that `encoded` made this of. Raises ValueError for what is none, or has marks of other kinds than these."""
+    """Decode a value from `encoded`. Raises ValueError for anything else, and for placeholders of other kinds than `marks`."""
     ((kind, body),) = data.items()
     if kind == "is" and isinstance(body, PLAIN):
         return decode(body)
@@ -296,14 +297,15 @@ def _decoded(data: Any, marks: tuple[str, ...]) -> Any:
 
 
 def _places(value: Any, where: str) -> list[tuple[int, str]]:
-    """Which tensors a value has, and what each is called: `more['scale']`."""
+    """Return the indices of a value's tensors, with the name of each: `more['scale']`."""
     if isinstance(value, Placeholder):
         return [(value.content, where)] if value.kind == "tensor" else []
     return [place for key, member in children(value) or () for place in _places(member, f"{where}[{key!r}]")]
 
 
 def _fill(wanted: Any, value: Any, where: str, flat: list[Any], made: str) -> None:
-    """Put the tensors of a value where the program wants them; everything else has to be as it was compiled in."""
+    """Put the tensors of a value into the program's list; raise FxplugError if anything else differs from the compiled
+    value."""
     if isinstance(wanted, Placeholder) and wanted.kind == "tensor":
         if not isinstance(value, torch.Tensor):
             raise FxplugError(f"{where} must be a tensor, not {_short(value)}")

@@ -57,19 +57,19 @@ def save_checkpoint(
     first: bool = False,
     largest: int = 10 * 10**9,
 ) -> WrittenCheckpoint:
-    """Write the model that a rewrite began with, its passes merged into the weights, as its own library reads it.
+    """Write the base model of a rewrite, with its passes merged into the weights, in the format of its own library.
 
     `to` is "diffusers" (a new folder with `config.json` and `diffusion_pytorch_model.safetensors`, in shards of at most
     `largest` bytes with an index, for `Model.from_pretrained`), "timm" (a file for `timm.create_model(name,
-    checkpoint_path=...)`) or "safetensors" (a file with the base model's own names; with `first` the names of the first code
+    checkpoint_path=...)`) or "safetensors" (a file with the base model's own names; with `first` the names of the original code
     base, below `model.diffusion_model.` for a UNet, as single-file checkpoints have them).
 
-    `merge` names adapters in slots, and passes without slots, with how much of each is merged (of a pass 1, all of it); what it
-    does not name stays out. None is all that is there, and of adapters what is in use. The module stays as it is.
+    `merge` maps the names of adapters in slots, and of passes without slots, to the strength with which each is merged (for a
+    pass 1, all of it); others are left out. None merges everything, and of adapters the active ones. The module is unchanged.
 
-    Raises SpecError for a name that is not here, a strength that is no finite number, passes that are no functions of
-    weights; FxplugError for a base that is no model of that library, weights without values, layers without a first name, and
-    a place that is taken or cannot be written; nothing is left there then, nor where memory ends.
+    Raises SpecError for an unknown name, a strength that is no finite number, passes that are no functions of weights;
+    FxplugError for a base that is no model of that library, weights without values, layers without an original name, and a path
+    that exists or cannot be written; nothing is left there then, nor when memory ends.
     """
     target = Path(path)
 
@@ -120,7 +120,7 @@ def save_checkpoint(
 def merged_state(
     module: TracedModule, merge: Mapping[str, float] | None = None
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The base model's state with passes merged into it, on the CPU, and the names of what was; see `save_checkpoint`."""
+    """Return the base model's state with passes merged into it, on the CPU, and their names; see `save_checkpoint`."""
     applied = {entry["name"]: entry for entry in module.meta.get("passes", [])}
     made, names = module, tuple(name for name, entry in applied.items() if not is_mark(module, entry))
     if merge is None and names:
@@ -162,7 +162,7 @@ def merged_state(
 
 
 def _diffusers_config(module: TracedModule, kind: str) -> tuple[str, dict[str, Tensor]]:
-    """The text of `config.json`, and the state that diffusers makes of it, without values."""
+    """Return the text of `config.json`, and the state that diffusers makes of it, without values."""
     import diffusers
 
     cls = getattr(diffusers, kind, None)
@@ -183,7 +183,7 @@ def _diffusers_config(module: TracedModule, kind: str) -> tuple[str, dict[str, T
 
 
 def _check_keys(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], kind: str) -> None:
-    """Raises FxplugError where the state is not the one that the library's model has."""
+    """Raise FxplugError if the state does not match that of the library's model."""
     odd = [key for key in (*state, *wanted) if key not in wanted or key not in state or state[key].shape != wanted[key].shape]
     if odd:
         some = ", ".join(f"'{key}'" for key in odd[:SHOWN])
@@ -207,7 +207,7 @@ def _write_shards(state: dict[str, Tensor], folder: Path, largest: int) -> None:
 
 
 def _first(module: TracedModule, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state under the names of the first code base. Raises FxplugError for what has none."""
+    """Return the state under the names of the original code base. Raises FxplugError for weights without such a name."""
     layers = dict.fromkeys(key.rpartition(".")[0] for key in state)
     start = "model.diffusion_model." if part_of(module.classes) == "unet" else ""
     made: dict[str, Tensor] = {}

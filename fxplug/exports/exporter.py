@@ -72,28 +72,28 @@ def export(
     free: str = "all",
     options: Mapping[str, Any] | None = None,
 ) -> Exported:
-    """Write the graph of the mode in force into a file: a program (`to="pt2"`), compiled code ("aoti"), or a model ("onnx").
+    """Write the active graph to a file: a program (`to="pt2"`), compiled code ("aoti"), or a model ("onnx").
 
-    Of a module with variants it is the graph for the example call, and only that one is in the file.
+    For a module with variants it is the graph for the example call, and only that one is in the file.
 
-    `path` is a file, or a folder, which gets `model.pt2`, `model.aoti.pt2` or `model.onnx`; what was there stays until the new
-    file is whole.
-    The first is for `torch.export.load`, which unpickles: fxplug itself never reads such a file, and you should read none that
-    you do not trust. The second is for `fxplug.load_package`, is compiled by AOTInductor for the device that the module is on,
-    and keeps what passes added apart from its code, so that adapters can be changed in it. `options` are inductor's there; the
-    code is for processors like this one unless they say otherwise (`{"cpp.march": "x86-64-v3", "cpp.simdlen": 256}`).
+    `path` is a file, or a folder, which gets `model.pt2`, `model.aoti.pt2` or `model.onnx`; an existing file is replaced when
+    the new one is complete. The first is for `torch.export.load`, which unpickles: fxplug itself never reads such a file, and
+    you should read none that you do not trust. The second is for `fxplug.load_package`, is compiled by AOTInductor for the
+    device that the module is on, and keeps what passes added apart from its code, so that adapters can be changed in it.
+    `options` are inductor's there; the code is for processors like this one unless they say otherwise (`{"cpp.march":
+    "x86-64-v3", "cpp.simdlen": 256}`).
 
-    The third is for `fxplug.load_onnx`, and for onnxruntime without fxplug: what is in the slots are inputs with values of
-    their own. Above 1 GiB of weights they lie beside it, in `NAME.onnx.HASH.data`. `options` may have its `opset`, 18 to 23.
-    It needs onnxscript, in the extra `fxplug[onnx]`.
+    The third is for `fxplug.load_onnx`, and for onnxruntime without fxplug: the tensors of the slots are inputs with default
+    values. Above 1 GiB weights are in a second file, `NAME.onnx.HASH.data`. `options` may have its `opset`, 18 to 23. It needs
+    onnxscript, in the extra `fxplug[onnx]`.
 
-    Every dimension of the example tensors is free if the program allows it; otherwise the first ones are, and at last none: the
-    result says which. `free` is where to start: "all", "batch" or "none"; proving that many dimensions are free can take torch
-    minutes. Parameters and buffers keep their names in the program's `state_dict`. A result class becomes a dict of its fields
-    that are not None, a NamedTuple a tuple, so that the file needs no library of the model's.
+    Every dimension of the example tensors is dynamic if the program allows it; otherwise the first ones are, and at last none:
+    the result says which. `free` is where to start: "all", "batch" or "none"; proving that many dimensions are dynamic can take
+    torch minutes. Parameters and buffers keep their names in the program's `state_dict`. A result class becomes a dict of its
+    fields that are not None, a NamedTuple a tuple, so that the file needs no library of the model's.
 
     Raises FxplugError when the program cannot be exported at all, with the reason of each try, for operations that ONNX has no
-    form for, with their places, for a file that cannot be written, and where a compiler or library is missing.
+    form for, with their places, for a file that cannot be written, and when a compiler or library is missing.
     """
     if to not in FORMATS:
         raise FxplugError(f"no export format '{to}'{did_you_mean(to, FORMATS)}; there are {', '.join(FORMATS)}")
@@ -166,7 +166,7 @@ TABLE = ("names", "weights", "entries")  # what the gates of a pass are made of
 
 
 def _device(module: nn.Module, inputs: Any) -> torch.device:
-    """The one device of a module and its inputs."""
+    """Return the one device of a module and its inputs. Raises FxplugError for several."""
     tensors = [*module.parameters(), *module.buffers(), *(t for t in leaves(inputs) if isinstance(t, torch.Tensor))]
     devices = sorted({str(t.device) for t in tensors})
     if len(devices) > 1:
@@ -175,7 +175,7 @@ def _device(module: nn.Module, inputs: Any) -> torch.device:
 
 
 def _live(module: TracedModule) -> dict[str, torch.Tensor]:
-    """The tensors of the passes, by the names that they have in this module."""
+    """Return the tensors of the passes, by their names in this module."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     prefixes = tuple(f"{entry['name']}." for entry in module.meta.get("passes", []))
     moved = {now for name, now in module.meta.get("originals", {}).items() if name.startswith(prefixes)}
@@ -183,7 +183,7 @@ def _live(module: TracedModule) -> dict[str, torch.Tensor]:
 
 
 def _facts(module: TracedModule) -> dict[str, Any]:
-    """What the manifest of a package says of a module: where its slots are, above all."""
+    """Return a package manifest's facts about a module, in particular the banks of its slots."""
     passes = module.meta.get("passes", [])
     facts: dict[str, Any] = {"module": module.classes[0], "mode": "train" if module.training else "eval"}
     facts["passes"] = [entry["name"] for entry in passes]
@@ -201,7 +201,7 @@ def _facts(module: TracedModule) -> dict[str, Any]:
 
 
 def _slots(module: TracedModule, facts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a module's slots, by the names that they have in it."""
+    """Return the tensors of a module's slots, by their names in it."""
     if "banks" not in facts:
         return {}
     adapters = Adapters(module)
@@ -213,7 +213,8 @@ def _slots(module: TracedModule, facts: Mapping[str, Any]) -> dict[str, torch.Te
 
 
 def _program(module: TracedModule) -> tuple[nn.Module, tuple[str, ...]]:
-    """The graph in force as a plain module on the same weights, whose result is made of tuples, lists and dicts only."""
+    """Return the active graph as a plain module on the same weights, whose result consists of tuples, lists and dicts, and
+    notes."""
     graph = copy_graph(module.graph_in_force)
     notes: list[str] = []
     for node in list(graph.nodes):
@@ -246,7 +247,8 @@ def _export(
     free: str,
     finish: Callable[[ExportedProgram], list[str]],
 ) -> tuple[ExportedProgram, str, list[str], list[str]]:
-    """The program with as many free sizes as go through export and `finish`; how many, why not more, and what `finish` gave."""
+    """Export with as many dynamic sizes as `finish` accepts. Returns the program, their level, the failures before, and its
+    result."""
     levels = list(FREE)[list(FREE).index(free) :]
     doubled: Any = None
     tries: list[tuple[str, Any]] = [(level, (args, kwargs)) for level in levels]
@@ -278,7 +280,7 @@ def _export(
 def _free_program(
     module: nn.Module, call: Any, free: Callable[[torch.Tensor], Any], fixed: set[tuple[int, int]]
 ) -> ExportedProgram:
-    """The program of a call with these dimensions of its tensors free, but for the fixed ones."""
+    """Export a program for a call with these dynamic dimensions of its tensors, except the fixed ones."""
     flat = pytree.tree_flatten(call)[0]
 
     def dims(tensor: torch.Tensor) -> Any:  # which may be given twice
@@ -293,7 +295,7 @@ def _free_program(
 
 
 def _write_out_rounding(graph: fx.Graph) -> None:
-    """math.ceil and math.floor of a size by what torch.export.save has a form for."""
+    """Replace math.ceil and math.floor of a size by operations that torch.export.save can store."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in (math.ceil, math.floor):
             continue
@@ -307,7 +309,7 @@ def _write_out_rounding(graph: fx.Graph) -> None:
 
 
 def _place(module: TracedModule, stack: str) -> str:
-    """The region that an operation of the exported program is in, by the line of our code that is in its stack."""
+    """Return the region of an operation of the exported program, found by the line of our code in its stack trace."""
     nodes = {node.name: node for graph in module.graphs.values() for node in graph.nodes}
     for name in re.findall(r"^\s+(\w+) = ", stack, re.MULTILINE):
         stack_of = nodes[name].meta.get("nn_module_stack") if name in nodes else None
@@ -332,7 +334,7 @@ def _shapes(value: Any, dims: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def dynamic_dims(program: ExportedProgram) -> dict[str, list[int]]:
-    """The dimensions of each input of an exported program that are free."""
+    """Return the dynamic dimensions of each input of an exported program."""
     inputs = set(program.graph_signature.user_inputs)
     found = {}
     for node in program.graph.nodes:

@@ -48,7 +48,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def parsed(text: str) -> ast.expr:
-    """The tree of a condition. Raises FxplugError for what is none."""
+    """Parse a condition. Raises FxplugError for what is no expression."""
     if not CONDITION.match(text):
         raise FxplugError("it is not an expression")
     try:
@@ -64,15 +64,15 @@ def parsed(text: str) -> ast.expr:
 
 
 def readable(text: str) -> str:
-    """A condition as a user writes it: `image.shape[0] < 64`."""
+    """Return a condition as a user writes it: `image.shape[0] < 64`."""
     return re.sub(r"L\['(\w+)'\]", r"\1", text).replace(".size()", ".shape")
 
 
 def evaluate(tree: ast.expr, arguments: Mapping[str, Any]) -> bool | int | float:
-    """The value of an expression of numbers and sizes of the arguments, `L['x'].size()[0]`.
+    """Evaluate an expression of numbers and sizes of the arguments, `L['x'].size()[0]`.
 
-    Raises FxplugError for anything else: no name is looked up and nothing is called but what the tables above have. Raises
-    ArithmeticError for numbers that are too large, and where there is no result.
+    Raises FxplugError for anything else: no name is looked up and nothing is called outside the tables above. Raises
+    ArithmeticError for numbers that are too large, and if there is no result.
     """
 
     def value(node: ast.expr) -> bool | int | float:
@@ -106,14 +106,14 @@ def evaluate(tree: ast.expr, arguments: Mapping[str, Any]) -> bool | int | float
 
 
 def _named(function: ast.expr) -> str:
-    """`max` or `math.ceil`; an empty text for what is no such name."""
+    """Return `max` or `math.ceil`; "" for what is no such name."""
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
         return f"{function.value.id}.{function.attr}"
     return function.id if isinstance(function, ast.Name) else ""
 
 
 def _parse_source(tree: ast.expr, arguments: Mapping[str, Any]) -> Any:
-    """What `L['x']['y']` is, or a size of it; None for what is no such thing."""
+    """Return `L['x']['y']`, or a size of it; None for anything else."""
     if isinstance(tree, ast.Name) and tree.id == "L":
         return arguments
     if isinstance(tree, ast.Subscript) and isinstance(tree.slice, ast.Constant):

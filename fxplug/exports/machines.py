@@ -23,9 +23,10 @@ UNCHOSEN_KINDS = ("amx_", "sme")
 
 
 def needed(asked: Iterable[str], capabilities: Mapping[str, Any], native: bool) -> list[str]:
-    """What code needs that was compiled on a processor with `capabilities`, in the words of torch.cpu.get_capabilities.
+    """Return the CPU features that compiled code needs, in the words of torch.cpu.get_capabilities.
 
-    `asked` is what AOTInductor asked for, in its words; `native` says that the compiler could use whatever the processor has.
+    `asked` are the features that AOTInductor used, in its words; `capabilities` are those of the compiling processor, all of
+    which the compiler could use if `native`.
     """
     names = {ASKED[name] for name in asked if name in ASKED}
     if native:
@@ -35,19 +36,19 @@ def needed(asked: Iterable[str], capabilities: Mapping[str, Any], native: bool) 
 
 
 def lacking(needs: Iterable[str], capabilities: Mapping[str, Any]) -> list[str]:
-    """Which of these a processor with `capabilities` does not have: none where torch cannot say what it has."""
+    """Return the features that a processor with `capabilities` lacks; none if torch cannot list its features."""
     if not capabilities:
         return []
     return [name for name in needs if name not in ANY and not capabilities.get(ASKED.get(name, name))]
 
 
 def capabilities() -> Mapping[str, Any]:
-    """What this processor has, as torch says; nothing where it cannot."""
+    """Return the features of this processor as torch reports them; empty if it cannot."""
     return dict(torch.cpu.get_capabilities()) if hasattr(torch.cpu, "get_capabilities") else {}
 
 
 def check_machine(file: Path, manifest: Json, device: torch.device) -> None:
-    """Raises ArtifactError for code of another torch, system, processor or kind of GPU than there is here."""
+    """Raise ArtifactError for code of another torch, system, processor or kind of GPU than this machine has."""
 
     def release(version: str) -> list[str]:
         return version.partition("+")[0].split(".")[:2]
@@ -78,7 +79,7 @@ def check_machine(file: Path, manifest: Json, device: torch.device) -> None:
 
 
 def pick_device(file: Path, kind: str, device: torch.device | str | None) -> torch.device:
-    """The device that code for `kind` runs on. Raises ArtifactError where there is none, or another one is asked for."""
+    """Return the device that code for `kind` runs on. Raises ArtifactError if there is none, or another one is requested."""
     if kind not in ("cpu", "cuda"):
         raise ArtifactError(
             f"{file} was compiled for {shown(kind)}, which is not a device of a package: there are cpu and cuda"
@@ -94,7 +95,7 @@ def pick_device(file: Path, kind: str, device: torch.device | str | None) -> tor
 
 
 def check_operators(file: Path, names: Iterable[str]) -> None:
-    """Raises ArtifactError for an operator that no library has defined here."""
+    """Raise ArtifactError for an operator that no library has defined here."""
     names = list(names)
     if any(name.startswith("fxplug::") for name in names):
         from ..lowerings.linear import operators  # noqa: F401  (which defines them)

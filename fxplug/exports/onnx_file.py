@@ -59,7 +59,7 @@ class OnnxManifest(ExportManifest):
 
 
 def sealed(model: bytes) -> bytes:
-    """A model's bytes with the seal behind them: one more entry of its metadata, which protobuf takes at the end."""
+    """Append the seal to a model's bytes: one more entry of its metadata, which protobuf accepts at the end."""
     return model + _seal(hashlib.sha256(model).hexdigest())
 
 
@@ -70,12 +70,12 @@ def _seal(digest: str) -> bytes:
 
 
 def data_name(model: str, digest: str) -> str:
-    """The name of the file of a model's weights: with what is in it, so that a new one never takes the place of an old one."""
+    """Return the name of a model's weight file: it contains a digest, so that a new file never replaces an old one."""
     return f"{model}.{digest[:16]}.data"
 
 
 def is_data_of(name: str, model: str) -> bool:
-    """Whether a file has such a name."""
+    """Return whether a file has such a name."""
     return re.fullmatch(re.escape(model) + r"\.[0-9a-f]{16}\.data", name) is not None
 
 

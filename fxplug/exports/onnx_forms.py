@@ -17,7 +17,7 @@ WRONG = {aten.special_erfcx.default, aten.special_log_ndtr.default}
 
 
 def by_known_operations(program: ExportedProgram) -> ExportedProgram:
-    """The program without the operations of `FORMS`; itself where it has none, as this traces it all again."""
+    """Return the program with the operations of `FORMS` decomposed; unchanged if it has none, as this traces it all again."""
     if not any(_changes(node) for node in program.graph.nodes):
         return program
     torchs = torch.export.default_decompositions()
@@ -44,7 +44,7 @@ def _always(*args: Any, **kwargs: Any) -> bool:
 def _is_hard_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, enable_gqa: bool = False, **_: Any
 ) -> bool:
-    """Whether torch.onnx refuses it, or does not give 0 to what sees nothing, as torch does."""
+    """Return whether torch.onnx rejects it, or does not return 0 for fully masked rows, as torch does."""
     return query.dim() != 4 or attn_mask is not None or enable_gqa
 
 
@@ -68,7 +68,7 @@ def _attention(
 
 
 def _for_heads(values: Tensor, heads: int) -> Tensor:
-    """Keys or values of grouped heads, again for each head of the queries."""
+    """Repeat keys or values of grouped heads for each head of the queries."""
     rows = values.unsqueeze(-3)
     shape = [*rows.shape[:-3], heads // values.shape[-3], *rows.shape[-2:]]
     return rows.expand(shape).flatten(-4, -3)

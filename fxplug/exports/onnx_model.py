@@ -45,11 +45,10 @@ class OnnxModel(ExportedModel):
         self._live = {name: _bind_tensor(tensors[name]) for name in manifest["live"]}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of the module, without gradients; result classes are dicts of their fields.
+        """Return the result of the module, without gradients; result classes are dicts of their fields.
 
-        Arrays may be numpy's or torch's; where all are numpy's, so are the results, but for
-        bfloat16, which numpy does not have. Raises what `Signature.flatten` does, and
-        FxplugError when the program itself fails.
+        Arrays may be numpy's or torch's; if all are numpy's, so are the results, except for bfloat16, which numpy does not
+        have. Raises the errors of `Signature.flatten`, and FxplugError when the program itself fails.
         """
         given = [value for value in leaves((args, kwargs)) if isinstance(value, (np.ndarray, torch.Tensor))]
         arrays = bool(given) and not any(isinstance(value, torch.Tensor) for value in given)
@@ -87,8 +86,8 @@ def load_onnx(
 ) -> OnnxModel:
     """Load a file that `export(..., to="onnx")` wrote, for onnxruntime: `load_onnx("model.onnx")`.
 
-    Nothing in it is code: its graph is run by onnxruntime, and all else is read within `limits`. `providers` are
-    onnxruntime's, `options` an `onnxruntime.SessionOptions`. The weights of a large model lie in a file beside it.
+    Nothing in it is code: its graph is run by onnxruntime, and all else is read within `limits`. `providers` are onnxruntime's,
+    `options` an `onnxruntime.SessionOptions`. The weights of a large model are in a file beside it.
 
     Raises FxplugError without onnxruntime or such a provider, and ArtifactError for a file that is damaged, that is no ONNX
     file of fxplug's or was changed after it was exported, it or its weights, and for one that onnxruntime does not run.
@@ -102,7 +101,7 @@ def load_onnx(
 
 
 def _session(found: OnnxFile, providers: Sequence[Any], options: Any) -> Any:
-    """onnxruntime with the model that was read. Raises ArtifactError where it does not take it."""
+    """Create an onnxruntime session for the model. Raises ArtifactError if it does not accept it."""
     import onnxruntime
 
     known = onnxruntime.get_available_providers()
@@ -135,7 +134,7 @@ def _session(found: OnnxFile, providers: Sequence[Any], options: Any) -> Any:
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """An array as a tensor, on the same memory where that can be written."""
+    """Return an array as a tensor, on the same memory if it is writable."""
     try:
         return torch.from_numpy(np.require(array, requirements=["C", "W"]))
     except (TypeError, ValueError):  # texts, objects; numbers in another order of bytes
@@ -143,7 +142,7 @@ def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _bind_tensor(tensor: torch.Tensor) -> Any:
-    """A tensor as onnxruntime takes it, on the same memory."""
+    """Return a tensor as an OrtValue, on the same memory."""
     from onnxruntime import OrtValue
 
     if tensor.dtype == torch.bfloat16:

@@ -20,10 +20,10 @@ from .value_trial import try_values
 
 
 def try_model(file: str, program: ExportedProgram, module: nn.Module, said: list[str]) -> list[str]:
-    """Notes on what onnxruntime, where it is installed, makes of a written model with the example inputs.
+    """Run a written model with the example inputs in onnxruntime, if installed, and return notes.
 
-    `module` is what was exported; it gives its results as a list, and then its conditions, of which `said` tells what they
-    mean: see `Results`. Raises CompileRefused for a model that does not run, Unfit for one that computes something else.
+    `module` is what was exported; it returns its results as a list, followed by its conditions, whose meaning is in `said`: see
+    `TensorResults`. Raises CompileRefused for a model that does not run, Unfit for one that computes something else.
     """
     try:
         with torch.random.fork_rng():

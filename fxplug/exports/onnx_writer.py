@@ -40,7 +40,7 @@ NUMBERS: dict[type, torch.dtype] = {torch.SymInt: torch.int64, torch.SymFloat: t
 
 
 def check_exporter(options: Mapping[str, Any] | None) -> int:
-    """The opset to write. Raises FxplugError where a library is missing, and for options that there are not."""
+    """Return the opset to write. Raises FxplugError if a library is missing, and for unknown options."""
     for name in ("onnx", "onnxscript"):
         if importlib.util.find_spec(name) is None:
             raise FxplugError(f"export to onnx needs {name}, which is not installed: {INSTALL}")
@@ -78,7 +78,7 @@ class TensorResults:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Changes what the module's `forward` gives."""
+        """Replace the module's `forward` by one with such results."""
         self.tree: Any = None
         self.said: list[str] = []
         kind = type(module)
@@ -97,7 +97,7 @@ class TensorResults:
 
 
 def _marked(value: Any, flat: list[torch.Tensor]) -> Any:
-    """A nested value with marks in the place of its tensors and its sizes, which go into a list."""
+    """Replace the tensors and sizes of a nested value by placeholders, and append them to a list."""
 
     def mark(leaf: Any, _: Any) -> Placeholder:
         dtype = NUMBERS.get(type(leaf))
@@ -117,11 +117,11 @@ def write(
     results: TensorResults,
     place: Callable[[str], str],
 ) -> list[str]:
-    """Write an exported program as the ONNX model `file`, with its weights beside it where they are large; gives notes.
+    """Write an exported program as the ONNX model `file`, with large weights in a second file; return notes.
 
     `parameters` are those of the exported `forward`, `tensors` what stays live, by name, `facts` more for the metadata,
-    `results` those of the module that was exported; `place` gives the place in the model of a line of the exported code. Raises
-    Unfit for what no ONNX model does.
+    `results` those of the module that was exported; `place` returns the place in the model of a line of the exported code.
+    Raises Unfit for what no ONNX model can do.
     """
     signature, notes = describe(program, parameters)
     _check_edges(program)
@@ -154,7 +154,7 @@ def write(
 
 
 def _check_edges(program: ExportedProgram) -> None:
-    """Raises Unfit for a program with complex numbers at its edges, or without results."""
+    """Raise Unfit for a program with complex numbers as inputs or results, or without results."""
     if not program.graph_signature.output_specs:
         raise Unfit("this module returns no tensors, and an ONNX model must return some")
     for node in program.graph.nodes:
@@ -166,7 +166,7 @@ def _check_edges(program: ExportedProgram) -> None:
 
 
 def _settle_squeezes(program: ExportedProgram) -> None:
-    """Leave out of each squeeze the dimensions that it lets stay, as they are not 1: ONNX would take them for an error."""
+    """Remove from each squeeze the dimensions that it keeps, as they are not 1: ONNX would raise an error for them."""
     for node in program.graph.nodes:
         if node.target in SQUEEZES:
             shape, dims = node.args[0].meta["val"].shape, node.args[1]
@@ -180,7 +180,8 @@ def _settle_squeezes(program: ExportedProgram) -> None:
 
 
 def _model(program: ExportedProgram, opset: int, place: Callable[[str], str]) -> Any:
-    """The program in ONNX. Raises Unfit where an operation has no form there, with its places; else CompileRefused."""
+    """Translate the program to ONNX. Raises Unfit if an operation has no ONNX form, with its places; CompileRefused for other
+    reasons."""
     from torch.onnx import OnnxExporterError
 
     wrong = [node for node in program.graph.nodes if node.target in WRONG]
@@ -206,7 +207,7 @@ def _model(program: ExportedProgram, opset: int, place: Callable[[str], str]) ->
 
 
 def _places(lost: Sequence[tuple[Any, str]], place: Callable[[str], str]) -> dict[str, list[str]]:
-    """The places of each of some operations, which come with their stacks."""
+    """Return the places of each of some operations, which come with their stack traces."""
     places: dict[str, list[str]] = {}
     for target, stack in lost:
         found = places.setdefault(str(target), [])
@@ -229,10 +230,10 @@ def _lost(places: Mapping[str, list[str]], opset: int) -> str:
 
 
 def _make_live(model: Any, tensors: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Json:
-    """Make the slots' tensors inputs with a value of their own, then shorten the graph around them.
+    """Make the slots' tensors inputs with a default value, then simplify the graph around them.
 
-    An initializer that is also an input can be overridden at each run and costs nothing where it is not; a session takes no
-    part of it into what it folds or lays out anew.
+    An initializer that is also an input can be overridden at each run and costs nothing otherwise; a session neither folds it
+    nor changes its layout.
     """
     initializers = model.graph.initializers
     names = {name: tensor for name, tensor in tensors.items() if name.endswith(".gates.table.names")}
@@ -258,7 +259,7 @@ def _make_live(model: Any, tensors: Mapping[str, torch.Tensor], state: Mapping[s
 
 
 def _shorten(model: Any) -> None:
-    """Fold what is constant, and leave out what nothing reads.
+    """Fold constants, and remove unused values.
 
     No rules rewrite patterns, as in onnxscript's `optimize`: they take a constant near 0 or 1 for that, and drop `+ 1e-8`.
     onnxruntime has its own, which are exact.
@@ -286,7 +287,7 @@ def _texts(names: torch.Tensor) -> list[str]:
 
 
 def _rename_outputs(model: Any) -> None:
-    """A name of its own for each result: one that is an input, a weight or another result is given by a copy."""
+    """Give each result its own name: one that is an input, a weight or another result is copied."""
     import onnx_ir
 
     seen: set[str] = set()
@@ -301,7 +302,7 @@ def _rename_outputs(model: Any) -> None:
 
 
 def _forget_sources(model: Any) -> None:
-    """Leave out what torch notes at each node: names of files and lines of the machine that it was exported on."""
+    """Remove torch's metadata of each node: names of files and lines of the exporting machine."""
     graphs = [model.graph, *model.functions.values()]
     for graph in graphs:
         for node in graph.all_nodes():
@@ -319,7 +320,8 @@ def _forget_sources(model: Any) -> None:
 
 
 def _spill(model: Any, file: str) -> tuple[str, str]:
-    """Write large weights into a file beside, of which every tensor knows its part; its name and SHA-256, empty for none."""
+    """Write large weights into a second file, to which every tensor refers; return its name and SHA-256, empty if there are
+    none."""
     from onnx_ir.external_data import unload_from_model
 
     tensors = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
@@ -343,7 +345,7 @@ def _bytes(model: Any) -> bytes:
 
 
 def put(work: Path, target: Path) -> None:
-    """Put a written model in its place, its data first: at no moment does a model lie there whose data does not."""
+    """Move a written model to its target, its data first: there is never a model without its data."""
     with locked(target.parent):
         kept = [path.name for path in work.parent.iterdir() if path != work]
         for each in kept:

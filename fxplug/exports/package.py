@@ -52,7 +52,7 @@ class PackageAdapters(Adapters):
         return list(self.banks)
 
     def shapes(self) -> dict[str, Any]:
-        """The weights of the whole model are the program's own."""
+        """Return nothing: the weights of the whole model belong to the program."""
         return {}
 
     def about(self) -> About:
@@ -67,7 +67,7 @@ class ExportedModel:
     noun = "package"
 
     def __init__(self, manifest: Json, tensors: dict[str, torch.Tensor], signature: Signature) -> None:
-        """Raises ArtifactError for slots whose tensors are not there, or have no room for them."""
+        """Store the parts. Raises ArtifactError for slots whose tensors are missing or too small."""
         self.manifest, self.tensors, self._signature = manifest, tensors, signature
         self._locks = (StateLock(),)
         self._adapters = PackageAdapters(manifest, tensors, self._locks) if manifest["banks"] else None
@@ -78,18 +78,18 @@ class ExportedModel:
 
     @property
     def adapters(self) -> PackageAdapters:
-        """The adapters in the slots of the passes. Raises SpecError for a module without slots."""
+        """Adapters in the slots of the passes. Raises SpecError for a module without slots."""
         if self._adapters is None:
             how = "apply one that has, load_pass('lora', slots=4), then export"
             raise SpecError(f"no pass of this {self.noun} has slots: {how}")
         return self._adapters
 
     def check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raises what a call with these arguments raises before it computes anything."""
+        """Raise the errors that a call with these arguments raises before it computes anything."""
         self._check_samples(self._signature.flatten(args, kwargs))
 
     def _check_samples(self, flat: Sequence[torch.Tensor]) -> None:
-        """Raises SpecError where samples have entries of their own, and no input has so many samples."""
+        """Raise SpecError if adapters were chosen per sample, and no input has that batch size."""
         for table, known in self._tables:
             sizes = [tensor.shape[0] for tensor in flat if tensor.dim()]
             if (entries := read_count(table, known)) and sizes and entries not in sizes:
@@ -128,9 +128,9 @@ class Package(ExportedModel):
         raise AttributeError(f"a package has no attribute '{name}': change the model before you export it")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of the module, without gradients; result classes are dicts of their fields.
+        """Return the result of the module, without gradients; result classes are dicts of their fields.
 
-        Raises what `Signature.flatten` does, SpecError where adapters were chosen for another number of samples, and
+        Raises the errors of `Signature.flatten`, SpecError if adapters were chosen for another number of samples, and
         FxplugError when the program itself fails.
         """
         flat = self._signature.flatten(args, kwargs)
@@ -152,12 +152,11 @@ class Package(ExportedModel):
         return {**{name: (getattr(torch, entry["dtype"]), tuple(entry["shape"])) for name, entry in constants}, **own}
 
     def update(self, source: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> None:
-        """Write other values into constants: adapters, or any weights.
+        """Replace the values of constants: adapters, or any weights.
 
-        `source` is a dict of tensors or a file of weights, by the names of `state()`; what it does not name stays. Values are
-        cast to the dtype and moved to the device of the constant. All are checked before the first is written. Raises
-        ArtifactError for a file that cannot be read, FxplugError for an unknown name, another shape, or numbers that are not
-        finite.
+        `source` is a dict of tensors or a file of weights, by the names of `state()`; others are unchanged. Values are cast to
+        the dtype and moved to the device of the constant. All are checked before the first is written. Raises ArtifactError for
+        a file that cannot be read, FxplugError for an unknown name, another shape, or numbers that are not finite.
         """
         given = source if isinstance(source, Mapping) else weight_files.read(source)[0]
         if not isinstance(given, Mapping) or not all(isinstance(value, torch.Tensor) for value in given.values()):
@@ -193,13 +192,13 @@ def load_package(
 ) -> Package:
     """Load a package that `export(..., to="aoti")` wrote: `load_package("model.aoti.pt2", trusted=True)`.
 
-    A package is machine code and runs with all rights of this process: load only what you would also install, and say so by
-    `trusted=True`. Nothing is unpickled, nothing is written but into a temporary folder, and neither the model's own Python
-    code nor a compiler is needed. `device` picks one of several GPUs; `runners` is how many calls may run at once, each with
-    memory of its own for what lies between the layers (weights are shared). `limits` bounds what is read beside the code.
+    A package is machine code and runs with all rights of this process: load only what you would also install, and confirm that
+    with `trusted=True`. Nothing is unpickled, files are written to a temporary folder only, and neither the model's own Python
+    code nor a compiler is needed. `device` selects one of several GPUs; `runners` is how many calls may run at once, each with
+    its own memory for activations (weights are shared). `limits` bounds what is read beside the code.
 
-    Raises ArtifactError for a file that is not said to be trusted, that is damaged or no package of fxplug's, that another
-    version of torch compiled, and for one whose device or instructions this machine does not have.
+    Raises ArtifactError for a file without `trusted=True`, that is damaged or no package of fxplug's, that another version of
+    torch compiled, and for one whose device or instructions this machine does not have.
     """
     file = Path(path)
     if trusted is not True:
@@ -240,7 +239,7 @@ def load_package(
 
 @contextlib.contextmanager
 def _named(file: Path) -> Iterator[None]:
-    """Whatever goes wrong with a file is an error that names it."""
+    """Re-raise any error with the file's path."""
     try:
         yield
     except ArtifactError as error:
@@ -252,7 +251,7 @@ def _named(file: Path) -> Iterator[None]:
 
 
 def _loader(code: Path, runners: int, index: int) -> Any:
-    """The program whose files lie below a folder."""
+    """Return the loader of the program whose files are below a folder."""
     try:
         return LOADER(str(code.absolute()), "model", False, runners, index)
     except RuntimeError as error:

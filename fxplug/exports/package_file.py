@@ -93,7 +93,7 @@ Kind = TypeVar("Kind", bound=ExportManifest)
 
 
 def check_manifest(manifest: Any, kind: type[Kind], raises: Raises) -> Json:
-    """A manifest with all its entries, each of the kind that it should be. Raises what `raises` makes."""
+    """Return a manifest with all its entries, validated. Raises what `raises` makes."""
     check_format(manifest, FORMAT, raises)
     try:
         return kind.model_validate(manifest).model_dump()
@@ -132,12 +132,12 @@ class Packed:
 
 
 def root(archive: ZipFile) -> str:
-    """The folder in an archive that everything is below."""
+    """Return the top folder of an archive."""
     return next(iter(archive.namelist()), "").partition("/")[0] + "/"
 
 
 def unpack(archive: ZipFile, folder: Path, raises: Raises) -> None:
-    """Write the files of the code to a place below a folder."""
+    """Write the code files to a place below a folder."""
     target = folder / CODE
     target.mkdir(parents=True)
     for name in archive.namelist():
@@ -154,7 +154,7 @@ def _kind(names: list[str], missing: str) -> str:
 
 
 def check_places(manifest: Json, tensors: Mapping[str, Any], raises: Raises) -> None:
-    """Raises what `raises` makes for a tensor of the slots that is said to be where there is none."""
+    """Raise what `raises` makes for a tensor of the slots whose listed place does not exist."""
     for name, there in manifest["where"].items():
         if there not in tensors:
             raise raises(f"cannot be read: {shown(name)} is at {shown(there)}, which is not among its tensors")
@@ -164,7 +164,7 @@ def check_places(manifest: Json, tensors: Mapping[str, Any], raises: Raises) -> 
 
 
 def banks(manifest: Json) -> tuple[dict[str, list[Bank]], dict[str, str]]:
-    """The slots of a checked manifest, by pass, and the names of their tensors here."""
+    """Return the slots of a checked manifest, by pass, and the names of their tensors here."""
 
     def bank(entry: Json) -> Bank:
         plain: Json = {key: tuple(value) if type(value) is list else value for key, value in entry.items()}
@@ -174,7 +174,7 @@ def banks(manifest: Json) -> tuple[dict[str, list[Bank]], dict[str, str]]:
 
 
 def check_slots(adapters: Adapters) -> None:
-    """Raises ArtifactError for slots whose tensors are not there, or have no room for them."""
+    """Raise ArtifactError for slots whose tensors are missing or too small."""
     try:
         for name, rows in adapters.banks.items():
             names, weights, entries = (adapters.tensor(f"{name}.gates.table.{row}") for row in ("names", "weights", "entries"))

@@ -27,7 +27,7 @@ from .value_trial import try_values
 def try_package(
     loader: Any, manifest: Json, live: dict[str, Tensor], program: ExportedProgram, module: nn.Module, decided: list[Condition]
 ) -> tuple[list[str], list[str]]:
-    """The conditions on which a compiled program gives what the module gives, of those that its compiler decided; and notes.
+    """Compare a compiled program with the module; return the compiler's conditions on which they agree, and notes.
 
     Raises Unfit for a program that computes something else on the example inputs, NotFree for one that does at other sizes.
     """
@@ -56,7 +56,7 @@ def try_package(
 
 
 def _checkable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those of some conditions that a package can check, and a note on each of the others."""
+    """Return the conditions that a package can check, and a note on each of the others."""
     found: list[str] = []
     notes = []
     for text in texts:
@@ -70,7 +70,7 @@ def _checkable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _untried(manifest: Json, program: ExportedProgram, module: nn.Module) -> str:
-    """Why a package is not called here; an empty text where it is."""
+    """Return why a package cannot be called here; "" if it can."""
     if missing := lacking(manifest["features"], capabilities()):
         return f", as this processor has no {', '.join(missing)}"
     try:

@@ -36,7 +36,7 @@ class NotFree(FxplugError):
 
 
 def call_alone(module: nn.Module, inputs: Any) -> Any:
-    """What the module gives. Raises Unfit for one that changes its own state or what it is given."""
+    """Return the module's result. Raises Unfit if it changes its own state or its inputs."""
     state = {name: tensor.detach().clone() for name, tensor in module.named_buffers()}
     given = map_leaves(inputs, lambda t, _: t.detach().clone())
     with torch.no_grad(), refusing():
@@ -49,7 +49,7 @@ def call_alone(module: nn.Module, inputs: Any) -> Any:
 
 
 def tensors_of(result: Any) -> list[Tensor]:
-    """The tensors of a nested result."""
+    """Return the tensors of a nested result."""
     return [value for value in leaves(result) if isinstance(value, Tensor)]
 
 
@@ -71,10 +71,10 @@ class SizeTrial:
                         self.places.setdefault(known, []).append((i, d))
 
     def check(self, file: ExportedModel, module: Callable[..., Any], decided: Sequence[Condition] = ()) -> list[Condition]:
-        """The `decided` conditions on which the file gives what `module(args, kwargs)` gives.
+        """Return those of the `decided` conditions on which the file agrees with `module(args, kwargs)`.
 
-        One that does not hold at sizes that were tried, and where the file is right, is none. Raises NotFree where the file
-        gives other values than the module, or fails where that does not, and no condition says so.
+        A condition that fails at tried sizes where the file is right is dropped. Raises NotFree if the file returns other
+        values than the module, or fails where that does not, and no condition explains it.
         """
         self.file: Any = file
         self.module = module
@@ -100,7 +100,8 @@ class SizeTrial:
         return kept
 
     def readable(self, conditions: Sequence[Condition], where: Mapping[int, str]) -> list[str]:
-        """Conditions in the names of the inputs, as torch.export has its own; `where` has these by the number of the tensor."""
+        """Return conditions in the names of the inputs, as torch.export writes them; `where` maps the number of a tensor to its
+        name."""
         numbers = {i: n for n, i in enumerate(self.shapes)}
         sources = {}
         for name, ((i, d), *_) in self.places.items():
@@ -116,7 +117,8 @@ class SizeTrial:
         return NotFree(places, f"what was written differs from the module at other sizes ({tried})")
 
     def _accepted(self, steps: Sequence[int] | None, kept: Sequence[Condition]) -> Sizes:
-        """For each free size the first at these steps from the example's that the file takes, or 1 without steps."""
+        """Return for each dynamic size the first at these steps from the example's that the file accepts, or 1 without
+        steps."""
         found: Sizes = {}
         for name, size in self.example.items():
             for new in [1] if steps is None else [size + step for step in steps]:
@@ -126,7 +128,7 @@ class SizeTrial:
         return found
 
     def _breaking(self, condition: Condition, kept: Sequence[Condition]) -> Sizes:
-        """Sizes at which a condition does not hold, and that the file takes; none where there is none near its numbers."""
+        """Return sizes that violate a condition, and that the file accepts; none if there are none near its numbers."""
         near = {number + step for number in condition.numbers for step in (-1, 0, 1)} | {1, 2, 3}
         for name in sorted(condition.names):
             for new in sorted(near | {self.example[name] + step for step in STEPS}):
@@ -149,7 +151,7 @@ class SizeTrial:
         return True
 
     def _holds(self, sizes: Sizes) -> bool | None:
-        """Whether the file gives what the module does at these sizes; None where the module takes no such call."""
+        """Return whether file and module agree at these sizes; None if the module raises."""
         args, kwargs = self._inputs(sizes)
         try:
             wanted = self.module(args, kwargs)
@@ -162,7 +164,7 @@ class SizeTrial:
         return is_close(tensors_of(wanted), tensors_of(found), COMPILED)
 
     def _inputs(self, sizes: Sizes) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The example's values at these sizes, again from the first where there are more."""
+        """Return the example's values at these sizes, repeated from the first if there are more."""
         made = list(self.flat)
         for i in self.shapes:
             for d, number in enumerate(self._shape(i, {**self.example, **sizes})):

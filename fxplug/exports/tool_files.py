@@ -30,7 +30,7 @@ def export_to_tool(
     merge: str | None,
     first_names: bool,
 ) -> None:
-    """Write an adapter of a saved rewrite, or with `merge`, and to timm and safetensors, its model, and print what was."""
+    """Write an adapter of a saved rewrite, or with `merge`, or for timm and safetensors, its model, and print the result."""
     if out is None:
         raise SpecError(f"give --out, the place to write the {to} file to")
     whole = merge is not None or to not in ADAPTERS
@@ -69,7 +69,7 @@ def export_to_tool(
 
 
 def _strengths(text: str) -> dict[str, float]:
-    """`ink=0.8,film=0.3` as numbers by name. Raises SpecError for what is none."""
+    """Parse `ink=0.8,film=0.3` as numbers by name. Raises SpecError for anything else."""
     made: dict[str, float] = {}
     for each in text.split(","):
         name, mark, weight = each.strip().rpartition("=") if "=" in each else (each.strip(), "", "1")

@@ -21,9 +21,9 @@ Call = Callable[[Any, Any], Any]  # of arguments and keyword arguments
 
 
 def try_values(file: Call, module: Call, program: ExportedProgram, names: Mapping[int, str]) -> list[str]:
-    """A note and a warning for each kind of values with which a file gives something else than the module.
+    """Return a note, and warn, for each kind of values on which file and module differ.
 
-    `names` are those of the program's tensors, by number. Values that the module does not take are not tried.
+    `names` are those of the program's tensors, by number. Values for which the module raises are left out.
     """
     found: list[str] = []
     for what, (args, kwargs) in _values(program, names):
@@ -47,14 +47,14 @@ def try_values(file: Call, module: Call, program: ExportedProgram, names: Mappin
 
 
 def _gap(wanted: list[Tensor], got: list[Tensor], beside: list[Tensor] | None = None) -> Difference:
-    """How far results are apart, over the largest number in them and in those `beside` them."""
+    """Return the distance of results, relative to the largest number in them and in those `beside` them."""
     if beside is not None and len(wanted) == len(got) and all(a.shape == b.shape for a, b in zip(wanted, got, strict=True)):
         wanted, got = ([torch.cat([a.flatten(), b.flatten()]) for a, b in zip(beside, t, strict=True)] for t in (wanted, got))
     return difference([t.cpu() for t in wanted], [t.cpu() for t in got], COMPILED)
 
 
 def _values(program: ExportedProgram, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
-    """What some values are, and the example with them."""
+    """Yield a description of some special values, and the example with them."""
     inputs = program.example_inputs
     tensors = [value for value in leaves(inputs) if isinstance(value, Tensor)]
     if any(tensor.is_floating_point() for tensor in tensors):
@@ -69,7 +69,7 @@ def _values(program: ExportedProgram, names: Mapping[int, str]) -> Iterator[tupl
 
 
 def _embedded(program: ExportedProgram) -> dict[int, int]:
-    """How many rows the table has that an input has the numbers of, for each such tensor by its place."""
+    """Return the number of rows of the embedding that an input indexes, for each such tensor by its place."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     read = [nodes[str(name)] for name in program.graph_signature.user_inputs if str(name) in nodes]
     found = {}
@@ -81,13 +81,13 @@ def _embedded(program: ExportedProgram) -> dict[int, int]:
 
 
 def _masked(tensor: Tensor) -> Tensor:
-    """A mask, False in its first sample, of several, or everywhere."""
+    """Return a mask that is False in its first sample, or everywhere without a batch dimension."""
     new = tensor.clone()
     (new[0] if new.dim() > 1 else new).fill_(False)
     return new
 
 
 def _with(inputs: Any, place: int, new: Tensor) -> Any:
-    """Inputs with another tensor at a place."""
+    """Return inputs with another tensor at a place."""
     places = count()
     return map_leaves(inputs, lambda tensor, _: new if next(places) == place else tensor)

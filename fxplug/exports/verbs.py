@@ -35,7 +35,7 @@ def export(
 ) -> None:
     """Export a saved rewrite: a program of torch.export's, a package (aoti) or model (onnx) with live adapters, or for tools.
 
-    What is not given is as the section export of its configuration says.
+    Options default to the `export` section of the saved configuration.
     """
     if not folder.is_dir():
         raise SpecError(f"no folder '{folder}'")
