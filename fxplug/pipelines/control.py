@@ -37,7 +37,7 @@ class _Controlled(nn.Module):
     controlnet: nn.Module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the UNet's, with what its network is called with in the place of the corrections."""
+        """Run the UNet's forward, with the arguments of its network passed in place of the corrections."""
         handed, mark = kwargs.pop(DOWN, None), kwargs.pop(MIDDLE, None)
         if handed is None:
             return super().forward(*args, **kwargs)
@@ -56,7 +56,7 @@ class _Controlled(nn.Module):
         return super().forward(*args, **{**kwargs, DOWN: down, MIDDLE: middle})
 
     def _call(self, handed: list[torch.Tensor]) -> dict[str, Any]:
-        """What `_hand` has made a list of."""
+        """Return the network's call from the list that `_hand` made."""
         nets = getattr(self.controlnet, "nets", None)
         count = 1 if nets is None else len(nets)
         (sample, time, words), pictures, scales = handed[:3], handed[3 : 3 + count], handed[3 + count : 3 + 2 * count]
@@ -68,7 +68,7 @@ class _Controlled(nn.Module):
 
 
 def _hand(call: dict[str, Any], several: bool) -> list[torch.Tensor]:
-    """The call of a network as tensors that have a first dimension: numbers are tensors of one, float64 as Python's."""
+    """Return the call of a network as tensors that have a first dimension: numbers are float64 tensors of one element."""
     pictures, scales = call["controlnet_cond"], call["conditioning_scale"]
     if not several:
         pictures, scales = [pictures], [scales]
@@ -80,7 +80,7 @@ def _hand(call: dict[str, Any], several: bool) -> list[torch.Tensor]:
 
 
 def joined(unet: nn.Module, network: nn.Module) -> nn.Module:
-    """A UNet of diffusers and its network as one model, on their own children and weights. Raises TraceError."""
+    """Join a UNet of diffusers and its network into one model, on their own children and weights. Raises TraceError."""
     if isinstance(unet, TracedModule) or isinstance(network, TracedModule):
         raise TraceError("join: the UNet or its ControlNet is traced already: trace those of diffusers, then apply passes")
     settings(network)
@@ -104,7 +104,7 @@ def joined(unet: nn.Module, network: nn.Module) -> nn.Module:
 
 
 def settings(network: nn.Module) -> dict[str, Any]:
-    """Whether there are several networks, and the settings of each. Raises TraceError for what is no ControlNet."""
+    """Return whether there are several networks, and the settings of each. Raises TraceError for what is no ControlNet."""
     from diffusers import ControlNetModel, MultiControlNetModel
 
     nets: list[Any] = list(network.nets) if isinstance(network, MultiControlNetModel) else [network]
@@ -117,7 +117,7 @@ class SettingsProxy(nn.Module):
     """Goes before the class of a network: has its settings and no weights."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The network's call as a list, and a mark that says of `guess_mode`."""
+        """Return the network's call as a list, and a tensor whose shape encodes `guess_mode`."""
         call = inspect.signature(super().forward).bind(*args, **kwargs).arguments
         known = {*ALWAYS, "controlnet_cond", "conditioning_scale", "added_cond_kwargs", "guess_mode", "return_dict"}
         if odd := [name for name, value in call.items() if name not in known and value is not None]:
@@ -127,18 +127,18 @@ class SettingsProxy(nn.Module):
         return _hand(call, hasattr(self, "nets")), torch.ones((1, 1) if guess else 1, dtype=sample.dtype, device=sample.device)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """The settings alone: the weights are the UNet's to save."""
+        """Save the settings alone: the weights are saved with the UNet."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         found = {"several": hasattr(self, "nets"), "configs": [dict(net.config) for net in getattr(self, "nets", [self])]}
         (Path(folder) / FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def controlnet_of(module: TracedModule) -> Any:
-    """Make what a pipeline of diffusers has as `pipe.controlnet` while the network is in the graph of its UNet.
+    """Make a stub for `pipe.controlnet` of diffusers while the network is in the graph of its UNet.
 
-    `module` is the graph that `trace_pipeline(pipe, ..., join=True)` gives, or what was made of it. The result is of the class
-    that the pipeline asks for (ControlNetModel or MultiControlNetModel), has no weights, and hands the UNet what the network is
-    called with. Raises SpecError for a graph without one.
+    `module` is the graph that `trace_pipeline(pipe, ..., join=True)` returns, or a rewrite of it. The result is of the class
+    that the pipeline expects (ControlNetModel or MultiControlNetModel), has no weights, and passes the network's inputs to the
+    UNet. Raises SpecError for a graph without one.
     """
     found = module.meta.get(META)
     if found is None:
@@ -151,7 +151,7 @@ def controlnet_of(module: TracedModule) -> Any:
 
 
 def stand_in(several: bool, configs: list[Any], dtype: torch.dtype, device: Any) -> Any:
-    """See `controlnet_of`."""
+    """Make the stub of `controlnet_of` from its settings."""
     from diffusers import ControlNetModel, MultiControlNetModel
 
     nets = [_bare(ControlNetModel, dtype, device) for _ in configs]
@@ -165,7 +165,7 @@ def stand_in(several: bool, configs: list[Any], dtype: torch.dtype, device: Any)
 
 
 def _bare(kind: Any, dtype: torch.dtype, device: Any) -> Any:
-    """A module of such a class that has only a tensor of no numbers, which goes where the pipeline goes."""
+    """Return a module of such a class with a single empty tensor, which follows the pipeline's device and dtype."""
     made: Any = object.__new__(type(TracedModule.__name__, (SettingsProxy, kind), {"__module__": __name__.partition(".")[0]}))
     nn.Module.__init__(made)
     made.register_buffer("where", torch.empty(0, dtype=dtype, device=device), persistent=False)
@@ -173,7 +173,7 @@ def _bare(kind: Any, dtype: torch.dtype, device: Any) -> Any:
 
 
 def load_part(folder: str | os.PathLike[str], **options: Any) -> Any:
-    """A part of a saved pipeline: an artifact, or what stands for a ControlNet. Raises ArtifactError."""
+    """Load a part of a saved pipeline: an artifact, or the stub of a ControlNet. Raises ArtifactError."""
     file = Path(folder) / FILE
     if not file.is_file():
         return load(folder, **options)

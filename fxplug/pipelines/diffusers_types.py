@@ -73,7 +73,7 @@ class PipelinePart(Variants):
     """
 
     def save_pretrained(self, folder: str | os.PathLike[str], **_: Any) -> None:
-        """As `fxplug.save`: pipelines of diffusers save their parts so. Raises ArtifactError."""
+        """Save the part like `fxplug.save`, under the name that pipelines of diffusers call. Raises ArtifactError."""
         save(self, folder)
 
     def __getattr__(self, name: str) -> Any:
@@ -93,7 +93,7 @@ class PipelinePart(Variants):
         )
 
     def add_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
-        """As of any module with variants. Raises TraceError for a strength of LoRA that no pass would see."""
+        """Add a variant as any module with variants does. Raises TraceError for a LoRA scale that no pass would use."""
         if name := _unseen_scale(self.meta.get("passes"), signature_of(self).bind(*args, **kwargs).arguments):
             raise TraceError(
                 f"'scale' in {name} is the strength of LoRA layers of another library, which passes do not use: "
@@ -103,13 +103,13 @@ class PipelinePart(Variants):
 
 
 def check_processors(module: TracedModule, name: str) -> None:
-    """Raises SpecError where the class of a traced model has such an attribute for its attention processors."""
+    """Raise SpecError if the class of a traced model has this attribute for its attention processors."""
     if any(name in vars(kind) for kind in type(module).__mro__):
         raise SpecError(f"'{name}' of the traced {module.classes[0]}: {PROCESSORS[name]}")
 
 
 def check_pipeline(pipe: Any) -> None:
-    """Raises SpecError for a pipeline whose call reads or sets attention processors, as those of PAG and SAG do, or has a
+    """Raise SpecError for a pipeline whose call reads or sets attention processors, as those of PAG and SAG do, or with a
     guider that hooks layers.
     """
     for kind in (type(pipe), *_kinds_of_blocks(pipe)):
@@ -121,7 +121,7 @@ def check_pipeline(pipe: Any) -> None:
 
 
 def _kinds_of_blocks(pipe: Any) -> Iterator[type]:
-    """The classes of the blocks of a modular pipeline."""
+    """Yield the classes of the blocks of a modular pipeline."""
     todo = [getattr(pipe, "_blocks", None)]
     while todo:
         block = todo.pop()
@@ -131,7 +131,7 @@ def _kinds_of_blocks(pipe: Any) -> Iterator[type]:
 
 
 def _check_call(kind: type) -> None:
-    """Raises SpecError for a class whose call reads or sets attention processors."""
+    """Raise SpecError for a class whose call reads or sets attention processors."""
     todo, seen = ["__call__"], set[str]()
     while todo:
         name = todo.pop()
@@ -152,9 +152,10 @@ def _check_call(kind: type) -> None:
 def pipeline_part(gm: TracedModule, model: nn.Module | None = None, limit: int = LIMIT) -> PipelinePart:
     """Make a traced module a part of a diffusers pipeline, on the same weights: `pipe.unet = fxplug.pipeline_part(gm, unet)`.
 
-    It is of its model's class to `isinstance`, and the pipeline's methods for adapters, `save_pretrained` and `from_pretrained`
-    work with it. With the `model` that it was traced from it answers other forms of call as well, as `fxplug.variants` says, in
-    up to `limit` further graphs. `trace_pipeline` and `load_pipeline` give such parts. Raises SpecError as `variants` does.
+    `isinstance` says it is of its model's class, and the pipeline's methods for adapters, `save_pretrained` and
+    `from_pretrained` work with it. With the `model` that it was traced from it accepts other forms of call as well, as
+    `fxplug.variants` does, in up to `limit` further graphs. `trace_pipeline` and `load_pipeline` return such parts. Raises
+    SpecError as `variants` does.
     """
     if not isinstance(gm, TracedModule):
         raise SpecError(f"pipeline_part takes a traced module, not {shown(gm, 80)}: fxplug.trace makes one")
@@ -165,8 +166,9 @@ def pipeline_part(gm: TracedModule, model: nn.Module | None = None, limit: int =
 def from_pretrained(
     folder: str | os.PathLike[str], dtype: Any = None, torch_dtype: Any = None, subfolder: str | None = "", **options: Any
 ) -> Any:
-    """Load a saved part as `fxplug.load` does, then cast it to `dtype`, of which `torch_dtype` is another name: pipelines of
-    diffusers load parts so, modular ones with the `subfolder`, and with a `variant` and a `revision` that are None.
+    """Load a saved part as `fxplug.load` does, then cast it to `dtype`, of which `torch_dtype` is another name: the call with
+    which pipelines of diffusers load parts, modular ones with the `subfolder`, and with a `variant` and a `revision` that are
+    None.
 
     Raises ArtifactError.
     """
@@ -184,7 +186,7 @@ TracedModule.from_pretrained = staticmethod(from_pretrained)  # type: ignore[att
 
 
 def _class_of(gm: TracedModule) -> type:
-    """The class of the model if diffusers has it, else the base of all classes that its pipelines call and save."""
+    """Return the class of the model if diffusers has it, else the base of all classes that its pipelines call and save."""
     from diffusers import ModelMixin
 
     base: type = ModelMixin
@@ -208,7 +210,7 @@ class _Hidden:
 
 @functools.cache
 def _part_class(kind: type) -> type[PipelinePart]:
-    """The class of parts that stand for a model of this class. What the class defines is covered by what torch's has."""
+    """Return the class of parts for a model of this class, whose own attributes are hidden by those of nn.Module."""
     hidden = {name: _Hidden() for name in dir(kind) if not name.startswith("__")}
     own = {name: value for name, value in vars(nn.Module).items() if name not in ("__dict__", "__weakref__")}
     cover = type("Module", (nn.Module,), {**hidden, **own})
@@ -220,7 +222,7 @@ def _part_class(kind: type) -> type[PipelinePart]:
 
 
 def _method(module: PipelinePart, name: str) -> Any:
-    """What a module does when a pipeline calls it by this name; None for a name that it does nothing by."""
+    """Return the method that a pipeline calls by this name; None for other names."""
     if name == "peft_config":
         return {each: {} for each in module.adapters.names} or None if _has_slots(module) else None
     if name in CALLS and _has_slots(module):
@@ -235,7 +237,7 @@ def _has_slots(module: PipelinePart) -> bool:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """A switch of adapters where there are none, as pipelines call it on each of their models."""
+    """Do nothing in place of a switch of adapters, which pipelines call on each of their models."""
 
 
 def _load(
@@ -249,7 +251,8 @@ def _load(
     metadata: Mapping[str, Any] | None = None,
     **_: Any,
 ) -> None:
-    """diffusers' `load_lora_adapter`: into a slot, and in use. Layers under another prefix than `prefix` are for others."""
+    """Load an adapter into a slot and activate it, as diffusers' `load_lora_adapter`. Layers under another prefix are
+    ignored."""
     if isinstance(source, Mapping):
         alphas = {key: torch.tensor(float(value)) for key, value in (network_alphas or {}).items()}
         alphas = {key if key.endswith(".alpha") else f"{key}.alpha": value for key, value in alphas.items()}
@@ -272,7 +275,7 @@ def _below(key: str, prefix: str | None) -> str | None:
 
 
 def _load_text(module: PipelinePart, *, adapter_name: str, adapter_state_dict: Any, peft_config: Any, **_: Any) -> None:
-    """transformers' `load_adapter`, as a pipeline of diffusers calls it."""
+    """Load an adapter as transformers' `load_adapter`, the way a pipeline of diffusers calls it."""
     config = peft_config.to_dict() if hasattr(peft_config, "to_dict") else peft_config
     given = None if adapter_name == "default_0" else adapter_name  # diffusers' name where it counts no layers of PEFT
     _load(module, adapter_state_dict, None, adapter_name=given, metadata=config)
@@ -334,7 +337,7 @@ SWITCHES = {"set_adapters", "delete_adapters", "unload_lora", "disable_lora", "e
 
 
 def _unseen_scale(passes: Any, call: Mapping[str, Any]) -> str:
-    """The argument with a strength that would reach none of the passes that were applied, or an empty text."""
+    """Return the argument whose LoRA scale would reach none of the applied passes, or ""."""
     if not passes:
         return ""
     return next((name for name in SCALED if isinstance(call.get(name), dict) and call[name].get("scale", 1.0) != 1.0), "")

@@ -34,20 +34,19 @@ def rewrite_pipeline(
     variants: int | None = None,
     **call: Any,
 ) -> P:
-    """Put models that `trace_pipeline(pipe, **call)` has traced, and passes have changed, into a pipeline; gives the pipeline.
+    """Put models that `trace_pipeline(pipe, **call)` has traced, and passes have changed, into a pipeline; return the pipeline.
 
-    `passes` has one pass or several for each model, by the name that it has in the pipeline. `adapters` are files by the names
-    that the adapters shall have: they are put in `slots` of the models that they have layers for, as many as files if None,
-    all of them in use, in full; a file that does not say for what its layers are is for the `unet` or the `transformer`. From
-    there on `pipe.set_adapters` and its kin work as ever. `join` and `variants` are those of `trace_pipeline`. Without passes
-    and adapters every model that the call calls is traced and put in.
+    `passes` has one pass or several for each model, by its name in the pipeline. `adapters` maps adapter names to files: they
+    are put in `slots` of the models that they have layers for (None: as many slots as files), all of them active at full
+    strength; a file that does not name its model is for the `unet` or the `transformer`. Afterwards `pipe.set_adapters` and the
+    related methods work as usual. `join` and `variants` are those of `trace_pipeline`. Without passes and adapters every model
+    that the call calls is traced and put in.
 
     Modular pipelines of diffusers (`blocks.init_pipeline()`) are pipelines, too.
 
-    Raises SpecError for other things than these, and for a pipeline whose call changes attention processors, or has a guider
-    that hooks layers; TraceError as
-    `trace_pipeline` does, ArtifactError for a file that cannot be read or has layers for a model that is not there, and as
-    `apply` does; the pipeline is as it was then.
+    Raises SpecError for other arguments, and for a pipeline whose call changes attention processors, or has a guider that hooks
+    layers; TraceError as `trace_pipeline` does, ArtifactError for a file that cannot be read or has layers for a model that is
+    not there, and as `apply` does; the pipeline is then unchanged.
     """
     for what, given in (("passes", passes), ("adapters", adapters)):
         if not isinstance(given, (Mapping, type(None))):
@@ -74,7 +73,7 @@ def rewrite_pipeline(
 
 
 def _free(model: Any) -> str:
-    """A name for a pass of files that a model does not have yet."""
+    """Return a name for a pass of files that is still unused in a model."""
     taken = {entry["name"] for entry in model.meta.get("passes", [])} if isinstance(model, TracedModule) else ()
     return next(name for name in chain(["adapter"], (f"adapter_{n}" for n in count(2))) if name not in taken)
 
@@ -87,7 +86,7 @@ def _listed(given: Any, name: str) -> Iterable[Pass]:
 
 
 def _by_part(pipe: Any, adapters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The files of each model, as `adapter:` has them."""
+    """Return the files of each model, in the form of `adapter:`."""
     models = models_of(pipe)
     found: dict[str, dict[str, Any]] = {}
     for adapter, path in adapters.items():

@@ -36,20 +36,19 @@ def trace_pipeline(
     join: bool = False,
     **call: Any,
 ) -> dict[str, nn.Module]:
-    """Trace the models of a pipeline, by the names that they have in it: what `pipe(*args, **call)` calls, each as it is
-    called first.
+    """Trace the models that `pipe(*args, **call)` calls, each with its first call; return them by their names in the pipeline.
 
-    `pipe` is any object with models in its attributes, or with diffusers' `components`; it is called once without gradients, as
-    far as the first call of the last of its models, and is left as it was: put the results in (`pipe.unet = ...`) yourself.
-    `parts` names those to trace; without it these are all that are called by their `forward`, which leaves out an autoencoder
-    of which the pipeline calls `decode`. Parts that are traced modules already come back as they are. Other forms in which the
-    pipeline calls a model later, such as another dtype, get a graph of their own when they come, up to `variants` (8), as
+    `pipe` is any object with models in its attributes, or with diffusers' `components`; it is called once without gradients, up
+    to the first call of the last of its models, and is unchanged: put the results in (`pipe.unet = ...`) yourself. `parts`
+    names those to trace; the default is all that are called by their `forward`, which leaves out an autoencoder of which the
+    pipeline calls `decode`. Parts that are traced modules already are returned unchanged. Other forms in which the pipeline
+    calls a model later, such as another dtype, get their own graph at their first call, up to `variants` (8), as
     `fxplug.variants` says.
 
-    `join` makes the UNet of a pipeline of diffusers and its ControlNet, or several, one graph, "unet"; "controlnet" is then
-    what hands it what the network is called with (`controlnet_of`), so that the pipeline runs as ever with both put in.
+    `join` makes the UNet of a pipeline of diffusers and its ControlNet, or several, one graph, "unet"; "controlnet" is then a
+    stub that passes the network's inputs to it (`controlnet_of`), so that the pipeline runs as before with both put in.
 
-    Raises TraceError for a part that is not there or is not called, and what the pipeline raises.
+    Raises TraceError for a part that does not exist or is not called, and the pipeline's own errors.
     """
     if join:
         pipe = _joined(pipe)
@@ -81,7 +80,7 @@ def trace_pipeline(
 
 
 def _joined(pipe: Any) -> Any:
-    """The pipeline with one model for its UNet and its ControlNet. Raises TraceError."""
+    """Return the pipeline with one model for its UNet and its ControlNet. Raises TraceError."""
     if hasattr(pipe, "_blocks"):
         raise TraceError(f"join: {type(pipe).__name__} is a modular pipeline, whose blocks call both: rewrite them apart")
     unet, network = (getattr(pipe, name, None) for name in ("unet", "controlnet"))
@@ -94,8 +93,8 @@ def _joined(pipe: Any) -> Any:
 
 
 def save_pipeline(pipe: Any, folder: str | os.PathLike[str]) -> Path:
-    """Do as `pipe.save_pretrained(folder)` of diffusers: traced modules are artifacts in the folders of their names, and made
-    parts of the pipeline before, as `pipeline_part` does, where they are none. Raises ArtifactError as `save` does.
+    """Save a pipeline like `pipe.save_pretrained(folder)` of diffusers: traced modules are saved as artifacts in the folders of
+    their names, after `pipeline_part` has made them parts. Raises ArtifactError as `save` does.
     """
     for name, model in models_of(pipe).items():
         if isinstance(model, TracedModule) and not isinstance(model, PipelinePart):
@@ -107,8 +106,8 @@ def save_pipeline(pipe: Any, folder: str | os.PathLike[str]) -> Path:
 
 def load_pipeline(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), **options: Any) -> Any:
     """Load the pipeline of a folder that was saved with traced modules in it. diffusers' own `from_pretrained` reads it, too;
-    `allow` is that of `load`, which it does not have, and `options` are those that it has. Raises ArtifactError for an artifact
-    that cannot be read, and what diffusers raises for the rest.
+    `allow` is that of `load`, and `options` are those of `from_pretrained`. Raises ArtifactError for an artifact that cannot be
+    read, and diffusers' errors for the rest.
     """
     from diffusers import DiffusionPipeline
 
@@ -125,7 +124,7 @@ def load_pipeline(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), 
 
 
 def models_of(pipe: Any) -> dict[str, nn.Module]:
-    """The models of a pipeline by their names in it. Raises TraceError where it holds none."""
+    """Return the models of a pipeline by their names in it. Raises TraceError if it has none."""
     found = getattr(pipe, "components", None)
     named = found if isinstance(found, dict) else getattr(pipe, "__dict__", {})
     models = {k: v for k, v in named.items() if isinstance(v, nn.Module) and not isinstance(v, SettingsProxy)}
@@ -135,7 +134,7 @@ def models_of(pipe: Any) -> dict[str, nn.Module]:
 
 
 def _calls(pipe: Any, models: dict[str, nn.Module], args: Any, call: Any, enough: bool) -> dict[str, Any]:
-    """What each model is called with first."""
+    """Return the arguments of the first call of each model."""
     calls: dict[str, Any] = {}
 
     def noting(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
