@@ -46,12 +46,12 @@ class MarkedRegion:
 
     @property
     def windowed(self) -> bool:
-        """Whether there is attention of tokens to each other, without mask, dropout or order."""
+        """Return whether all attention is self-attention without mask, dropout or causality."""
         return bool(self.attentions) and all(map(_plain, self.attentions))
 
 
 def places_of(graph: fx.Graph, root: nn.Module) -> dict[str, MarkedRegion]:
-    """The marked regions of a graph, in its order. Raises SpecError where there are none."""
+    """Return the marked regions of a graph, in its order. Raises SpecError if there are none."""
     found: dict[str, MarkedRegion] = {}
     regions = members(graph)
     for node in graph.nodes:
@@ -82,9 +82,10 @@ def _plain(node: fx.Node) -> bool:
 
 
 def written(graph: fx.Graph, root: nn.Module, what: Mapping[str, Do], half: int) -> Graph:
-    """A graph without its marks that computes each marked place in its way: -> (result, {name: what later steps take}).
+    """Return a copy of a graph without its marks that computes each marked region by its method: -> (result, {name: cached
+    value}).
 
-    What it takes from earlier ones are inputs behind the model's own. `half` of the batch, 0 or 1, is computed for both.
+    Cached values of earlier steps are inputs after the model's own. `half` of the batch, 0 or 1, is computed for both.
     """
     return _FormWriter(copy_graph(graph), root, half).run(what)
 
@@ -132,7 +133,7 @@ class _FormWriter:
                 self.gives[f"{name}_output_{i}"] = value
 
     def enter(self, place: MarkedRegion, half: str) -> None:
-        """Give the region one half of what enters it."""
+        """Pass one half of its inputs to the region."""
         inside = set(place.nodes)
         given = dict.fromkeys(a for n in place.nodes for a in n.all_input_nodes if a not in inside and a.meta.get("shape"))
         values = [a for a in given if a.op != "get_attr"]
@@ -163,7 +164,7 @@ class _FormWriter:
         return self.node("call_function", torch.cat, ([value, value],), value, after)
 
     def earlier_value(self, name: str, like: fx.Node, after: fx.Node) -> fx.Node:
-        """What an earlier step has given: an input behind the model's own."""
+        """Add an input for a value of an earlier step, after the model's own."""
         own = [n for n in self.graph.nodes if n.op == "placeholder"]
         rest = next((n for n in own if str(n.target).startswith("**")), None)
         if name in {str(n.target) for n in own}:

@@ -80,27 +80,27 @@ class StepCache(Stepped):
 
     @property
     def full(self) -> TracedModule:
-        """The part that computes a whole step and gives what is kept."""
+        """Part that computes a whole step and returns the cached values."""
         return self._part("full")
 
     @property
     def shallow(self) -> TracedModule:
-        """The part that computes a step from what an earlier one kept."""
+        """Part that computes a step from the values that an earlier one cached."""
         return self._part("shallow")
 
     @property
     def first(self) -> TracedModule:
-        """The part that computes the gauges, and what is carried on from there."""
+        """Part that computes the gauges, and the values for the parts after it."""
         return self._part("first")
 
     @property
     def rest(self) -> TracedModule:
-        """The part behind `first` that computes the rest of a whole step and gives what is kept."""
+        """Part after `first` that computes the rest of a whole step and returns the cached values."""
         return self._part("rest")
 
     @property
     def short(self) -> TracedModule:
-        """The part behind `first` that computes the rest of a step from what an earlier one kept."""
+        """Part after `first` that computes the rest of a step from the values that an earlier one cached."""
         return self._part("short")
 
     def graphs_of(self, name: str) -> dict[bool, Graph]:
@@ -117,19 +117,19 @@ class StepCache(Stepped):
 
     @property
     def gauged(self) -> bool:
-        """Whether the policy is asked behind the first part, for what the gauge says."""
+        """Return whether the policy decides after the first part, on the gauge's value."""
         return bool(getattr(self.policy, "gauged", False))
 
     @property
     def used(self) -> tuple[str, ...]:
-        """The names of the parts that the policy runs."""
+        """Names of the parts that the policy runs."""
         return GAUGED if self.gauged else ("full", "shallow")
 
     # --- a run
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[list[tuple[float, float]]]:
-        """Compute every step in full within; yields a list that gets how much gauge and result changed from step to step.
+        """Compute every step in full inside the context; yield a list of how much gauge and result changed from step to step.
 
         Both are relative L1 changes, of the gauge and of all floating-point tensors of the result; `TeaCache.fitted` takes
         them. Raises SpecError for a policy that goes by no gauge.
@@ -216,12 +216,12 @@ class StepCache(Stepped):
 
 
 def differ(now: Iterable[Tensor], then: Iterable[Tensor]) -> list[Tensor]:
-    """Of each tensor by how much it differs from an earlier one, and how much that was: sums, float32, which add up."""
+    """Return, for each tensor, the L1 distance to an earlier one and the L1 norm of that: float32 sums, which can be added."""
     pairs = zip(now, then, strict=True)
     return [x.float().abs().sum() for a, b in pairs for x in (a.float() - b.float(), b)]
 
 
 def largest(amounts: list[float]) -> float:
-    """The largest relative L1 change."""
+    """Return the largest relative L1 change."""
     found = [a / b if b else math.inf if a else math.nan for a, b in zip(amounts[::2], amounts[1::2], strict=True)]
     return math.nan if any(map(math.isnan, found)) else max(found)

@@ -74,7 +74,7 @@ class FastAttention(Stepped):
     # --- the parts
 
     def row(self, index: int) -> dict[str, Do]:
-        """Give what each place does in a step."""
+        """Return what each marked region does in a step."""
         return {key: self._do(index, key) for key in self.places}
 
     def _method(self, index: int, key: str) -> str:
@@ -88,7 +88,7 @@ class FastAttention(Stepped):
         return Do(method, residual, bool(later) and later[0] == "step" and method != "step")
 
     def part(self, index: int) -> TracedModule:
-        """Give the graph of a step: (*args, **kwargs, what it takes) -> (result, {name: what later ones take})."""
+        """Return the graph of a step: (*args, **kwargs, cached values) -> (result, {name: cached value for later steps})."""
         return self._of(self.row(index))
 
     def _of(self, row: Mapping[str, Do]) -> TracedModule:
@@ -133,7 +133,8 @@ class FastAttention(Stepped):
 
     @eager
     def _choose_methods(self, stream: StepRun, args: Any, kwargs: Any) -> dict[str, Do]:
-        """The cheapest methods of a step that keep its result, place after place; all that later steps may take is given."""
+        """Return the cheapest methods of a step that preserve its result, region after region; all values for later steps are
+        returned."""
         assert self._limit is not None
         index = stream.index
         self.schedule += [dict.fromkeys(self.places, METHODS[0]) for _ in range(index + 1 - len(self.schedule))]
@@ -160,12 +161,13 @@ class FastAttention(Stepped):
 
     @contextlib.contextmanager
     def calibrating(self, threshold: float, *, halves: bool = True) -> Iterator[FastAttention]:
-        """Write the schedule for what runs within: of each step, place after place, the cheapest method that is close enough.
+        """Write the schedule for the calls inside the context: for each step and region the cheapest method that is close
+        enough. of each step, place after place, the cheapest method that is close enough.
 
-        The result of a step with it, and with those chosen before, is compared with that of all places in full: its relative
-        L1 change must be below `threshold` times the share of the places that have been gone through, as in the paper. With
-        several calls at one time, or several runs, a method must do for all. `halves=False` leaves out those that share
-        between halves of a batch, for batches that have none.
+        The result of a step with it, and with those chosen before, is compared with that of all places in full: its relative L1
+        change must be below `threshold` times the share of the places that have been gone through, as in the paper. With
+        several calls at one time, or several runs, a method must do for all. `halves=False` leaves out those that share between
+        halves of a batch, for batches that have none.
         """
         self.schedule, self._limit, self._halves, self._kept = [], float(threshold), halves, set(self._parts)
         self.reset()

@@ -101,7 +101,7 @@ class TeaCache:
     ) -> TeaCache:
         """Fit a policy's polynomial by least squares to pairs (move of the gauge, change of the output).
 
-        `StepCache.measured` gives them. Raises SpecError where there are fewer than `degree` + 1 different moves.
+        `StepCache.measured` yields them. Raises SpecError for fewer than `degree` + 1 different moves.
         """
         pairs = torch.tensor([pair for pair in changes if all(map(math.isfinite, pair))], dtype=torch.float64)
         different = len({move for move, _ in pairs.tolist()})

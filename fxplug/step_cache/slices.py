@@ -70,9 +70,9 @@ class DataFlow:
                 self.ends[given[0]] = node
 
     def closed(self, nodes: Iterable[fx.Node], needs: networkx.DiGraph[Any], first: bool = False) -> set[fx.Node]:
-        """These nodes with all that they need, the ends of scopes, and the checks of what is there.
+        """Return these nodes with all that they need, the ends of scopes, and the checks of available values.
 
-        What runs `first` takes along the members of its nested results, and what reads a tensor before it writes there.
+        With `first` also the members of nested results, and the readers of a tensor before it is written in place.
         """
         found = set(nodes)
         size = -1
@@ -91,7 +91,7 @@ class DataFlow:
         return found
 
     def _sizes_for(self, check: fx.Node, found: set[fx.Node]) -> set[fx.Node]:
-        """A check and the sizes and numbers that it needs; nothing where it needs a tensor that is not found."""
+        """Return a check and the sizes and numbers that it needs; the empty set if it needs a tensor that is not found."""
         made, todo = {check}, [check]
         while todo:
             for node in self.needs.predecessors(todo.pop()):
@@ -103,16 +103,16 @@ class DataFlow:
         return made
 
     def is_plain(self, node: fx.Node) -> bool:
-        """Whether a node gives a size, a number or the start of a scope, which is made again at no cost."""
+        """Return whether a node is a size, a number or the start of a scope, which is recomputed at no cost."""
         plain = node.op in CALLS[1:] and not is_random(node, self.root) and not written(node, self.root)
         return plain and "shape" not in node.meta
 
     def checks(self, node: fx.Node) -> bool:
-        """Whether a node only looks at values."""
+        """Return whether a node only checks values."""
         return bool(node.meta.get("effect")) and not node.users and not written(node, self.root)
 
     def changed(self, node: fx.Node) -> bool:
-        """Whether the value of a node is written to later."""
+        """Return whether the value of a node is later written in place."""
         return any(writer > node for writer in self.writers.get(self.memory[node], ()))
 
 
@@ -154,7 +154,7 @@ class Slices:
             )
 
     def _unmarked(self) -> tuple[list[_CachedValue], dict[str, list[tuple[fx.Node, Join]]]]:
-        """Take the marks out; what they marked."""
+        """Remove the marks; return what they marked."""
         cuts: list[_CachedValue] = []
         joins: dict[str, list[tuple[fx.Node, Join]]] = {}
         for node in list(self.graph.nodes):
@@ -173,7 +173,7 @@ class Slices:
         return cuts, joins
 
     def _edge(self, mark: fx.Node) -> fx.Node:
-        """The identity that stands for a marked value: the edge of its region, or a new one, as others may read the value."""
+        """Return the identity for a marked value: the edge of its region, or a new one, as other nodes may read the value."""
         users = list(mark.users)
         if len(users) == 1 and users[0].target is ops.edge:
             return users[0]
@@ -182,7 +182,7 @@ class Slices:
         return edge
 
     def _deepest(self, node: fx.Node) -> fx.Node:
-        """The operand of a join that most is computed for; a block put behind the join reads one value only."""
+        """Return the operand of a join that depends on the most nodes; a block after the join reads one value only."""
         while len(given := [a for a in node.all_input_nodes if "shape" in a.meta and a.op != "get_attr"]) == 1:
             node = given[0]
         return max(given, key=lambda a: len(networkx.ancestors(self.flow.needs, a)), default=node)
@@ -194,7 +194,7 @@ class Slices:
             cut.name = f"{cut.owner}_{name}" if name in own else name
 
     def operations(self, nodes: Iterable[fx.Node]) -> int:
-        """How many of these nodes compute something."""
+        """Return how many of these nodes compute something."""
         idle = (operator.getitem,)
         calls = [n for n in nodes if n.op in CALLS and n.target not in idle and "shape" in n.meta]
         return sum(getattr(n.target, "__module__", "") != ops.__name__ for n in calls)
@@ -202,15 +202,15 @@ class Slices:
     # --- the parts
 
     def full(self) -> Graph:
-        """The graph of a whole step; gives the result and what is kept."""
+        """Return the graph of a whole step, with the result and the cached values."""
         return self._write(self.flow.nodes, gives=True)
 
     def shallow(self) -> Graph:
-        """The graph of a step that takes what an earlier one kept."""
+        """Return the graph of a step that uses cached values."""
         return self._write(self.later, takes=True)
 
     def first(self) -> Graph:
-        """The graph up to the gauges; gives what they measure and what is carried on."""
+        """Return the graph up to the gauges, with their values and those for the later parts."""
         graph = Graph()
         values: dict[fx.Node, fx.Node] = {}
         copy_nodes([node for node in self.flow.nodes if node in self.early], graph, values)
@@ -220,16 +220,16 @@ class Slices:
         return graph
 
     def rest(self) -> Graph:
-        """The graph behind `first` of a whole step; gives the result and what is kept."""
+        """Return the graph after `first` of a whole step, with the result and the cached values."""
         return self._write(self.nodes_after(self.flow.nodes, self.flow.needs), carried=True, gives=True)
 
     def short(self) -> Graph:
-        """The graph behind `first` of a step that takes what an earlier one kept."""
+        """Return the graph after `first` of a step that uses cached values."""
         return self._write(self.nodes_after(self.later, self.taken), carried=True, takes=True)
 
     @cached_property
     def early(self) -> set[fx.Node]:
-        """What is computed before a gauged step is decided on."""
+        """Nodes that are computed before a gauged step is decided."""
         starts = [node for pair in self.gauges for node in pair if node is not None]
         ports = [(n, n.meta["port"]) for n in self.flow.nodes if n.target is ops.edge and "port" in n.meta]
         inputs = [n for n, port in ports if port.path == "" and port.side == "in"]
@@ -240,7 +240,7 @@ class Slices:
 
     @cached_property
     def carried(self) -> list[fx.Node]:
-        """The values that go from the first part to the others."""
+        """Values that the first part passes to the others."""
         found: set[fx.Node] = set()
         for nodes, needs in ((self.flow.nodes, self.flow.needs), (self.later, self.taken)):
             behind = self.nodes_after(nodes, needs)
@@ -248,7 +248,7 @@ class Slices:
         return sorted(found)
 
     def nodes_after(self, nodes: Iterable[fx.Node], needs: networkx.DiGraph[Any]) -> set[fx.Node]:
-        """Those of the nodes that are not computed first, with what is better computed again than carried: sizes, scopes."""
+        """Return the nodes that are not computed first, with sizes and scopes, which are better recomputed than passed on."""
         found = {n for n in nodes if n not in self.early}
         todo = list(found)
         while todo:
@@ -260,7 +260,7 @@ class Slices:
         return found
 
     def _write(self, nodes: Iterable[fx.Node], carried: bool = False, takes: bool = False, gives: bool = False) -> Graph:
-        """A graph of these nodes. With `takes` the cut values are inputs, with `gives` they are results too."""
+        """Return a graph of these nodes. With `takes` the cut values are inputs, with `gives` they are results too."""
         graph, own = Graph(), set(nodes)
         values: dict[fx.Node, fx.Node] = {}
         kept: dict[str, fx.Node] = {}

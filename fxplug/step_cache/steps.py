@@ -33,12 +33,12 @@ class StepRun:
 
 
 def put(graph: Graph, op: str, target: Any, args: Any, like: fx.Node, **where: Any) -> fx.Node:
-    """A node of a graph, with the shape and dtype of another one."""
+    """Insert a node, with the shape and dtype of another one."""
     return insert(graph, op, target, args, meta={**meta_of(like), "nn_module_stack": ROOT}, **where)
 
 
 def put_check(graph: Graph, given: fx.Node, name: str, like: fx.Node, first: fx.Node | None, **where: Any) -> fx.Node:
-    """An input of this name that an earlier step has given, checked: like a value, and on the device of the `first` one."""
+    """Insert a check of a cached input: its shape and dtype are those of a value, its device that of the `first` input."""
     shape = like.meta["shape"]
     args = (given, name, (None,) * len(shape), str(list(shape)), True, like.meta["dtype"], first)
     checked = put(graph, "call_function", ops.check_added, args, like, **where)
@@ -47,12 +47,12 @@ def put_check(graph: Graph, given: fx.Node, name: str, like: fx.Node, first: fx.
 
 
 def eager(function: F) -> F:
-    """What is decided on the host stays there when somebody compiles the whole."""
+    """Disable torch.compile for a function that decides on the host, and for all it calls."""
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def between(function: F) -> F:
-    """The same for a function that calls graphs, which are then compiled one by one."""
+    """Disable torch.compile for a function, but not for the graphs that it calls."""
     return torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -80,12 +80,12 @@ class Stepped(nn.Module):
     # --- the parts
 
     def graphs_of(self, name: str) -> dict[bool, Graph]:
-        """The graphs of a part, by training mode."""
+        """Return the graphs of a part, by training mode."""
         raise NotImplementedError
 
     @property
     def used(self) -> tuple[str, ...]:
-        """The names of the parts that steps run."""
+        """Names of the parts that steps run."""
         raise NotImplementedError
 
     def _part(self, name: str) -> TracedModule:
@@ -104,7 +104,7 @@ class Stepped(nn.Module):
         return part
 
     def map(self, function: Callable[[TracedModule], Any]) -> None:
-        """Put `function(part)` in the place of each part that is used, such as a lowering that keeps signature and result."""
+        """Replace each used part by `function(part)`, such as a lowering that keeps signature and result."""
         for name in self.used:
             self._parts[name] = function(self._part(name))
 
@@ -117,17 +117,17 @@ class Stepped(nn.Module):
     # --- a run
 
     def reset(self) -> None:
-        """Forget what was kept: the next call begins a run."""
+        """Clear the cached values: the next call begins a run."""
         self._streams: dict[int, Any] = {}  # runs
         self._clock.reset()
 
     def _reset_stateful_cache(self, recurse: bool = True) -> None:
-        """As pipelines of diffusers call it on each of their models at the end of a run."""
+        """Reset the cache, as pipelines of diffusers call it on each of their models at the end of a run."""
         self.reset()
 
     @between
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """One step, for what the module takes."""
+        """Run one step with the module's arguments."""
         if self._before is not None:
             self._before(self.module, args, kwargs)
             self._before = None  # later inputs may differ by rounding
@@ -147,23 +147,23 @@ class Stepped(nn.Module):
         raise NotImplementedError
 
     def _summed(self, row: list[Tensor]) -> list[float]:
-        """Numbers of all processes' parts together."""
+        """Sum numbers over all processes."""
         if self._everywhere is None:
             return torch.stack(row).tolist()
         return self._everywhere(torch.stack(row)).sum(0).tolist()
 
     def _changes(self) -> tuple[Any, ...]:
-        """Something that is equal for two calls which read the same adapters."""
+        """Return a value that is equal for two calls which use the same adapters."""
         return sum(lock.changes for lock in self._locks), choices_of(self._locks)
 
     def _owned(self, values: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-        """Values without their history; those of a CUDA graph as copies, as its next run writes over them."""
+        """Detach values; copy those of a CUDA graph, as its next run overwrites them."""
         replayed = (self._options or {}).get("mode") in ("reduce-overhead", "max-autotune")
         return {k: v.detach().clone() if replayed else v.detach() for k, v in values.items()}
 
     @eager
     def _advance(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, tuple[Any, ...], Any]:
-        """Which of the calls at one time this is, its shapes, and its run; None for one that begins, which has nothing kept."""
+        """Return the number of this call among those at one time, its shapes, and its run, or None for a new run."""
         begins, number = self._clock.tick(args, kwargs)
         self._streams = {} if begins else {n: run for n, run in self._streams.items() if n in self._clock.numbers}
         shapes = tuple((x.shape, x.dtype, x.device) for x in leaves((args, kwargs)) if isinstance(x, Tensor))
@@ -198,5 +198,5 @@ class Stepped(nn.Module):
 
 
 def device_of(*values: Any) -> torch.device | None:
-    """The device of the first tensor in these values, None where there is none."""
+    """Return the device of the first tensor in these values, or None."""
     return next((x.device for x in leaves(values) if isinstance(x, Tensor)), None)
