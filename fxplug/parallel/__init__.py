@@ -46,7 +46,7 @@ def check_ranks(subject: Subject) -> str | None:
 
 
 def check_steps(subject: Subject) -> str | None:
-    """The check of `verify` for modules that run in steps: in one piece and patch by patch, with nothing stale."""
+    """Check modules that run in steps, as a check of `verify`: in one piece and patch by patch, with nothing stale."""
     if not subject.new.meta.get("stepped"):
         return None
     from ..core.verifier import need_values

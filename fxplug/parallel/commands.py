@@ -63,13 +63,14 @@ def fastest_degrees(subject: str, devices: int, link: str, speed: float, set: An
 
 
 def _unsplit(subject: str, set: Any) -> Config:
-    """A configuration without its parallel passes."""
+    """Return a configuration without its parallel passes."""
     config = read_config(subject, set)
     return config.model_copy(update={"passes": [p for p in config.passes if not isinstance(p, ParallelPass)]})
 
 
 def _side(inputs: Mapping[str, Any]) -> int:
-    """The pixels of an image's side: 8 for each element of a latent's last dimension, 16 for each token of a square's side."""
+    """Return the pixels of an image's side: 8 for each element of a latent's last dimension, 16 for each token of a square's
+    side."""
     latents, tokens = _largest(inputs)
     if not latents and not tokens:
         raise SpecError(
@@ -80,7 +81,7 @@ def _side(inputs: Mapping[str, Any]) -> int:
 
 
 def _largest(inputs: Mapping[str, Any]) -> tuple[int, int]:
-    """The last dimension of the largest input with four or more, and the most tokens of one with three."""
+    """Return the last dimension of the largest input with four or more, and the most tokens of one with three."""
     shapes = [spec.shape for spec in inputs.values() if hasattr(spec, "shape")]
     return (
         max((shape[-1] for shape in shapes if len(shape) >= 4), default=0),
@@ -89,7 +90,7 @@ def _largest(inputs: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _grown(inputs: Mapping[str, Any], side: int, at: int) -> dict[str, Any]:
-    """Inputs for another resolution: latents grow with the side; where there are none, tokens with its square."""
+    """Return inputs for another resolution: latents grow with the side; without latents, tokens grow with its square."""
     latents, tokens = _largest(inputs)
     found = dict(inputs)
     for name, spec in inputs.items():
@@ -154,7 +155,7 @@ def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> A
 
 
 def passes_of(ways: Mapping[str, int]) -> list[dict[str, Any]]:
-    """The passes that say these ways, as a configuration has them."""
+    """Return the passes for these degrees, in the form of a configuration."""
     found: list[dict[str, Any]] = []
     for axis, name in (("batch", "batch_parallel"), ("tensor", "tensor_parallel"), ("rows", "spatial_parallel")):
         if axis in ways:
@@ -167,7 +168,7 @@ def passes_of(ways: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def _with(config: Config, ways: Mapping[str, int]) -> Config:
-    """A configuration whose parallel passes are these; as it is without any."""
+    """Return a configuration with these parallel passes; unchanged without any."""
     if not ways:
         return config
     data = copy.deepcopy(config._source.data)

@@ -30,12 +30,13 @@ DRAWING = threading.Lock()
 
 
 def degrees_of(module: nn.Module) -> dict[str, int]:
-    """The processes along each axis that a module is written for; none for one that is not parallel."""
+    """Return the number of processes along each axis that a module is written for; empty for one that is not parallel."""
     return next((dict(m.ways) for m in module.modules() if isinstance(m, Collective)), {})
 
 
 def check_subject(subject: Subject) -> str:
-    """The check of `verify`: on pretended processes and on real ones, each beside one; and one beside the module before."""
+    """Check a parallel module, as a check of `verify`: simulated and real processes against one, and one against the module
+    before."""
     gm, new, call = subject.gm, subject.new, subject.call
     need_values(new, call)
     ways = degrees_of(new)
@@ -74,9 +75,9 @@ def check_pretended(
 
 
 def check_before(gm: TracedModule, new: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """The largest difference in evaluation between a module and the parallel one made of it, in one process.
+    """Return the largest difference in evaluation between a module and the parallel one made of it, in one process.
 
-    Raises VerifyError for one above what rounding may make of its dtype.
+    Raises VerifyError if it is more than rounding in its dtype allows.
     """
     mode = False if False in gm.graphs else gm._graph_mode
     with pretending(alone()):
@@ -88,7 +89,7 @@ def check_before(gm: TracedModule, new: TracedModule, args: Sequence[Any], kwarg
 
 
 def check_real(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """The largest difference of an output between a pretended process and the real one of its rank, for all ranks.
+    """Return the largest difference of an output between a simulated process and the real one of its rank, for all ranks.
 
     Every process of torch.distributed calls it, and gets the same answer. Raises VerifyError, with the first node that differs
     and the process.
@@ -112,7 +113,7 @@ def check_real(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 @contextlib.contextmanager
 def pretending(world: World) -> Iterator[None]:
-    """Call modules as the process that stands there, in this thread."""
+    """Call modules as the process at a position of the mesh, in this thread."""
     token = PRETENDED.set(world)
     try:
         yield
@@ -135,7 +136,7 @@ def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -
 
 
 def _result(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool = False) -> Outcome:
-    """What a graph gives as the process that this one is or pretends to be; nothing of it is left in the module."""
+    """Return the result of a graph in this real or simulated process; the module's state is restored."""
     with in_one_mode(mode, gm):
         return _run(gm, mode, args, kwargs, keep)
 
@@ -166,7 +167,7 @@ def _run(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> Ou
 
 
 def _first(gm: TracedModule, mode: bool, one: Outcome, many: Sequence[Outcome]) -> str:
-    """The first value whose numbers the processes do not have together."""
+    """Name the first value whose numbers the processes do not have together."""
     for node in gm.graphs[mode].nodes:
         summand = _calls(gm, node, Once) or (node.users and all(_calls(gm, user, AllReduce) for user in node.users))
         if node.name not in one.state or summand:
@@ -185,9 +186,10 @@ def _calls(gm: TracedModule, node: fx.Node, kind: type[Collective]) -> bool:
 
 
 def _together(whole: Any, parts: Sequence[Any], dtypes: set[torch.dtype]) -> Difference:
-    """How far what the processes have is from the whole: each has all of it, or together they have each number as often.
+    """Return the distance of the processes' values from the whole: each has all of it, or together they have each number
+    equally often.
 
-    Which part is whose does not matter here: what a node makes of parts in a wrong order differs.
+    The order of the parts does not matter here: a later node differs if it is wrong.
     """
     if not isinstance(whole, Tensor) or not all(isinstance(part, Tensor) for part in parts) or not whole.numel():
         return Difference()  # a number that hangs on sizes

@@ -18,12 +18,12 @@ from .runtime.shares import Part
 
 
 def localize(gm: TracedModule, mesh: DeviceMesh | None = None) -> TracedModule:
-    """Let this process keep only its parts of the weights that a tensor-parallel module splits, in place; gives `gm`.
+    """Let this process keep only its parts of the weights that a tensor-parallel module splits, in place; return `gm`.
 
-    `parallelize` does it where it has processes; a module that was loaded does it here. `mesh` is as `parallelize` takes it.
-    What adapters in blocks hold stays whole: it is small, and is written while the model runs. So does a weight that another
-    place of the graph reads whole. Parts are tensors of their own, so that the whole weights go with the last module that has
-    them; an optimizer takes the parameters that the module has afterwards. `save` refuses a module with parts.
+    `parallelize` does it if there are processes; call it for a module that was loaded. `mesh` is as for `parallelize`. Tensors
+    of adapters in blocks stay whole: they are small, and are written while the model runs. So does a weight that another place
+    of the graph reads whole. Parts are new tensors, so that the whole weights are freed with the last module that uses them; an
+    optimizer takes the parameters that the module has afterwards. `save` refuses a module with parts.
 
     Raises SpecError for a module that is not parallel, and for a mesh or a number of processes that does not fit.
     """
@@ -46,7 +46,7 @@ def localize(gm: TracedModule, mesh: DeviceMesh | None = None) -> TracedModule:
 
 
 def whole_state(gm: TracedModule) -> dict[str, Tensor]:
-    """Gather the state_dict of a module that processes keep parts of, with whole weights: all processes of the mesh call it."""
+    """Gather the state_dict of a module with partial weights into whole weights: all processes of the mesh call it."""
     state = dict(gm.state_dict())
     for name, (part, sizes) in _parts(gm).items():
         if name in gm.meta.get(PARTS, ()):
@@ -58,7 +58,7 @@ def whole_state(gm: TracedModule) -> dict[str, Tensor]:
 
 
 def _parts(gm: TracedModule) -> dict[str, tuple[Part, tuple[int, ...]]]:
-    """The parameters that are only read in parts, each always the same."""
+    """Return the parameters that are only read in parts, each always the same."""
     names: dict[int, list[str]] = {}
     for name, tensor in gm.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
@@ -82,7 +82,7 @@ def _parts(gm: TracedModule) -> dict[str, tuple[Part, tuple[int, ...]]]:
 
 
 def _way(gm: TracedModule, node: fx.Node, user: fx.Node) -> Any:
-    """How a user takes its part of a weight, None for one that reads it whole."""
+    """Return how a user takes its part of a weight, None for one that reads it whole."""
     part = gm.get_submodule(str(user.target)) if user.op == "call_module" else None
     if not isinstance(part, Part) or user.args[0] is not node:
         return None

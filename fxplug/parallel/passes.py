@@ -51,7 +51,8 @@ def apply_parallel_passes(result: Result, passes: Mapping[int, Any], step: Step)
 
 
 def _entered(module: TracedModule, name: str, path: str) -> dict[str, int]:
-    """Where the rows of a region's first input are born. Raises MatchError for a path that is none."""
+    """Return the node and dimension at which the rows of a region's first input are split. Raises MatchError for a path that is
+    no region."""
     rule = Rule(Match(path=path), place="before", args=["value"], expect="==1")
     (site,) = find(module, Pass(name, [rule]))
     (value,) = site.args

@@ -62,13 +62,13 @@ class Plan:
 
     @property
     def share(self) -> float:
-        """The least share that an axis splits; 1.0 for a plan with one process."""
+        """Least share that an axis splits; 1.0 for a plan with one process."""
         return min((stage.found.share() for stage in self.stages), default=1.0)
 
     def collectives(self, rank: int = 0) -> list[tuple[str, int, int]]:
-        """List node, calls and bytes sent of each collective in a call with the example inputs, for the process of a rank.
+        """Return node, calls and bytes sent of each collective in a call with the example inputs, for the process of a rank.
 
-        The graph runs as that process would run it, and nothing travels.
+        The graph runs as in that process, but without communication.
         """
         if rank not in self.costs:
             with pretending(placed(self.ways, rank)):
@@ -76,14 +76,14 @@ class Plan:
         return self.costs[rank]
 
     def bytes(self, rank: int = 0) -> int:
-        """Count the bytes that a process sends in one call on the example inputs."""
+        """Return the bytes that a process sends in one call on the example inputs."""
         return sum(row[2] for row in self.collectives(rank))
 
     def check(self) -> float:
-        """Run the model on pretended processes, threads of this one, on the example inputs, beside one process.
+        """Run the model on simulated processes, threads of this one, on the example inputs, and compare with one process.
 
-        Gives the largest difference of an output, over the output's largest value. Raises VerifyError for one above what
-        rounding may make of its dtype (`fxplug.core.ir.containers`), with the first node that differs.
+        Returns the largest difference of an output, relative to the output's largest value. Raises VerifyError, with the first
+        node that differs, if it is more than rounding in its dtype allows (`fxplug.core.ir.containers`).
         """
         self.away = check_pretended(self.written, *self.example)
         return self.away
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def listing(self) -> str:
-        """All of it as text: ways, streams, and every collective."""
+        """Full text of the plan: degrees, streams, and every collective."""
         lines = [format_degrees(self.ways) or "one process"]
         for stage in self.stages:
             found = stage.found
@@ -163,17 +163,18 @@ def parallel_plan(
 ) -> Plan:
     """Find where a model can be split over processes, by trying its operations on parts of example inputs.
 
-    `ulysses` and `ring` split tokens (their product is how many ways; Jacobs et al. 2023, arXiv 2309.14509; Liu et al. 2023,
-    arXiv 2310.01889), `batch` splits samples, guidance included, `tensor` splits heads and features, and the weights of the
-    layers before and behind them (Shoeybi et al. 2019, arXiv 1909.08053), `rows` images by their height (what operations read
-    beyond a part is fetched, and norms share their statistics; Dryden et al. 2019, arXiv 1903.06681). Nothing is known of any
-    model: each distinct operation runs once on small random values, whole and in unequal parts, and once more on others.
-    Weights and inputs may be on the meta device. What has values is then run on pretended processes beside one (`Plan.check`;
-    `check=False` leaves it out): attention may hide an order of tokens that no comparison of parts can see. `split` gives
-    starts of tokens, or of rows, in the stead of those found: the name of a node, or of an argument, and a dimension.
+    `ulysses` and `ring` split tokens (over the product of both; Jacobs et al. 2023, arXiv 2309.14509; Liu et al. 2023, arXiv
+    2310.01889), `batch` splits samples, guidance included, `tensor` splits heads and features, and the weights of the layers
+    before and after them (Shoeybi et al. 2019, arXiv 1909.08053), `rows` images by their height (rows that operations read
+    beyond a part are fetched, and norms share their statistics; Dryden et al. 2019, arXiv 1903.06681). No model is known in
+    advance: each distinct operation runs once on small random values, whole and in unequal parts, and once more on others.
+    Weights and inputs may be on the meta device. A model with values is then run on simulated processes and compared with one
+    (`Plan.check`; `check=False` leaves it out): attention may hide an order of tokens that no comparison of parts can see.
+    `split` sets the nodes where tokens or rows are split first, in place of those found: the name of a node, or of an argument,
+    and a dimension.
 
-    Raises SpecError for ways that are none, inputs that the model does not take, a node that is not there, fewer tokens or
-    samples than ways, and where nothing can be split, with what stands in the way; VerifyError for a plan that proves wrong.
+    Raises SpecError for invalid degrees, inputs that the model does not take, an unknown node, fewer tokens or samples than
+    processes, and if nothing can be split, with the reason; VerifyError for a plan that proves wrong.
     """
     if not isinstance(gm, TracedModule):
         raise SpecError(f"parallel_plan takes a traced module, not {type(gm).__name__}: trace the model first")
@@ -233,7 +234,7 @@ def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], 
 
 
 def _packed(gm: TracedModule) -> str:
-    """What to do about the layers of torch.nn that are one operation of the graph."""
+    """Return advice about a layer of torch.nn that is one operation of the graph, or ""."""
     calls = (str(node.target) for graph in gm.graphs.values() for node in graph.nodes if node.op == "call_module")
     for path in calls:
         if isinstance(layer := gm.get_submodule(path), PACKED):
@@ -246,11 +247,11 @@ def _packed(gm: TracedModule) -> str:
 
 
 def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) -> TracedModule:
-    """Write a plan into the graphs: the module runs on every process; `gm` stays as it was, weights are shared.
+    """Write a plan into the graphs: the module runs on every process; `gm` is unchanged, weights are shared.
 
-    `mesh` has the plan's axes by name; without one it is made of all processes of torch.distributed, when there are some, else
-    at the first call. One graph serves every process. With one process along every axis it is the same graph again. Of weights
-    that `tensor` splits a process that has its place keeps only its part, see `localize`.
+    `mesh` has the plan's axes by name; without one it is made of all processes of torch.distributed, if there are any, else at
+    the first call. One graph serves every process. With one process along every axis it is the same graph again. Of weights
+    that `tensor` splits, a process with a position keeps only its part, see `localize`.
 
     Raises SpecError for a plan of another graph, and for a mesh or a number of processes that does not fit.
     """
@@ -277,21 +278,21 @@ def _written(gm: TracedModule, plan: Plan) -> TracedModule:
 
 
 def list_costs(rows: Sequence[tuple[str, int, int]]) -> list[str]:
-    """What collectives send in a call, as lines of text."""
+    """List the bytes that collectives send in a call, as lines of text."""
     calls, size = sum(row[1] for row in rows), sum(row[2] for row in rows)
     lines = (f"  {node}: {calls}, {size:,} bytes" for node, calls, size in rows)
     return [f"{calls} collectives of process 0 send {size:,} bytes a call:", *lines]
 
 
 def costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[str, int, int]]:
-    """Node, calls and bytes sent of each collective in a call, as the process that this one is or pretends to be."""
+    """Return node, calls and bytes sent of each collective in a call, in this real or simulated process."""
     with torch.no_grad(), in_one_mode(mode, gm):
         rows = sent_by_nodes(gm, gm.graphs[mode], copied(bound(gm, args, kwargs)))
     return [(node.name, len(numbers), sum(numbers)) for node, numbers in rows]
 
 
 def sent_by_nodes(tree: nn.Module, graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[fx.Node, list[int]]]:
-    """The nodes of a graph that send, with the bytes of each collective of theirs."""
+    """Return the nodes of a graph that send, with the bytes of each of their collectives."""
     found = []
     run = GraphRun(tree, graph, inputs, keep=False)
     for node in graph.nodes:

@@ -31,16 +31,16 @@ PATIENCE = timedelta(minutes=10)  # for a process that is started for a check, i
 
 
 def is_first() -> bool:
-    """Whether this is the first of all processes, or the only one."""
+    """Return whether this is the first of all processes, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def agree(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Compare every value of a parallel module on pretended processes with one process, and on real ones with those.
+    """Compare every value of a parallel module on simulated processes with one process, and on real ones with those.
 
-    Started by torchrun they are all of its processes; else gloo processes are started on this machine. Of a module that is run
-    in steps the results are compared, in one piece and by patches with nothing stale. Says what it found.
-    Raises VerifyError with the first node that differs, SpecError for another number of processes.
+    Under torchrun the real processes are all of its own; else gloo processes are started on this machine. For a module that
+    runs in steps the results are compared, in one piece and by patches with nothing stale. Returns the findings as text. Raises
+    VerifyError with the first node that differs, SpecError for another number of processes.
     """
     if said := module.meta.get("stepped"):
         return _agree_in_steps(module, args, kwargs, (said.get("stages") or said["ways"]) * said.get("batch", 1))
@@ -82,7 +82,7 @@ def _agree_in_steps(module: TracedModule, args: Sequence[Any], kwargs: Mapping[s
 
 
 def _real(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """By how much what this process and the others compute together is off."""
+    """Return the error of the joint result of this process and the others."""
     if module.meta.get("stepped"):
         return in_steps(module, args, kwargs, check=False).check(args, kwargs)
     return check_real(module, args, kwargs)
@@ -97,7 +97,7 @@ def _exit_message(count: int, pretended: float, real: float) -> str:
 
 @contextlib.contextmanager
 def process_group(module: nn.Module) -> Iterator[None]:
-    """The process group of what torchrun started, for where a module's weights are; the one that is there already."""
+    """Initialise the process group of torchrun's processes, for the device of a module; use an existing one."""
     if dist.is_initialized():
         yield
         return
@@ -112,7 +112,7 @@ def process_group(module: nn.Module) -> Iterator[None]:
 
 
 def spawned(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> float:
-    """What `_real` says in gloo processes that are started for it, with the module as `save` writes it."""
+    """Return the result of `_real` in gloo processes that are started for it, with the module as `save` writes it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save(module, folder / "module")
@@ -127,7 +127,7 @@ def spawned(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _process(rank: int, count: int, name: str, allow: list[str], training: bool) -> None:
-    """One of the processes that are started for a check."""
+    """Run one of the processes that are started for a check."""
     folder = Path(name)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     store = dist.FileStore(f"{name}/store", count)  # type: ignore[attr-defined]
@@ -146,9 +146,9 @@ def _process(rank: int, count: int, name: str, allow: list[str], training: bool)
 
 
 def measured() -> tuple[tuple[float, float], float]:
-    """Bytes a second and seconds a call between the processes that torchrun started, and teraFLOP a second of one of them.
+    """Measure bytes per second and seconds per call between torchrun's processes, and teraFLOP per second of one of them.
 
-    From all-to-all of 64 MB and of some bytes, and a product in float32, each the fastest of five. Raises SpecError for one
+    From all-to-all of 64 MB and of a few bytes, and a product in float32, each the fastest of five. Raises SpecError for one
     process.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
@@ -186,7 +186,7 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def described(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What a parallel module that has no plan any more sends: ways, and each collective of the first process."""
+    """Describe the communication of a parallel module without its plan: degrees, and each collective of the first process."""
     with as_first_rank(module):
         rows = costs(module, module._graph_mode, args, kwargs)
     return "\n".join([format_degrees(degrees_of(module)), *list_costs(rows)])

@@ -44,7 +44,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """What the axis is called as a pass, such as `sequence_parallel`."""
+        """Name of the axis's pass, such as `sequence_parallel`."""
         return NAMES[self.axis]
 
 
@@ -52,7 +52,7 @@ def plan_axis(
     gm: TracedModule, mode: bool, call: Any, along: tuple[str, int], split: Mapping[str, int] | None,
     before: Mapping[bool, ShardingPlan], memory: Memory,
 ) -> ShardingPlan:  # fmt: skip
-    """The plan of one graph along one axis; starts are those of the plan `before`, of the other mode, where that can be."""
+    """Return the plan of one graph along one axis, with the starts of the plan `before`, of the other mode, if possible."""
     graph = gm.graphs[mode]
     walked, names = walk(gm, graph, bound(gm, *call)), {node.name for node in graph.nodes}
     for other in before.values():
@@ -87,13 +87,13 @@ def _plan_graph(
 
 @contextlib.contextmanager
 def in_one_mode(mode: bool, gm: TracedModule) -> Iterator[None]:
-    """A mode for a time, for a model with a graph for each, of which nothing is left."""
+    """Switch to one mode inside the context, for a model with a graph for each, and restore its state after it."""
     with restore_state(gm), in_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
         yield
 
 
 def in_both_modes(gm: TracedModule) -> TracedModule:
-    """The same module with a graph for each mode, where one graph stood for both and its layers differ in training."""
+    """Return the module with a graph for each mode, if one graph served both and its layers differ in training."""
     if len(gm.graphs) == 2 or gm.twin_error or not _knows_mode(gm):
         return gm
     (graph,) = gm.graphs.values()
@@ -101,7 +101,7 @@ def in_both_modes(gm: TracedModule) -> TracedModule:
 
 
 def named_starts(graph: fx.Graph, split: Mapping[str, int]) -> dict[fx.Node, int]:
-    """The nodes that are split, by their names, each with its dimension. Raises SpecError for a name that no node has."""
+    """Return the nodes that are split, by their names, each with its dimension. Raises SpecError for an unknown name."""
     known = {node.name: node for node in graph.nodes}
     for name in split:
         if name not in known:
@@ -110,7 +110,7 @@ def named_starts(graph: fx.Graph, split: Mapping[str, int]) -> dict[fx.Node, int
 
 
 def check_sizes(stage: Stage, number: int) -> None:
-    """Raises SpecError where there are fewer samples, rows or tokens than processes."""
+    """Raise SpecError if there are fewer samples, rows or tokens than processes."""
     found = stage.found
     for index, (node, dim) in enumerate(found.origins):
         if found.sizes[index] < number and (node in found.starts or index in found.derived):
@@ -122,7 +122,7 @@ def check_sizes(stage: Stage, number: int) -> None:
 
 
 def write_axis(gm: TracedModule, stage: Stage, ways: Mapping[str, int], traces: Traces | None = None) -> TracedModule:
-    """The module with collectives along one axis put in; `traces` are those of layers that were opened to find where.
+    """Return the module with collectives along one axis inserted; `traces` are those of layers that were opened for its plan.
 
     Raises SpecError for a module that has the name of the pass.
     """
@@ -143,7 +143,7 @@ def write_axis(gm: TracedModule, stage: Stage, ways: Mapping[str, int], traces: 
 
 
 def entry(name: str, params: Mapping[str, Any], sites: Sequence[Any], neutral: bool = False) -> dict[str, Any]:
-    """What a module's `meta["passes"]` has of a parallel pass."""
+    """Return the entry of a parallel pass for a module's `meta["passes"]`."""
     return {
         "name": name, "about": "", "params": dict(params), "lr": None, "weight_decay": None, "train": False,
         "neutral": neutral, "sites": list(sites), "slots": 0, "inputs": [], "networks": [],
@@ -151,7 +151,7 @@ def entry(name: str, params: Mapping[str, Any], sites: Sequence[Any], neutral: b
 
 
 def place(gm: nn.Module, world: World | None) -> None:
-    """Tell the collectives of a module where this process stands."""
+    """Set this process's position in the collectives of a module."""
     for module in gm.modules():
         if isinstance(module, Collective):
             vars(module).pop("world", None)
@@ -160,5 +160,5 @@ def place(gm: nn.Module, world: World | None) -> None:
 
 
 def alone() -> World:
-    """The only process."""
+    """Return the position of a single process."""
     return placed(all_degrees({}), 0)

@@ -93,7 +93,7 @@ def _numbers(text: str, name: str, least: int = 1) -> list[int]:
 
 
 def parse_degrees(text: str) -> dict[str, int]:
-    """`ulysses=2,ring=2` as numbers. Raises SpecError."""
+    """Parse `ulysses=2,ring=2` as numbers. Raises SpecError."""
     found: dict[str, int] = {}
     here = f"--ways {shown(text)}: "
     for item in filter(None, text.split(",")):

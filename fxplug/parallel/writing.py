@@ -40,7 +40,7 @@ class PlanWriter:
         self.sites: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        """Write all of the plan into the graph."""
+        """Write the whole plan into the graph."""
         for node in self.found.walk.graph.nodes:
             if node.op == "output":
                 self.finish(node)
@@ -53,13 +53,13 @@ class PlanWriter:
         self.graph.lint()
 
     def is_idle(self, node: fx.Node) -> bool:
-        """Whether a node is one of ours that only gives a value, which nobody may need."""
+        """Return whether a node was inserted by this plan and only computes a value, which may be unused."""
         return bool(node.meta.get("pass", {}).get("name") == self.name)
 
     # --- nodes
 
     def block(self, kind: type[Collective], *args: Any) -> str:
-        """The path of a block, made when it is first needed."""
+        """Return the path of a block; it is created when first needed."""
         key = (kind, *map(repr, args))
         if key not in self.made:
             owner = self.tree._modules.get(self.name)
@@ -81,7 +81,7 @@ class PlanWriter:
         like: Any = None,
         **where: Any,
     ) -> fx.Node:
-        """A call of a collective on a value and the sizes of its streams, put in `after` a node or `before` one."""
+        """Insert a call of a collective on a value and the sizes of its streams, `after` a node or `before` one."""
         path = self.block(kind, *settings)
         args = (value, *(self.size(stream) for stream in streams))
         known = meta_of(value) if isinstance(value, fx.Node) else None
@@ -89,11 +89,11 @@ class PlanWriter:
         return self.marked(node, like or value, kind.__name__)
 
     def plain(self, op: str, target: Any, args: Any, like: fx.Node, **place: Any) -> fx.Node:
-        """A new node that is no block, put in for another."""
+        """Insert a new node that is no block, on behalf of another."""
         return self.marked(insert(self.graph, op, target, args, **place), like, "")
 
     def in_place(self, twin: fx.Node, kind: type[Collective], settings: tuple[Any, ...], args: tuple[Any, ...]) -> None:
-        """Put a call of a block in the place of a node."""
+        """Replace a node by a call of a block."""
         path, name = self.block(kind, *settings), f"{twin.name}_parallel"
         new = insert(self.graph, "call_module", path, args, before=twin, name=name, meta=twin.meta)
         self.marked(new, twin, kind.__name__).meta["nn_module_stack"] = twin.meta.get("nn_module_stack", ROOT)
@@ -101,7 +101,7 @@ class PlanWriter:
         self.now[twin] = new
 
     def marked(self, node: fx.Node, like: fx.Node, block: str) -> fx.Node:
-        """Note on a node that this plan put it in, for which node and as which block; gives it."""
+        """Record on a node that this plan inserted it, for which node and as which block; return it."""
         node.meta["nn_module_stack"] = ROOT
         site = {"site": like.name, "place": "node", "block": block}
         node.meta["pass"] = {"name": self.name, **site, "where": ""}
@@ -110,12 +110,12 @@ class PlanWriter:
         return node
 
     def node(self, one: fx.Node) -> fx.Node:
-        """What a node of the plan is in this graph now."""
+        """Return the current node of this graph for a node of the plan."""
         twin = self.twin[one.name]
         return self.now.get(twin, twin)
 
     def size(self, stream: int) -> Any:
-        """The whole size of a stream, asked where it begins; a number where that is a weight."""
+        """Return the whole size of a stream, read where it begins; a constant if that is a weight."""
         if stream not in self.sizes:
             one, dim = self.found.origins[stream]
             if isinstance(self.found.starts.get(one), Placement):
@@ -153,11 +153,11 @@ class PlanWriter:
         self.now[self.twin[node.name]] = cut
 
     def part(self, place: Placement) -> tuple[Any, ...]:
-        """The settings of a `Part`."""
+        """Return the settings of a `Part`."""
         return self.axis, place.dim, place.layout.inner, place.layout.outer
 
     def step(self, node: fx.Node, step: ArgumentSplit) -> None:
-        """Write what the plan does at one node."""
+        """Write the plan's step at one node."""
         inputs = node.all_input_nodes
         twin = self.twin[node.name]
         table: dict[fx.Node, Any] = {}
@@ -209,12 +209,12 @@ class PlanWriter:
             self.now[twin] = cut
 
     def instead(self, twin: fx.Node, new: fx.Node) -> None:
-        """Let a new node stand for this one from here on."""
+        """Replace a node by a new one from here on."""
         redirect(twin, new)
         self.now[twin] = new
 
     def near(self, node: fx.Node, twin: fx.Node, near: Any) -> None:
-        """Fetch rows of the neighbours for a node, and cut off what is too much."""
+        """Fetch rows of the neighbours for a node, and cut off the excess."""
         inputs = node.all_input_nodes
         value = self.node(inputs[near.which])
         (given,), (gives,) = near.place.layout.streams, near.out.layout.streams
@@ -235,7 +235,7 @@ class PlanWriter:
         self.instead(twin, self.call(Cut, cut, twin, (given, gives), after=twin, name=name))
 
     def norm(self, node: fx.Node, twin: fx.Node, norm: Any) -> None:
-        """Normalisation by the statistics of all processes."""
+        """Insert normalisation by the statistics of all processes."""
         place = self.found.place(node)
         assert place is not None
         sizes = tuple(self.size(stream) for stream in place.layout.streams)
@@ -248,7 +248,7 @@ class PlanWriter:
         self.in_place(twin, Norm, (self.axis, norm.groups, norm.eps), args)
 
     def split(self, one: fx.Node, place: Placement, before: fx.Node) -> fx.Node:
-        """The part of a whole value, made once."""
+        """Return the part of a whole value, inserted once."""
         key = ("split", one, place)
         if key not in self.made:
             kind, settings = Split, (self.axis, place.dim, place.layout.inner)
@@ -259,14 +259,14 @@ class PlanWriter:
         return found
 
     def gathered(self, one: fx.Node, before: fx.Node) -> Any:
-        """The whole of a value: a node, or nested ones."""
+        """Return the whole of a value, inserted once: a node, or nested ones."""
         key = ("gather", one)
         if key not in self.made:
             self.made[key] = self.gather(self.found.values[one], self.node(one), before)
         return self.made[key]
 
     def gather(self, value: Any, node: Any, before: fx.Node) -> Any:
-        """The whole of a value: gathered where it is split, nested as it is."""
+        """Return the whole of a value: gathered if it is split, with the same nesting."""
         if isinstance(value, Leaf):
             if value.place is None:
                 return node
@@ -283,7 +283,7 @@ class PlanWriter:
         return node
 
     def whole_number(self, one: fx.Node) -> Any:
-        """A number as one process has it."""
+        """Return a number as one process would have it."""
         twin = self.twin.get(one.name, one)
         if not self.found.hangs_on_sizes(one):
             return self.now.get(twin, twin)
@@ -306,13 +306,13 @@ class PlanWriter:
         return made
 
     def full_result(self, one: fx.Node, before: fx.Node) -> Any:
-        """The whole of what a node gives, a tensor or a number."""
+        """Return the whole result of a node, a tensor or a number."""
         if self.found.is_split(one):
             return self.gathered(one, before)
         return self.whole_number(one)
 
     def attention(self, node: fx.Node, twin: fx.Node, table: Mapping[fx.Node, Any]) -> None:
-        """Put attention over all processes' tokens in the place of a node."""
+        """Replace a node by attention over all processes' tokens."""
         given = attention_arguments(node)
         query, key = (self.found.place(given[name]) for name in ("query", "key"))
         assert query is not None and key is not None
@@ -325,7 +325,7 @@ class PlanWriter:
         self.in_place(twin, Attention, settings, (*values, mask, scale, *sizes))
 
     def feature_norm(self, node: fx.Node, twin: fx.Node, table: Mapping[fx.Node, Any]) -> None:
-        """Put a norm with the statistics of all processes' features in the place of a node."""
+        """Replace a node by a norm with the statistics of all processes' features."""
         given, leaf = normed(node), self.found.place(node)
         assert given is not None and leaf is not None
         parts = [self.node(given[key]) for key in ("input", "weight", "bias") if given[key] is not None]

@@ -10,12 +10,12 @@ from .prediction import Cost
 
 
 def kind(method: str) -> str:
-    """A method without its numbers of processes: one line of the picture."""
+    """Return a method without its numbers of processes, which is one line of the picture."""
     return re.sub(r" \d+", "", method)
 
 
 def save_picture(rows: Sequence[Cost], path: Path) -> None:
-    """Draw costs. Of several ways of one kind (ulysses 2 x ring 4, ulysses 4 x ring 2) the fastest is drawn."""
+    """Plot costs. Of several ways of one kind (ulysses 2 x ring 4, ulysses 4 x ring 2) the fastest is drawn."""
     from matplotlib.figure import Figure
 
     sides = list(dict.fromkeys(row.pixels for row in rows))

@@ -55,7 +55,7 @@ class Cost:
 
 
 def link_of(text: str) -> tuple[float, float]:
-    """Bytes a second and seconds a call of a link by name, or by its GB/s. Raises SpecError."""
+    """Return bytes per second and seconds per call of a link by name, or by its GB/s. Raises SpecError."""
     text = str(text)
     if text in LINKS:
         return LINKS[text]
@@ -78,11 +78,11 @@ def predict(
     speed: float = SPEED,
     pixels: int = 0,
 ) -> list[Cost]:
-    """The cost of a call on inputs of one resolution, for each number of devices and each way of splitting that is possible.
+    """Return the cost of a call on inputs of one resolution, for each number of devices and each possible way to split.
 
-    `speed` is in teraFLOP a second, `pixels` is what the rows are called. What
-    ulysses and ring send is counted, with half of the samples where guidance is split; what tensor and pipefusion send are the
-    formulas of Megatron-LM (two sums of the tokens a layer) and PipeFusion. Raises SpecError where no tokens can be split.
+    `speed` is in teraFLOP per second, `pixels` labels the rows. The bytes of ulysses and ring are counted, with half of the
+    samples if guidance is split; those of tensor and pipefusion are the formulas of Megatron-LM (two sums of the tokens per
+    layer) and PipeFusion. Raises SpecError if no tokens can be split.
     """
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     if not (isinstance(speed, (int, float)) and math.isfinite(speed) and speed > 0):
@@ -111,12 +111,12 @@ def fastest_plan(
     speed: float = SPEED,
     check: bool = True,
 ) -> Plan:
-    """Make the plan for so many processes that is predicted to be the fastest; its text lists what the others would cost.
+    """Make the plan for so many processes that is predicted to be the fastest; its text lists the costs of the others.
 
     `link` is `nvlink`, `pcie`, `100gbe`, GB/s as text, or `measured` between the processes that torchrun has started, which
-    takes `speed` from them too; `speed` is in teraFLOP a second. A way that turns out to be none for this model makes room for
-    the next. Chosen among are batch, ulysses, ring, their mixes, and tensor; PipeFusion, which is no plan, is listed alone.
-    Raises SpecError where no tokens can be split, or in no way over so many.
+    measures `speed` too; `speed` is in teraFLOP per second. If the fastest way is impossible for this model, the next one is
+    used. Candidates are batch, ulysses, ring, their mixes, and tensor; PipeFusion, which is no plan, is only listed. Raises
+    SpecError if no tokens can be split, or in no way over so many processes.
     """
     if type(devices) is not int or devices < 2:
         raise SpecError(f"devices is a number of processes, 2 or more, not {shown(devices)}")
@@ -136,7 +136,8 @@ def fastest_plan(
 
 
 def figures_of(link: str, speed: float) -> tuple[tuple[float, float], float]:
-    """Bytes a second and seconds a call of a link, and a device's teraFLOP a second: given, or `measured`. Raises SpecError."""
+    """Return bytes per second and seconds per call of a link, and a device's teraFLOP/s: given, or `measured`. Raises
+    SpecError."""
     if link == "measured":
         from ..processes import measured
 
@@ -145,13 +146,13 @@ def figures_of(link: str, speed: float) -> tuple[tuple[float, float], float]:
 
 
 def format_figures(link: tuple[float, float], speed: float) -> str:
-    """What a prediction goes by."""
+    """Format the figures that a prediction is based on."""
     return f"{link[0] / 1e9:g} GB/s and {link[1] * 1e6:.3g} us a call, {speed:g} TFLOP/s a device"
 
 
 @contextlib.contextmanager
 def _without_values(module: TracedModule, call: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """The module tree again and the call, both without values, each tensor on its device; the module itself can be called."""
+    """Yield a copy of the module tree and the call on fake tensors; the module itself can be called."""
     tree = shell(module)
     with torch.no_grad(), kernels.FakeTensorMode(allow_non_fake_inputs=True), swapped(tree, empty):
         yield tree, map_leaves(call, lambda t, _: empty(t))
@@ -176,13 +177,14 @@ class _StepCost:
     def cost(
         self, count: int, method: str, calls: int, size: int, seconds: float, ways: Mapping[str, int], work: float | None = None
     ) -> Cost:
-        """The cost of a way in which a process sends so many bytes and computes `work`, or without it an even part of all."""
+        """Return the cost of a way in which a process sends so many bytes and computes `work`, by default an equal part of
+        all."""
         compute = (self.work / count if work is None else work) / self.speed
         speedup = self.work / self.speed / seconds
         return Cost(self.pixels, count, method, calls, size, seconds, speedup, compute / seconds, ways)
 
     def split(self, ways: dict[str, int]) -> Cost | None:
-        """Samples and tokens split in these ways; None where there are fewer of them than processes."""
+        """Return the cost of splitting samples and tokens in these ways; None if there are fewer of them than processes."""
         batch, call = ways["batch"], self.call
         if batch > 1:
             if len(self.samples) != 1 or max(self.samples) % batch:
@@ -215,14 +217,16 @@ class _StepCost:
         return self.cost(math.prod(ways.values()), format_degrees(ways), calls, size, total, ways, work)
 
     def tensor(self, count: int) -> Cost:
-        """Tensor parallelism by its formula (Shoeybi et al. 2019, arXiv 1909.08053): two sums of all tokens a layer."""
+        """Return the cost of tensor parallelism by its formula (Shoeybi et al. 2019, arXiv 1909.08053): two sums of all tokens
+        per layer."""
         calls = 2 * self.layers
         size = calls * 2 * (count - 1) * self.width // count
         total = self.work / count / self.speed + size / self.link[0] + calls * self.link[1]
         return self.cost(count, f"tensor {count} (formula)", calls, size, total, {"tensor": count})
 
     def pipeline(self, count: int) -> Cost:
-        """PipeFusion by its formula (Fang et al. 2024, arXiv 2405.14430): what goes from layer to layer, sent on once a step.
+        """Return the cost of PipeFusion by its formula (Fang et al. 2024, arXiv 2405.14430): activations passed on once per
+        step. 2024, arXiv 2405.14430): what goes from layer to layer, sent on once a step.
 
         It travels while another patch is computed, and no stage is idle after the first steps.
         """
@@ -235,7 +239,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _attention(plan: Plan) -> float:
-    """The share of the work that attention is, on the example inputs."""
+    """Return the share of attention in the work, on the example inputs."""
     (stage,) = plan.stages
     work, steps = stage.found.walk.work, stage.found.steps
     own = sum(n for node, n in work.items() if node in steps and steps[node].special == "attention")
@@ -243,7 +247,7 @@ def _attention(plan: Plan) -> float:
 
 
 def table(rows: Sequence[Cost]) -> str:
-    """The costs as text; `*` is before the fastest of each resolution and number of devices."""
+    """Format the costs as a table; `*` marks the fastest of each resolution and number of devices."""
     best = winners(rows)
     lines = [f"{'pixels':>7} {'devices':>7}   {'method':<28} {'calls':>6} {'MB sent':>10} {'ms':>9} {'speedup':>8}  computes"]
     for row in rows:
@@ -256,7 +260,7 @@ def table(rows: Sequence[Cost]) -> str:
 
 
 def winners(rows: Sequence[Cost]) -> list[Cost]:
-    """The fastest of each resolution and number of devices."""
+    """Return the fastest of each resolution and number of devices."""
     found: dict[tuple[int, int], Cost] = {}
     for row in rows:
         if (key := (row.pixels, row.devices)) not in found or row.seconds < found[key].seconds:

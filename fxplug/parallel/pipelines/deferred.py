@@ -28,7 +28,7 @@ class Recipe:
         self.shape: tuple[int, ...] = ()
 
     def at(self, what: str, patch: int) -> Tensor:
-        """The "value", right where the patch is, or the "mark": not a number where it is not."""
+        """Return the "value", correct on the patch's elements, or the "mark": NaN on all other elements."""
         if self.whole is not None:
             return self.whole
         if what == "mark" and self.owned:
@@ -41,7 +41,7 @@ class Recipe:
         return self.found[what, patch]
 
     def forget(self, owned: list[Tensor], shape: tuple[int, ...]) -> None:
-        """Keep what is known, and which elements are each patch's, but nothing of how it came about."""
+        """Keep the known values and the elements of each patch, but drop the inputs of the computation."""
         self.func, self.given, self.owned, self.shape = None, None, owned, shape
 
 
@@ -69,12 +69,12 @@ class Later(Tensor):
 
     @property
     def is_settled(self) -> bool:
-        """Whether its whole is there."""
+        """Return whether the whole tensor is available."""
         return self.whole is not None if self.base is None else self.base.is_settled
 
     @torch.no_grad()
     def settled(self, why: str = "") -> Tensor:
-        """The whole; every process asks for it at the same place."""
+        """Return the whole tensor; every process must call this at the same place."""
         if self.base is not None and self.taken is not None:
             return self.taken(self.base.settled(why))
         if self.whole is None:
@@ -121,7 +121,7 @@ class Later(Tensor):
 
 
 def _member(func: Any, args: Any, kwargs: Any, number: int) -> Callable[[Tensor], Tensor]:
-    """What takes this one of the views that an operation gives of a tensor that comes later."""
+    """Return a function that takes this one of the views that an operation returns of a deferred tensor."""
 
     def view(base: Tensor) -> Tensor:
         given = pytree.tree_map_only(Later, lambda _: base, (args, kwargs))
@@ -136,7 +136,7 @@ def _meta(value: Tensor) -> Tensor:
 
 
 def _place() -> str:
-    """Where in somebody's code an operation stands."""
+    """Return the file and line of the user's code that runs an operation."""
     # nothing plainer: somebody's code asked for a value that is not there yet, and the error says in which line
     frame = sys._getframe(2)
     while frame.f_back is not None and "/torch/" in frame.f_code.co_filename.replace("\\", "/"):
@@ -145,7 +145,7 @@ def _place() -> str:
 
 
 def owners(marks: Sequence[Tensor]) -> list[Tensor] | None:
-    """The flat positions of each patch, int64, from its mark; None where they do not make up the whole, each once."""
+    """Return the flat positions of each patch, int64, from its mark; None if they do not cover the whole exactly once."""
     mine = [~mark.isnan().reshape(-1) for mark in marks]
     if not bool((torch.stack(mine).sum(0) == 1).all()):
         return None

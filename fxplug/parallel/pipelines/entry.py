@@ -46,21 +46,22 @@ def pipefusion(
 ) -> PipeFusion:
     """Run a denoiser in stages on patches of its tokens (PipeFusion; Fang et al. 2024, arXiv 2405.14430).
 
-    `args` and `kwargs` are example inputs; where tokens are born and meet is found as for `parallel_plan`, and the graph is
-    cut where little goes from stage to stage, into stages of about equal work. `warmup` steps at the beginning of an image and
-    `correct` at its end run in one piece; the latter needs `steps`, the number of steps of an image or a function that tells
-    it. `batch` splits samples, guidance included, over processes. `clock` names the input that says where in a run a call is.
+    `args` and `kwargs` are example inputs; the nodes where tokens are split and where they interact are found as for
+    `parallel_plan`, and the graph is cut where little is passed from stage to stage, into stages of about equal work. `warmup`
+    steps at the beginning of an image and `correct` at its end run in one piece; the latter needs `steps`, the number of steps
+    of an image or a function that returns it. `batch` splits samples, guidance included, over processes. `clock` names the
+    input that identifies the step of a call.
 
-    With torch.distributed each process is one stage for its part of the batch, and `mesh` may say which, with the axes "batch"
-    and "stages"; without it one process runs all. A model with values is run once in one
-    piece and once patch by patch on the same inputs, which must agree.
+    With torch.distributed each process is one stage for its part of the batch, and `mesh` may assign them, with the axes
+    "batch" and "stages"; without it one process runs all. A model with values is run once in one piece and once patch by patch
+    on the same inputs, which must agree.
 
-    Over processes with `overlap` a step does not wait for the last patch: a call gives tensors that come later, what the
-    pipeline does with them elementwise (guidance, a scheduler's step) is done patch by patch, and where something else needs
-    all of one it waits, as the decoder does at the end; between two calls that is an error that names the operation.
+    Over processes with `overlap` a step does not wait for the last patch: a call returns deferred tensors, the pipeline's
+    elementwise operations on them (guidance, a scheduler's step) run patch by patch, and any other operation that needs a whole
+    tensor waits for it, as the decoder does at the end; between two calls that is an error that names the operation.
 
-    Raises SpecError for numbers that are none or too many, and where tokens or stages cannot be split, with what stands in the
-    way; VerifyError for patches that do not give what the model gives.
+    Raises SpecError for invalid or too large numbers, and if tokens or stages cannot be split, with the reason; VerifyError if
+    the patches do not give the model's result.
     """
     check_integer("stages", stages, 1)
     check_integer("patches", patches, 1)
@@ -85,8 +86,8 @@ def stale_sequence(
 ) -> StaleSequence:
     """Split a denoiser's tokens over processes that exchange them a step late (DistriFusion; Li et al. 2024, 2402.19481).
 
-    As `pipefusion`, without stages: each of `ways` processes runs all layers on its patch, with the keys and values that the
-    others had at the step before, which travel while a step is computed. Without torch.distributed one process runs all. The
+    Like `pipefusion`, without stages: each of `ways` processes runs all layers on its patch, with the keys and values of the
+    others from the step before, which are sent while a step is computed. Without torch.distributed one process runs all. The
     axes of a `mesh` are "batch" and "stages". Raises what `pipefusion` raises.
     """
     check_integer("ways", ways, 1)
@@ -102,10 +103,10 @@ def in_steps(
     mesh: DeviceMesh | None = None,
     check: bool = True,
 ) -> PipeFusion:
-    """Run a rewritten or loaded module as its pass `pipefusion`, or `sequence_parallel` with `stale`, says.
+    """Run a rewritten or loaded module in steps, as its pass `pipefusion`, or `sequence_parallel` with `stale`, says.
 
-    Those passes change no graph, but write down how it is to be run: this calls `pipefusion` or `stale_sequence` with what they
-    say. Raises SpecError for a module of which nothing is said, and what those raise.
+    Those passes change no graph, but record how it is to be run: this calls `pipefusion` or `stale_sequence` with the recorded
+    arguments. Raises SpecError for a module without such a record, and the errors of these functions.
     """
     said: dict[str, Any] = dict(gm.meta.get("stepped") or {})
     if not said:
@@ -119,9 +120,9 @@ def in_steps(
 
 
 def with_steps(gm: TracedModule, name: str, said: Mapping[str, Any]) -> TracedModule:
-    """The same module, which knows how it is to be run in steps, as `in_steps` reads it; `said` is by keys of a parallel pass.
+    """Return a copy of the module that records how to run it in steps, for `in_steps`; `said` has the keys of a parallel pass.
 
-    Raises SpecError for keys that do not go together.
+    Raises SpecError for keys that exclude each other.
     """
     given = {key: value for key, value in said.items() if key != "stale"}
     if given.get("clock") == "":
@@ -142,7 +143,7 @@ def _made(
     kind: type[T], gm: TracedModule, call: Any, run: tuple[int, int, int, Steps, str | None], stages: int, batch: int,
     split: Any, mesh: DeviceMesh | None, check: bool,
 ) -> T:  # fmt: skip
-    """A denoiser that goes by patches, as this process runs it where there are several."""
+    """Make a denoiser that runs by patches, as this process runs it if there are several."""
     patches, warmup, correct, steps, clock = run
     check_integer("warmup", warmup, 1)
     if check_integer("correct", correct) and steps is None:
@@ -165,9 +166,9 @@ def _made(
 def distances(
     found: PipeFusion, draw: Callable[[Any], Tensor], patches: Sequence[int], warmups: Sequence[int]
 ) -> dict[tuple[int, int], float]:
-    """How far images are from the serial one, ||x - serial|| / ||serial||, by patches and warm-up.
+    """Return how far images are from the serial one, ||x - serial|| / ||serial||, by patches and warm-up.
 
-    `draw(denoiser)` gives an image, the same for the same denoiser: a pipeline with its transformer exchanged and a seed.
+    `draw(denoiser)` returns an image, the same for the same denoiser: a pipeline with its transformer exchanged and a seed.
     """
     serial = draw(found.module).float()
     rows = {}

@@ -37,7 +37,7 @@ class Links:
         self.device = torch.device("cpu")
 
     def send(self, to: int, values: Any, key: Any) -> None:
-        """Hand nested values to a stage, without waiting."""
+        """Send nested values to a stage, without waiting."""
         group = self.groups[to < self.rank]
         leaves, tree = pytree.tree_flatten(values)
         going = [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
@@ -54,7 +54,7 @@ class Links:
         guarded(call, group.group_name, f"what stage {to} takes")
 
     def receive(self, source: int, key: Any) -> Any:
-        """What a stage has sent. Raises GuardError where nothing comes."""
+        """Receive values from a stage. Raises GuardError if nothing arrives."""
         group = self.groups[self.rank < source]
 
         def into(tensor: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Links:
         return pytree.tree_unflatten(leaves, tree)
 
     def share(self, source: int, values: Any, key: Any) -> Any:
-        """What one stage has, for all. Raises GuardError where a process does not come."""
+        """Broadcast one stage's values to all. Raises GuardError if a process does not reach the broadcast."""
         group = self.groups[0]
         leaves, tree = pytree.tree_flatten(values)
 
@@ -95,7 +95,8 @@ class Links:
         return pytree.tree_unflatten(leaves, tree)
 
     def swap(self, values: Sequence[Tensor], key: Any) -> tuple[Callable[[], None], list[list[Tensor]]]:
-        """Begin to give tensors to all: what waits for them, and what each process gave, which is there by then."""
+        """Start an all-gather of tensors: return a function that waits for it, and the tensors of each process, complete after
+        that."""
         name = self.groups[0].group_name
         if ("swap", key) not in self.known:
             shapes: list[Any] = [None] * len(self.ranks)
@@ -114,18 +115,19 @@ class Links:
         return wait, rows
 
     def empty(self, outlines: Sequence[Any]) -> list[Any]:
-        """What values are received into, one for each outline."""
+        """Allocate tensors to receive into, one for each outline."""
         return [self.here(outline) for outline in outlines]
 
     def here(self, outline: Any) -> Any:
-        """An empty tensor of an outline on this process's device, which is also given for any device; all else as it is."""
+        """Return an empty tensor of an outline on this process's device; replace any device by it; return anything else as it
+        is."""
         if isinstance(outline, _Outline):
             return torch.empty(outline.shape, dtype=outline.dtype, device=self.device)
         return self.device if isinstance(outline, torch.device) else outline
 
 
 def links_of(stages: int, ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> tuple[Links, World]:
-    """This process's ways to the stages that have its part of the batch, and its place in a mesh of (batch, stages).
+    """Return the links to the stages for this process's part of the batch, and its position in a mesh of (batch, stages).
 
     Raises SpecError for a mesh, or a number of processes, that does not fit.
     """
@@ -164,7 +166,7 @@ def _outlines(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _header(leaf: Any) -> Any:
-    """What goes ahead of a value, as JSON."""
+    """Return the header of a value, as JSON."""
     if isinstance(leaf, Tensor):
         return {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}
     if isinstance(leaf, torch.dtype):

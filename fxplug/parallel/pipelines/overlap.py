@@ -46,7 +46,7 @@ class Overlapping(PipeFusion):
     promise: _Promise | None = None
 
     def forget(self) -> None:
-        """Run what was promised, and drop what is kept of an image's calls."""
+        """Run the deferred call, and clear the state of an image's calls."""
         self.finish()  # nobody may have asked for the last result: what was sent is taken
         super().forget()
         self.known: dict[int, _PromisedRun] = {}  # by the run's identity
@@ -55,9 +55,9 @@ class Overlapping(PipeFusion):
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The next step of an image; its result is promised in a step that goes by patches.
+        """Compute the next step of an image; the result is deferred in a step that runs by patches.
 
-        Raises GuardError for a call that the model does not take, and SpecError where a step in between needed a whole.
+        Raises GuardError for a call that the model does not take, and SpecError if a step in between needed a whole tensor.
         """
         if self.links is None:
             return super().forward(*args, **kwargs)
@@ -80,7 +80,7 @@ class Overlapping(PipeFusion):
         return result
 
     def learn(self, run: ImageRun, inputs: list[Any], result: Any) -> None:
-        """Which elements of a result are each patch's: what comes behind the last stage runs with all others not a number."""
+        """Find the elements of a result that each patch owns: the code after the last stage runs with all others set to NaN."""
         marks = []
         for patch in range(self.patches):
             cells = {}
@@ -100,9 +100,9 @@ class Overlapping(PipeFusion):
     # --- a call whose result is promised
 
     def promised(self, run: ImageRun, inputs: list[Any]) -> Any:
-        """A call whose result is promised.
+        """Return a call's deferred result.
 
-        The last stage runs what it promised before and hands on the patches of these inputs; the others run this call's.
+        The last stage runs the call deferred before and passes on the patches of these inputs; the others run this call.
         """
         leaves, tree = pytree.tree_flatten(inputs)
         laters = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Later)}
@@ -146,12 +146,12 @@ class Overlapping(PipeFusion):
         return self.of(known, results)
 
     def read(self, stage: int) -> set[int]:
-        """The positions of the arguments whose values a stage reads, for the last one those of the tail too."""
+        """Return the positions of the arguments that a stage reads; for the last one those of the tail too."""
         last = len(self.plan.stages) - 1
         return self.plan.stages[stage].reads | (self.plan.reads if stage == last else set())
 
     def record_patch_elements(self, i: int, later: Later) -> None:
-        """Learn which elements of an input are each patch's, at the first one that is promised."""
+        """Record the elements of an input that each patch owns, at its first deferred value."""
         if (i, later.shape) in self.owned:
             return
         found = owners([later.recipe.at("mark", patch) for patch in range(self.patches)])
@@ -160,7 +160,7 @@ class Overlapping(PipeFusion):
         self.owned[i, later.shape] = found
 
     def of(self, known: _PromisedRun, results: list[Recipe]) -> Any:
-        """What a call gives: promises in the place of tensors."""
+        """Return a call's result with deferred tensors in place of tensors."""
         leaves, tree = pytree.tree_flatten(known.outline)
         rows = iter(enumerate(results))
         for k, leaf in enumerate(leaves):
@@ -171,7 +171,7 @@ class Overlapping(PipeFusion):
         return pytree.tree_unflatten(leaves, tree)
 
     def fulfil(self, patch: int) -> None:
-        """In the last stage: run a patch of the call that was promised."""
+        """Run a patch of the deferred call, in the last stage."""
         promise = self.promise
         if promise is None:
             return
@@ -191,13 +191,13 @@ class Overlapping(PipeFusion):
             self.promise = None
 
     def finish(self) -> None:
-        """Run what is left of the call that was promised."""
+        """Run the rest of the deferred call."""
         if self.promise is not None:
             for patch in range(self.patches):
                 self.fulfil(patch)
 
     def settle(self, recipe: Recipe, like: Tensor, why: str) -> Tensor:
-        """The whole of a promise: the last stage's, for all."""
+        """Return the whole of a deferred tensor, broadcast by the last stage."""
         assert self.links is not None
         last, found = len(self.plan.stages) - 1, None
         if self.links.world is not None:

@@ -29,7 +29,7 @@ from ..writing import PlanWriter
 
 
 def part(x: Tensor, patch: int, patches: int, dim: int, inner: int, born: bool, *sizes: int) -> Tensor:
-    """A patch of a tensor, with the whole sizes of the streams in a dimension. Raises GuardError for too few tokens."""
+    """Return a patch of a tensor, given the whole sizes of the streams in a dimension. Raises GuardError for too few tokens."""
     if patches == 1:
         return x
     for size in sizes:
@@ -39,12 +39,13 @@ def part(x: Tensor, patch: int, patches: int, dim: int, inner: int, born: bool, 
 
 
 def put(x: Tensor, kept: Tensor | None, patch: int, patches: int, dim: int, inner: int, *sizes: int) -> Tensor:
-    """The whole of a tensor: this patch's part, and what is kept of the others."""
+    """Return a whole tensor: this patch's part, and the cached values of the others."""
     return x if patches == 1 or kept is None else keep(kept.clone(), x, patch, patches, dim, inner, sizes)
 
 
 def added(x: Tensor, kept: Tensor | None, patch: int, patches: int) -> Tensor:
-    """A sum over the patches. `kept` has the last sum of a step in one piece, and each patch's summand: NaN before its first.
+    """Return a sum over the patches. `kept` has the last sum of a step in one piece, and each patch's summand: NaN before its
+    first. `kept` has the last sum of a step in one piece, and each patch's summand: NaN before its first.
 
     Until all summands are known the sum is that of the step in one piece.
     """
@@ -55,12 +56,12 @@ def added(x: Tensor, kept: Tensor | None, patch: int, patches: int) -> Tensor:
 
 
 def global_size(x: Tensor, patch: int, patches: int, dim: int, *sizes: int) -> int:
-    """The size that a split dimension has in one patch."""
+    """Return the whole size of a dimension that is split in a patch."""
     return layouts.global_size(x, dim, sizes, patch, patches)
 
 
 def numel(x: Tensor, patch: int, patches: int, dim: int, *sizes: int) -> int:
-    """The number of elements that a split tensor has in one patch."""
+    """Return the whole number of elements of a tensor that is split in a patch."""
     return x.numel() // x.shape[dim] * global_size(x, patch, patches, dim, *sizes)
 
 
@@ -75,7 +76,8 @@ def attended(
     patches: int,
     *sizes: int,
 ) -> Tensor:
-    """`scaled_dot_product_attention` of a patch's queries; all else is whole. `sizes` are those of the queries' streams."""
+    """Compute `scaled_dot_product_attention` of a patch's queries; all else is whole. `sizes` are those of the queries'
+    streams."""
     if patches > 1 and (causal or (mask is not None and mask.dim() > 1 and mask.shape[-2] > 1)):
         at = layouts.positions(sizes, [patch], patches, query.device)
         mask = torch.arange(key.shape[-2], device=query.device) <= at[:, None] if mask is None else mask.index_select(-2, at)
@@ -84,7 +86,7 @@ def attended(
 
 
 def keep(kept: Tensor | None, value: Tensor, patch: int, patches: int, dim: int, inner: int, sizes: Sequence[int]) -> Tensor:
-    """What is kept after a patch gave `value`: the same memory, written into."""
+    """Return the cache after a patch computed `value`: the same memory, updated in place."""
     if inner == 0:
         assert kept is not None
         kept[patch + 1] = value
@@ -100,7 +102,7 @@ def keep(kept: Tensor | None, value: Tensor, patch: int, patches: int, dim: int,
 
 
 def summands(total: Tensor, patches: int) -> Tensor:
-    """What is kept of a sum after a step in one piece."""
+    """Return the cache of a sum after a step in one piece."""
     found = total.new_full((patches + 1, *total.shape), torch.nan)
     found[0] = total
     return found
@@ -135,7 +137,7 @@ class Patcher(PlanWriter):
         self.patch = self.input("patch")
 
     def run(self) -> None:
-        """Write all of the plan into the graph without edges, and find what is kept."""
+        """Write the whole plan into the graph without edges, and collect the cached values."""
         super().run()
         for node in list(self.graph.nodes):
             if node.target is ops.edge and isinstance(node.args[0], fx.Node):
@@ -148,7 +150,7 @@ class Patcher(PlanWriter):
                 self.kept.append(PatchValue(node, given[0], given[1], 0, 0, ()))
 
     def input(self, name: str) -> fx.Node:
-        """A new input of the graph, behind those it has."""
+        """Insert a new input of the graph, after the existing ones."""
         return insert(self.graph, "placeholder", f"pipefusion_{name}", after=head(self.graph))
 
     def call(
@@ -160,7 +162,7 @@ class Patcher(PlanWriter):
         like: Any = None,
         **where: Any,
     ) -> fx.Node:
-        """A call of what a collective is over time."""
+        """Insert a call of a collective's counterpart over time."""
         if kind is Broadcast:
             raise SpecError(
                 f"'{value.name}' draws random numbers, which would differ from patch to patch: use the model in evaluation mode"
@@ -177,7 +179,7 @@ class Patcher(PlanWriter):
         return self.marked(node, value, kind.__name__)
 
     def attention(self, node: fx.Node, twin: fx.Node, table: Any) -> None:
-        """Put attention of a patch, over what is kept of all keys and values, in the place of a node."""
+        """Replace a node by attention of a patch, over the cached keys and values of all."""
         given = attention_arguments(node)
         query = self.found.place(given["query"])
         assert query is not None

@@ -72,7 +72,7 @@ class PipeFusion(nn.Module):
     def with_options(
         self, patches: int | None = None, warmup: int | None = None, correct: int | None = None, links: Links | None = None
     ) -> Self:
-        """Give the same graphs with other numbers, or as one process of several runs them."""
+        """Return the same graphs with other numbers, or as one process of several runs them."""
         rows = zip((patches, warmup, correct), (self.patches, self.warmup, self.correct), strict=True)
         numbers = [old if new is None else new for new, old in rows]
         return type(self)(
@@ -80,16 +80,16 @@ class PipeFusion(nn.Module):
         )  # fmt: skip
 
     def new_image(self) -> None:
-        """Forget what is kept: the next call begins an image."""
+        """Clear all cached values: the next call begins an image."""
         self.forget()
         self.clock.reset()
 
     def _reset_stateful_cache(self, recurse: bool = True) -> None:
-        """As pipelines of diffusers call it on each of their models at the end of a run."""
+        """Begin a new image, as pipelines of diffusers call it on each of their models at the end of a run."""
         self.new_image()
 
     def forget(self) -> None:
-        """Drop what is kept of an image's calls."""
+        """Clear the state of an image's calls."""
         self.runs: dict[int, ImageRun] = {}
 
     # --- a call
@@ -106,19 +106,19 @@ class PipeFusion(nn.Module):
         return self.step(run, inputs, self.is_full_step(run))
 
     def compare(self, run: ImageRun, inputs: Sequence[Any]) -> None:
-        """Raises GuardError in every process where one has another step, inputs, weights or adapters than the others."""
+        """Raise GuardError in every process if one has another step, inputs, weights or adapters than the others."""
         if self.peers is not None and self.peers.world is not None:
             check_equal_on_ranks(self.module, self.peers.world, inputs, {}, f"step {run.index} of an image")
 
     def is_full_step(self, run: ImageRun) -> bool:
-        """Say whether the next step of a run is one for all tokens."""
+        """Return whether the next step of a run is computed for all tokens at once."""
         entire = run.index < self.warmup or self.is_last(run.index)
         run.index += 1
         self.counts["entire" if entire else "patches"] += 1
         return entire
 
     def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """List the arguments in the signature's order, with defaults. Raises GuardError for a call that it does not take."""
+        """Return the arguments in the signature's order, with defaults. Raises GuardError for a call that it does not take."""
         try:
             given = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -127,7 +127,7 @@ class PipeFusion(nn.Module):
         return list(given.arguments.values())
 
     def begin(self, inputs: list[Any]) -> ImageRun:
-        """Give the run that this call is a step of: a new one where an image begins and for inputs of other shapes."""
+        """Return the run of this call: a new one if an image begins, and for inputs of other shapes."""
         new, number = self.clock.tick(inputs, {})
         shapes = tuple((x.shape, x.dtype) for x in leaves(inputs) if isinstance(x, Tensor))
         if self.clock.is_ambiguous:
@@ -144,7 +144,7 @@ class PipeFusion(nn.Module):
         return self.runs[number]
 
     def is_last(self, index: int) -> bool:
-        """Say whether the step of this number is one of the last `correct`."""
+        """Return whether the step of this number is one of the last `correct`."""
         if not self.correct:
             return False
         steps = self.steps() if callable(self.steps) else self.steps
@@ -165,7 +165,7 @@ class PipeFusion(nn.Module):
         return self.end(run, inputs, values, entire)
 
     def early(self, number: int, run: ImageRun, inputs: list[Any]) -> Any:
-        """Compute what is the same for all patches of a stage."""
+        """Compute the values that are the same for all patches of a stage."""
         stage = self.plan.stages[number]
         return stage.early(*inputs, *(run.fixed[name] for name in stage.fixed_used))
 
@@ -179,7 +179,7 @@ class PipeFusion(nn.Module):
         patches: int,
         values: dict[str, Any],
     ) -> None:
-        """Run one stage on one patch; `values` has what goes from stage to stage."""
+        """Run one stage on one patch; `values` has the values passed from stage to stage."""
         stage, entire = self.plan.stages[number], number not in early
         self.take(number, run, patch, patches, entire, values)
         taken = [values[name] for name in stage.taken]
@@ -197,7 +197,7 @@ class PipeFusion(nn.Module):
         self.give(number, run, patch, patches, entire, values)
 
     def put(self, run: ImageRun, row: PatchValue, value: Tensor, patch: int, patches: int, sizes: list[int]) -> None:
-        """Keep what one patch gives to a value that is put together."""
+        """Store one patch's part of a whole value."""
         run.sizes[row.node] = sizes
         if patches == 1 and not row.inner:
             run.cells[row.node] = summands(value, self.patches)
@@ -205,7 +205,7 @@ class PipeFusion(nn.Module):
             run.cells[row.node] = keep(run.cells.get(row.node), value, patch, patches, row.dim, row.inner, sizes)
 
     def end(self, run: ImageRun, inputs: list[Any], values: dict[str, Any], entire: bool) -> Any:
-        """Compute what comes behind the last stage, in every process."""
+        """Compute the result after the last stage, in every process."""
         plan = self.plan
         if self.links is not None:
             last = len(plan.stages) - 1
@@ -224,14 +224,14 @@ class PipeFusion(nn.Module):
         return self.ended(run, inputs, run.cells, others)
 
     def ended(self, run: ImageRun, inputs: list[Any], cells: Mapping[Any, Tensor], others: Sequence[Any]) -> Any:
-        """Compute what comes behind the last stage."""
+        """Compute the result after the last stage."""
         wholes = [cells[row.node].clone() for row in self.plan.wholes]  # results may be views of them, which are written again
         return self.plan.tail(*inputs, *(run.fixed[name] for name in self.plan.fixed), *wholes, *others)
 
     # --- from stage to stage
 
     def take(self, number: int, run: ImageRun, patch: int, patches: int, entire: bool, values: dict[str, Any]) -> None:
-        """Receive what earlier stages send this one, where each has a process of its own."""
+        """Receive the values that earlier stages send this one, if each has its own process."""
         if self.links is None:
             return
         for source in range(number):
@@ -242,7 +242,7 @@ class PipeFusion(nn.Module):
                 run.fixed.update(zip(fixed, found[len(names) :], strict=True))
 
     def give(self, number: int, run: ImageRun, patch: int, patches: int, entire: bool, values: dict[str, Any]) -> None:
-        """Send later stages what they take of this one, where each has a process of its own."""
+        """Send later stages the values that they take from this one, if each has its own process."""
         if self.links is None:
             return
         for to in range(number + 1, len(self.plan.stages)):
@@ -252,7 +252,7 @@ class PipeFusion(nn.Module):
                 self.links.send(to, found, (run.shapes, patch, patches))
 
     def between(self, source: int, to: int, entire: bool) -> tuple[list[str], list[str]]:
-        """List the names of what one stage sends another: values, and in a step in one piece numbers too."""
+        """Return the names of what one stage sends another: values, and in a step in one piece numbers too."""
         stage = self.plan.stages[to]
         fixed = dict(stage.fixed_taken)
         if to == len(self.plan.stages) - 1:
@@ -260,9 +260,10 @@ class PipeFusion(nn.Module):
         return [n for n, s in stage.taken.items() if s == source], [n for n, s in fixed.items() if s == source and entire]
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-        """Run a call in one piece, and again patch by patch: nothing is stale then, and both must be what the model gives.
+        """Run a call in one piece, and again patch by patch: nothing is stale then, and both must equal the model's result.
 
-        Gives the largest difference over the largest value. Raises VerifyError for one larger than rounding in its dtype.
+        Returns the largest difference relative to the largest value. Raises VerifyError if it is more than rounding in its
+        dtype allows.
         """
         inputs, run = self.bound(args, kwargs), ImageRun(None)
         with torch.no_grad():
@@ -276,12 +277,12 @@ class PipeFusion(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters of these stages are; the CPU where there are none."""
+        """Device of the parameters of these stages; the CPU if there are none."""
         return next((t.device for t in self.parameters()), torch.device("cpu"))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's dtype."""
+        """Dtype of the model."""
         return self.module.dtype  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
@@ -293,7 +294,7 @@ class PipeFusion(nn.Module):
         return getattr(self.module, name)
 
     def train(self, mode: bool = True) -> PipeFusion:
-        """Do as torch's `train` for `mode` False. Raises SpecError for True: there are no gradients."""
+        """Set evaluation mode, like torch's `train` for `mode` False. Raises SpecError for True: there are no gradients."""
         if mode:
             raise SpecError("PipeFusion computes no gradients: train the module that it was made from")
         return super().train(False)

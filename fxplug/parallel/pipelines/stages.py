@@ -112,7 +112,7 @@ class _StageNodes:
         self.fixed -= self.tail
 
     def reached(self, nodes: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-        """What is reached from nodes, going on by users or by inputs."""
+        """Return the nodes that are reached from nodes, following users or inputs."""
         found: set[fx.Node] = set()
         todo = [n for node in nodes for n in step(node)]
         while todo:
@@ -144,7 +144,7 @@ class _StageNodes:
         return 0 if one is None or node.target in (part, put, added) else self.walk.work.get(one, 0)
 
     def bytes(self, node: fx.Node) -> float:
-        """What it takes to send a value; infinite for one that cannot be sent."""
+        """Return the number of bytes to send a value; infinite for one that cannot be sent."""
         one = self.patcher.origin.get(node)
         leaves = [] if one is None else pytree.tree_leaves(self.walk.values[one])
         if not all(isinstance(v, SENT) for v in leaves):
@@ -154,7 +154,8 @@ class _StageNodes:
     # --- closures
 
     def early(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
-        """What values are computed from that is the same for every patch, with what writes into it."""
+        """Return the nodes that values are computed from and that are the same for every patch, with those that write into
+        them."""
         found: set[fx.Node] = set()
         todo = list(roots)
         while todo:
@@ -166,14 +167,14 @@ class _StageNodes:
         return found
 
     def written_by(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes that write into the memory of a value."""
+        """Return the nodes that write into the memory of a value."""
         one = self.patcher.origin.get(node)
         if one is None or not self.writers:
             return []
         return [self.patcher.twin[w.name] for root in self.walk.roots(one) for w in self.writers.get(root, ())]
 
     def scopes(self, stage: int) -> list[fx.Node]:
-        """Checks, and switches of gradients and autocast, that belong to a stage: to all where they ask inputs alone."""
+        """Return checks, and switches of gradients and autocast, that belong to a stage: to all if they read inputs alone."""
         found = []
         for node in self.patcher.graph.nodes:
             if node not in self.patched and (node.target in CHECKS or node.target in SWITCHES):
@@ -183,7 +184,7 @@ class _StageNodes:
         return found
 
     def reads(self, nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> set[int]:
-        """The arguments from which results are computed through tensors alone."""
+        """Return the arguments from which results are computed through tensors alone."""
         found = set()
         order, results = sorted(nodes), set(results)
         for i, argument in enumerate(self.patcher.arguments):
@@ -203,7 +204,7 @@ class _StageNodes:
     # --- cuts
 
     def cuts(self, number: int) -> list[int]:
-        """Positions in the order where stages begin, but for the first. Raises SpecError where there are too few."""
+        """Return the positions in the order where stages begin, except the first. Raises SpecError if there are too few."""
         places = self.places()
         if len(places) < number - 1:
             raise SpecError(
@@ -219,7 +220,7 @@ class _StageNodes:
         raise SpecError(f"this model cannot be cut into {number} stages that each have some of its work: set fewer stages")
 
     def places(self) -> list[tuple[int, float]]:
-        """Where fewer bytes go on than just before and just behind, and how many."""
+        """Return the positions where fewer bytes are passed on than at their neighbours, and the bytes."""
         position = {node: i for i, node in enumerate(self.order)}
         size = [0.0] * (len(self.order) + 1)
         for i, node in enumerate(self.order):
@@ -241,7 +242,8 @@ class _StageNodes:
 
 
 def _path(points: Sequence[tuple[int, float, int]], number: int, most: float) -> list[int] | None:
-    """The cuts with the fewest bytes, then the most even, for stages that have some and at most so much work; None if none."""
+    """Return the cuts with the fewest bytes, then the most even, for nonempty stages of at most so much work; None if
+    impossible."""
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for _ in range(number):
         nxt: dict[int, tuple[float, float, list[int]]] = {}
@@ -261,9 +263,9 @@ def _path(points: Sequence[tuple[int, float, int]], number: int, most: float) ->
 
 
 def staged(patcher: Patcher, root: nn.Module, number: int) -> Stages:
-    """Cut a patched graph into stages of about equal work, where little goes from one to the next.
+    """Cut a patched graph into stages of about equal work, where little is passed from one to the next.
 
-    Raises SpecError where it cannot be cut so often.
+    Raises SpecError if it cannot be cut so often.
     """
     nodes = _StageNodes(patcher)
     cuts = [0, *nodes.cuts(number), len(nodes.order)]
@@ -312,7 +314,7 @@ def _stage(nodes: _StageNodes, root: nn.Module, number: int, last: int) -> Pipel
 
 
 def _module(root: nn.Module, nodes: set[fx.Node], given: Sequence[fx.Node], results: Any) -> fx.GraphModule:
-    """Nodes of a graph as a module that is called with the values of others."""
+    """Return nodes of a graph as a module that takes the values of others."""
     new = fx.Graph()
     values = {one: insert(new, "placeholder", one.name, name=one.name) for one in given}
     copy_nodes(sorted(nodes), new, values)

@@ -29,14 +29,14 @@ class StaleSequence(PipeFusion):
         super().__init__(gm, stages, *options)
 
     def forget(self) -> None:
-        """Wait for what is on its way, and drop what is kept of an image's calls."""
+        """Wait for pending transfers, and clear the state of an image's calls."""
         for wait, *_ in getattr(self, "waiting", {}).values():
             wait()
         super().forget()
         self.waiting: dict[int, Any] = {}  # by the run's identity: what is on its way
 
     def step(self, run: ImageRun, inputs: list[Any], entire: bool) -> Any:
-        """The result for all tokens: in one piece, or by patches that go with what is kept of the others."""
+        """Return the result for all tokens: in one piece, or by patches with the cached values of the others."""
         if entire:
             self.arrive(run)
             return super().step(run, inputs, True)
@@ -62,7 +62,7 @@ class StaleSequence(PipeFusion):
         return self.ended(run, inputs, run.cells, [])
 
     def arrive(self, run: ImageRun) -> None:
-        """Keep what was on its way."""
+        """Store the values of pending transfers."""
         wait, found, indices, sizes = self.waiting.pop(id(run), (tuple, [], [], []))
         wait()
         kept = self.plan.stages[0].kept

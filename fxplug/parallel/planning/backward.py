@@ -30,13 +30,13 @@ class Backward:
         self.planner = Planner(ShardingPlan(walk, tries, {}), False)
 
     def stream(self, size: int) -> int:
-        """The number of the stream of this size, which is new where there is none."""
+        """Return the number of the stream of this size; add one if there is none."""
         if size not in self.sizes:
             self.sizes.append(size)
         return self.sizes.index(size)
 
     def outcome(self, node: fx.Node, one: fx.Node, place: Placement) -> Any:
-        """What an operation makes of one input that is split, in its best way; None where it cannot be."""
+        """Return what an operation does with one input that is split, in the best way; None if it cannot be split."""
         streams = sorted(set(place.layout.streams))
         if len(streams) > len(PARTS):
             return None
@@ -62,7 +62,7 @@ class Backward:
         return step._replace(splits=splits), [renamed(k, back) if isinstance(k, Placement) else k for k in kinds], written
 
     def sized(self, leaf: Any) -> Any:
-        """A number that the graph computes: one that hangs on the stream where it is a multiple of its size."""
+        """Return a number of the graph: one that depends on the stream if it is a multiple of its size."""
         (size, *_), streams = self.tries.streams.true, self.tries.streams
         if self.numbers_count or type(leaf) is not int or leaf < 2 or leaf % size:
             return leaf
@@ -70,7 +70,7 @@ class Backward:
         return StreamNumber(leaf, times * streams.small[0], tuple(times * n for n in streams.parts[0]))
 
     def before(self, node: fx.Node, wanted: Placement) -> list[tuple[fx.Node, Placement]] | None:
-        """The inputs whose parts give this part of a value; None where no parts do."""
+        """Return the inputs whose parts give this part of a value; None if no parts do."""
         if node.op == "placeholder":
             return None
         operation, member = node, 0
@@ -91,7 +91,7 @@ class Backward:
         return None
 
     def joined(self, node: fx.Node, wanted: Placement) -> list[tuple[fx.Node, Placement]] | None:
-        """Of what is put behind each other: each its run of the streams."""
+        """Return the inputs of a concatenation, each with its run of the streams."""
         along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
         parts = node.args[0]
         if not isinstance(along, int) or not isinstance(parts, (list, tuple)):
@@ -113,7 +113,7 @@ class Backward:
         return found
 
     def guesses(self, node: fx.Node, wanted: Placement) -> Iterator[tuple[int, Placement]]:
-        """Inputs and how they may be split, the likeliest first."""
+        """Yield inputs and how they may be split, the likeliest first."""
         layout, rank = wanted.layout, getattr(self.walk.values[node], "ndim", 0)
         runs = sorted(dict.fromkeys(layout.runs()), key=lambda run: -len(run))
         layer = node in self.walk.work  # whose features come of the rows of its weight
@@ -140,5 +140,5 @@ class Backward:
 
 
 def renamed(place: Placement, table: dict[int, int]) -> Placement:
-    """A place with the numbers of its streams as a table has them."""
+    """Return a placement with its streams renumbered by a table."""
     return Placement(place.dim, place.layout._replace(streams=tuple(table[stream] for stream in place.layout.streams)))

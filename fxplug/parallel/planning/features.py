@@ -52,7 +52,7 @@ class Features(Backward):
         self.aside = {n for n, value in walk.values.items() if not any(isinstance(v, Tensor) for v in leaves_of(value))}
 
     def best(self) -> ShardingPlan:
-        """The plan of all pairs that go without a gather. Raises Unsplittable where there are none."""
+        """Return the plan of all pairs that need no gather. Raises Unsplittable if there are none."""
         pairs = [pair for node in self.walk.graph.nodes if node in self.walk.work and (pair := self.pair(node)) is not None]
         pairs = self.agreed(pairs)
         while pairs:
@@ -68,14 +68,14 @@ class Features(Backward):
         raise Unsplittable(next((f"'{n.name}': {why}" for n, why in self.why.items()), "no layer reads the output of another"))
 
     def plan(self, tries: ShardTrials, starts: dict[fx.Node, Placement]) -> ShardingPlan:
-        """The plan of these starts; its streams are those that are used."""
+        """Return the plan of these starts; its streams are those that are used."""
         used = sorted({stream for place in starts.values() for stream in place.layout.streams})
         table = {stream: index for index, stream in enumerate(used)}
         again: dict[fx.Node, int | Placement] = {node: renamed(place, table) for node, place in starts.items()}
         return planned(self.walk, tries, again, streams=[self.sizes[stream] for stream in used])
 
     def agreed(self, pairs: list[LayerPair]) -> list[LayerPair]:
-        """Pairs of which no two split one value in other ways: those stay that stand best by themselves."""
+        """Return pairs of which no two split one value differently, preferring the best ones."""
         known: dict[Any, Placement] = {}
         found = []
         for pair in sorted(pairs, key=lambda p: (p.leaks > 0, bool(p.stuck), -p.work)):
@@ -89,7 +89,7 @@ class Features(Backward):
         return found
 
     def broken(self, found: ShardingPlan, pairs: list[LayerPair]) -> list[tuple[LayerPair, str]]:
-        """Pairs from which something must be gathered, or that do not close, and why."""
+        """Return pairs that need a gather, or that do not close, and why."""
         bad: dict[int, tuple[LayerPair, str]] = {}
         for pair in pairs:
             if not found.summed(pair.closing):
@@ -114,7 +114,7 @@ class Features(Backward):
     # --- one pair
 
     def pair(self, closing: fx.Node) -> LayerPair | None:
-        """The best way to split what a layer contracts, None where there is none (then `why` has the reason)."""
+        """Return the best way to split what a layer contracts, None if there is none (then `why` has the reason)."""
         found: list[LayerPair] = []
         for one, dim in self.contracted(closing):
             size = self.walk.values[one].shape[dim]
@@ -141,7 +141,7 @@ class Features(Backward):
         return best
 
     def contracted(self, closing: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-        """The inputs of a layer, and the dimensions along which it sums up products with a weight."""
+        """Yield the inputs of a layer, and the dimensions along which it sums up products with a weight."""
         inputs = closing.all_input_nodes
         tensors = [n for n in inputs if isinstance(self.walk.values[n], Tensor)]
         weights = [self.walk.values[n] for n in tensors if n not in self.fed and self.walk.values[n].dim() > 1]
@@ -163,7 +163,7 @@ class Features(Backward):
                         return
 
     def trial(self, closing: fx.Node, one: fx.Node, dim: int, sizes: tuple[int, ...], inner: int) -> LayerPair | None:
-        """Follow the features that a layer contracts back, in streams of these sizes."""
+        """Trace the features that a layer contracts back, in streams of these sizes; None if they cannot be split."""
         layout = Layout(tuple(self.stream(size) for size in sizes), 1, inner)
         if (got := self.outcome(closing, one, Placement(dim, layout))) is None or not got[0].add:
             return None
@@ -196,9 +196,9 @@ class Features(Backward):
         return pair
 
     def leaks(self, split: dict[fx.Node, Placement], known: set[fx.Node]) -> tuple[int, dict[fx.Node, Placement]]:
-        """How many readers of what is split, other than those that are known, must have all of it, or a large sum.
+        """Return how many unknown readers of split values need all of them, or a large sum, and what the others split.
 
-        And what those that do with parts, such as low-rank updates, split for that.
+        The others compute on parts, such as low-rank updates.
         """
         found, todo, seen, more = 0, list(split.items()), set(known), {}
         while todo:
@@ -225,7 +225,7 @@ class Features(Backward):
     def refined(
         self, node: fx.Node, place: Placement, sizes: tuple[int, ...], inner: int
     ) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Smaller streams with more elements a token, or several streams, by which it may go on before a node."""
+        """Yield smaller streams with more elements per token, or several streams, for which a node may be split."""
         inputs = [self.walk.values[n] for n in node.all_input_nodes if isinstance(self.walk.values[n], Tensor)]
         whole = [self.sizes[s] for s in place.layout.streams]
         if name_of(node) in CAT and len(whole) == 1:
@@ -245,10 +245,10 @@ def find(
     before: ShardingPlan | None = None,
     memory: Memory | None = None,
 ) -> tuple[frozenset[str], ShardingPlan]:
-    """The layers that are opened for a plan over features, by path, and the plan of the graph of a mode after that.
+    """Return the layers that are opened for a plan over features, by path, and the plan of the graph of a mode after that.
 
-    `paths`, `before` and `memory` are those of the other mode, where there is one: weights are split once. Raises
-    Unsplittable where there is no plan, or where it is another with other random values.
+    `paths`, `before` and `memory` are those of the other mode, if there is one: weights are split once. Raises Unsplittable if
+    there is no plan, or if it differs with other random values.
     """
     memory, inputs = memory or Memory(), bound(gm, *call)
     if before is None:
@@ -272,7 +272,7 @@ def find(
 
 
 def _reasons(first: ShardingPlan, graph: fx.Graph, paths: frozenset[str]) -> dict[fx.Node, str]:
-    """Why layers stay whole, in a graph where fewer are opened."""
+    """Return why layers stay whole, in a graph where fewer are opened."""
     names = {node.name: node for node in graph.nodes}
     calls = {str(node.target): node for node in reversed(graph.nodes) if node.op == "call_module"}
     found = {}

@@ -21,10 +21,11 @@ DEPTH = 4  # layers in layers, as a low-rank update has them
 def opened(
     gm: TracedModule, paths: Iterable[str] | None = None, modes: Iterable[bool] | None = None, traces: Traces | None = None
 ) -> TracedModule:
-    """The same module with the layers at these paths, None for all, opened: every node of theirs has their path in its meta.
+    """Return the module with the layers at these paths, None for all, opened: their code is inlined, each node with their path
+    in its meta.
 
-    It has the graphs of these `modes`, None for all. What cannot be traced by itself stays closed. Weights are shared, and so
-    are `traces` among calls.
+    It has the graphs of these `modes`, None for all. Layers that cannot be traced stay closed. Weights are shared, and so are
+    `traces` among calls.
     """
     wanted = None if paths is None else set(paths)
     tree, traces = shell(gm), traces or Traces()
@@ -50,7 +51,7 @@ def _open_all(graph: Graph, tree: nn.Module, traces: Traces, mode: bool, wanted:
 
 
 def _open(graph: Graph, tree: nn.Module, node: fx.Node, module: nn.Module, traces: Traces, mode: bool) -> list[fx.Node]:
-    """Put the code of a layer in the place of its call, and give its nodes; none where that cannot be."""
+    """Replace the call of a layer by its code, and return its nodes; none if that is impossible."""
     if is_hooked(module) or is_quantised(module):
         return []
     try:

@@ -53,11 +53,11 @@ def planned(
     *,
     like: ShardingPlan | None = None,
 ) -> ShardingPlan:
-    """A plan from these starts: values whose dimension is split from there on. With `one` all are of one stream.
+    """Return a plan from these starts: values that are split along a dimension from there on. With `one` all are of one stream.
 
-    A start that is a place is of the streams with these sizes, which are numbers in the model's code: heads, features.
-    `grains` are a token's elements at the others. `kind` may know more ways to run an operation. Raises Unsplittable, also
-    where a plan is not `like` another one.
+    A start that is a placement is of the streams with these sizes, which are constants in the model's code: heads, features.
+    `grains` are a token's elements at the others. `kind` is a Planner that may know more ways to run an operation. Raises
+    Unsplittable, also if a plan is not `like` another one.
     """
     forced: set[fx.Node] = set() if like is None else set(like.forced)
     while True:
@@ -80,7 +80,7 @@ def planned(
 
 
 def replan(found: ShardingPlan, tries: ShardTrials) -> None:
-    """Make a plan once more, with other random values. Raises Unsplittable where it is another one then."""
+    """Make a plan once more, with other random values. Raises Unsplittable if it differs."""
     planned(found.walk, tries, found.starts, *found.settings, like=found)
 
 
@@ -96,7 +96,7 @@ class Planner:
         self.counted = len(found.tries.streams.true)  # streams that numbers in the model's code count
 
     def run(self) -> ShardingPlan:
-        """The plan. Raises Unsplittable."""
+        """Return the plan. Raises Unsplittable."""
         for node in self.walk.graph.nodes:
             if node.op == "output":
                 break
@@ -112,7 +112,7 @@ class Planner:
         return self.found
 
     def tokens_left_alone(self, node: fx.Node) -> int:
-        """So many tokens that an operation, which cuts off what is behind a number in its arguments, leaves none of it."""
+        """Return so many tokens that an operation which truncates at a number in its arguments truncates none of them."""
         if name_of(node) not in CUTS or any(self.found.hangs_on_sizes(n) for n in node.all_input_nodes):
             return 0
         numbers = [0]
@@ -121,11 +121,11 @@ class Planner:
         return -(-most // LEAST) * LEAST if hidden else 0
 
     def full_value(self, node: fx.Node) -> Any:
-        """The value of a node of which each process has all."""
+        """Return the value of a node that each process has in full."""
         return pytree.tree_map(lambda v: Leaf(v, None) if isinstance(v, Tensor) else v, self.walk.values[node])
 
     def begin_split(self, node: fx.Node, dim: int | Placement) -> None:
-        """Split a value from here on, along a dimension or as a place says. Raises Unsplittable where it has no such one."""
+        """Split a value from here on, along a dimension or as a placement says. Raises Unsplittable for an invalid one."""
         value = self.values[node]
         if isinstance(dim, Placement):
             self.values[node] = Leaf(value.tensor, dim)
@@ -138,7 +138,7 @@ class Planner:
         self.values[node] = Leaf(value.tensor, Placement(dim, layout))
 
     def stream(self, node: fx.Node, dim: int, size: int) -> int:
-        """The stream of a dimension: what begins there, with `one` any of its size, else a new one. Raises Unsplittable."""
+        """Return the stream that begins at a dimension; with `one` any of its size; else a new one. Raises Unsplittable."""
         for index, origin in enumerate(self.found.origins):
             if origin == (node, dim) or (self.one and size == self.tries.streams.true[index]):
                 return index
@@ -149,7 +149,7 @@ class Planner:
             raise Unsplittable(str(error)) from None
 
     def value(self, node: fx.Node) -> Any:
-        """How the value of a node lies; what is done with its inputs is noted in the plan."""
+        """Return how the value of a node is split; record in the plan what is done with its inputs."""
         inputs = node.all_input_nodes
         split = [i for i, n in enumerate(inputs) if self.found.is_split(n)]
         sized = [i for i, n in enumerate(inputs) if self.found.hangs_on_sizes(n)]
@@ -184,7 +184,7 @@ class Planner:
         return pytree.tree_unflatten([leaf_like(leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)], tree)
 
     def random_value(self, node: fx.Node, split: list[int]) -> Any:
-        """The value of an operation that draws random numbers: the first process's, split again where tokens were split."""
+        """Return the value of a random operation: that of the first process, split again if tokens were split."""
         roots = {root for one in self.walk.writes.get(node, ()) for root in self.walk.roots(one)}
         mine, behind = {node}, itertools.dropwhile(lambda n: n is not node, self.walk.graph.nodes if roots else ())
         for later in itertools.islice(behind, 1, None):
@@ -202,7 +202,7 @@ class Planner:
         return self.gathered(node, step, "it draws random numbers, which all processes take from the first", again=True)
 
     def gathered(self, node: fx.Node, step: ArgumentSplit, why: str, again: bool = False) -> Any:
-        """The value of a node that runs on whole inputs: note this step, and why; split `again` if as long as an input."""
+        """Return the value of a node that runs on whole inputs, and record why; split `again` if as long as an input."""
         if again:
             inputs, shape = [node.all_input_nodes[index] for index in step.gathers], self.walk.values[node].shape
             lengths = ((self.found.place(one), getattr(self.walk.values[one], "shape", ())) for one in inputs)
@@ -214,12 +214,12 @@ class Planner:
         return Leaf(self.walk.values[node], step.cut) if step.cut else self.full_value(node)
 
     def mixed(self, node: fx.Node, everything: ArgumentSplit) -> Any:
-        """The value of an operation that no repair makes run on parts; samples stay apart behind it."""
+        """Return the value of an operation that no repair makes run on parts; samples are split again after it."""
         again = self.one and isinstance(self.walk.values[node], Tensor) and node not in self.walk.writes
         return self.gathered(node, everything, "it mixes tokens", again)
 
     def key(self, node: fx.Node) -> Any:
-        """What two operations have in common that do the same on parts."""
+        """Return a key that is equal for two operations which do the same on parts."""
         names = {n: i for i, n in enumerate(node.all_input_nodes)}
         form = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: f"<{names[n]}>"))
         target: Any = node.target
@@ -237,7 +237,7 @@ class Planner:
         return key
 
     def result(self, node: fx.Node, split: list[int], sized: list[int]) -> Any:
-        """What `outcome` gives, found once for all operations that do the same."""
+        """Return the result of `outcome`, computed once for all operations that do the same."""
         key = self.key(node)
         if key is not None and key in self.tries.known:
             return self.tries.known[key]
@@ -248,7 +248,7 @@ class Planner:
         return outcome
 
     def outcome(self, node: fx.Node, split: list[int], sized: list[int]) -> Any:
-        """The first step that works, what the leaves of the result are then, and whether an input is written."""
+        """Return the first step that works, the placements of the leaves of the result, and whether an input is written."""
         if self.counted and (done := self.feature_norm(node, split)) is not None:
             return done
         steps = list(self.repairs(node, split, sized))
@@ -262,9 +262,9 @@ class Planner:
         return None
 
     def lessened(self, node: fx.Node, split: list[int], sized: list[int]) -> tuple[dict[fx.Node, Any], Any] | None:
-        """A node's inputs, and what it gives, with shorter dimensions where these are long and no number counts them.
+        """Return a node's inputs, and its result, with long dimensions shortened that no number in the arguments refers to.
 
-        None where there are no such dimensions. Sizes become other ones, and have the same rest by 8.
+        None if there are no such dimensions. Different sizes stay different, and keep their remainder modulo 8.
         """
         inputs, true = node.all_input_nodes, self.walk.values[node]
         if sized or not split or not all(isinstance(leaf, Tensor) for leaf in leaves_of(true)):
@@ -295,9 +295,9 @@ class Planner:
         return {one: pytree.tree_map(less, self.values[one], is_leaf=is_value) for one in inputs}, pytree.tree_map(less, true)
 
     def attempt(self, node: fx.Node, step: ArgumentSplit, split: list[int], values: dict[fx.Node, Any], true: Any) -> Any:
-        """What a step makes of a node, as `outcome` gives it; None where parts do not give what the whole does.
+        """Run a step of a node and return the result of `outcome`; None if parts do not give what the whole gives.
 
-        `values` are those of its inputs, and `true` is what it gives on them.
+        `values` are those of its inputs, and `true` is its result on them.
         """
         inputs, used = node.all_input_nodes, self.tries.used
         if step.whole_numbers and len(step.gathers) < len(split) and self.may_cut(node):
@@ -333,9 +333,9 @@ class Planner:
         return step._replace(add=bool(add), mean=add if isinstance(add, tuple) else ()), kinds, written
 
     def may_cut(self, node: fx.Node) -> bool:
-        """Whether an operation cuts tokens off at a number that is not that of the tokens themselves.
+        """Return whether an operation truncates at a number that is not the number of its own tokens.
 
-        On parts it does nothing, and so it may seem to do to the whole where that has no more tokens in a try.
+        On parts it has no effect, and it may seem to have none on the whole if that has no more tokens in a trial.
         """
         if name_of(node) not in CUTS:
             return False
@@ -345,7 +345,7 @@ class Planner:
         return any(place is None or place.layout not in own for place in asked)
 
     def check_mutation(self, value: fx.Node) -> None:
-        """Refuse writing into memory that the graph shares and a plan does not: that of a copy, gathered or split."""
+        """Raise Unsplittable for a write into memory that the graph shares and a plan does not, such as a gathered copy."""
         step = self.found.steps.get(value, ArgumentSplit())
         if value in self.walk.views and not step.same:  # what was drawn is read through this value alone (`drawn`)
             if step.gathers or step.splits:
@@ -354,7 +354,7 @@ class Planner:
                 self.check_mutation(one)
 
     def repairs(self, node: fx.Node, split: list[int], sized: list[int]) -> Iterator[ArgumentSplit]:
-        """Repairs, the cheapest first."""
+        """Yield repairs, the cheapest first."""
         inputs = node.all_input_nodes
         numbers = self.scaled(node, split) if self.counted else []
         if not split:
@@ -407,7 +407,7 @@ class Planner:
                 yield from (ArgumentSplit(gathers=(index,), whole_numbers=flag) for flag in flags)
 
     def scaled(self, node: fx.Node, split: list[int]) -> list[tuple[tuple[int, tuple[int, ...]], ...]]:
-        """Which numbers among a node's arguments may count heads or features of this process: one at a time, then more."""
+        """Return which numbers in a node's arguments may count heads or features of this process: single ones first."""
         inputs = [node.all_input_nodes[index] for index in split]
         leaves = [leaf for one in inputs for leaf in leaves_of(self.values[one]) if is_placed(leaf)]
         runs = dict.fromkeys(run for leaf in leaves for run in leaf.place.layout.runs())
@@ -429,7 +429,7 @@ class Planner:
         return some[:MANY]
 
     def joined(self, node: fx.Node, split: list[int], wholes: list[int]) -> Iterator[ArgumentSplit]:
-        """What is put behind tokens becomes tokens: a stream of its own."""
+        """Yield the step that splits a value concatenated to tokens as a stream of its own."""
         inputs = node.all_input_nodes
         value = self.values[inputs[split[0]]]
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
@@ -444,7 +444,7 @@ class Planner:
             yield ArgumentSplit(splits=tuple(splits))
 
     def stream_of(self, node: fx.Node, dim: int, size: int) -> int:
-        """The stream of a whole value: one that began in the same tokens, as keys do in those of queries, or a new one."""
+        """Return the stream of a whole value: one with the same source of tokens, as keys and queries have, or a new one."""
         mine = self.token_sources(node, size)
         for index, (origin, _) in enumerate(self.found.origins):
             if self.tries.streams.true[index] == size and mine & self.token_sources(origin, size):
@@ -452,7 +452,7 @@ class Planner:
         return self.stream(node, dim, size)
 
     def token_sources(self, node: fx.Node, size: int) -> set[fx.Node]:
-        """A value and those it is computed from, as far as all have a dimension of this size."""
+        """Return a value and those it is computed from, as long as all have a dimension of this size."""
         found: set[fx.Node] = set()
         todo = [node]
         while todo:
@@ -464,7 +464,7 @@ class Planner:
         return found
 
     def feature_norm(self, node: fx.Node, split: list[int]) -> Any:
-        """A norm over features that are split: its statistics are sums."""
+        """Return the outcome for a norm over split features, whose statistics are sums."""
         given = normed(node)
         if given is None or not isinstance(given["input"], fx.Node):
             return None
@@ -479,7 +479,7 @@ class Planner:
         return ArgumentSplit(splits=splits, special="features"), [leaf.place], []
 
     def attention(self, node: fx.Node) -> Any:
-        """Attention whose queries, keys and values are split along their tokens."""
+        """Return the outcome for attention whose queries, keys and values are split along their tokens."""
         if name_of(node) != "scaled_dot_product_attention":
             return None
         given = attention_arguments(node)

@@ -42,7 +42,7 @@ class ReachProbe:
             self.bound = WITHIN.shares(self.whole)[0] * max(1e-6, float(self.whole.double().abs().max()))
 
     def of(self, x: Tensor) -> Any:
-        """What some rows give: a tensor, or None."""
+        """Return the result on some rows: a tensor, or None."""
         given = {}
         for node, value in self.given.items():
             leaves, tree = pytree.tree_flatten(value)
@@ -64,7 +64,7 @@ class ReachProbe:
         return found if isinstance(found, Tensor) else None
 
     def longer(self, times: int) -> ReachProbe:
-        """The same operation on some times as many rows."""
+        """Return a probe of the same operation on `times` as many rows."""
         found, shape = copy.copy(self), list(self.x.shape)
         shape[self.dim] *= times
         found.x = self.tries.random(shape, self.x.dtype)
@@ -73,12 +73,12 @@ class ReachProbe:
         return found
 
     def rows(self, begin: int, end: int) -> Any:
-        """What the rows from `begin` to before `end` give: a tensor, or None."""
+        """Return the result on the rows from `begin` to before `end`: a tensor, or None."""
         return self.of(self.x.narrow(self.dim, begin, end - begin))
 
 
 def reach_of(probe: ReachProbe) -> tuple[Reach, int] | None:
-    """What an operation reads, and the dimension of its result where the rows are; None where it reads all, or unevenly."""
+    """Return the reach of an operation, and the dimension of the rows in its result; None if it reads all, or unevenly."""
     if probe.whole is None or not probe.whole.numel() or probe.size < 3:
         return None
     best = None  # a reach of nearly all rows may be one by accident: a shorter one is looked for
@@ -106,7 +106,7 @@ def reach_of(probe: ReachProbe) -> tuple[Reach, int] | None:
 
 
 def holds(probe: ReachProbe, reach: Reach, dim: int) -> bool:
-    """Whether an operation reads no more where there are so many rows that it does not read all of them."""
+    """Return whether an operation reads no more if there are so many rows that it does not read all of them."""
     least = (reach.before + reach.after + 1 + reach.least) * reach.period
     longer = probe.longer(2 + least // probe.size)
     if longer.whole is None or longer.whole.dim() <= dim:
@@ -120,7 +120,7 @@ def holds(probe: ReachProbe, reach: Reach, dim: int) -> bool:
 
 
 def right(probe: ReachProbe, reach: Reach, dim: int, first: int, last: int) -> bool:
-    """Whether some rows of the result come out of the rows that are read for them."""
+    """Return whether some rows of the result are computed from the rows in their window alone."""
     begin, end = reach.window(first, last, probe.size)
     got, skipped = probe.rows(begin, end), begin // reach.period * reach.gives
     if got is None or got.dim() != probe.whole.dim() or last - skipped > got.shape[dim]:
@@ -136,7 +136,7 @@ def _is_close(probe: ReachProbe, want: Tensor, got: Tensor) -> bool:
 
 
 def extents(probe: ReachProbe, reach: Reach, dim: int) -> Reach | None:
-    """The reach with what is over by the remainder of the input's rows; None where that is not to be found."""
+    """Return the reach with the extra rows for each remainder of the input's rows; None if they cannot be found."""
     extra = []
     for rest in range(reach.period):
         size = probe.size - (probe.size - rest) % reach.period
@@ -156,9 +156,9 @@ def _windows(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _beyond(probe: ReachProbe, dim: int, gives: int, period: int) -> tuple[int, int]:
-    """How many periods an operation reads before its own and after, whatever its weights are.
+    """Return how many periods an operation reads before its own and after, whatever its weights are.
 
-    Values that are no number, or large, in one half of the rows say which rows of the result hang on that half.
+    NaN or large values in one half of the rows show which rows of the result depend on that half.
     """
     middle, found = probe.size // period // 2, []
     for begin, end in ((0, middle * period), (middle * period, probe.size)):

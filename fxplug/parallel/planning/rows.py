@@ -51,7 +51,8 @@ class Spatial(Planner):
     means = True
 
     def attention(self, node: fx.Node) -> Any:
-        """A norm of groups of channels whose statistics are those of all processes, in the place of attention."""
+        """Return the value of a norm of groups of channels whose statistics are those of all processes, in place of
+        attention."""
         norm = self.norm(node)
         if norm is None:
             return None
@@ -62,7 +63,7 @@ class Spatial(Planner):
         return Leaf(self.walk.values[node], place)
 
     def stream(self, node: fx.Node, dim: int, size: int) -> int:
-        """As the planner's; a new stream is tried in parts that can be halved as often as its true size."""
+        """Return the planner's stream; a new one is tried in parts that can be halved as often as its true size."""
         before = len(self.tries.streams.true)
         found = super().stream(node, dim, size)
         if len(self.tries.streams.true) > before:  # as often even as the true number: a view may halve it
@@ -75,7 +76,7 @@ class Spatial(Planner):
         return found
 
     def norm(self, node: fx.Node) -> GlobalNorm | None:
-        """What a node normalises groups of channels with, if it does."""
+        """Return the settings of a node's normalisation of groups of channels, or None."""
         if node.op == "call_module":
             module: Any = self.tries.gm.get_submodule(str(node.target))
             if type(module) not in NORMS or len(node.args) != 1 or getattr(module, "running_mean", None) is not None:
@@ -92,13 +93,13 @@ class Spatial(Planner):
         return None
 
     def repairs(self, node: fx.Node, split: list[int], sized: list[int]) -> Iterator[ArgumentSplit]:
-        """The planner's repairs, and to keep one of three or more split inputs and gather the others."""
+        """Yield the planner's repairs, and those that keep one of three or more split inputs and gather the others."""
         yield from super().repairs(node, split, sized)
         for kept in split if len(split) > 2 else ():  # queries stay, what they look at is whole
             yield ArgumentSplit(gathers=tuple(i for i in split if i != kept), whole_numbers=bool(sized))
 
     def mixed(self, node: fx.Node, everything: ArgumentSplit) -> Any:
-        """The value of an operation that no repair makes run: on rows of neighbours, or as the planner has it."""
+        """Return the value of an operation that no repair makes run: on rows of neighbours, or as the planner does."""
         alone = node not in self.walk.writes and isinstance(self.walk.values[node], Tensor)
         near = self.near(node, everything.gathers) if alone and everything.gathers else None
         if near is None:
@@ -109,7 +110,7 @@ class Spatial(Planner):
     # --- rows of neighbours
 
     def near(self, node: fx.Node, split: tuple[int, ...]) -> FetchedRows | None:
-        """How a node runs on rows of its neighbours, if it can."""
+        """Return how a node runs on rows of its neighbours, or None."""
         place = self.found.place(node.all_input_nodes[split[0]])
         if len(split) != 1 or place is None or len(place.layout.streams) != 1 or place.layout.outer != 1:
             return None
@@ -123,7 +124,8 @@ class Spatial(Planner):
         return None if out is None else FetchedRows(split[0], place, reach, Placement(dim, out))
 
     def reach(self, node: fx.Node, index: int) -> tuple[Reach, int, int] | None:
-        """What a node reads of one input, the dimension of rows in its result, and how many there are; None for all of it."""
+        """Return the reach of a node in one input, the dimension of rows in its result, and their number; None if it reads
+        all."""
         probe = ReachProbe(self.tries, node, self.values, index)
         if probe.whole is None:
             return None
@@ -136,7 +138,7 @@ class Spatial(Planner):
         return None
 
     def rows(self, node: fx.Node, dim: int, small: int, place: Placement, reach: Reach) -> Layout | None:
-        """Where the rows of a result lie: along a stream that there is, or along one of their own."""
+        """Return the layout of the rows of a result: along an existing stream, or a new one."""
         streams, true = self.tries.streams, self.walk.values[node].shape[dim]
         (source,) = place.layout.streams
         if reach.extra and reach.size(streams.true[source] * place.layout.inner) != true:
@@ -157,13 +159,13 @@ class Spatial(Planner):
 
 
 def images(walk: Walk) -> list[fx.Node]:
-    """The inputs that may be images, or feature maps: floating-point, three dimensions or more."""
+    """Return the inputs that may be images or feature maps: floating-point, three dimensions or more."""
     tensors = [node for node in walk.inputs if isinstance(walk.values[node], Tensor)]
     return [node for node in tensors if walk.values[node].dim() >= 3 and walk.values[node].is_floating_point()]
 
 
 def grains(walk: Walk, size: int, dims: int, back: int) -> list[int]:
-    """How many rows a token may have, the best first: so many that images with fewer rows still have whole tokens."""
+    """Return how many rows a token may have, the best first: so many that images with fewer rows still have whole tokens."""
     found = []
     for nodes in (walk.work, walk.values):
         values = [value for node in nodes if isinstance(value := walk.values[node], Tensor) and value.dim() == dims]
@@ -173,7 +175,8 @@ def grains(walk: Walk, size: int, dims: int, back: int) -> list[int]:
 
 
 def best(tries: ShardTrials, walk: Walk, split: Mapping[fx.Node, int] | None = None) -> ShardingPlan:
-    """The plan in rows that splits most work: along the height of images, else along another dimension.
+    """Return the plan in rows that splits most work: along the height of images, else along another dimension. along the height
+    of images, else along another dimension.
 
     Raises Unsplittable where no plan splits anything.
     """
@@ -196,10 +199,10 @@ def best(tries: ShardTrials, walk: Walk, split: Mapping[fx.Node, int] | None = N
 
 
 def check_at_other_rows(found: ShardingPlan, tries: Sequence[ShardTrials]) -> None:
-    """Make a plan once more for rows whose number is a multiple of something else, with other random values.
+    """Check a plan for numbers of rows with another divisor, and with other random values.
 
-    Where it is another one then, it holds for numbers of rows like that of the example alone, and is made once more for these.
-    Raises Unsplittable where that is another one, too.
+    If it differs then, it is only valid for numbers of rows like that of the example, and is checked once more for these.
+    Raises Unsplittable if that differs, too.
     """
     multiple = math.gcd(found.sizes[0], max(SMALL))
     tries[0].multiple, tries[1].more = 1 if multiple > 1 else 2, 8
@@ -211,7 +214,7 @@ def check_at_other_rows(found: ShardingPlan, tries: Sequence[ShardTrials]) -> No
 
 
 def _choices(walk: Walk) -> Iterator[tuple[dict[fx.Node, int], int]]:
-    """Starts, and how many tokens they may have: the rows of an image first, then its columns, then frames."""
+    """Yield starts, and the largest number of their tokens: the rows of an image first, then its columns, then frames."""
     given = images(walk)
     most = max((walk.values[n].dim() for n in given), default=0)
     for back in (-2, -1, -3) if most > 3 else (-1, -2):

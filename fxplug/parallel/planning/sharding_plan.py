@@ -37,40 +37,40 @@ class ShardingPlan:
     __repr__ = brief_fields
 
     def place(self, node: fx.Node) -> Placement | None:
-        """How a value that is one tensor is split, None where it is whole."""
+        """Return how a value that is one tensor is split, None if it is whole."""
         value = self.values.get(node)
         return value.place if isinstance(value, Leaf) else None
 
     def is_split(self, node: fx.Node) -> bool:
-        """Whether a tensor of a value is split."""
+        """Return whether a tensor of a value is split."""
         return any(isinstance(leaf, Leaf) and leaf.place for leaf in leaves_of(self.values.get(node)))
 
     def hangs_on_sizes(self, node: fx.Node) -> bool:
-        """Whether a value has numbers that hang on the sizes of streams."""
+        """Return whether a value has numbers that depend on the sizes of streams."""
         return any(isinstance(leaf, StreamNumber) for leaf in leaves_of(self.values.get(node)))
 
     def share(self) -> float:
-        """Of the work in products, convolutions and attention: how much is done on parts."""
+        """Return the share of the work in products, convolutions and attention that is done on parts."""
         done = sum(n for node, n in self.walk.work.items() if self.on_parts(node))
         return done / max(1, sum(self.walk.work.values()))
 
     def rank(self) -> tuple[float, int]:
-        """What is greater for a better plan: the share of the work, then fewer gathers."""
+        """Return a sort key that is greater for a better plan: the share of the work, then fewer gathers."""
         return round(self.share(), 3), -sum(len(step.gathers) for step in self.steps.values())
 
     def on_parts(self, node: fx.Node) -> bool:
-        """Whether a node computes from parts."""
+        """Return whether a node computes from parts."""
         return self.summed(node) or (self.is_split(node) and not self.cut(node))
 
     def cut(self, node: fx.Node) -> bool:
-        """Whether a value is computed as a whole, and split then."""
+        """Return whether a value is computed as a whole, and then split."""
         return self.steps.get(node, ArgumentSplit()).cut is not None
 
     def samples_are_apart(self) -> bool:
-        """Whether there is one stream, and no process adds anything up with others or takes what they have drawn."""
+        """Return whether there is one stream, and no process reduces values with others or takes their random numbers."""
         together = any(s.add or s.same or s.mean or s.once or s.special for s in self.steps.values())
         return len(self.sizes) == 1 and not together
 
     def summed(self, node: fx.Node) -> bool:
-        """Whether the processes give summands of a value."""
+        """Return whether the processes compute summands of a value."""
         return bool(self.steps.get(node, ArgumentSplit()).add)

@@ -64,7 +64,7 @@ class Streams:
         self.more = 0  # tokens in each part, for an operation that does something to the tokens behind so many
 
     def new(self, size: int, small: int | None = None) -> int:
-        """A stream of this size, and of one that follows from other streams' when these are small."""
+        """Add a stream of this size; `small` is set for one whose small size follows from those of other streams."""
         if small is None and len(self.true) >= len(PARTS):
             raise NotImplementedError(f"more than {len(PARTS)} streams of tokens")
         if small is not None:
@@ -74,21 +74,21 @@ class Streams:
         return len(self.true) - 1
 
     def clear(self) -> None:
-        """Forget all streams."""
+        """Remove all streams."""
         self.true.clear()
         self.own.clear()
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """How much of each stream the two pretended processes have."""
+        """Sizes of the parts of each stream in the two simulated processes."""
         usual = [self.own[n] if n in self.own else PARTS[n] for n in range(len(self.true))]
         return [(first + self.more, second + self.more) for first, second in usual]
 
     @property
     def small(self) -> list[int]:
-        """The size of each stream in which operations are tried."""
+        """Size of each stream in which operations are tried."""
         return [sum(parts) for parts in self.parts]
 
     def bounds(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Start, length and size of each stream's part in a pretended process."""
+        """Return start, length and size of each stream's part in a simulated process."""
         return tuple((0 if rank == 0 else parts[0], parts[rank], sum(parts)) for parts in self.parts)

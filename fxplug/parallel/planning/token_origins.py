@@ -22,7 +22,8 @@ PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum", "__matmul__")
 
 
 def sites(walk: Walk) -> list[tuple[fx.Node, fx.Node, int]]:
-    """Where tokens of one kind meet each other: the node, the value with the queries, and their dimension in it.
+    """Return where tokens of one kind interact: the node, the value with the queries, and their dimension in it. the node, the
+    value with the queries, and their dimension in it.
 
     `scaled_dot_product_attention`, or a softmax or a product with as many columns as there are rows.
     """
@@ -58,7 +59,7 @@ class OriginSearch(Backward):
         self.seen: set[tuple[fx.Node, int]] = set()
 
     def of(self, node: fx.Node, dim: int) -> dict[fx.Node, int]:
-        """The starts of what lies along a dimension of a value."""
+        """Return the starts of the tokens along a dimension of a value."""
         found: dict[fx.Node, int] = {}
         todo: list[tuple[fx.Node, int, tuple[fx.Node, int], fx.Node | None]] = [(node, dim, (node, dim), None)]
         while todo:
@@ -80,32 +81,33 @@ class OriginSearch(Backward):
         return found
 
     def tokens(self, node: fx.Node, dim: int) -> Placement:
-        """All of a dimension as one stream."""
+        """Return a placement with all of a dimension as one stream."""
         return Placement(dim, Layout((self.stream(self.walk.values[node].shape[dim]),)))
 
     def before(self, node: fx.Node, wanted: Placement) -> list[tuple[fx.Node, Placement]] | None:
-        """As `Backward` has it; behind attention the queries."""
+        """Return the inputs as `Backward` does; for attention the queries."""
         if name_of(node) != "scaled_dot_product_attention":
             return super().before(node, wanted)
         query = attention_arguments(node)["query"]
         return [(query, wanted)] if isinstance(query, fx.Node) and wanted.dim == self.walk.values[node].dim() - 2 else None
 
     def guesses(self, node: fx.Node, wanted: Placement) -> Iterator[tuple[int, Placement]]:
-        """Dimensions of the same size, the same one first."""
+        """Yield dimensions of the same size, the same one first."""
         size = wanted.layout.total(self.sizes)
         for index, one in enumerate(node.all_input_nodes):
             dims = (dim for dim, n in enumerate(getattr(self.walk.values[one], "shape", ())) if n == size > 1)
             yield from ((index, wanted._replace(dim=dim)) for dim in sorted(dims, key=lambda dim: dim != wanted.dim))
 
     def joined(self, node: fx.Node, wanted: Placement) -> list[tuple[fx.Node, Placement]]:
-        """What is put behind each other: each has tokens of its own."""
+        """Return the inputs of a concatenation, each with tokens of its own."""
         rank, dim = self.walk.values[node].dim(), wanted.dim
         parts = [n for n in node.all_input_nodes if getattr(self.walk.values[n], "ndim", 0) == rank]
         return [(n, self.tokens(n, dim)) for n in parts if self.walk.values[n].shape[dim] > 1]
 
 
 def blocks(walk: Walk) -> list[tuple[fx.Node, int]]:
-    """What enters the first of repeated blocks along its second dimension: for models whose tokens meet in other ways."""
+    """Return the inputs of the first of repeated blocks, along their second dimension: for models whose tokens interact in
+    other ways."""
     paths = {str(node.meta["port"].path) for node in walk.graph.nodes if "port" in node.meta}
     found = []
     for node in walk.graph.nodes:
@@ -120,7 +122,7 @@ def blocks(walk: Walk) -> list[tuple[fx.Node, int]]:
 
 
 def samples(walk: Walk) -> dict[fx.Node, int]:
-    """The inputs that have the batch of the first of them with three dimensions or more: along the first dimension."""
+    """Return the inputs with the batch size of the first of them with three dimensions or more: along the first dimension."""
     given = [node for node in walk.inputs if isinstance(walk.values[node], Tensor) and walk.values[node].dim()]
     first = next((n for n in given if walk.values[n].dim() > 2), next(iter(given), None))
     if first is None:
@@ -130,10 +132,10 @@ def samples(walk: Walk) -> dict[fx.Node, int]:
 
 
 def best(tries: ShardTrials, walk: Walk, ways: int = 1) -> ShardingPlan:
-    """The plan that splits most work, and of those one with few gathers, from starts that are all needed.
+    """Return the plan that splits most work, then with few gathers, from a minimal set of starts.
 
-    Where there are fewer tokens than `ways` they stay together, unless there are no others. Raises Unsplittable where no plan
-    splits anything.
+    Streams with fewer than `ways` tokens stay whole, unless there are no others. Raises Unsplittable if no plan splits
+    anything.
     """
     found: ShardingPlan | None = None
     failed: Unsplittable | None = None
@@ -164,7 +166,7 @@ FEW = 16  # what is as many times smaller than the largest value that is born ho
 
 
 def _better(walk: Walk, tries: ShardTrials, before: ShardingPlan | None, starts: dict[fx.Node, int]) -> ShardingPlan:
-    """The best of a plan that there is and those from its starts and some of these: each time the one that adds most."""
+    """Return the best of a given plan and those from its starts and some of these: each time the one that adds most."""
     found, left = before, dict(starts)
     most = max((elements(walk.values[node]) for node in starts), default=0)
     with contextlib.suppress(Unsplittable):  # tokens themselves, and not where they stand or whether they count

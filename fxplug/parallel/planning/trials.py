@@ -40,7 +40,7 @@ class ShardTrials:
     """Runs operations on small values in one process and in two pretended ones."""
 
     def __init__(self, gm: nn.Module, seed: int, uneven: bool = False, memory: Memory | None = None) -> None:
-        """`memory` is what other plans along the same axis have found."""
+        """Store the module and seed; `memory` has the findings of other plans along the same axis."""
         self.gm, self.seed, self.uneven = gm, seed, uneven
         self.streams = Streams()
         self.pool = torch.rand(POOL, generator=torch.Generator().manual_seed(seed)) + 0.1
@@ -54,7 +54,8 @@ class ShardTrials:
     # --- values
 
     def random(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Values of their own: floating-point ones lie between 0.1 and 1.1, so that logarithms and roots have values too.
+        """Draw random values: floating-point ones between 0.1 and 1.1, so that logarithms and roots are finite. floating-point
+        ones lie between 0.1 and 1.1, so that logarithms and roots have values too.
 
         Half precision is tried in float32, as its rounding would hide what is added once too often.
         """
@@ -74,7 +75,7 @@ class ShardTrials:
         return found < 0.6 if dtype == torch.bool else ((found - 0.1) * RANGE).to(dtype)
 
     def small_tensor(self, tensor: Tensor, place: Placement | None) -> Tensor:
-        """A small tensor in the stead of a true one: whole numbers that are known are kept."""
+        """Return a small tensor in place of a true one; known integers are kept."""
         shape = list(tensor.shape)
         known = not tensor.is_meta and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
         tensor = tensor.cpu() if known else tensor
@@ -92,13 +93,13 @@ class ShardTrials:
         return (found * ramp).to(found.dtype) if found.is_floating_point() else found
 
     def part(self, whole: Tensor, place: Placement | None, rank: int, written: bool = True) -> Tensor:
-        """What a process has of a tensor: the tensor itself where it is whole, and not `written`."""
+        """Return a process's part of a tensor: the tensor itself if it is whole, and not `written`."""
         if place is None:
             return whole.clone() if written else whole
         return whole.index_select(place.dim, place.layout.rows(self.streams.bounds(rank)))
 
     def enlarge(self, tensor: Tensor, place: Placement, rank: int) -> None:
-        """Make the rows of the pretended process of a rank as large as may be, in place."""
+        """Multiply the rows of the simulated process of a rank by the largest useful factor, in place."""
         rows = place.layout.rows(self.streams.bounds(rank))
         wide = tensor.index_select(place.dim, rows).to(torch.complex128 if tensor.is_complex() else torch.float64)
         tensor.index_copy_(place.dim, rows, (wide * large(tensor.dtype)).to(tensor.dtype))
@@ -106,7 +107,7 @@ class ShardTrials:
     # --- one operation
 
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """What an operation gives. Raises OperationRefused where it takes no such values."""
+        """Return an operation's result. Raises OperationRefused if it fails on these values."""
         module = self.module(str(node.target)) if node.op == "call_module" else None
         with sdpa_kernel(SDPBackend.MATH):  # fused ones do not ask whether values are as many as keys, and read beyond them
             try:
@@ -119,16 +120,16 @@ class ShardTrials:
                 raise OperationRefused(f"'{node.name}': {type(error).__name__}: {error}") from error
 
     def module(self, path: str) -> nn.Module:
-        """A module of the model as `with_values` gives it, the same for calls that follow each other."""
+        """Return a module of the model from `with_values`, the same for successive calls."""
         if self.latest is None or self.latest[0] != path:
             self.latest = path, self.with_values(self.gm.get_submodule(path))
         return self.latest[1]
 
     def with_values(self, module: nn.Module) -> nn.Module:
-        """A module, or another one with random values for tensors that have none on the CPU, or are in half precision.
+        """Return a module, or a copy with random values for tensors that have none on the CPU, or are in half precision.
 
-        So it is where a parameter is all zeros, which hides what is done with it until it is trained or loaded. Parameters of
-        tensor subclasses, such as quantised ones, are taken as they are.
+        Also for a parameter of zeros, which hides its effect until it is trained or loaded. Parameters of tensor subclasses,
+        such as quantised ones, are unchanged.
         """
         others: dict[int, Tensor] = {}
         for tensor in itertools.chain(module.parameters(), module.buffers()):
@@ -147,9 +148,9 @@ class ShardTrials:
     def run_parts(
         self, node: fx.Node, values: dict[fx.Node, Any], step: ArgumentSplit
     ) -> tuple[Any, list[Any], dict[fx.Node, Any]] | None:
-        """What the operation gives in one process and in each pretended one, and the inputs as it leaves them.
+        """Return an operation's results in one process and in each simulated one, and the inputs after it.
 
-        None where it fails.
+        None if it fails.
         """
         given: dict[fx.Node, tuple[Any, list[Any]]] = {}
         for index, one in enumerate(node.all_input_nodes):
@@ -169,10 +170,10 @@ class ShardTrials:
     def is_local(
         self, node: fx.Node, values: dict[fx.Node, Any], step: ArgumentSplit, found: Any, parts: list[Any], used: int
     ) -> bool:
-        """Whether a process's part of a result stays what it is where the values of the other are large.
+        """Return whether a process's part of a result is unchanged if the values of the other are large.
 
-        What is `found`, and the `parts` of it, came of the values of the pool from `used` on. Nothing can be said where the
-        operation fails on large values, nor of what is summed.
+        `found`, and its `parts`, were computed from the values of the pool from `used` on. Returns True if the operation fails
+        on large values; sums are not checked.
         """
         mine, (after, self.used) = self.seed % 2, (self.used, used)
         given = {}
@@ -197,7 +198,7 @@ class ShardTrials:
     def make_parts(
         self, value: Any, split: Placement | None, gathered: bool, numbers: bool, written: bool = True, large: int | None = None
     ) -> tuple[Any, list[Any]]:
-        """A value of a node in one process and in each pretended one; in one alone where some rank's rows are `large`."""
+        """Return a value of a node in one process and in each simulated one; in one alone if some rank's rows are `large`."""
 
         def made(leaf: Any) -> tuple[Any, ...]:
             if isinstance(leaf, StreamNumber):
@@ -223,7 +224,7 @@ class ShardTrials:
         return whole, parts
 
     def mutated_inputs(self, given: tuple[Any, list[Any]], value: Any) -> bool | None:
-        """Whether an operation wrote into an input; None where what it wrote does not lie as the input does."""
+        """Return whether an operation wrote into an input; None if the written values are not split like the input."""
         wholes, parts = pytree.tree_leaves(given[0]), [pytree.tree_leaves(part) for part in given[1]]
         written = False
         for position, leaf in enumerate(pytree.tree_leaves(value, is_leaf=is_value)):
@@ -235,9 +236,9 @@ class ShardTrials:
         return written
 
     def run(self, node: fx.Node, given: dict[fx.Node, Any], scaled: Scaled = (), rank: int | None = None) -> Any:
-        """What a node gives for these inputs, in one process or in the pretended one of a rank. Raises OperationRefused.
+        """Return a node's result for these inputs, in one process or in the simulated one of a rank. Raises OperationRefused.
 
-        `scaled` says which numbers among its arguments count streams: they become as small as these are.
+        `scaled` lists the numbers among its arguments that count streams: they are replaced by the small sizes.
         """
         runs = dict(scaled)
 
@@ -258,11 +259,11 @@ class ShardTrials:
     def placed(
         self, true: Any, whole: Any, parts: list[Any], layouts: Sequence[Layout], from_parts: bool, from_sizes: bool = False
     ) -> tuple[Any, Any] | None:
-        """The value of a node, and whether it is a sum of what the processes gave; None where neither whole nor split.
+        """Return the value of a node, and whether it is a sum over the processes; None if it is neither whole nor split.
 
-        In the stead of True there are streams where it is a mean over their tokens.
+        In place of True there are streams if it is a mean over their tokens.
 
-        What seems the same everywhere may be so by chance: a tensor that is computed `from_parts`, a number `from_sizes`.
+        Values that are equal everywhere may be so by chance: a tensor that is computed `from_parts`, a number `from_sizes`.
         """
         leaves, tree = pytree.tree_flatten(whole)
         rows = [pytree.tree_flatten(part) for part in parts]
@@ -295,18 +296,19 @@ class ShardTrials:
         return pytree.tree_unflatten(found, tree), add
 
     def mean(self, got: list[Tensor], streams: Sequence[int]) -> Tensor:
-        """The mean over tokens of these streams, from the mean that each pretended process gave."""
+        """Return the mean over tokens of these streams, from the mean of each simulated process."""
         lengths = [sum(self.streams.parts[stream][rank] for stream in streams) for rank in (0, 1)]
         return (got[0] * lengths[0] + got[1] * lengths[1]) / sum(lengths)
 
     def as_true(self, true: Tensor, small: Tensor, place: Placement) -> bool:
-        """Whether the true value is as large as the small one says."""
+        """Return whether the true value has the shape that the small one implies."""
         sizes = list(small.shape)
         sizes[place.dim] = place.layout.total(self.streams.true)
         return list(true.shape) == sizes
 
     def place(self, whole: Tensor, got: list[Any], layouts: Sequence[Layout], from_parts: bool) -> Any:
-        """How a result lies: "whole", "sum", a Place, or the streams that it is a mean over; None where nothing fits."""
+        """Return how a result is split: "whole", "sum", a Placement, or the streams that it is a mean over; None if nothing
+        fits."""
         if any(not isinstance(g, Tensor) or g.dim() != whole.dim() for g in got):
             return None
         if whole.numel() and (whole.is_floating_point() or whole.is_complex()) and bool(whole.isnan().all()):
@@ -332,29 +334,29 @@ class ShardTrials:
 
 
 def is_half(tensor: Tensor) -> bool:
-    """Whether a tensor is a plain one in half precision."""
+    """Return whether a tensor is a plain one in half precision."""
     return tensor.dtype in HALVES and type(tensor) in (Tensor, nn.Parameter)
 
 
 def numbered(value: Any, function: Callable[[int, Any], Any]) -> Any:
-    """Nested arguments with each leaf replaced by what a function makes of it and its position among the leaves."""
+    """Map nested arguments by a function of each leaf and its position among the leaves."""
     position = itertools.count()
     return fx.node.map_aggregate(value, lambda leaf: function(next(position), leaf))
 
 
 def is_value(value: Any) -> bool:
-    """Whether this is a leaf of a value: a tensor with its place, or a number that hangs on sizes."""
+    """Return whether this is a leaf of a value: a tensor with its placement, or a number that depends on sizes."""
     return isinstance(value, (Leaf, StreamNumber))
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """The leaves of a nested value."""
+    """Return the leaves of a nested value."""
     leaves: list[Any] = pytree.tree_leaves(value, is_leaf=is_value)
     return leaves
 
 
 def normed(node: fx.Node) -> dict[str, Any] | None:
-    """The arguments of layer_norm and rms_norm by name, None for another node."""
+    """Return the arguments of layer_norm and rms_norm by name, None for another node."""
     names = {"layer_norm": ("weight", "bias", "eps"), "rms_norm": ("weight", "eps")}.get(name_of(node))
     if names is None or node.op != "call_function":
         return None
@@ -363,25 +365,25 @@ def normed(node: fx.Node) -> dict[str, Any] | None:
 
 
 def is_plain_result(value: Any) -> bool:
-    """Whether parts of a result can be gathered into one like it: not where it is of a class of its own."""
+    """Return whether parts of a result can be gathered into one of its type: not for custom classes."""
     own = type(value) is not dict if isinstance(value, dict) else hasattr(value, "_fields")
     return isinstance(value, PLAIN) and not own
 
 
 def is_placed(leaf: Any) -> bool:
-    """Whether a leaf is a tensor that is split."""
+    """Return whether a leaf is a tensor that is split."""
     return isinstance(leaf, Leaf) and leaf.place is not None
 
 
 def leaf_like(true: Any, kind: Any) -> Any:
-    """A leaf of a result like one that was tried before."""
+    """Return a leaf of a result of the same kind as in an earlier trial."""
     if isinstance(true, Tensor):
         return Leaf(true, kind)
     return kind if isinstance(kind, StreamNumber) else true
 
 
 def signature(value: Any) -> Any:
-    """What matters of a value to what an operation makes of its parts."""
+    """Return a key of the properties of a value that determine how an operation acts on its parts."""
     found: list[Any] = [str(pytree.tree_structure(value, is_leaf=is_value))]
     for leaf in leaves_of(value):
         if isinstance(leaf, Leaf):
@@ -396,22 +398,23 @@ def signature(value: Any) -> Any:
 
 
 def elements(value: Any) -> int:
-    """How many elements a tensor has; another value has none."""
+    """Return the number of elements of a tensor; 0 for another value."""
     return value.numel() if isinstance(value, Tensor) else 0
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of the function or method that a node calls; of a module its path."""
+    """Return the name of the function or method that a node calls, or the path of a module."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def large(dtype: torch.dtype) -> float:
-    """How large values are that show what is mixed where they are large."""
+    """Return a factor large enough to show a dependence on the multiplied values."""
     return min(LARGE, math.sqrt(torch.finfo(dtype).max))
 
 
 def candidates(layouts: Sequence[Layout], sizes: Sequence[int], size: int) -> Iterator[Layout]:
-    """Layouts that fill a dimension: those at hand, runs of their streams, several behind each other, in and out of others."""
+    """Yield layouts that fill a dimension: the given ones, runs of their streams, several concatenated, and split or joined
+    ones."""
     found: dict[tuple[int, ...], None] = {}
     for layout in layouts:
         found.update(dict.fromkeys(layout.runs()))

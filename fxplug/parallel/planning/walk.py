@@ -27,7 +27,7 @@ KEPT = 1 << 16  # elements of a tensor of whole numbers whose values are kept
 
 
 def node_label(node: fx.Node) -> str:
-    """A node as a message names it, with the line of the model's code that made it, where that is known."""
+    """Return a node's label for messages, with the line of the model's code that created it, if that is known."""
     line = node.meta.get("line")
     return f"'{node.name}' ({short_path(line[0])}:{line[1]})" if line else f"'{node.name}'"
 
@@ -50,7 +50,7 @@ class Walk:
     written: set[fx.Node] = field(default_factory=set)  # values that are written after they were made
 
     def fed(self) -> set[fx.Node]:
-        """The values that are computed from tensors among the inputs, and not from weights and sizes alone."""
+        """Return the values that are computed from tensors among the inputs, and not from weights and sizes alone."""
         found: set[fx.Node] = set()
         for node, value in self.values.items():
             if _has_tensors(value) and (node.op == "placeholder" or not found.isdisjoint(node.all_input_nodes)):
@@ -58,7 +58,7 @@ class Walk:
         return found
 
     def roots(self, node: fx.Node) -> set[fx.Node]:
-        """The values whose memory a value shares, itself when it has its own."""
+        """Return the values whose memory a value shares, itself if it has its own."""
         found, todo, seen = set(), [node], set()
         while todo:
             one = todo.pop()
@@ -77,7 +77,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def walk(gm: TracedModule, graph: fx.Graph, inputs: Sequence[Any]) -> Walk:
-    """Run a graph on example inputs, with values or without; a model in training may be changed by it.
+    """Run a graph on example inputs, with values or without; it may change a model in training (see `restore_state`).
 
     Raises Unsplittable where an operation fails with them.
     """
@@ -129,7 +129,7 @@ def walk(gm: TracedModule, graph: fx.Graph, inputs: Sequence[Any]) -> Walk:
 
 
 def bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Inputs in the order of a graph's placeholders. Raises SpecError for those that the model does not take."""
+    """Return inputs in the order of a graph's placeholders. Raises SpecError for those that the model does not take."""
     try:
         given = inspect.signature(gm.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -143,7 +143,7 @@ def bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 
 @contextlib.contextmanager
 def restore_state(gm: TracedModule) -> Iterator[None]:
-    """Give a module's buffers, and all else that a call may write, back what they have now; and random generators."""
+    """Restore a module's buffers, and all else that a call may write, after the context; random generators too."""
     with restore_after(State(gm)), restore_buffers(gm):
         yield
 
@@ -167,7 +167,7 @@ def _copied(value: Any) -> Any:
 
 
 def _outline(value: Any) -> Any:
-    """A tensor without its values, if they do not matter to what an operation may be called with."""
+    """Return a tensor without its values, unless they affect what an operation accepts."""
     if not isinstance(value, Tensor):
         return value
     if not (value.is_floating_point() or value.is_complex()) and value.numel() <= KEPT:

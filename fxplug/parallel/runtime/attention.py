@@ -54,7 +54,7 @@ class Attention(Collective):
         queries: Sequence[int],
         keys: Sequence[int],
     ) -> Tensor:
-        """Of (batch, heads, tokens, features)."""
+        """Compute attention of (batch, heads, tokens, features)."""
         world = self.here()
         batch, heads = (max(t.shape[d] for t in (query, key, value)) for d in (0, 1))
         query = query.expand(batch, heads if query.shape[1] == 1 else -1, -1, -1)  # as the function itself does
@@ -96,7 +96,7 @@ class Attention(Collective):
     def rows(
         self, mask: Tensor | None, sizes: Sequence[int], ranks: Sequence[int], world: int, query: Tensor, keys: int
     ) -> Tensor | None:
-        """The rows of a mask that are for the queries here."""
+        """Return the rows of a mask for the queries of this process."""
         if self.causal:
             at = layouts.positions(sizes, ranks, world, query.device)
             return torch.arange(keys, device=query.device) <= at[:, None]
@@ -105,26 +105,26 @@ class Attention(Collective):
         return mask.index_select(-2, layouts.positions(sizes, ranks, world, mask.device))
 
     def columns(self, mask: Tensor, sizes: Sequence[int], ranks: Sequence[int], world: int) -> Tensor:
-        """Those of the keys that some ranks have."""
+        """Return the columns of a mask for the keys of some ranks."""
         if mask.shape[-1] == 1:
             return mask
         return mask.index_select(-1, layouts.positions(sizes, ranks, world, mask.device))
 
     def to_heads(self, x: Tensor, counts: Sequence[int], rank: int, group: Any) -> Tensor:
-        """All tokens of some heads, for some tokens of all heads; (batch, heads, tokens, features)."""
+        """Exchange some tokens of all heads for all tokens of some heads; (batch, heads, tokens, features)."""
         parts = layouts.counts([x.shape[1]], len(counts))
         shapes = [(x.shape[0], parts[rank], n, x.shape[3]) for n in counts]
         return torch.cat(self.swapped(torch.split(x, parts, 1), shapes, rank, group), 2)
 
     def to_tokens(self, x: Tensor, counts: Sequence[int], rank: int, heads: int, group: Any) -> Tensor:
-        """The other way round."""
+        """Exchange all tokens of some heads for some tokens of all heads."""
         parts = layouts.counts([heads], len(counts))
         shapes = [(x.shape[0], n, counts[rank], x.shape[3]) for n in parts]
         tokens = [part.transpose(1, 2) for part in self.swapped(torch.split(x, list(counts), 2), shapes, rank, group)]
         return torch.cat(tokens, 2).transpose(1, 2)  # in memory as torch's kernels leave it: a view may follow
 
     def swapped(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], rank: int, group: Any) -> list[Tensor]:
-        """What each rank has for this one, of these shapes, for one of `parts` each."""
+        """Exchange one of `parts` with each rank; return the received ones, of these shapes."""
         give, take = [part.numel() for part in parts], [math.prod(shape) for shape in shapes]
         came = torch.split(exchanged(torch.cat([part.reshape(-1) for part in parts]), give, take, rank, group), take)
         return [part.view(shape) for part, shape in zip(came, shapes, strict=True)]

@@ -38,17 +38,17 @@ def check_equal_on_ranks(
 ) -> None:
     """Compare the graph, mode, parameters, buffers and inputs with those of the other processes of a mesh.
 
-    Of tensors it compares shapes, strides, dtypes and a hash of all bits: of the inputs at each call, of a weight at the first
-    one and when torch has counted that it was written since. Eight bytes of each process travel. Every process raises the same
-    GuardError, which names a tensor and the processes that have another one. Weights that are sharded, quantised or on the
-    meta device are left out. `call` says what the processes are about to do, which must be the same thing, too.
+    For tensors it compares shapes, strides, dtypes and a hash of all bits: for the inputs at each call, for a weight at the
+    first one and when its version counter has changed. Each process sends eight bytes. Every process raises the same
+    GuardError, which names a tensor and the processes that have another one. Weights that are sharded, quantised or on the meta
+    device are left out. `call` names the operation, which must be the same, too.
     """
     if any(world.groups.values()):
         _compare(world, {NEXT: (call,), **_table(root, args, kwargs)})
 
 
 def check_together(world: World, call: str) -> None:
-    """Raises GuardError in every process where they are not about to do the same thing, as `call` says it."""
+    """Raise GuardError in every process if they are not about to do the same `call`."""
     if any(world.groups.values()):
         _compare(world, {NEXT: (call,)})
 
@@ -76,7 +76,7 @@ def _compare(world: World, table: Mapping[str, Any]) -> None:
 
 
 def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """What is compared, by name: shape, dtype, strides and hash of tensors, other inputs as they are printed."""
+    """Return the compared values by name: shape, dtype, strides and hash of tensors, other inputs as text."""
     tensors: dict[str, Tensor] = {}
     if root not in PLANS:
         PLANS[root] = mark_of(root)
@@ -106,7 +106,7 @@ def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _plain_parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that a tensor of any class is made of, by name: itself, or what a wrapper has in it."""
+    """Return the plain tensors that a tensor of any class consists of, by name: itself, or those inside a wrapper."""
     if type(tensor) is Tensor:
         return {name: tensor}
     if hasattr(tensor, "__tensor_flatten__"):
@@ -116,17 +116,17 @@ def _plain_parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """How a tensor lies in memory; where there is one value along a dimension, its stride says nothing."""
+    """Return a tensor's strides, except those of dimensions of size 1."""
     return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
 def _shown(value: tuple[Any, ...]) -> str:
-    """What a message says of a row of the table: of a tensor its dtype and shape."""
+    """Format a row of the table for a message: for a tensor its dtype and shape."""
     return f"{value[1]} {value[0]}" if isinstance(value[0], tuple) else str(value[-1])
 
 
 def _mode(root: nn.Module) -> str:
-    """What decides which graph is run, whether it has a backward pass, and what dtypes travel."""
+    """Describe the state that determines which graph runs, whether it has a backward pass, and which dtypes are sent."""
     accelerator = torch.accelerator.current_accelerator()
     devices = ["cpu", *([accelerator.type] if accelerator else [])]
     casts = [f"autocast {torch.get_autocast_dtype(d)} on {d}" for d in devices if torch.is_autocast_enabled(d)]
@@ -135,14 +135,14 @@ def _mode(root: nn.Module) -> str:
 
 
 def mark_of(module: nn.Module) -> str:
-    """What two modules have in common that have the same graphs."""
+    """Return a digest that is equal for two modules with the same graphs."""
     graphs = getattr(module, "graphs", {})
     text = "\n".join(f"{mode} {node.format_node()}" for mode in sorted(graphs) for node in graphs[mode].nodes)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _everyone(world: World, known: list[Any], gather: Callable[[list[Any], int, Any], list[list[Any]]]) -> list[Any]:
-    """What each process of a mesh gives: along one axis after the other, all that is known so far."""
+    """Return the values of all processes of a mesh, gathered along one axis after the other."""
     for axis in AXES:
         group = world.groups.get(axis)
         if group is None or world.sizes[axis] == 1:
@@ -154,7 +154,7 @@ def _everyone(world: World, known: list[Any], gather: Callable[[list[Any], int, 
 
 
 def _gather_numbers(known: list[int], size: int, group: Any) -> list[list[int]]:
-    """Whole numbers of each process of a group, as int64."""
+    """Gather integers of each process of a group, as int64."""
     device = torch.accelerator.current_accelerator() if dist.get_backend(group) != "gloo" else None
     mine = torch.tensor(known, device=device or "cpu")
     rows = mine.new_empty(size, len(known))
@@ -173,9 +173,10 @@ def _gather_objects(known: list[Any], size: int, group: Any) -> list[list[Any]]:
 
 
 def _hash(t: Tensor) -> Tensor:
-    """A multilinear hash of a tensor's bits modulo 2**64, int64, the same on any device (Lemire and Kaser, arXiv 1202.4961).
+    """Return a multilinear hash of a tensor's bits modulo 2**64, int64, the same on any device (Lemire and Kaser, arXiv
+    1202.4961).
 
-    The sum of the bits of each value, times a number for its place that looks random.
+    It is the sum over the values of their bits times a pseudo-random number for the position.
     """
     t = t.detach()
     t = torch.view_as_real(t) if t.is_complex() else t
@@ -187,7 +188,7 @@ def _hash(t: Tensor) -> Tensor:
 
 
 def _numbers(count: int, device: torch.device) -> Tensor:
-    """A number for each place, from 64-bit finalizers over 1, 2, ... (splitmix64), kept for the next call."""
+    """Return a number for each position, from 64-bit finalizers over 1, 2, ... (splitmix64), cached for the next call."""
     known = NUMBERS.get(device)
     if known is None or len(known) < count:
         z = torch.arange(1, max(count, 1 << 12) + 1, dtype=torch.int64, device=device) * GOLDEN

@@ -45,7 +45,7 @@ class Collective(DistributedPart[TracedModule], Block):
         self.ways, self.axis = all_degrees(ways), axis
 
     def here(self) -> World:
-        """This process's place. Raises SpecError where there is no process group, or one of another size."""
+        """Return this process's position. Raises SpecError if there is no process group, or one of another size."""
         if not torch.compiler.is_compiling() and (world := PRETENDED.get()) is not None:
             return world
         if self.world is None:
@@ -54,7 +54,7 @@ class Collective(DistributedPart[TracedModule], Block):
 
     @contextlib.contextmanager
     def as_first_rank(self) -> Iterator[None]:
-        """Run as the first process, with nothing travelling."""
+        """Run as the first process, without communication."""
         before, self.world = vars(self).get("world"), placed(self.ways, 0)
         try:
             yield
@@ -83,13 +83,14 @@ class Collective(DistributedPart[TracedModule], Block):
         return plan.rebuild(module, change)  # type: ignore[no-any-return]
 
     def before_call(self, root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before each call of a module: all processes must have the same plan, weights and inputs. Raises GuardError."""
+        """Check before each call of a module that all processes have the same plan, weights and inputs. Raises GuardError."""
         meta = getattr(root, "meta", {})
         if "region" not in meta and "part" not in meta:  # what enters a region, or a part of a step cache, may be parts
             check_equal_on_ranks(root, self.here(), args, kwargs)
 
     def group_of(self, *sizes: int) -> tuple[int, int, Any]:
-        """Rank, number of processes and group along the axis: 0, 1 and None where each computes all of too few samples.
+        """Return rank, number of processes and group along the axis; 0, 1 and None if there are too few samples to split. 0, 1
+        and None where each computes all of too few samples.
 
         `sizes` are those of the streams that are split.
         """
@@ -99,7 +100,7 @@ class Collective(DistributedPart[TracedModule], Block):
         return world.ranks[self.axis], world.sizes[self.axis], world.groups.get(self.axis)
 
     def everywhere(self, x: Tensor) -> Tensor:
-        """What every process of the mesh has of a small tensor: stacked, in one order, the same in each."""
+        """Return a small tensor of every process of the mesh: stacked, in one order, the same in each."""
         world, rows = self.here(), x[None]
         for axis in self.ways:
             if world.sizes[axis] > 1:
@@ -225,14 +226,14 @@ class Numel(GlobalSize):
 
 
 def check_integer(name: str, value: Any, least: int = 0) -> int:
-    """The value. Raises SpecError for one that is no whole number, or below `least`."""
+    """Return the value. Raises SpecError if it is no integer, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecError(f"{name} must be a whole number, {least} or more, not {shown(value)}")
     return value
 
 
 def own_part(x: Tensor, dim: int, inner: int, sizes: Sequence[int], rank: int, world: int) -> Tensor:
-    """A rank's part of a tensor in whose dimension these streams are once, or several times in front of each other."""
+    """Return a rank's part of a tensor whose dimension contains these streams once, or several times."""
     total = sum(sizes) * inner
     y = torch.unflatten(x, dim, (times(x, dim, total), total))
     y = layouts.narrowed(y, dim + 1, layouts.spans(sizes, rank, world, inner))
@@ -240,7 +241,7 @@ def own_part(x: Tensor, dim: int, inner: int, sizes: Sequence[int], rank: int, w
 
 
 def times(x: Tensor, dim: int, size: int) -> int:
-    """How often a dimension holds so many elements. Raises GuardError where that is no whole number."""
+    """Return how often a dimension contains so many elements. Raises GuardError if that is no integer."""
     if size and x.shape[dim] % size:
         raise GuardError(
             f"dimension {dim} of {tuple(x.shape)} is not split as in the plan: make a plan with inputs of this size"
@@ -258,9 +259,9 @@ TRAFFIC: ContextVar[list[int] | None] = ContextVar("traffic", default=None)
 
 @contextlib.contextmanager
 def traffic() -> Iterator[list[int]]:
-    """Yields a list that gets the bytes that this process sends, a number for each collective of a forward pass.
+    """Yield a list that receives the bytes that this process sends, a number for each collective of a forward pass.
 
-    An all-reduce counts as a ring does it: 2 (n - 1) / n of its bytes.
+    An all-reduce counts as in a ring: 2 (n - 1) / n of its bytes.
     """
     found: list[int] = []
     token = TRAFFIC.set(found)
@@ -271,13 +272,13 @@ def traffic() -> Iterator[list[int]]:
 
 
 def sent(count: int) -> None:
-    """Note bytes that are sent, where somebody counts them."""
+    """Record sent bytes, if `traffic` is active."""
     if not torch.compiler.is_compiling() and (found := TRAFFIC.get()) is not None:
         found.append(count)
 
 
 def gathered(x: Tensor, dim: int, counts: Sequence[int], rank: int, group: Any) -> Tensor:
-    """What all ranks have, in their order, where they have `counts` rows along a dimension."""
+    """Return the values of all ranks, concatenated in order, where they have `counts` rows along a dimension."""
     if len(counts) == 1:
         return x
     sent(x.element_size() * x.numel() // max(1, x.shape[dim]) * max(counts) * (len(counts) - 1))
@@ -293,7 +294,7 @@ def gathered(x: Tensor, dim: int, counts: Sequence[int], rank: int, group: Any) 
 
 
 def exchanged(flat: Tensor, give: list[int], take: list[int], rank: int, group: Any) -> Tensor:
-    """One-dimensional: `give[r]` elements of this rank's go to rank r, `take[r]` come from it."""
+    """Exchange elements of a one-dimensional tensor: `give[r]` elements go to rank r, `take[r]` come from it."""
     sent(flat.element_size() * (sum(give) - give[rank]))
     found: Tensor = _Exchange.apply(flat, give, take, group)
     return found
@@ -343,7 +344,7 @@ class _SumFunction(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, give: list[int], take: list[int], group: Any) -> Tensor:
-    """Rows of the first dimension go to each rank, and come from each. Without a group nothing travels."""
+    """Exchange rows of the first dimension with each rank. Without a group nothing is sent."""
     if group is None:
         return x.new_zeros(sum(take), *x.shape[1:])
     if isinstance(group, ThreadGroup):
@@ -352,7 +353,7 @@ def _all_to_all(x: Tensor, give: list[int], take: list[int], group: Any) -> Tens
 
 
 def _moved(collective: Callable[[Tensor], Tensor], x: Tensor, group: str) -> Tensor:
-    """What a collective makes of a tensor with whose values it does nothing: of its bytes, where its dtype is a rare one."""
+    """Run a collective that only moves values: on the bytes of a tensor whose dtype it does not support."""
     if x.dtype in SENT:
         return guarded(lambda: _waited(collective(x)), group)
     data = x.resolve_conj()[..., None].contiguous().view(torch.uint8)

@@ -25,9 +25,9 @@ SIGNS = ("timed out", "timeout", "closed by peer", "connection", "broken pipe", 
 
 
 def guarded(call: Callable[[], T], group: str, what: str = "") -> T:
-    """What a collective of a group gives. Raises GuardError where a process died or does not come: its rank, and the node.
+    """Run a collective of a group. Raises GuardError, with rank and node, if a process died or does not reach it.
 
-    `what` says what is waited for where the node does not tell.
+    `what` names what is waited for, if the node does not.
     """
     if torch.compiler.is_compiling():
         return call()
@@ -43,7 +43,7 @@ def guarded(call: Callable[[], T], group: str, what: str = "") -> T:
 
 
 def _report(place: str, group: str) -> str:
-    """Which processes of a group do not wait in a collective, or where each does."""
+    """Report which processes of a group do not wait in a collective, or where each does."""
     rank = dist.get_rank()
     try:
         store = default_store().clone()
@@ -76,7 +76,7 @@ def _query(store: Any, key: str, end: float) -> str | None:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Where a thread stands: at a node of a graph, or in somebody's own code."""
+    """Return where a thread is: at a node of a graph, or in the user's code."""
     line = ""
     while frame is not None:
         code = frame.f_code

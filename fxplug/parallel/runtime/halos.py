@@ -27,7 +27,7 @@ class Reach(NamedTuple):
     extra: tuple[int, ...] = ()
 
     def window(self, first: int, last: int, size: int) -> tuple[int, int]:
-        """The rows of `size` that are read for rows `first` to `last` of the result."""
+        """Return the range of the `size` input rows that are read for rows `first` to `last` of the result."""
         every = -(-size // self.period)
         begin = max(0, first // self.gives - self.before)
         end = max(-(-last // self.gives) + self.after, begin + self.least)
@@ -36,16 +36,16 @@ class Reach(NamedTuple):
         return begin * self.period, min(end * self.period, size)
 
     def size(self, size: int) -> int:
-        """How many rows come from `size`."""
+        """Return the number of rows of the result for `size` rows of the input."""
         return size // self.period * self.gives + self.extra[size % self.period]
 
     def numbers(self) -> tuple[int, ...]:
-        """It as whole numbers, from which `read` makes it again."""
+        """Return it as integers, from which `read` restores it."""
         return self.period, self.gives, self.before, self.after, self.least, *self.extra
 
 
 def read(numbers: tuple[int, ...]) -> Reach:
-    """A reach from its numbers. Raises SpecError for others than there can be."""
+    """Make a reach from its numbers. Raises SpecError for invalid ones."""
     if not isinstance(numbers, (tuple, list)) or len(numbers) < 5 or any(type(n) is not int for n in numbers):
         raise SpecError(f"a halo must be a list of five or more whole numbers, not {shown(numbers)}")
     period, gives, before, after, least, *extra = numbers
@@ -63,7 +63,7 @@ class Near(Lengthwise):
         self.out, self.reach = check_integer("out", out, 1), read(reach).numbers()
 
     def bounds(self, rank: int, world: int, given: int, tokens: int, out: int) -> tuple[int, int, int, int]:
-        """The rows of the result that a process has, and the rows of `given` that it reads for them."""
+        """Return the range of a process's rows of the result, and of the rows of `given` that it reads for them."""
         first, last = (layouts.start(tokens, r, world) * out for r in (rank, rank + 1))
         return first, last, *read(self.reach).window(first, last, given)
 
@@ -141,6 +141,6 @@ class RowScale(Lengthwise):
 
 
 def _overlap(window: tuple[int, int], start: int, end: int) -> tuple[int, int]:
-    """Where a window meets what lies between two rows, and how many rows that is."""
+    """Return the start and length of the overlap of a window with the range between two rows."""
     first, last = max(window[0], start), min(window[1], end)
     return (first, last - first) if last > first else (start, 0)

@@ -33,7 +33,7 @@ class World:
 
 
 def all_degrees(ways: Mapping[str, int]) -> dict[str, int]:
-    """Every axis with its number of processes. Raises SpecError for an axis that is none, or a number that is none."""
+    """Return the number of processes of every axis. Raises SpecError for an unknown axis, or an invalid number."""
     for axis, number in ways.items():
         if axis not in AXES:
             raise SpecError(f"no axis '{axis}': there are {', '.join(AXES)}")
@@ -43,12 +43,12 @@ def all_degrees(ways: Mapping[str, int]) -> dict[str, int]:
 
 
 def format_degrees(ways: Mapping[str, int]) -> str:
-    """`ulysses 2 x ring 2`; nothing for one process."""
+    """Format degrees as `ulysses 2 x ring 2`; "" for one process."""
     return " x ".join(f"{axis} {n}" for axis, n in ways.items() if n > 1)
 
 
 def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> World:
-    """This process's place in a mesh with these axes; without a mesh it is made of all processes.
+    """Return this process's position in a mesh with these axes; the default mesh consists of all processes.
 
     Raises SpecError without a process group, and for a mesh that has other axes or sizes.
     """

@@ -24,7 +24,7 @@ class ThreadGroup:
         self.barrier, self.slots, self.rank = barrier, slots, rank
 
     def swap(self, value: Any) -> list[Any]:
-        """What each thread of the group gave."""
+        """Exchange each thread's value with the group; return them in the order of the ranks."""
         self.slots[self.rank] = value
         self.barrier.wait()
         found = list(self.slots)
@@ -32,15 +32,15 @@ class ThreadGroup:
         return found
 
     def all_to_all(self, x: Tensor, give: list[int]) -> Tensor:
-        """Give each thread its piece of x, so many rows, and join what they gave this one."""
+        """Send each thread its piece of x, so many rows, and concatenate the received pieces."""
         return torch.cat([pieces[self.rank] for pieces in self.swap(torch.split(x, give))])
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The rows of all threads' x, one behind the other."""
+        """Concatenate the rows of all threads' x."""
         return torch.cat(self.swap(x))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all threads' x."""
+        """Return the sum of all threads' x."""
         found: Tensor = torch.stack(self.swap(x)).sum(0)
         return found
 
@@ -49,7 +49,7 @@ PRETENDED: contextvars.ContextVar[World | None] = contextvars.ContextVar("preten
 
 
 def placed(ways: Mapping[str, int], rank: int) -> World:
-    """Where the process of a rank stands, without groups."""
+    """Return the mesh position of a rank, without groups."""
     ranks = dict(ways)
     for axis in reversed(list(ways)):
         ranks[axis] = rank % ways[axis]
@@ -58,7 +58,7 @@ def placed(ways: Mapping[str, int], rank: int) -> World:
 
 
 def pretended(ways: Mapping[str, int], call: Callable[[int], Any]) -> list[Any]:
-    """What `call(rank)` gives in as many threads as a mesh has processes. Raises the first error of any."""
+    """Return the results of `call(rank)` in as many threads as a mesh has processes. Raises the first error of any."""
     count = math.prod(ways.values())
     worlds = [placed(ways, rank) for rank in range(count)]
     meetings: dict[Any, tuple[threading.Barrier, list[Any]]] = {}  # of each group

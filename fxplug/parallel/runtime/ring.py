@@ -31,10 +31,10 @@ def around(
     rank: int,
     group: Any,
 ) -> Tensor:
-    """Attention of (batch, heads, tokens, features) to the keys and values of a whole ring.
+    """Compute attention of (batch, heads, tokens, features) to the keys and values of a whole ring.
 
-    `counts` are how many keys each process has, `masks` what the queries here see of each process's: None, truth values, or
-    floating-point summands. Differentiable in all of them. What comes next is asked for before the part at hand is computed.
+    `counts` are the numbers of keys of each process, `masks` those of the queries here for each process's keys: None, booleans,
+    or floating-point summands. Differentiable in all of them. The next part is requested before the current one is computed.
     """
     device = query.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # as scaled_dot_product_attention has it
@@ -116,13 +116,13 @@ class _Travel:
         return F.pad(flat, [0, longest - flat.numel()])
 
     def unpacked(self, both: Tensor, key: Tensor, value: Tensor, source: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a process, which are as these but for their number."""
+        """Return the keys and values of a process, which have these shapes except for their number."""
         shapes = [(*t.shape[:-2], self.counts[source], t.shape[-1]) for t in (key, value)]
         sizes = [math.prod(shape) for shape in shapes]
         return both[: sizes[0]].view(shapes[0]), both[sizes[0] : sum(sizes)].view(shapes[1])
 
     def on(self, both: Tensor) -> Tensor:
-        """What the one before has."""
+        """Pass a tensor on around the ring; return that of the process before."""
         world = len(self.counts)
         give, take = [0] * world, [0] * world
         give[(self.rank + 1) % world] = take[(self.rank - 1) % world] = both.numel()
@@ -132,8 +132,8 @@ class _Travel:
 def attended(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """Attention to some keys, the logarithm of its denominators (float32 or more; -inf for rows that see nothing), and what
-    the kernel's backward wants besides."""
+    """Return attention to some keys, the logarithm of its denominators (float32 or more; -inf for fully masked rows), and what
+    the kernel's backward needs besides."""
     kernel = _kernel(query, key, value, mask)
     if kernel == "cpu":
         bias = _bias(mask, query, key)
@@ -165,7 +165,7 @@ def gradients(
     extra: tuple[Any, ...],
     wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What some keys and values add to the gradients of queries, keys, values, and of the mask where it is `wanted`.
+    """Return the contributions of some keys and values to the gradients of queries, keys, values, and of the mask if `wanted`.
 
     `out` and `weight` are those of all keys together.
     """
@@ -189,7 +189,7 @@ def gradients(
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
-    """Which of torch's kernels takes these; none in words: plain products do."""
+    """Return which of torch's kernels supports these tensors; "" for plain products."""
     device, features = query.device.type, query.shape[-1]
     alike = query.dtype == key.dtype == value.dtype and features == value.shape[-1] and key.shape[-2] > 0 < query.shape[-2]
     if alike and device == "cpu":
