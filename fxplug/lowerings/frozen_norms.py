@@ -23,12 +23,13 @@ TRACKING = (BatchNorm, InstanceNorm)
 
 
 def freeze_norms(gm: TracedModule, frozen: Callable[[str], bool] | Collection[str]) -> TracedModule:
-    """A copy for training, on shared weights, whose frozen norms normalise with their running statistics in training too.
+    """Return a copy for training, on shared weights, whose frozen norms normalise with their running statistics in training
+    too.
 
-    `frozen` says which parameters are: a predicate on their names, or the names. A batch norm, or an instance norm that
-    tracks statistics, is held when all its own parameters are frozen. Of one without any, a predicate is asked for the weight
-    that it would have; names hold it, unless there are none. Held norms write no buffer. Evaluation is what it was, bit for
-    bit; so is training of what is not frozen. Raises SpecError for a name that no parameter has.
+    `frozen` says which parameters are frozen: a predicate on their names, or the names. A batch norm, or an instance norm that
+    tracks statistics, is frozen when all its own parameters are. For one without parameters, a predicate is called with the
+    name of the weight that it would have; a nonempty list of names freezes it. Frozen norms write no buffer. Evaluation is
+    unchanged, bit for bit; so is training of what is not frozen. Raises SpecError for a name that no parameter has.
     """
     check_traced(gm, "freeze_norms")
     names = [name for name, _ in gm.named_parameters(remove_duplicate=False)]
@@ -70,7 +71,7 @@ class FrozenParts:
             self.own.setdefault(_owner_of(name), []).append(name)
 
     def is_frozen(self, path: str) -> bool:
-        """Whether none of a module's own parameters trains; of one without any, the weight that it would have."""
+        """Return whether none of a module's own parameters trains; for one without any, check the weight that it would have."""
         path = _owner_of(_joined(path, "weight"))
         return all(map(self.frozen, self.own.get(path) or [_joined(path, "weight")]))
 
@@ -87,7 +88,7 @@ class HeldBuffers:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """What is written inside is undone at the end; what was written before is the new value."""
+        """Undo writes to the buffers inside the context; earlier writes are kept as the new values."""
         for index in self._written():
             self.values[index] = self.buffers[index].detach().clone()
         try:
@@ -99,13 +100,13 @@ class HeldBuffers:
             self._written()
 
     def _written(self) -> list[int]:
-        """The places of those that were written since the last call; torch counts what is written in place."""
+        """Return the indices of the buffers that were written in place since the last call, by their version counters."""
         before, self.versions = self.versions, list(map(version, self.buffers))
         return [index for index, (then, now) in enumerate(zip(before, self.versions, strict=True)) if then != now]
 
 
 def frozen_buffers(gm: TracedModule, frozen: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The buffers of the modules that are frozen by a predicate on names of parameters."""
+    """Return the buffers of the modules that are frozen by a predicate on names of parameters."""
     parts = FrozenParts((name for name, _ in gm.named_parameters(remove_duplicate=False)), frozen)
     return {name: buffer for name, buffer in gm.named_buffers() if parts.is_frozen(_owner_of(name))}
 
@@ -115,14 +116,14 @@ def _joined(path: str, name: str) -> str:
 
 
 def _owner_of(name: str) -> str:
-    """The module that a parameter or buffer belongs to."""
+    """Return the path of the module that owns a parameter or buffer."""
     path = name.rpartition(".")[0]
     whole, found, _ = f".{path}.".partition(".parametrizations.")
     return whole.strip(".") if found else path
 
 
 def _open(graph: fx.Graph, call: fx.Node, module: Any) -> None:
-    """Put the function that a norm is in evaluation in the place of its call."""
+    """Replace the call of a norm by the function that it computes in evaluation."""
     names = ("running_mean", "running_var", "weight", "bias")
     read = [_read(graph, call, f"{call.target}.{name}", getattr(module, name)) for name in names]
     function = F.batch_norm if isinstance(module, BatchNorm) else F.instance_norm
@@ -140,6 +141,6 @@ def _read(graph: fx.Graph, call: fx.Node, name: str, tensor: Tensor | None) -> f
 
 
 def _owner(node: fx.Node) -> str | None:
-    """The module whose running statistics a call of batch_norm reads."""
+    """Return the path of the module whose running statistics a call of batch_norm reads."""
     mean = node.args[1] if len(node.args) > 1 else node.kwargs.get("running_mean")
     return str(mean.target).rpartition(".")[0] if isinstance(mean, fx.Node) and mean.op == "get_attr" else None

@@ -88,7 +88,7 @@ class RepeatableLowering(live.Lowering):
 
 
 def _checked(gm: Any, merge: Any, fuse: Any, outline: Any) -> tuple[str | None, str | None, Any]:
-    """The arguments in one way of writing each. Raises SpecError."""
+    """Return the arguments in canonical form. Raises SpecError."""
     fold.check_unlowered(gm, "lower")
     merge = "fold" if merge is True else None if merge is False else merge
     if merge is not None and merge not in MERGES:
@@ -111,7 +111,7 @@ def _names(gm: TracedModule) -> list[str]:
 
 
 def _folded(gm: TracedModule, passes: list[str] | None) -> TracedModule:
-    """The module with these passes folded, None for all, and a note of the layers."""
+    """Return the module with these passes folded, None for all, and a note of the layers."""
     if passes == []:
         return gm
     taken = [entry for entry in gm.meta.get("passes", []) if passes is None or entry["name"] in passes]
@@ -122,7 +122,7 @@ def _folded(gm: TracedModule, passes: list[str] | None) -> TracedModule:
 
 
 def _with_form_notes(before: TracedModule, made: TracedModule) -> TracedModule:
-    """The module with what earlier lowerings made of its layers in their forms."""
+    """Return the module with the forms of earlier lowerings added to those of its layers."""
     old, new = before.meta.get("forms", {}), made.meta.get("forms", {})
     joined = {path: f"{old[path]}, {form}" if old.get(path, form) != form else form for path, form in new.items()}
     if joined:
@@ -131,7 +131,7 @@ def _with_form_notes(before: TracedModule, made: TracedModule) -> TracedModule:
 
 
 def _mixed(gm: TracedModule) -> bool:
-    """Whether samples of a batch use different adapters."""
+    """Return whether samples of a batch use different adapters."""
     try:
         for name in fold.slotted(gm):
             fold.uniform(gm, name)
@@ -144,7 +144,7 @@ def _mixed(gm: TracedModule) -> bool:
 
 
 def layer_forms(module: TracedModule) -> dict[str, str]:
-    """The form that each layer with a block of a pass has now, by its path."""
+    """Return the current form of each layer with a block of a pass, by its path."""
     found = {}
     for entry in module.meta.get("passes", []):
         for site in entry["sites"]:
@@ -155,7 +155,7 @@ def layer_forms(module: TracedModule) -> dict[str, str]:
 
 
 def form_table(module: TracedModule) -> str:
-    """The forms of a module's layers for reading: how many have each, then layer by layer."""
+    """Format the forms of a module's layers: how many have each, then layer by layer."""
     rows = layer_forms(module)
     if not rows:
         return "no layer has a block of a pass\n"
@@ -166,5 +166,5 @@ def form_table(module: TracedModule) -> str:
 
 
 def table_of_forms(module: TracedModule, merge: str | None = None) -> str:
-    """The forms that a module's layers would take."""
+    """Return the table of the forms that a module's layers would take."""
     return form_table(lower(module, merge=merge))

@@ -16,11 +16,11 @@ from .merging.fold import check_unlowered
 
 @with_read_lock
 def prune(gm: TracedModule) -> TracedModule:
-    """Leave out the submodules, parameters and buffers that no node of any graph uses; `gm` stays as it is.
+    """Remove the submodules, parameters and buffers that no node of any graph uses; `gm` is unchanged.
 
-    Artifacts of it are as much smaller, and a `state_dict` of the model fits it with `strict=False` only. What passes have put
-    in stays, and so do the names of tied weights. Variants stay; further ones, which would trace the whole model, are refused.
-    Raises SpecError for what is no traced module, and for one that is lowered already.
+    Artifacts of it are correspondingly smaller, and a `state_dict` of the model fits it with `strict=False` only. Blocks of
+    passes are kept, and so are the names of tied weights. Variants are kept; new ones, which would trace the whole model, are
+    refused. Raises SpecError for what is no traced module, and for one that is lowered already.
     """
     check_unlowered(gm, "prune")
     every = gm.modules_by_form
@@ -63,7 +63,7 @@ def _tensors(module: nn.Module) -> Iterator[object]:
 
 
 def _modules_on_path(tree: nn.Module, path: str) -> Iterator[nn.Module]:
-    """The modules from the first to the last of a path, as far as there are any."""
+    """Yield the modules from the first to the last of a path, as far as they exist."""
     for name in path.partition("@")[0].split(".") if path else ():
         if (child := tree._modules.get(name)) is None:
             return

@@ -20,7 +20,7 @@ def tune(
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Measure the forms of each layer with an update on this device, beside the one that `lower` takes."""
+    """Measure the forms of each layer with an update on this device, and show the one that `lower` takes."""
     if Path(subject).is_dir():
         module = load_saved(subject, set, allow)
         args, kwargs = saved_call(subject, module)

@@ -32,12 +32,12 @@ class Tile(NamedTuple):
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels in Python, on a CPU."""
+    """Return whether Triton runs kernels in Python, on a CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def unfit(device: torch.device, dtype: torch.dtype, rank: int) -> str | None:
-    """Why the kernels do not take a layer; None where they do."""
+    """Return why the kernels do not support a layer; None if they do."""
     if reason := _unfit_device(device, interpreted()):
         return reason
     if dtype not in DTYPES:
@@ -72,7 +72,7 @@ def _unfit_device(device: torch.device, in_python: bool) -> str | None:
 
 @functools.cache
 def tiles_of(device: torch.device) -> tuple[list[Tile], int]:
-    """The tiles for a device, largest first, and how many of them it computes at once."""
+    """Return the tiles for a device, largest first, and how many of them it computes at once."""
     if device.type != "cuda":
         return tiles_for(80), 4
     facts = torch.cuda.get_device_properties(device)
@@ -80,15 +80,15 @@ def tiles_of(device: torch.device) -> tuple[list[Tile], int]:
 
 
 def tiles_for(capability: int, name: str = "") -> list[Tile]:
-    """The tiles for a CUDA capability, as 90 for 9.0, or for the device of this name."""
+    """Return the tiles for a CUDA capability, as 90 for 9.0, or for the device of this name."""
     of = max(known for known in map(int, TILES["capabilities"]) if known <= capability)
     return [Tile(*tile) for tile in TILES["devices"].get(name) or TILES["capabilities"][str(of)]]
 
 
 def tile_for(rows: Any, columns: int, device: torch.device, dtype: torch.dtype) -> Tile:
-    """The largest tile of which every multiprocessor gets one.
+    """Return the largest tile of which every multiprocessor gets one.
 
-    Of a number of rows that a compiler leaves open nothing is asked, as that would fix it: it counts as large.
+    A symbolic number of rows is not compared, as that would specialise it: it counts as large.
     """
     tiles, at_once = tiles_of(device)
     known = isinstance(rows, int)

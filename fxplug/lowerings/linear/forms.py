@@ -50,7 +50,7 @@ class Case(NamedTuple):
 def case_of(
     tree: nn.Module, node: fx.Node, layer: Layer | None, dtype: torch.dtype | None = None, update: Mapped | None = None
 ) -> tuple[torch.device, Case] | None:
-    """The device and the case of a linear layer, with the `Lora` behind it, for the rows of the trace; None if not known."""
+    """Return device and case of a linear layer, with the `Lora` after it, for the rows of the trace; None if unknown."""
     read = argument(node, 1, "weight") if layer is None else None
     read = read if update is None else update.weight
     if isinstance(read, fx.Node) and read.op == "get_attr":
@@ -68,7 +68,7 @@ def case_of(
 
 
 def form_named(how: str) -> str:
-    """The form of this name, or `auto`. Raises SpecError."""
+    """Return the form of this name, or `auto`. Raises SpecError."""
     known = ["auto", *FORMS]
     if how not in known:
         raise SpecError(f"fuse must be one of {', '.join(known)}, not {shown(how)}{did_you_mean(str(how), known)}")
@@ -77,7 +77,7 @@ def form_named(how: str) -> str:
 
 @functools.cache
 def class_of(device: str) -> str:
-    """The class of a type of devices, as LIMITS has it: CPUs apart whose makers' products torch has."""
+    """Return the class of a type of devices, as in LIMITS: CPUs are split by whether torch has their maker's products."""
     if device != "cpu" or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return device
     info = Path("/proc/cpuinfo")
@@ -86,12 +86,12 @@ def class_of(device: str) -> str:
 
 
 def form_of(case: Case, device: str) -> str:
-    """The form that a layer takes on a class of devices (`class_of`).
+    """Return the form of a layer on a class of devices (`class_of`).
 
-    `own` are the dtypes of which there are products that are not torch's own. These win where a weight is heavy and a result is
-    wide; in training where what is read is narrow as well, or the rows are many. A layer of few multiplications takes longer to
-    call than to compute, and an update that torch's own products add beside the weight gains nothing over the layer as it is.
-    Where `compiled` is false, compiled code has no form but that on the weight.
+    `own` are the dtypes with products that are not torch's own. These are faster if a weight is large and a result is wide; in
+    training if the input is narrow as well, or the rows are many. A layer of few multiplications takes longer to call than to
+    compute, and an update that torch's own products add beside the weight gains nothing over the unfused layer. If `compiled`
+    is false, compiled code has no form but that on the weight.
     """
     limits, (dtype, rows, inner, outer, rank, slots, grad, compiled, mapped) = LIMITS.get(device), case
     if limits is None or dtype not in DTYPES or rows * inner * outer < limits["least"] or (slots and not limits["banks"]):
@@ -109,7 +109,7 @@ def form_of(case: Case, device: str) -> str:
 
 
 def forms_of(case: Case, device: str) -> tuple[str, str]:
-    """The form of a case in all of `operators.MODES`, as the functions there read it, and in words."""
+    """Return the form of a case in all of `operators.MODES`, as the functions there read it, and as text."""
     modes = [case._replace(compiled=int(compiled), grad=int(grad)) for compiled, grad in operators.MODES]
     found = [form_of(mode, class_of(device)) for mode in modes]
     if len(set(found)) == 1:
@@ -120,9 +120,9 @@ def forms_of(case: Case, device: str) -> tuple[str, str]:
 
 
 def triton_form(known: tuple[torch.device, Case] | None) -> tuple[str, str, str | None]:
-    """The form of the Triton kernels for a layer in all of `operators.MODES`, in words, and why it is none of theirs.
+    """Return the form of the Triton kernels for a layer in all of `operators.MODES`, as text, and why they do not support it.
 
-    An update goes to the weight where that costs less for the rows of the trace, and nothing is trained.
+    An update is added to the weight if that costs less for the rows of the trace, and nothing is trained.
     """
     if known is None:
         return "stock", "stock", "the trace has no sizes for Triton's kernels"
@@ -139,11 +139,11 @@ def triton_form(known: tuple[torch.device, Case] | None) -> tuple[str, str, str 
 
 
 def function(form: str, slots: bool) -> tuple[Any, tuple[Any, ...]]:
-    """What stands in the graph for a layer and its `Lora` in this form, and its last arguments."""
+    """Return the function for a layer and its `Lora` in this form, and its last arguments."""
     return (operators.bank_linear if slots else operators.lora_linear), () if form == "fused" else (form,)
 
 
 @functools.cache
 def say(text: str) -> None:
-    """A warning that is given once."""
+    """Warn, once for each text."""
     warnings.warn(text, stacklevel=4)

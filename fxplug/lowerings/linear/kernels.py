@@ -34,7 +34,7 @@ OPEN = ["M", "tokens", "batch"]
 
 @triton.jit
 def _dot(a, b, total):
-    """total + a @ b."""
+    """Return total + a @ b."""
     if INTERPRETED:  # which would multiply the bits of bfloat16
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="tf32")
@@ -42,7 +42,7 @@ def _dot(a, b, total):
 
 @triton.jit
 def _gate(gates, m, M, tokens, batch, gb):
-    """What each of the rows m takes of the slot that `gates` points to."""
+    """Return the gate of each of the rows m for the slot that `gates` points to."""
     return tl.load(gates + (m // tokens) % batch * gb, mask=m < M, other=0.0).to(tl.float32)
 
 
@@ -51,7 +51,7 @@ def _shrink(
     x, down, hidden, gates, M, K, R, xm, xk, dr, dk, tokens, batch, gb, gr,
     BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """hidden[m, slot * R + r] = gate * sum over k of x[m, k] * down[slot * R + r, k]; zeros where no row takes the slot."""
+    """Compute hidden[m, slot * R + r] = gate * sum over k of x[m, k] * down[slot * R + r, k]; zeros if no row uses the slot."""
     slot, m = tl.program_id(1), tl.program_id(0) * BM + tl.arange(0, BM)
     r, k = tl.arange(0, BR), tl.arange(0, BK)
     take = _gate(gates + slot * R * gr, m, M, tokens, batch, gb)
@@ -75,7 +75,7 @@ def _expand(
     x, weight, bias, hidden, up, y, gates, M, N, K, R, slots, xm, xk, wn, wk, un, ur, tokens, batch, gb, gr,
     BIAS: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """y = x @ weight.T + bias + hidden @ up.T; WHOLE: BK divides K."""
+    """Compute y = x @ weight.T + bias + hidden @ up.T; WHOLE: BK divides K."""
     # eight tiles of rows after each other read the same columns of a weight, while these lie in the cache
     programs, tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
     begin = tl.program_id(0) // (8 * tiles) * 8
@@ -113,7 +113,7 @@ def _expand(
 def _merge(
     weight, down, up, out, gate, N, K, R, wn, wk, dr, dk, un, ur, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr
 ):
-    """out = weight + gate * up @ down, rounded once."""
+    """Compute out = weight + gate * up @ down, rounded once."""
     n, k, r = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BK + tl.arange(0, BK), tl.arange(0, BR)
     inside = (n[:, None] < N) & (k[None, :] < K)
     u_at = up + n[:, None].to(tl.int64) * un + r[None, :] * ur
@@ -129,7 +129,7 @@ def _merge(
 
 
 def shrink(x: Tensor, down: Tensor, gates: Tensor, slots: int, tokens: int) -> Tensor:
-    """gates * (x @ down.T): (rows, slots * rank)."""
+    """Return gates * (x @ down.T): (rows, slots * rank)."""
     m, (width, k) = x.shape[0], down.shape  # the features of a weight are never open
     hidden, block, rows = x.new_empty(m, width), _block(width // slots), 32
     wrap_triton(_shrink)[(triton.cdiv(m, rows), slots)](
@@ -142,7 +142,7 @@ def shrink(x: Tensor, down: Tensor, gates: Tensor, slots: int, tokens: int) -> T
 def lora(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, gates: Tensor, slots: int, tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """x @ weight.T + bias + hidden @ up.T, and hidden, which is what `shrink` gives."""
+    """Return x @ weight.T + bias + hidden @ up.T, and hidden, the result of `shrink`."""
     m, (n, k), width, hidden = x.shape[0], weight.shape, up.shape[1], shrink(x, down, gates, slots, tokens)
     y, tile = x.new_empty(m, n), devices.tile_for(m, n, x.device, x.dtype)
     wrap_triton(_expand)[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
@@ -154,7 +154,7 @@ def lora(
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, gate: Tensor) -> Tensor:
-    """weight + gate * up @ down, for a gate of one number."""
+    """Return weight + gate * up @ down, for a gate of one number."""
     (n, k), rank, out = weight.shape, down.shape[0], weight.new_empty(weight.shape)
     wrap_triton(_merge)[(triton.cdiv(n, 64), triton.cdiv(k, 128))](
         weight, down, up, out, gate, n, k, rank, *weight.stride(), *down.stride(), *up.stride(),
@@ -168,7 +168,7 @@ def _block(rank: int) -> int:
 
 
 def _gating(gates: Tensor, tokens: Any) -> tuple[Any, ...]:
-    """How a kernel finds what a row takes: tokens, batch, and the strides of the gates, of which one number has none."""
+    """Return a kernel's arguments for the gates: tokens, batch, and the strides, which are 0 for one number."""
     return (tokens, gates.shape[0], *gates.stride()) if gates.dim() else (1, 1, 0, 0)
 
 
@@ -184,7 +184,7 @@ def _saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _gradients(ctx: Any, g: Tensor, _: Any) -> tuple[Any, ...]:
-    """That of x is the same kernels with the weights turned round."""
+    """Compute the gradients; that of x uses the same kernels with transposed weights."""
     x, weight, down, up, gates, hidden = ctx.saved_tensors
     gx: Any = None
     inner: Any = None
@@ -213,7 +213,8 @@ torch.library.register_autograd("fxplug::triton_lora", _gradients, setup_context
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, gates: Tensor, slots: int = 1, batch_dim: int = 0
 ) -> Tensor:
-    """A layer and its update, for x (..., in) with the samples in dimension `batch_dim`, of one entry or several each."""
+    """Compute a layer and its update, for x (..., in) with the samples in dimension `batch_dim`, of one entry or several
+    each."""
     tokens: Any = 1
     if gates.dim():
         tokens = x.shape[batch_dim] // gates.shape[0] * math.prod(x.shape[batch_dim + 1 : -1])

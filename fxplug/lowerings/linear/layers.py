@@ -56,12 +56,12 @@ class Layer(NamedTuple):
 
     @property
     def x(self) -> Any:
-        """What the layer reads, before the edges of regions."""
+        """Input of the layer, before the edges of regions."""
         return inside(argument(self.node, 0, "input"))
 
 
 def linear_layers(graph: fx.Graph, tree: nn.Module) -> Iterator[tuple[fx.Node, Layer | None]]:
-    """The linear layers of a graph, and its calls of F.linear, without a layer; the graph may change meanwhile."""
+    """Yield the linear layers of a graph, and its calls of F.linear without a layer; the graph may change meanwhile."""
     for node in list(graph.nodes):
         layer = None if is_erased(node) else layer_at(tree, node)
         if layer is not None or (not is_erased(node) and node.target is F.linear):
@@ -69,7 +69,7 @@ def linear_layers(graph: fx.Graph, tree: nn.Module) -> Iterator[tuple[fx.Node, L
 
 
 def layer_of(tree: nn.Module, node: fx.Node) -> Layer | None:
-    """The layer that a node is, or a module of no known kind that it calls; None for another node."""
+    """Return the layer of a node, or the module of no known kind that it calls; None for another node."""
     if node.op == "call_module":
         module = tree.get_submodule(str(node.target))
         weight, bias = (f"{node.target}.{n}" if module._parameters.get(n) is not None else None for n in ("weight", "bias"))
@@ -83,8 +83,8 @@ def layer_of(tree: nn.Module, node: fx.Node) -> Layer | None:
 
 
 def _kind(module: nn.Module) -> str:
-    """The kind of a layer of torch.nn that has the forward of its class there, and for a norm a weight; "" for others, as for
-    one that is quantised.
+    """Return the kind of a layer of torch.nn that has the forward of its class there, and for a norm a weight; "" for others,
+    and for quantised ones.
     """
     if quantised.is_quantised(module):
         return ""
@@ -95,7 +95,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def layer_at(tree: nn.Module, node: fx.Node) -> Layer | None:
-    """What a node calls, if it is an nn.Linear itself, with the `Lora` that can be joined with it."""
+    """Return the nn.Linear that a node calls, with the `Lora` that can be joined with it."""
     if called(tree, node, nn.Linear) is None or len(node.args) != 1 or node.kwargs:
         return None
     layer, found = layer_of(tree, node), next(following_blocks(tree, node), None)
@@ -108,7 +108,7 @@ def layer_at(tree: nn.Module, node: fx.Node) -> Layer | None:
 
 
 def called(tree: nn.Module, node: fx.Node, kind: type[nn.Module]) -> Any:
-    """The module that a node calls, if it is of this very class, nobody looks on, and its weights are numbers."""
+    """Return the module that a node calls, if it is exactly of this class, without hooks, and not quantised."""
     module = tree.get_submodule(str(node.target)) if node.op == "call_module" else None
     if module is None or type(module) is not kind or is_hooked(module) or quantised.is_quantised(module):
         return None
@@ -116,7 +116,7 @@ def called(tree: nn.Module, node: fx.Node, kind: type[nn.Module]) -> Any:
 
 
 def misfit(lora: Lora, node: fx.Node, kind: str, x: Any) -> str | None:
-    """Why a `Lora` that a node calls is none of a layer of this kind that reads x, or None."""
+    """Return why a `Lora` that a node calls does not belong to a layer of this kind that reads x, or None."""
     if lora.kind != kind:
         return f"it was made for {lora.kind} and is at {kind}"
     own = inside(argument(node, 0, "x"))
@@ -129,19 +129,19 @@ def misfit(lora: Lora, node: fx.Node, kind: str, x: Any) -> str | None:
 
 
 def argument(node: fx.Node, index: int, name: str) -> Any:
-    """An argument of a node by its position or its name, None where it is not given."""
+    """Return an argument of a node by its position or its name, None if it is missing."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name)
 
 
 def inside(value: Any) -> Any:
-    """A value before the edges of regions that it crosses."""
+    """Return a value before the edges of regions that it crosses."""
     while isinstance(value, fx.Node) and value.target is ops.edge:
         value = value.args[0]
     return value
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
-    """What uses a value, also behind the edges of regions."""
+    """Return the users of a value, including those after the edges of regions."""
     found: dict[fx.Node, None] = {}
     for user in node.users:
         found.update(dict.fromkeys(readers(user)) if user.target is ops.edge else {user: None})
@@ -149,7 +149,7 @@ def readers(node: fx.Node) -> list[fx.Node]:
 
 
 def following_blocks(tree: nn.Module, value: fx.Node) -> Iterator[tuple[fx.Node, Any]]:
-    """The blocks that change what a layer gives, one behind the other: each alone reads what was before it."""
+    """Yield the blocks that change a layer's result, in order: each is the only reader of the value before it."""
     while len(found := readers(value)) == 1 and found[0].op == "call_module":
         block = tree.get_submodule(str(found[0].target))
         if not isinstance(block, BEHIND) or inside(result_read(found[0], block)) is not value:
@@ -159,7 +159,7 @@ def following_blocks(tree: nn.Module, value: fx.Node) -> Iterator[tuple[fx.Node,
 
 
 def result_read(node: fx.Node, block: nn.Module) -> Any:
-    """The layer's result among the arguments of a block behind it."""
+    """Return the layer's result among the arguments of a block after it."""
     return argument(node, 1, "y") if isinstance(block, Lora) else argument(node, 0, "y")
 
 
@@ -169,9 +169,9 @@ def result_read(node: fx.Node, block: nn.Module) -> Any:
 def call_instead(
     graph: Graph, tree: nn.Module, old: fx.Node, layer: fx.Node, function: Any, more: list[str], *rest: Any
 ) -> None:
-    """Call `function` in the place of a layer, with its weights: of `layer` alone, which is `old` then, or of both.
+    """Replace a layer by a call of `function` with its weights: `old` is the layer, or the block after it.
 
-    `old` calls the block behind the layer, of which the function takes the weights `more`.
+    `more` are the weights of that block which the function takes.
     """
     around = {"nn_module_stack": layer.meta["nn_module_stack"]}
     weights: list[fx.Node | None] = []

@@ -27,7 +27,7 @@ UPDATED = "Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up"
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None, blas: bool = False) -> Tensor:
-    """a @ b.T + bias for a (rows, inner), b (columns, inner) and bias (columns,), where autograd and compiler do not look."""
+    """Compute a @ b.T + bias for a (rows, inner), b (columns, inner) and bias (columns,), unseen by autograd and compiler."""
     fits = ONEDNN and not blas and a.device.type == "cpu" and a.dtype == torch.float32
     if not fits or not (a.numel() and b.numel()):  # which oneDNN refuses
         return F.linear(a, b, bias)
@@ -35,10 +35,10 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None, blas: bool = Fals
 
 
 def pays(rows: int, outer: int, inner: int) -> bool:
-    """Whether an update costs less on a weight (outer, inner) than on so many rows.
+    """Return whether an update costs less on a weight (outer, inner) than on so many rows.
 
-    By multiplications it is rank * outer * inner against rank * rows * (outer + inner). The new weight is also written and
-    read again: on the CPUs measured (ViT-S and UNet sizes, rank 16) that doubles its price.
+    In multiplications it is rank * outer * inner against rank * rows * (outer + inner). The new weight is also written and read
+    again: on the CPUs measured (ViT-S and UNet sizes, rank 16) that doubles its cost.
     """
     return rows * (outer + inner) >= 2 * outer * inner
 
@@ -46,7 +46,7 @@ def pays(rows: int, outer: int, inner: int) -> bool:
 def lora(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, blas: bool = False
 ) -> Tensor:
-    """x @ (weight + scale * up @ down).T + bias, for x (rows, in), in the cheaper order."""
+    """Compute x @ (weight + scale * up @ down).T + bias, for x (rows, in), in the cheaper order."""
     if pays(x.shape[0], *weight.shape):
         return multiply(x, added(weight, down, up, scale), bias, blas)
     return multiply(x, weight, bias, blas).addmm_(multiply(x, down, None, blas).mul_(scale), up.t())
@@ -61,13 +61,13 @@ def lora_and_hidden(
     scale: Tensor,
     blas: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`lora` beside the weight, and its inner values scale * x @ down.T, (rows, rank), for gradients."""
+    """Compute `lora` beside the weight, and its inner values scale * x @ down.T, (rows, rank), for gradients."""
     inner = multiply(x, down, None, blas).mul_(scale)
     return multiply(x, weight, bias, blas).addmm_(inner, up.t()), inner
 
 
 def used_factors(down: Tensor, up: Tensor, take: list[float]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """down, up and gates of the slots that are taken, without the padding of their ranks; None where none is."""
+    """Return down, up and gates of the slots in use, without the padding of their ranks; None if none is used."""
     rank = down.shape[0] // len(take)
     parts = []
     for slot, weight in enumerate(take):
@@ -92,7 +92,7 @@ def bank(
     batch_dim: int,
     blas: bool = False,
 ) -> Tensor:
-    """What `operators.bank_linear` says, without gradients and on a CPU."""
+    """Compute `operators.bank_linear` without gradients and on a CPU."""
     flat, batch = x.flatten(0, -2), rows.shape[0]
     takes: list[list[float]] = rows[:, :: rows.shape[1] // slots].tolist()
     if not batch:
@@ -122,7 +122,7 @@ def bank(
 
 
 def refuse_meta(x: Tensor, weight: Tensor) -> NoReturn:
-    """Raises SpecError: what is computed of x needs the values of a weight that has none."""
+    """Raise SpecError: the computation needs the values of a weight on the meta device."""
     raise SpecError(
         f"a fused layer reads a tensor {list(weight.shape)} on the meta device, which has no values, beside an input on "
         f"{x.device}: give the tensor its values (to_empty and load_state_dict), offload with accelerate, whose hooks bring "
@@ -131,7 +131,7 @@ def refuse_meta(x: Tensor, weight: Tensor) -> NoReturn:
 
 
 def define(name: str, arguments: str, results: str, run: Any, like: Any) -> None:
-    """Give a function a name in torch's library; `like` gives its result on the meta device."""
+    """Define an operator of torch's library; `like` computes its result on the meta device."""
 
     def on_meta(x: Tensor, *rest: Any) -> Any:
         if not x.is_meta:  # one of the others is: nothing that this gives would be filled
@@ -169,7 +169,7 @@ def _product_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _product_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    """Those of a, b and the bias, where they are wanted, for g (rows, columns)."""
+    """Return the gradients of a, b and the bias, if needed, for g (rows, columns)."""
     a, b = ctx.saved_tensors
     needs, product = ctx.needs_input_grad, torch.ops.fxplug.product
     ga = product(g, b.t(), None, ctx.blas) if needs[0] else None
@@ -184,7 +184,7 @@ def _lora_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 
 
 def _lora_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    """Those of the first result, for g (rows, out): the gradient of x is the same product, turned round."""
+    """Return the gradients of the first result, for g (rows, out): that of x is the same product with transposed weights."""
     x, weight, down, up, scale, hidden = ctx.saved_tensors
     needs, blas, product = ctx.needs_input_grad, ctx.blas, torch.ops.fxplug.product
     gx = inner = None

@@ -54,7 +54,7 @@ class Tuned:
 
     @property
     def listing(self) -> str:
-        """Every case and form as text."""
+        """Full text: every case and form."""
         lines = []
         for timing in self.timings:
             c = timing.case
@@ -75,13 +75,13 @@ def tune(
     compiled: bool = False,
     turns: int = 15,
 ) -> Tuned:
-    """Measure the forms of each linear layer with a `Lora` in `gm`, beside the one that `fuse(gm, "auto")` takes.
+    """Measure the forms of each linear layer with a `Lora` in `gm`, and show the one that `fuse(gm, "auto")` selects.
 
-    With inputs the shapes are those that the layers see with them, else those of the trace. The layers are measured on
-    tensors of their own, without gradients, on the device of their weights, in alternation with the stock form; `compiled`
-    measures each form as torch.compile makes it. Slots are measured with one adapter for the whole batch. Nothing is kept: a
-    form is taken by a rule (`forms.form_of`), and where another one is faster here, `fuse` takes its name.
-    Raises SpecError for what is no traced module, or has no such layer, and for a number of turns that is none.
+    With inputs the shapes are those of the layers in that call, else those of the trace. The layers are measured on new
+    tensors, without gradients, on the device of their weights, in alternation with the stock form; `compiled` measures each
+    form compiled by torch.compile. Slots are measured with one adapter for the whole batch. Nothing is stored: a form is
+    selected by a rule (`forms.form_of`), and if another one is faster here, pass its name to `fuse`. Raises SpecError for what
+    is no traced module, or has no such layer, and for an invalid number of turns.
     """
     check_traced(gm, "tune")
     if not isinstance(turns, int) or isinstance(turns, bool) or not 1 <= turns <= MOST:
@@ -103,7 +103,7 @@ def tune(
 
 
 def rows_of(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
-    """How many rows each linear layer has in a call, by its path."""
+    """Return the number of rows of each linear layer in a call, by its path."""
     found: dict[str, int] = {}
 
     bound = inspect.signature(gm.forward).bind(*args, **kwargs)
@@ -117,7 +117,7 @@ def rows_of(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def measure(device: torch.device, case: Case, names: Sequence[str], turns: int) -> Timing:
-    """The timing of one case."""
+    """Return the timing of one case."""
     with torch.set_grad_enabled(bool(case.grad)):
         calls = {form: _ready(call, bool(case.compiled)) for form, call in calls_of(device, case).items()}
         times = _time_alternating(device, calls, turns, LEAST)
@@ -126,7 +126,7 @@ def measure(device: torch.device, case: Case, names: Sequence[str], turns: int) 
 
 
 def _time_alternating(device: torch.device, calls: dict[str, Any], turns: int, least: float) -> dict[str, list[float]]:
-    """Seconds of each call in each turn, who begins alternating."""
+    """Return the seconds of each call in each turn, in alternating order."""
     repeats = {form: max(1, round(least / max(_time(device, call, 1), 1e-6))) for form, call in calls.items()}
     times: dict[str, list[float]] = {form: [] for form in calls}
     for turn in range(turns):
@@ -136,7 +136,7 @@ def _time_alternating(device: torch.device, calls: dict[str, Any], turns: int, l
 
 
 def _ratios(times: Mapping[str, Sequence[float]], over: str) -> dict[str, tuple[float, float]]:
-    """The median and the upper quartile of each form's time over that of another in the same turn."""
+    """Return the median and the upper quartile of each form's time relative to that of another in the same turn."""
     ratios = {}
     for form, spent in times.items():
         each = [one / base for one, base in zip(spent, times[over], strict=True)]
@@ -145,7 +145,7 @@ def _ratios(times: Mapping[str, Sequence[float]], over: str) -> dict[str, tuple[
 
 
 def calls_of(device: torch.device, case: Case) -> dict[str, Callable[[], Any]]:
-    """A call of each form that this device has, on tensors of the case's shape; `case.grad`: with its gradients."""
+    """Return a call of each form that this device supports, on tensors of the case's shape; `case.grad`: with gradients."""
     dtype, slots, grad = getattr(torch, case.dtype), case.slots, bool(case.grad)
     inner, draws = case.rank * max(slots, 1), torch.Generator(device).manual_seed(0)
 
@@ -191,7 +191,7 @@ def _ready(call: Callable[[], Any], compiled: bool) -> Callable[[], Any]:
 
 
 def _time(device: torch.device, call: Callable[[], Any], repeats: int) -> float:
-    """Seconds of one call: by CUDA's events on a GPU, and those of this thread where it computes alone."""
+    """Return the seconds of one call: by CUDA events on a GPU, by this thread's CPU time if it is the only one computing."""
     if device.type == "cuda":
         begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begun.record()

@@ -31,7 +31,7 @@ KEPT = ContextVar("KEPT", default=False)  # whether what an export gives is comp
 
 
 def operator(name: str, arguments: str) -> Callable[[Run], Run]:
-    """A function that is an operator of torch's library, of this name, where a compiler looks on."""
+    """Make a decorator that calls a function through an operator of torch's library, of this name, under a compiler."""
 
     def decorate(run: Run) -> Run:
         library.LIBRARY.define(f'{name}({arguments}, str form="fused") -> Tensor')  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ def operator(name: str, arguments: str) -> Callable[[Run], Run]:
 
 @operator("linear", "Tensor x, Tensor weight, Tensor? bias=None")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "fused") -> Tensor:
-    """`torch.nn.functional.linear`, equal to it but for rounding: x (..., in), weight (out, in), bias (out,)."""
+    """Compute `torch.nn.functional.linear`, up to rounding: x (..., in), weight (out, in), bias (out,)."""
     x, weight, bias = _cast(x, weight, bias)
     trained, compiled = trains(x, weight, bias), torch.compiler.is_compiling()
     ours = library.ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32 and _fits(x, weight)
@@ -63,7 +63,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "f
 def lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, form: str = "fused"
 ) -> Tensor:
-    """linear(x, weight, bias) + scale * linear(linear(x, down), up): what a layer and its `Lora` give together.
+    """Compute linear(x, weight, bias) + scale * linear(linear(x, down), up): a layer and its `Lora`. what a layer and its
+    `Lora` give together.
 
     x is (..., in), weight (out, in), bias (out,), down (rank, in), up (out, rank), scale one number.
     """
@@ -103,11 +104,11 @@ def bank_linear(
     batch_dim: int = 0,
     form: str = "fused",
 ) -> Tensor:
-    """What a layer and its `Lora` with slots give together: each sample gets the low-rank updates of the slots that it takes.
+    """Compute a layer and its `Lora` with slots: each sample gets the low-rank updates of the slots that it uses.
 
-    x is (..., in) with the samples in dimension `batch_dim`, 0 or 1, -1 for none; weight (out, in), bias (out,),
-    down (slots * rank, in), up (out, slots * rank), rows float32 (batch, slots * rank), a slot's weight repeated for its
-    rank. On a CPU only slots with a weight cost time. The bank gets no gradient.
+    x is (..., in) with the samples in dimension `batch_dim`, 0 or 1, -1 for none; weight (out, in), bias (out,), down (slots *
+    rank, in), up (out, slots * rank), rows float32 (batch, slots * rank), a slot's weight repeated for its rank. On a CPU only
+    slots with a weight cost time. The bank gets no gradient.
     """
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
     trained = trains(x, weight, bias, down, up)
@@ -123,9 +124,9 @@ def bank_linear(
 
 
 def _kernels(form: str, x: Tensor, *weights: Tensor | None, slots: int = 1) -> Any:
-    """The file of the Triton kernels, where a form is of them and they take a call; else None.
+    """Return the module of the Triton kernels, if a form uses them and they support a call; else None.
 
-    Triton's interpreter is none that a compiler looks into. What is exported has torch's own products, unless it is `KEPT`.
+    A compiler cannot look into Triton's interpreter. Exported programs use torch's own products, unless `KEPT` is set.
     """
     if not form.startswith("triton") or (torch.compiler.is_exporting() and not KEPT.get()):
         return None
@@ -143,7 +144,7 @@ def _kernels(form: str, x: Tensor, *weights: Tensor | None, slots: int = 1) -> A
 
 @contextlib.contextmanager
 def keeping_kernels() -> Iterator[None]:
-    """Exports in here keep the calls of Triton kernels."""
+    """Keep the calls of Triton kernels in exports inside the context."""
     token = KEPT.set(True)
     try:
         yield
@@ -152,12 +153,12 @@ def keeping_kernels() -> Iterator[None]:
 
 
 def trains(*tensors: Tensor | None) -> bool:
-    """Whether autograd wants to see what is computed from these."""
+    """Return whether autograd records what is computed from these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _form(form: str, trained: bool) -> str:
-    """The form that a call takes: torch's own products where they are transformed, as ours are seen by autograd alone."""
+    """Return the form of a call: torch's own products under functional transforms, as ours support autograd alone."""
     if not torch.compiler.is_exporting() and is_transforming():
         return "stock"
     forms = form.split(",")
@@ -165,10 +166,10 @@ def _form(form: str, trained: bool) -> str:
 
 
 def _cast(x: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """The tensors in autocast's dtype where it is on, as it would cast them for torch's linear.
+    """Cast the tensors to autocast's dtype if it is enabled, as for torch's linear.
 
-    Raises SpecError for weights on the meta device beside an input with values: torch's own products give whatever the memory
-    held then.
+    Raises SpecError for weights on the meta device with an input that has values: torch's own products would return
+    uninitialised memory.
     """
     kind = x.device.type
     if kind != "meta":

@@ -31,7 +31,7 @@ class Mapped:
 
 
 def mapped(tree: nn.Module, node: fx.Node) -> Mapped | None:
-    """The layer with its update, where it has a form of its own; None for any other node."""
+    """Return the layer with its update, if it has a form of its own; None for any other node."""
     mapping = argument(node, 1, "weight") if node.target is F.linear else None
     if not isinstance(mapping, fx.Node) or len(mapping.users) != 1 or len(mapping.args) != 1 or mapping.kwargs:
         return None
@@ -43,7 +43,7 @@ def mapped(tree: nn.Module, node: fx.Node) -> Mapped | None:
 
 
 def fuse_mapped(graph: Graph, tree: nn.Module, found: Mapped, form: str) -> None:
-    """Put one function in the place of a layer and its update."""
+    """Replace a layer and its update by one function."""
     node, path = found.node, str(found.mapping.target)
     around = {"nn_module_stack": node.meta["nn_module_stack"]}
 
@@ -70,7 +70,7 @@ def dora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, magnitude: Tensor,
     form: str = "fused",
 ) -> Tensor:  # fmt: skip
-    """linear(x, magnitude * V / |V|, bias) with V = weight + scale * up @ down, for x (..., in) and weight (out, in).
+    """Compute linear(x, magnitude * V / |V|, bias) with V = weight + scale * up @ down, for x (..., in) and weight (out, in).
 
     down is (rank, in), up (out, rank), magnitude (out,). |V| is the norm of each output channel and gets no gradient (DoRA, Liu
     et al. 2024, arXiv 2402.09353, section 4.3).
@@ -90,7 +90,7 @@ def lokr_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, w1: Tensor | None, w1_a: Tensor | None,
     w1_b: Tensor | None, w2: Tensor | None, w2_a: Tensor | None, w2_b: Tensor | None, form: str = "fused",
 ) -> Tensor:  # fmt: skip
-    """linear(x, weight + scale * kron(w1, w2), bias) for x (..., in), weight (out, in); a factor is whole or a product.
+    """Compute linear(x, weight + scale * kron(w1, w2), bias) for x (..., in), weight (out, in); a factor is whole or a product.
 
     w1 is (a, c) and w2 (b, d) with a * b = out and c * d = in (LoKr, arXiv 2309.14859).
     """
@@ -105,7 +105,7 @@ def lokr_linear(
 
 
 def _form_of_call(form: str, x: Tensor, weight: Tensor, *rest: Tensor | None) -> str:
-    """The form that a call takes: as rewritten where the base trains, and where an export looks on."""
+    """Return the form of a call: `stock` if the base trains, and in an export."""
     for tensor in (weight, *rest):
         if tensor is not None and tensor.is_meta and not x.is_meta:
             library.refuse_meta(x, tensor)
@@ -114,7 +114,7 @@ def _form_of_call(form: str, x: Tensor, weight: Tensor, *rest: Tensor | None) ->
 
 
 def _called(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Input and bias in autocast's dtype where it is on, and the input as rows; the update itself is not cast."""
+    """Return input and bias in autocast's dtype if it is enabled, and the input as rows; the update itself is not cast."""
     x, bias = operators._cast(x, bias)
     return x, bias, x.flatten(0, -2)
 
@@ -123,7 +123,7 @@ def _called(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tens
 
 
 def in_own_dtypes(run: Run) -> Run:
-    """A function that autocast leaves alone: it would also keep what is cast in here, without its gradient, for others."""
+    """Run a function without autocast, which would also cache what is cast in it, without its gradient, for others."""
 
     @functools.wraps(run)
     def call(x: Tensor, *rest: Any) -> Any:
@@ -140,7 +140,7 @@ def dora(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, magnitude: Tensor,
     blas: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What `dora_linear` gives for x (rows, in), the changed weight in the dtype of x, and the norms |V|."""
+    """Compute `dora_linear` for x (rows, in); return its result, the changed weight in the dtype of x, and the norms |V|."""
     changed = torch.addmm(weight.to(torch.promote_types(weight.dtype, up.dtype)), up * scale, down)
     norm = torch.linalg.vector_norm(changed.to(weight.dtype), dim=1)  # as the magnitudes of a new one were taken
     changed = (changed * over_norm(magnitude.flatten(), norm)[:, None]).to(x.dtype)
@@ -151,7 +151,7 @@ def dora(
 def lokr(
     x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor, second: Tensor, scale: Tensor, blas: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What `lokr_linear` gives for x (rows, in), and the changed weight in the dtype of x."""
+    """Compute `lokr_linear` for x (rows, in); return its result, and the changed weight in the dtype of x."""
     (a, c), (b, d) = first.shape, second.shape
     own, other = (first * scale)[:, None, :, None], second[:, None]
     changed = torch.addcmul(weight.reshape(a, b, c, d), own, other).view(weight.shape).to(x.dtype)
@@ -163,7 +163,7 @@ def magnitude_gradient(
     g: Tensor, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor,
     magnitude: Tensor, norm: Tensor,
 ) -> Tensor:  # fmt: skip
-    """That of magnitude, (out,), by the result y (rows, out), which is magnitude * (x @ V.T / norm) + bias."""
+    """Return the gradient of magnitude, (out,), from the result y (rows, out), which is magnitude * (x @ V.T / norm) + bias."""
     own = magnitude.flatten()
     found = torch.linalg.vecdot(g, y, dim=0)
     found = (found if bias is None else found - bias * g.sum(0)) / torch.where(own == 0, 1.0, own)
@@ -175,7 +175,7 @@ def magnitude_gradient(
 
 
 def _differentiable(inputs: tuple[Any, ...], needs: tuple[bool, ...], whole: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients by torch's own operations, where they are differentiated again: of a product with the whole weight."""
+    """Return gradients that can be differentiated again, by torch's own operations on the whole weight."""
     y = F.linear(inputs[0], whole.to(inputs[0].dtype), inputs[2])
     wanted = [tensor for tensor, need in zip(inputs, needs, strict=False) if need]
     found = iter(torch.autograd.grad(y, wanted, g, create_graph=True))
@@ -211,7 +211,8 @@ def _lokr_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 
 
 def _lokr_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    """Of both factors by the other one: as many multiplications as the layer has, over the sides of a factor."""
+    """Return the gradients of both factors, each from the other one: as many multiplications as the layer has, over the sides
+    of a factor."""
     x, weight, bias, first, second, scale, changed = ctx.saved_tensors
     if torch.is_grad_enabled():
         whole = weight + scale * kronecker(first, second)

@@ -31,17 +31,17 @@ from .updates import FoldStep, ParameterUse, accumulator, changed, mapped
 def merge(
     gm: TracedModule, passes: Sequence[str] | None = None, adapters: Mapping[str, float] | None = None
 ) -> TracedModule:
-    """Fold passes into a copy of the weights; `gm`, and every tensor of it, stays as it is.
+    """Fold passes into a copy of the weights; `gm`, and every tensor of it, is unchanged.
 
-    Folded are low-rank updates and scales beside a layer, and all blocks that map a parameter; with slots, the adapters in
-    use. Sums are in float32 (float64 stays) and rounded once to the weight's dtype. Graph, modules and
-    `meta["passes"]` keep no trace of the passes; tensors that nothing was folded into are shared. `meta["unmerged"]` is `gm`,
-    which `unmerge` gives back; deleting that key frees it. A layer that is tied to another is so no more where only one of
-    them was changed. Dropout and power iterations, which act in training, are left out.
+    It folds low-rank updates and scales beside a layer, and all blocks that map a parameter; with slots, the active adapters.
+    Sums are in float32 (float64 is kept) and rounded once to the weight's dtype. Graph, modules and `meta["passes"]` keep no
+    trace of the passes; unchanged tensors are shared. `meta["unmerged"]` is `gm`, which `unmerge` returns; deleting that key
+    frees it. A layer that is tied to another is no longer tied if only one of them was changed. Dropout and power iterations,
+    which act in training, are left out.
 
-    `passes` names those to fold, None is all but marks for a step cache. `adapters` says which of the slots' adapters are
-    folded and how much of each, instead of those in use, which stay as they are. Raises SpecError for a name that is no pass
-    or adapter here, a strength that is no finite number and, with the reasons, for passes that are not functions of weights.
+    `passes` names those to fold, None is all except marks for a step cache. `adapters` maps the slots' adapters to the strength
+    with which each is folded, instead of the active ones, which stay active. Raises SpecError for an unknown name of a pass or
+    adapter, a strength that is no finite number and, with the reasons, for passes that are not functions of weights.
     """
     check_unlowered(gm, "merge")
     wanted = _named(gm, passes)
@@ -57,7 +57,8 @@ def merge(
 
 
 def unmerge(merged: TracedModule) -> TracedModule:
-    """Give back what `merge` was given, bit for bit; on the device and in the dtype that the merged one was moved to.
+    """Return the module that `merge` was called with, bit for bit; on the device and in the dtype that the merged one was moved
+    to.
 
     Raises SpecError for a module that was not merged, was merged and loaded from a file, or got passes after that.
     """
@@ -82,7 +83,7 @@ def unmerge(merged: TracedModule) -> TracedModule:
 
 
 def check_unlowered(gm: Any, caller: str) -> None:
-    """Raises SpecError for what is no traced module, and for one that is lowered or outlined already."""
+    """Raise SpecError for what is no traced module, and for one that is lowered or outlined already."""
     check_traced(gm, caller)
     if "source" in gm.meta:
         raise SpecError(f"this module is lowered already: {caller} takes the one it was made from, meta['source']")
@@ -110,19 +111,19 @@ def _named(gm: TracedModule, passes: Sequence[str] | None) -> list[str]:
 
 
 def is_mark(gm: TracedModule, entry: Mapping[str, Any]) -> bool:
-    """Whether the blocks of an applied pass only say where a graph may be cut; `entry` is what is remembered of it."""
+    """Return whether the blocks of an applied pass only mark where a graph may be cut; `entry` is the pass's record."""
     blocks = [site["block"] for site in entry["sites"]]
     return bool(blocks) and all(block and getattr(gm.get_submodule(block), "is_mark", False) is True for block in blocks)
 
 
 def slotted(gm: TracedModule) -> list[str]:
-    """The names of the passes whose blocks have slots."""
+    """Return the names of the passes whose blocks have slots."""
     names = [entry["name"] for entry in gm.meta.get("passes", []) if GATES in entry["networks"]]
     return [name for name in names if isinstance(getattr(gm.get_submodule(f"{name}.{GATES}"), "table", None), Table)]
 
 
 def uniform(gm: nn.Module, name: str) -> Tensor:
-    """What a whole batch takes of each slot of a pass, float32 (slots,). Raises SpecError where samples differ."""
+    """Return the gates of a pass's slots for the whole batch, float32 (slots,). Raises SpecError if samples differ."""
     table = gm.get_submodule(f"{name}.{GATES}.table")
     assert isinstance(table, Table)
     weights = with_values(table.weights).float()
@@ -135,7 +136,7 @@ def uniform(gm: nn.Module, name: str) -> Tensor:
 
 
 def foldable(gm: TracedModule, passes: Sequence[str]) -> list[str]:
-    """Those of the passes that `merge` takes together."""
+    """Return those of the passes that `merge` can fold together."""
     names = list(passes)
     while names:
         bad = FoldPlan(gm, set(names)).refused_passes()
@@ -182,13 +183,13 @@ class FoldPlan:
     # --- finding
 
     def refused(self, node: fx.Node, reason: str) -> None:
-        """Keep why what a node's pass put in at a place cannot be merged; the first reason stands."""
+        """Record why a node's pass cannot be merged at a place; the first reason is kept."""
         made_by = node.meta["pass"]
         what = f"{made_by['block'] or 'what it put'} at '{made_by['site'] or 'the model'}'" if "site" in made_by else "it"
         self.reasons[made_by["name"]].setdefault(what, reason)
 
     def check_single_reader(self) -> None:
-        """Refuse what would change a weight in one place that is read in another too."""
+        """Refuse to change a weight in one place that is read in another too."""
         for uses in self.uses.values():
             odd = next((u for u in uses if u.steps != uses[0].steps), None)
             if odd is not None:
@@ -199,7 +200,7 @@ class FoldPlan:
                         self.refused(step.node, f"'{with_most.name}' is also read by '{other.node.name}' without it")
 
     def clean(self, graph: Graph) -> None:
-        """Erase what is left of the passes where nothing uses it, and close the layers that were opened for them."""
+        """Erase unused nodes of the passes, and close the layers that were opened for them."""
         for node in reversed(list(graph.nodes)):
             made_by = node.meta.get("pass")
             if made_by is None or made_by["name"] not in self.passes or node.op in ("placeholder", "output"):
@@ -225,16 +226,16 @@ class FoldPlan:
                 del node.meta["pass"]
 
     def networked(self, node: fx.Node) -> bool:
-        """Whether a node belongs to a network of a pass."""
+        """Return whether a node belongs to a network of a pass."""
         key = next(reversed(node.meta.get("nn_module_stack") or {"": None}))
         return key.partition(".")[0] in self.passes
 
     def refused_passes(self) -> dict[str, dict[str, str]]:
-        """The passes that cannot go into weights: what of them, and why."""
+        """Return the passes that cannot be folded into weights, with the blocks and reasons."""
         return {name: rows for name, rows in self.reasons.items() if rows}
 
     def check(self) -> None:
-        """Raises SpecError where a pass cannot go into weights."""
+        """Raise SpecError if a pass cannot be folded into weights."""
         bad = self.refused_passes()
         if not bad:
             return
@@ -249,18 +250,18 @@ class FoldPlan:
     # --- the result
 
     def changed(self) -> list[ParameterUse]:
-        """One use of each parameter that blocks are folded into."""
+        """Return one use of each parameter that blocks are folded into."""
         return [uses[0] for uses in self.uses.values() if uses[0].steps]
 
     def path(self, step: FoldStep) -> str:
-        """The path of a step's block."""
+        """Return the path of a step's block."""
         return str(self.before[step.block].target) if step.place == "param" else step.block
 
     @torch.no_grad()
     def values(self, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The folded parameters by name, in the dtype of those they take the place of.
+        """Return the folded parameters by name, in the dtype of those they replace.
 
-        `gates` gives for a pass with slots the weights (slots,) of them.
+        `gates` has, for a pass with slots, their weights (slots,).
         """
         made: dict[Any, Tensor] = {}
         found: dict[str, Tensor] = {}
@@ -273,7 +274,7 @@ class FoldPlan:
         return found
 
     def value(self, use: ParameterUse, old: Tensor | None, gates: Mapping[str, Tensor]) -> Tensor:
-        """One parameter with its blocks folded in; `old` is None for a bias that a layer did not have."""
+        """Return one parameter with its blocks folded in; `old` is None for a bias that a layer did not have."""
         like = self.tree.get_submodule(use.name.rpartition(".")[0])._parameters["weight"] if old is None else old
         assert like is not None
         dtype = accumulator(like)
@@ -295,7 +296,7 @@ class FoldPlan:
         return value.to(like.dtype)
 
     def module(self, values: Mapping[str, Tensor]) -> TracedModule:
-        """The module with these parameters, without the passes."""
+        """Return the module with these parameters, without the passes."""
         for graph in self.graphs.values():
             graph.lint()
         new: dict[int, nn.Parameter] = {}
@@ -322,7 +323,7 @@ class FoldPlan:
 
 
 def bypass(node: fx.Node, value: Any) -> None:
-    """Give a value to the users of a node, which goes; blocks behind the node are behind the value then."""
+    """Replace a node by a value in its users; blocks after the node are after the value then."""
     for user in node.users:
         if user.meta.get("behind") == node.name:
             user.meta["behind"] = node.meta.get("behind", value.name)
@@ -330,7 +331,7 @@ def bypass(node: fx.Node, value: Any) -> None:
 
 
 def read(graph: Graph, node: fx.Node, part: int, name: str) -> None:
-    """Let a product read a parameter of its layer: the weight (part 1) or the bias (2)."""
+    """Set a parameter of a product's layer as its argument: the weight (part 1) or the bias (2)."""
     _, weight_at, bias_at = PRODUCTS[node.target]
     at, key = (weight_at, "weight") if part == 1 else (bias_at, "bias")
     old = argument(node, at, key)
@@ -340,7 +341,7 @@ def read(graph: Graph, node: fx.Node, part: int, name: str) -> None:
 
 
 def close(graph: Graph, gm: TracedModule, tree: nn.Module, passes: set[str]) -> None:
-    """Call layers whole again that were opened for blocks of these passes."""
+    """Restore calls of whole layers that were opened for blocks of these passes."""
     for region in list(Regions(graph, gm).by_key.values()):
         if region.leaf is not None or len(region.inputs) != 1 or len(region.outputs) != 1:
             continue

@@ -41,7 +41,7 @@ class FoldableGraph:
         self.refused: list[tuple[fx.Node, str]] = []
 
     def refuse(self, node: fx.Node, reason: str) -> None:
-        """Keep a block that cannot be folded, and why."""
+        """Record a block that cannot be folded, and why."""
         self.refused.append((node, reason))
 
     def read(self) -> None:
@@ -76,18 +76,18 @@ class FoldableGraph:
                         self.note(ParameterUse(name, "", "", user, steps))
 
     def note(self, use: ParameterUse) -> None:
-        """Keep a use, with those of its steps that concern its part."""
+        """Record a use, with those of its steps that concern its part."""
         if use.part == "bias":
             use.steps = tuple(step for step in use.steps if self.concerns_bias(step))
         self.uses.append(use)
 
     def concerns_bias(self, step: FoldStep) -> bool:
-        """Whether a step makes something of a layer's bias too."""
+        """Return whether a step changes a layer's bias too."""
         block = self.tree.get_submodule(step.block) if step.place == "after" else None
         return step.place == "param" or isinstance(block, (Scale, Ssf)) or (isinstance(block, Lora) and block.bias)
 
     def module(self, layer: Layer) -> None:
-        """A module that is called whole."""
+        """Record the uses of a module that is called whole."""
         path, own = layer.node.target, layer.module._parameters
         steps = self.around(layer, []) if layer.kind and "weight" in own else ()
         names = [n for n, p in own.items() if p is not None]
@@ -100,7 +100,7 @@ class FoldableGraph:
             self.note(ParameterUse(f"{path}.{name}", name, layer.kind, layer.node, steps))
 
     def product(self, layer: Layer) -> None:
-        """A product of the model's own code, or of a layer that was opened."""
+        """Record the uses of a product of the model's own code, or of a layer that was opened."""
         node, kind = layer.node, layer.kind
         name, first, rest = self.mapped(layer.weight)
         if not name:
@@ -126,7 +126,8 @@ class FoldableGraph:
                 self.refuse(step.node, f"'{node.name}' adds no bias")
 
     def transposed(self, node: fx.Node) -> bool:
-        """Whether a product is that of transformers' Conv1D, between two views: a weight (in, out), with a `Lora` behind it."""
+        """Record a product of transformers' Conv1D, between two views: a weight (in, out), with a `Lora` after it. Return
+        whether it is one."""
         after, flat = readers(node), argument(node, 1, "mat1")
         views = [value for value in (*after, flat) if isinstance(value, fx.Node) and value.target == "view"]
         (name, first, rest), (bias, second, others) = (self.mapped(argument(node, *at)) for at in ((2, "mat2"), (0, "input")))
@@ -144,12 +145,12 @@ class FoldableGraph:
         return True
 
     def gives_bias(self, steps: Iterable[FoldStep]) -> bool:
-        """Whether a layer without a bias has one when the blocks are folded."""
+        """Return whether a layer without a bias gets one when the blocks are folded."""
         blocks = [self.tree.get_submodule(step.block) for step in steps if self.concerns_bias(step)]
         return any(not isinstance(block, Scale) for block in blocks)
 
     def mapped(self, value: Any) -> tuple[str, tuple[FoldStep, ...], list[nn.Module | None]]:
-        """The parameter that a node gives, the blocks that are folded into it, and those that stay on its way."""
+        """Return the parameter that a node reads, the blocks that are folded into it, and those that remain on its way."""
         chain: list[fx.Node] = []
         node = inside(value)
         try:
@@ -174,7 +175,7 @@ class FoldableGraph:
         return str(node.target), tuple(steps), rest
 
     def around(self, layer: Layer, rest: list[Any], others: Sequence[Any] = ()) -> tuple[FoldStep, ...]:
-        """The blocks before and behind a layer that are folded, in the order in which they change the weight.
+        """Return the blocks before and after a layer that are folded, in the order in which they change the weight.
 
         `rest` has the blocks on the way of the weight that are not, `others` those on the way of the bias.
         """
@@ -220,17 +221,17 @@ class FoldableGraph:
         return tuple(steps)
 
     def block(self, node: Any) -> nn.Module | None:
-        """The block that a pass put in and a node calls."""
+        """Return the block of a pass that a node calls."""
         if not isinstance(node, fx.Node) or node.op != "call_module" or "pass" not in node.meta:
             return None
         return self.tree.get_submodule(str(node.target))
 
     def takes(self, node: fx.Node) -> bool:
-        """Whether a node of a pass is of one of these."""
+        """Return whether a node belongs to one of these passes."""
         return node.meta["pass"]["name"] in self.passes
 
     def fits(self, block: nn.Module, user: fx.Node, layer: Layer, x: Any) -> str | None:
-        """Why a block behind a layer that reads x cannot go into its weight, or None."""
+        """Return why a block after a layer that reads x cannot be folded into its weight, or None."""
         node, kind, module = layer.node, layer.kind, layer.module
         if kind == "Embedding" and (module.max_norm if module is not None else argument(node, 3, "max_norm")) is not None:
             return "max_norm changes the table whenever it is read"
@@ -250,7 +251,7 @@ class FoldableGraph:
         return None
 
     def scales(self, block: Any, node: fx.Node, kind: str, rest: list[Any]) -> str | None:
-        """Why a scale per channel is none of the weight's channels, or None."""
+        """Return why a scale per channel does not match the weight's channels, or None."""
         dims = len(node.meta.get("shape", ()))
         last = kind in ("Linear", "Embedding", "LayerNorm", "RMSNorm")
         channels = {"Conv1d": -2, "Conv2d": -3, "Conv3d": -4}.get(kind, -1 if last else 1 - dims)
@@ -264,18 +265,18 @@ class FoldableGraph:
 
 
 def _gives_tensors(node: fx.Node) -> bool:
-    """Whether a node's result is a tensor, or a tuple with one."""
+    """Return whether a node's result is a tensor, or a tuple with one."""
     members = (user for user in node.users if user.target is operator.getitem)
     return "shape" in node.meta or any("shape" in member.meta for member in members)
 
 
 def sums(block: nn.Module | None) -> bool:
-    """Whether a block adds something that does not depend on the value: such blocks may change places."""
+    """Return whether a block adds a term that does not depend on the value: such blocks commute."""
     return isinstance(block, (LowRank, Delta)) and not isinstance(block, Dora)
 
 
 def between(node: fx.Node) -> set[fx.Node]:
-    """The nodes of a block that maps a parameter. Raises Unfoldable where it reads more than tensors of the module."""
+    """Return the nodes of a block that maps a parameter. Raises Unfoldable if it reads more than tensors of the module."""
     found, todo, tag = {node}, [node], node.meta["behind"]
     while todo:
         for value in todo.pop().all_input_nodes:
@@ -288,7 +289,7 @@ def between(node: fx.Node) -> set[fx.Node]:
 
 
 def inner(node: fx.Node) -> fx.Node:
-    """What a block that maps a parameter gets: the parameter, or what another block made of it."""
+    """Return the input of a block that maps a parameter: the parameter, or the result of another block."""
     tag = node.meta["behind"]
     nodes = sorted(between(node), reverse=True)
     values = [v for n in nodes for v in n.all_input_nodes]
@@ -300,7 +301,7 @@ def inner(node: fx.Node) -> fx.Node:
 
 
 def gated(node: fx.Node) -> bool:
-    """Whether a node tells how much of each slot is taken."""
+    """Return whether a node computes the gates of the slots."""
     return bool(node.meta.get("pass", {}).get("block") == Gates.__name__)
 
 

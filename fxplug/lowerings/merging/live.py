@@ -33,16 +33,16 @@ Parts = list[tuple[float, int, list[Tensor]]]  # of a bank: how much of which sl
 
 @with_read_lock
 def live(gm: TracedModule) -> TracedModule:
-    """The module with the adapters of its slots in the weights: as fast as a merged one, and switched as before.
+    """Return the module with the adapters of its slots in the weights: as fast as a merged one, and switched as before.
 
-    Each layer with slots has a weight of its own that nothing trains, base and updates summed in float32 and rounded once;
-    the graph runs no side path. `adapters.load`, `use` and `unload` of the result write the weights of those layers anew that
-    an adapter of the old or the new choice has a part in, in place, so that nothing recompiles; every time from the base, so
-    that nothing drifts. That costs memory for one copy of these layers, and while it runs for one layer in float32.
+    Each layer with slots has its own weight that nothing trains, base and updates summed in float32 and rounded once; the graph
+    runs no side path. `adapters.load`, `use` and `unload` of the result rewrite the weights of those layers that the old or the
+    new adapters update, in place, so that nothing recompiles; always from the base, so that errors do not accumulate. That
+    costs memory for one copy of these layers, and while it runs for one layer in float32.
 
-    Banks and tables are copies, so `gm`'s adapters and those of the result are switched apart. The base weights are shared
-    and lie below `shadows`. Entries for each sample cannot be in one weight: `use` refuses them. Raises SpecError for a module
-    without slots, a lowered one, and where a block cannot go into a weight, as `fold.merge` says.
+    Banks and tables are copies, so `gm`'s adapters and those of the result are switched separately. The base weights are shared
+    and are below `shadows`. Entries for each sample cannot be in one weight: `use` refuses them. Raises SpecError for a module
+    without slots, a lowered one, and if a block cannot be folded into a weight, as `fold.merge` does.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # what is made here is written later
@@ -102,7 +102,7 @@ class Lowering(Derivation[TracedModule]):
 
 @with_read_lock
 def unlowered(module: TracedModule) -> TracedModule:
-    """What a lowered module was made from, with the adapters that it has now; another module itself."""
+    """Return the module that a lowered module was made from, with its current adapters; return another module unchanged."""
     source = module.meta.get("source")
     if not isinstance(source, TracedModule):
         return module
@@ -123,7 +123,7 @@ def unlowered(module: TracedModule) -> TracedModule:
 
 
 def _tensor(module: TracedModule, name: str) -> Tensor | None:
-    """A parameter or buffer of a lowered module by the name that it has in the state dict of its source."""
+    """Return a parameter or buffer of a lowered module by its name in the state dict of its source."""
     return tensor_at(module, module.meta.get("originals", {}).get(name, name))
 
 
@@ -155,7 +155,7 @@ class Shadows(nn.Module):
         self.writes = 0  # of all shadows
 
     def add(self, use: ParameterUse, base: nn.Parameter, paths: dict[str, str]) -> None:
-        """Keep the base of one weight."""
+        """Store the base of one weight."""
         name = f"base_{len(self.rows)}"
         self.register_parameter(name, base)
         steps = [(step.place, paths[step.block], paths[step.block].partition(".")[0]) for step in use.steps]
@@ -170,7 +170,7 @@ class Shadows(nn.Module):
 
     @without_compiler
     def after_call(self, result: Any) -> None:
-        """See that a backward pass through the result of a call reads the weights that the call read."""
+        """Check that a backward pass through the result of a call reads the weights of that call."""
         if torch.is_grad_enabled():
             for value in leaves(result):
                 if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -185,9 +185,9 @@ class Shadows(nn.Module):
 
     @torch.no_grad()
     def switched(self, root: nn.Module) -> None:
-        """Make those weights anew that another choice or another content of the slots concerns.
+        """Recompute the weights that another choice or other contents of the slots affect.
 
-        Raises SpecError where samples of a batch differ, and on the meta device. A weight that was not finished is made anew by
+        Raises SpecError if samples of a batch differ, and on the meta device. A weight that was not finished is recomputed by
         the next call.
         """
         gates = self.choice(root)
@@ -205,7 +205,7 @@ class Shadows(nn.Module):
             self.state[row.name] = old
 
     def choice(self, root: nn.Module) -> dict[str, list[float]]:
-        """What is taken of each slot, by pass."""
+        """Return the gates of each slot, by pass."""
         try:
             return {name: uniform(root, name).tolist() for name in self.passes}
         except SpecError:
@@ -215,7 +215,7 @@ class Shadows(nn.Module):
             ) from None
 
     def make(self, root: nn.Module, row: Row, now: list[Parts], gates: dict[str, list[float]]) -> None:
-        """Write one shadow weight, from its base and what goes into it now."""
+        """Write one shadow weight, from its base and its current updates."""
         self.writes += 1
         shadow = _shadow(root, row)
         base = self.get_parameter(row.base)
@@ -244,7 +244,7 @@ def _table(root: nn.Module, name: str) -> Table:
 
 
 def _slot(block: nn.Module, slot: int) -> list[Tensor]:
-    """The content of one slot of a bank; the last tensor is not zero where there is any."""
+    """Return the contents of one slot of a bank; the last tensor is nonzero if there are any."""
     if isinstance(block, Update):
         parts = [p.detach()[slot] for p in block.parameters()]
         return [*parts, torch.stack([part.any() for part in parts])]
@@ -255,6 +255,6 @@ def _slot(block: nn.Module, slot: int) -> list[Tensor]:
 
 
 def _parts(block: nn.Module, gates: list[float]) -> Parts:
-    """What is taken of a bank: of free slots, which are all zeros, nothing."""
+    """Return the used parts of a bank, without free slots, which are all zeros."""
     found = [(gate, slot, _slot(block, slot)) for slot, gate in enumerate(gates) if gate]
     return [part for part in found if part[2][-1].any()]

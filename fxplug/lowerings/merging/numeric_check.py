@@ -24,7 +24,7 @@ class Unfoldable(Exception):
 
 
 def compared(block: Lora, layer: Layer, x: Any, tree: nn.Module) -> str | None:
-    """Whether a convolution that is written out gives with an update's weight what the update gives: tried on two sizes."""
+    """Return why a written-out convolution with an update's weight differs from the update, or None: tried on two sizes."""
     shape = getattr(x, "meta", {}).get("shape")
     if shape is None:
         return "its input must be a tensor whose shape is known"
@@ -56,7 +56,7 @@ def compared(block: Lora, layer: Layer, x: Any, tree: nn.Module) -> str | None:
 
 
 def evaluate(node: fx.Node, tree: nn.Module, given: Mapping[fx.Node, Any], dtype: torch.dtype) -> Any:
-    """The value of a node from tensors of the module alone, those of floating point in `dtype`. Raises Unfoldable."""
+    """Evaluate a node on tensors of the module alone, floating-point ones in `dtype`. Raises Unfoldable."""
     done = dict(given)
 
     def run(n: fx.Node) -> Any:
@@ -79,7 +79,7 @@ def evaluate(node: fx.Node, tree: nn.Module, given: Mapping[fx.Node, Any], dtype
 
 
 def noise(block: Lora) -> Lora:
-    """A block of the same kind with other numbers, in float64 on the CPU."""
+    """Return a block of the same kind with random numbers, in float64 on the CPU."""
     copied: Lora = shell(block).eval()  # type: ignore[assignment]
     for module in copied.modules():
         for name, p in module._parameters.items():

@@ -41,12 +41,13 @@ class ParameterUse:
 
 
 def accumulator(weight: Tensor) -> torch.dtype:
-    """The dtype in which updates of a weight are summed: float32, or float64 where the weight is that."""
+    """Return the dtype in which updates of a weight are summed: float32, or float64 for a float64 weight."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 
 def delta(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What a `Lora` adds to its layer's weight, in the weight's shape; `gates` is (slots,), None without slots."""
+    """Return the term that a `Lora` adds to its layer's weight, in the weight's shape; `gates` is (slots,), None without
+    slots."""
     down, up = _factors(block, gates, dtype)
     product = up @ down
     return product[0].T if block.kind == "Embedding" else product.reshape(-1, *weight_of(block.down).shape[1:])
@@ -55,7 +56,7 @@ def delta(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
 def updated(
     value: Tensor, block: Lora, gates: Tensor | None, out: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
-    """A layer's weight in its accumulator's dtype with what a `Lora` adds to it; written into `out` if that is given.
+    """Return a layer's weight in its accumulator's dtype with a `Lora` added; written into `out` if that is given.
 
     A `transposed` weight is (in, out).
     """
@@ -70,7 +71,8 @@ def updated(
 
 
 def _factors(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The halves of an update, (groups, rank, in) with the scale, and (groups, out, rank); an Embedding's are turned."""
+    """Return the factors of an update, (groups, rank, in) with the scale, and (groups, out, rank); an Embedding's are
+    transposed."""
     down, up = weight_of(block.down), weight_of(block.up)
     groups = block.geometry.get("groups", 1)
     down, up = in_groups(down.T if block.kind == "Embedding" else down, groups), in_groups(up, groups)
@@ -83,7 +85,7 @@ def _factors(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> tuple[Ten
 
 
 def weight_of(layer: nn.Module) -> Tensor:
-    """The weight of a layer that has one."""
+    """Return the weight of a layer that has one."""
     found = layer.weight
     assert isinstance(found, Tensor)
     return found
@@ -92,7 +94,7 @@ def weight_of(layer: nn.Module) -> Tensor:
 def changed(
     value: Tensor, block: nn.Module, step: FoldStep, use: ParameterUse, gates: Tensor | None, via: nn.Module | None = None
 ) -> Tensor:
-    """A layer's weight or bias in its accumulator's dtype, with a block before or behind the layer folded in."""
+    """Return a layer's weight or bias in its accumulator's dtype, with a block before or after the layer folded in."""
     dtype, part, kind = value.dtype, use.part, use.kind
     if step.place == "before":
         return _columns(value, block)
@@ -113,7 +115,7 @@ def changed(
 
 
 def mapped(value: Tensor, block: nn.Module, gates: Tensor) -> Tensor:
-    """A parameter in its accumulator's dtype with what a bank that maps it adds: of the slots in use alone."""
+    """Return a parameter in its accumulator's dtype with the updates of a bank that maps it, of the used slots alone."""
     assert isinstance(block, Update)
     banks = dict(block.named_parameters())
     total = value
@@ -129,7 +131,7 @@ def _columns(weight: Tensor, scale: nn.Module) -> Tensor:
 
 
 def in_dtype(block: nn.Module, dtype: torch.dtype, *args: Any) -> Any:
-    """A block's result in evaluation with all its tensors in this dtype; the block itself is left as it is."""
+    """Return a block's result in evaluation with all its tensors in this dtype; the block itself is unchanged."""
     rows = [*block.named_parameters(), *block.named_buffers()]
     state = {name: t.detach().to(dtype) if t.is_floating_point() else t.clone() for name, t in rows}
     return functional_call(shell(block).eval(), state, args)

@@ -17,9 +17,9 @@ ATTRIBUTES = ("gradient_checkpointing", "grad_checkpointing")
 
 
 def checkpointed(gm: TracedModule) -> TracedModule:
-    """The module with its repeated regions computed again in the backward pass, on the very layers and tensors of `gm`.
+    """Return the module with checkpointed repeated regions, on the same layers and tensors as `gm`.
 
-    What is done to these later (a mode, hooks, another device) is done to both. Raises SpecError where no regions are alike.
+    Later changes of these (a mode, hooks, another device) affect both. Raises SpecError if no regions are alike.
     """
     try:
         made = outline(gm, checkpoint=True)
@@ -35,7 +35,7 @@ def checkpointed(gm: TracedModule) -> TracedModule:
 
 
 def _share(part: nn.Module, gm: nn.Module) -> None:
-    """Give a tree the layers of another at the same paths, and the tables of tensors of what holds them."""
+    """Share the layers of another tree at the same paths, and the tensor tables of the modules around them."""
     for table in ("_parameters", "_buffers"):
         vars(part)[table] = vars(gm)[table]
     for name, child in list(part._modules.items()):
@@ -57,12 +57,12 @@ def _switch(gm: TracedModule, on: bool) -> None:
 
 
 def enable(gm: TracedModule) -> Callable[..., None]:
-    """The method that switches it on: `enable_gradient_checkpointing()`, `gradient_checkpointing_enable()`."""
+    """Return the method that enables checkpointing: `enable_gradient_checkpointing()`, `gradient_checkpointing_enable()`."""
 
     def method(*args: Any, **kwargs: Any) -> None:
-        """Compute repeated regions again in the backward pass, where gradients are computed; as `train.checkpointing` does.
+        """Recompute repeated regions in the backward pass, if gradients are computed; as `train.checkpointing` does.
 
-        Which regions, and how, is not chosen here: arguments, as other libraries take them, are not used.
+        Arguments of other libraries, such as which regions and how, are ignored.
         """
         _switch(gm, True)
 
@@ -70,10 +70,10 @@ def enable(gm: TracedModule) -> Callable[..., None]:
 
 
 def disable(gm: TracedModule) -> Callable[[], None]:
-    """The method that switches it off."""
+    """Return the method that disables checkpointing."""
     return lambda: _switch(gm, False)
 
 
 def switch(gm: TracedModule) -> Callable[..., None]:
-    """The method of timm, `set_grad_checkpointing(enable=True)`."""
+    """Return the method of timm, `set_grad_checkpointing(enable=True)`."""
     return lambda enable=True: _switch(gm, bool(enable))

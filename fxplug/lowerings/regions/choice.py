@@ -20,7 +20,7 @@ SMALL = 1e-3  # a region of less than this share of the model's activations is n
 
 
 def check_outlinable(gm: Any, regions: object, caller: str) -> None:
-    """Raises SpecError for what is no traced module, for one with regions of its own, and for patterns that are one text."""
+    """Raise SpecError for what is no traced module, for one with regions of its own, and for patterns given as one text."""
     check_traced(gm, caller)
     if "nested" in gm.meta or "regions" in gm.meta:
         raise SpecError("this module is outlined already: outline the module it was made from")
@@ -35,13 +35,13 @@ def choose(
     cut: Callable[[str, list[fx.Node]], RegionCut | str],
     kind: Callable[[RegionCut], object] = lambda cut: None,
 ) -> list[str]:
-    """Disjoint repeated regions of a graph, in the order they run; none where nothing is repeated.
+    """Choose disjoint repeated regions of a graph, in the order they run; none if nothing is repeated.
 
-    Regions are repeated when the same operations run in them in the same order, whatever their names and sizes are and
-    whatever passes put in, and `kind` is equal. `cut` says how a region is cut out, or why it cannot be. Of all choices the
-    one with the smallest estimate of saved memory is taken: what leaves the regions, what lies outside them, and the largest
-    inside of one, as that is computed again (Chen et al. 2016, arXiv 1604.06174). A region that would save less than two
-    thirds of its inside is not worth a second run. Sizes are those of the trace.
+    Regions are repeated when the same operations run in them in the same order, whatever their names and sizes and the blocks
+    of passes are, and `kind` is equal. `cut` returns how a region is cut out, or why it cannot be. Of all choices the one with
+    the smallest estimate of saved memory is used: the results of the regions, what is outside them, and the largest inside of
+    one, as that is recomputed (Chen et al. 2016, arXiv 1604.06174). A region that would save less than two thirds of its inside
+    is not worth a second run. Sizes are those of the trace.
     """
     tree = _nesting_tree(graph, members)
     new = {n: 0 if n.op in ("placeholder", "output", "get_attr") or aliases(n, root) else _bytes(n) for n in graph.nodes}
@@ -59,7 +59,7 @@ def choose(
         spent[key] = max(0, inside[key] - sum(inside[k] for k in parts)) + sum(spent[k] for k in parts)
 
     def choose_within(limit: float) -> tuple[float, list[str]]:
-        """Choose regions from the inside out, none larger than this; gives what that costs, and their keys."""
+        """Choose regions from the inside out, none larger than this; return their cost, and their keys."""
         found: dict[str, list[str]] = {}
         for key, parts in order:
             found[key] = [region for part in parts for region in found.pop(part)]
@@ -74,13 +74,13 @@ def choose(
 
 
 def _is_leaf(key: str, nodes: list[fx.Node]) -> bool:
-    """Whether a region, given with its nodes, is one call of a module that is kept whole."""
+    """Return whether a region, given with its nodes, is one call of a module that is kept whole."""
     port = nodes[0].meta.get("port")
     return nodes[0].op == "call_module" and port is not None and port.path == key
 
 
 def _nesting_tree(graph: fx.Graph, members: Mapping[str, list[fx.Node]]) -> networkx.DiGraph[str]:
-    """The regions as a tree below the model itself."""
+    """Return the regions as a tree below the model itself."""
     tree: networkx.DiGraph[str] = networkx.DiGraph()
     tree.add_node("")
     for node in graph.nodes:
@@ -93,14 +93,14 @@ def _nesting_tree(graph: fx.Graph, members: Mapping[str, list[fx.Node]]) -> netw
 
 
 def _bytes(node: fx.Node) -> int:
-    """The size of a node's tensor as traced; of one whose size is not known that of a number."""
+    """Return the size of a node's tensor as traced; for an unknown size that of a number."""
     if "shape" in node.meta:
         return int(math.prod(node.meta["shape"]) * node.meta["dtype"].itemsize)
     return 1
 
 
 def _structure(nodes: list[fx.Node], root: nn.Module) -> tuple[object, ...]:
-    """What a region computes, without names and sizes."""
+    """Return the operations of a region, without names and sizes."""
 
     def what(node: fx.Node) -> object:
         if node.op == "call_module":

@@ -20,11 +20,12 @@ from .submodules import Checkpointed, check_outlined, originals
 def shard(outlined: TracedModule, mesh: Any = None, **options: Any) -> TracedModule:
     """Shard an outlined module over the processes of a mesh, in place: FSDP2's fully_shard of each region, then of the rest.
 
-    `mesh` is a one-dimensional DeviceMesh, None for all processes; `options` go to fully_shard (Zhao et al. 2023, arXiv
-    2304.11277). Which parameters train must be said before (`requires_grad_`); an optimizer takes the parameters that the
-    module has afterwards. A region that shares a parameter with another, or changes its input in place, belongs to the rest.
+    `mesh` is a one-dimensional DeviceMesh, None for all processes; `options` are those of fully_shard (Zhao et al. 2023, arXiv
+    2304.11277). Set the trainable parameters before (`requires_grad_`); an optimizer takes the parameters that the module has
+    afterwards. A region that shares a parameter with another, or changes its input in place, belongs to the rest.
 
-    Raises SpecError for a module that is not outlined, without a process group, and for quantised weights that cannot be cut.
+    Raises SpecError for a module that is not outlined, without a process group, and for quantised weights that cannot be
+    sharded.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -52,10 +53,10 @@ def shard(outlined: TracedModule, mesh: Any = None, **options: Any) -> TracedMod
 
 
 def full_state(outlined: TracedModule, trainable: bool = True) -> dict[str, Tensor]:
-    """Parameters of an outlined module, sharded or not, whole and under the names they have in the module it was made from.
+    """Return parameters of an outlined module, sharded or not, whole and under their names in the original module.
 
-    `trainable` leaves out frozen parameters and buffers. Every process of the mesh must call it, and gets everything.
-    Raises SpecError for a module that is not outlined.
+    `trainable` leaves out frozen parameters and buffers. Every process of the mesh must call it, and gets everything. Raises
+    SpecError for a module that is not outlined.
     """
     check_outlined(outlined, "full_state")
     found = {}
@@ -67,7 +68,7 @@ def full_state(outlined: TracedModule, trainable: bool = True) -> dict[str, Tens
 
 
 def _shared_parameters(outlined: TracedModule, units: Sequence[nn.Module]) -> set[int]:
-    """The ids of the parameters that stand outside the regions too."""
+    """Return the ids of the parameters that are outside the regions too."""
     found: set[int] = set()
     todo: list[nn.Module] = [outlined]
     while todo:

@@ -48,7 +48,7 @@ class Nested(SharedCode):
         self.constant_floats = constant_floats()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Nested:
-        """The same code, and with it what it was compiled to, for a copy of the model."""
+        """Copy the module, but share its code and its compiled code."""
         new = memo[id(self)] = Nested.__new__(Nested)
         new.__dict__.update({**vars(self), "_modules": dict(self._modules)})
         return new
@@ -65,26 +65,26 @@ class Nested(SharedCode):
 
 
 def _in_order(x: Any) -> Any:
-    """A sequence of tokens in the order of its dimensions: the first region may get it from a convolution, the others never.
+    """Make a sequence of tokens contiguous: the first region may get it from a convolution, with other strides than the others.
 
-    An order of its own would be a program of its own. Images have theirs for a reason, and keep it.
+    Other strides would be another compiled program. Images keep theirs, which have a purpose.
     """
     return x.contiguous() if isinstance(x, Tensor) and x.dim() == 3 else x
 
 
 def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule:
-    """The same computation with repeated regions as calls of shared code, on the same module tree; `gm` stays as it was.
+    """Return a module with repeated regions as calls of shared code, on the same module tree; `gm` is unchanged.
 
-    Regions of which the same is computed, from layers of the same sizes, become calls of one `Nested` module, to which the
-    layers are given: `torch.compile(nested, fullgraph=True)` and `nested.compile()` compile each kind once, for inference and
-    with gradients, and what is around the regions runs as it stands (diffusers' `compile_repeated_blocks`, for regions that are
-    found, whatever passes put into them). What is compiled around the module, `torch.compile(nn.Sequential(nested, head))`, is
-    one graph, which has the regions as nested ones without gradients, and flat with them. Names, results and gradients stay the
-    same, bit for bit in eager code; operations are not fused across the edges of a region. `nested.meta["nested"]` says which
-    module computes which regions.
+    Regions that compute the same, from layers of the same sizes, become calls of one `Nested` module, to which the layers are
+    passed: `torch.compile(nested, fullgraph=True)` and `nested.compile()` compile each kind once, for inference and with
+    gradients, and the code around the regions runs eagerly (diffusers' `compile_repeated_blocks`, for regions that are found,
+    whatever passes put into them). A compiled module around it, `torch.compile(nn.Sequential(nested, head))`, is one graph,
+    which has the regions as nested ones without gradients, and flat with them. Names, results and gradients stay the same, bit
+    for bit in eager code; operations are not fused across the edges of a region. `nested.meta["nested"]` maps the modules to
+    the regions that they compute.
 
-    `regions` are path patterns (exact, glob, slices, `re:`); of nested regions the outer one is taken, and one that is like no
-    other stays in the graph. None takes those that `choose` finds, where they leave clearly fewer operations to compile.
+    `regions` are path patterns (exact, glob, slices, `re:`); of nested regions the outer one is used, and one that equals no
+    other stays in the graph. None uses those that `choose` finds, if they leave clearly fewer operations to compile.
 
     Raises MatchError for a pattern that matches nothing, and when nothing is repeated; SpecError for a named region that cannot
     be cut out, with the reason.
@@ -134,7 +134,7 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
 
 
 def _plain(graph: fx.Graph) -> Graph:
-    """A copy without the edges of regions, which make two values of one: a region has each input and result once."""
+    """Copy a graph without the edges of regions, which make two values of one: a region has each input and result once."""
     new = copy_graph(graph)
     for node in new.nodes:
         if node.target is ops.edge and isinstance(node.args[0], fx.Node):
@@ -143,7 +143,7 @@ def _plain(graph: fx.Graph) -> Graph:
 
 
 def _name(gm: TracedModule, key: str, taken: Iterable[str]) -> str:
-    """A name for a kind of region: the class of the module that it was, with a number where there are more of that name."""
+    """Return a name for a kind of region: the class of its original module, with a number if there are more of that name."""
     module = dict(gm.named_modules()).get(_path(key))
     kind = "Region" if module is None else class_names(module)[0]
     names, name, number = set(taken), kind, 1
@@ -154,7 +154,7 @@ def _name(gm: TracedModule, key: str, taken: Iterable[str]) -> str:
 
 
 def _path(key: str) -> str:
-    """The path of a region's module: without the number of the call."""
+    """Return the path of a region's module: without the number of the call."""
     return re.sub(r"@\d+", "", key)
 
 
@@ -162,7 +162,7 @@ def _path(key: str) -> str:
 
 
 def _chosen(graph: fx.Graph, gm: TracedModule, patterns: Sequence[str] | None) -> dict[str, tuple[list[fx.Node], Any]]:
-    """The regions of a graph to nest, disjoint, in the order they run: their nodes, and what is equal where one code does."""
+    """Return the disjoint regions of a graph to nest, in the order they run: their nodes, and a key equal for shared code."""
     inside = members(graph)
     kinds: dict[str, Any] = {}
     sizes: dict[str, int] = {}
@@ -191,10 +191,10 @@ def _chosen(graph: fx.Graph, gm: TracedModule, patterns: Sequence[str] | None) -
 
 
 def _cut(key: str, nodes: list[fx.Node], root: nn.Module) -> RegionCut | str:
-    """How a region is cut out to be compiled on its own, or why it cannot be.
+    """Return how a region is cut out to be compiled on its own, or why it cannot be.
 
-    A compiled caller takes the results of a region for memory of their own: none may be a view of an input or of another
-    result, and inputs must stay as they are.
+    A compiled caller assumes that the results of a region have their own memory: none may be a view of an input or of another
+    result, and inputs must not be changed.
     """
     cut = plan(key, nodes, root)
     if isinstance(cut, str):
@@ -216,7 +216,7 @@ def _cut(key: str, nodes: list[fx.Node], root: nn.Module) -> RegionCut | str:
 
 
 def _shares_memory(cut: RegionCut, root: nn.Module) -> bool:
-    """Whether a region reads two tensors of one storage: torch gives a nested region no inputs that overlap."""
+    """Return whether a region reads two tensors of one storage: torch gives a nested region no inputs that overlap."""
     read: dict[int, Tensor] = {}
     for node in cut.nodes:
         if node.op == "call_module":
@@ -233,7 +233,7 @@ def _shares_memory(cut: RegionCut, root: nn.Module) -> bool:
 
 
 def _kind(cut: RegionCut, root: nn.Module) -> Any:
-    """What a region computes, from layers of which sizes, whatever their names: equal means that one code does for both."""
+    """Return a key of what a region computes, from layers of which sizes, without names: regions with equal keys share code."""
     where: dict[fx.Node, int] = {node: i for i, node in enumerate(cut.inputs)}
     roots: dict[str, int] = {}
     rows: list[Any] = [tuple((node.meta.get("shape"), node.meta.get("dtype")) for node in cut.inputs)]
@@ -264,7 +264,7 @@ def _kind(cut: RegionCut, root: nn.Module) -> Any:
 
 
 def _described(root: nn.Module, target: str) -> Any:
-    """The layer or tensor at a path, as far as compiled code depends on it."""
+    """Describe the layer or tensor at a path, as far as compiled code depends on it."""
     owner, _, last = target.rpartition(".")
     there = root.get_submodule(owner)
     found = getattr(there, last)
@@ -283,7 +283,7 @@ def _tensor(x: Any) -> Any:
 
 
 def _split(target: str, key: str) -> tuple[str, str]:
-    """A path as that of the region's module, in the model's tree or in a pass's, and the rest; or whole, with no rest."""
+    """Split a path into that of the region's module, in the model's tree or in a pass's, and the rest; "" if it is outside."""
     parts, own = target.split("."), _path(key).split(".")
     for start in range(len(parts) - len(own)):
         if parts[start : start + len(own)] == own:
@@ -296,7 +296,7 @@ def _split(target: str, key: str) -> tuple[str, str]:
 
 
 def call_layer(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `layer` computes: not every dynamo knows `operator.call`."""
+    """Call `layer`: not every dynamo supports `operator.call`."""
     return layer(*args, **kwargs)
 
 
@@ -308,7 +308,7 @@ class _Body:
 
 
 def _functional(own: fx.Graph, key: str) -> tuple[Graph, list[str]]:
-    """The graph of a region without names of the model: the modules that hold its layers are its first arguments."""
+    """Return the graph of a region without names of the model: the modules that own its layers are its first arguments."""
     body = _Body()
     targets = [str(n.target) for n in own.nodes if n.op in ("call_module", "get_attr")]
     for target in targets:
@@ -331,7 +331,7 @@ def _functional(own: fx.Graph, key: str) -> tuple[Graph, list[str]]:
 
 
 def _reach(body: _Body, target: str, key: str) -> fx.Node:
-    """A layer or tensor, read from the module that holds it."""
+    """Return a node for a layer or tensor, read from the module that owns it."""
     path, rest = _split(target, key)
     node = body.roots[path]
     for part in filter(None, rest.split(".")):

@@ -26,15 +26,15 @@ from .choice import check_outlinable, choose
 
 
 def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoint: bool = False) -> TracedModule:
-    """The same computation with chosen regions as submodules, on shared parameters and buffers; `gm` stays as it was.
+    """Return a module with chosen regions as submodules, on shared parameters and buffers; `gm` is unchanged.
 
-    `regions` are path patterns (exact, glob, slices, `re:`); of nested regions the outer one is taken. What a pass put in
-    belongs to the region of its site. None takes repeated regions that make saved activations few, see `choice`. Signature,
-    results and gradients stay the same, bit for bit. A region's module lies at `outlined.meta["regions"][path]`, and
-    `originals` gives parameters and buffers under the names they have in `gm`.
+    `regions` are path patterns (exact, glob, slices, `re:`); of nested regions the outer one is used. Blocks of a pass belong
+    to the region of their site. None uses repeated regions that minimise saved activations, see `choice`. Signature, results
+    and gradients stay the same, bit for bit. A region's module is at `outlined.meta["regions"][path]`, and `originals` returns
+    parameters and buffers under their names in `gm`.
 
-    With `checkpoint` each region's activations are computed again in the backward pass, in either mode (Chen et al. 2016,
-    arXiv 1604.06174): random numbers are drawn as before, and buffers that it writes are written once.
+    With `checkpoint` each region's activations are recomputed in the backward pass, in either mode (Chen et al. 2016, arXiv
+    1604.06174): random numbers are drawn as before, and buffers that it writes are written once.
 
     Raises MatchError for a pattern that matches nothing and when there is nothing repeated to choose; SpecError for a named
     region that cannot be cut out or checkpointed, with the reason.
@@ -71,17 +71,17 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
 
 
 def originals(outlined: TracedModule) -> dict[str, Tensor]:
-    """Parameters and buffers of an outlined module under the names they have in the module it was made from.
+    """Return parameters and buffers of an outlined module under their names in the original module.
 
-    Those that stand under several names are there once. After `shard` they are what the module holds then: DTensors. Raises
-    SpecError for a module that is not outlined.
+    Tensors with several names are listed once. After `shard` they are those of the module then: DTensors. Raises SpecError for
+    a module that is not outlined.
     """
     check_outlined(outlined, "originals")
     return {name: tensor_at(outlined, now) for name, now in outlined.meta["originals"].items()}  # type: ignore[misc]
 
 
 def check_outlined(module: Any, caller: str) -> None:
-    """Raises SpecError for anything that `outline` did not make."""
+    """Raise SpecError for anything that `outline` did not make."""
     if not isinstance(module, TracedModule) or "regions" not in module.meta:
         raise SpecError(f"{caller} takes an outlined module, not {type(module).__name__}: outline(module) makes one")
 
@@ -110,9 +110,9 @@ class Checkpointed(nn.Module):
 
 
 def _as_before(buffers: list[Tensor], read: list[Tensor]) -> AbstractContextManager[None]:
-    """A context in which buffers are what they are now; afterwards they are what they were when it was entered.
+    """Return a context that restores the current values of buffers inside, and those of its entry after it.
 
-    Entering it raises FxplugError where one of the tensors that are `read` was changed since.
+    Entering it raises FxplugError if one of the tensors that are `read` was changed since.
     """
     before = [b.clone() for b in buffers]
     versions = [version(t) for t in read if not t.is_inference()]
@@ -141,7 +141,7 @@ def _put(buffers: list[Tensor], values: list[Tensor]) -> None:
 
 
 def named(gm: TracedModule, patterns: Sequence[str]) -> list[str]:
-    """The outermost regions that the patterns match in any of the graphs, in the order they ran."""
+    """Return the outermost regions that the patterns match in any of the graphs, in the order they ran."""
     views = regions_of(gm)
     order = list(dict.fromkeys(key for regions in views for key in regions.ran))
     found: set[str] = set()
@@ -160,7 +160,7 @@ def named(gm: TracedModule, patterns: Sequence[str]) -> list[str]:
 
 
 def stack_around(cut: RegionCut) -> dict[str, Any]:
-    """The regions around a region, for the node that calls it."""
+    """Return the regions around a region, for the node that calls it."""
     node = next(n for n in cut.nodes if cut.key in n.meta["nn_module_stack"])
     found = {}
     for key, value in node.meta["nn_module_stack"].items():
@@ -181,7 +181,7 @@ def _assembled(
     names: Mapping[str, str],
     checkpoint: bool,
 ) -> TracedModule:
-    """The outlined module: a region owns what it alone uses, the root what is left."""
+    """Assemble the outlined module: a region owns what it alone uses, the root the rest."""
     tree = shell(gm)
     for graph in graphs.values():
         for node in graph.nodes:
@@ -215,12 +215,12 @@ def _assembled(
 
 
 def _targets(graphs: Any) -> set[str]:
-    """The modules, parameters and buffers that graphs use."""
+    """Return the modules, parameters and buffers that graphs use."""
     return {str(n.target) for graph in graphs for n in graph.nodes if n.op in ("call_module", "get_attr")}
 
 
 def _subtree(tree: nn.Module, targets: set[str]) -> Container:
-    """The part of a module tree that a graph uses, under the same names."""
+    """Return the part of a module tree that a graph uses, under the same names."""
     root = Container(("Region",))
     root.training = tree.training
     for target in sorted(targets):  # what holds something comes before it
@@ -243,7 +243,7 @@ def _subtree(tree: nn.Module, targets: set[str]) -> Container:
 
 
 def _prune(tree: nn.Module, used: set[str], moved: set[str]) -> None:
-    """Take what only regions use out of the root's tree, under all its names."""
+    """Remove from the root's tree what only regions use, under all its names."""
     kept: set[int] = set()
     gone: set[int] = set()
     for targets, ids in ((used, kept), (moved, gone)):
@@ -277,7 +277,7 @@ def _drop_empty(module: nn.Module) -> None:
 
 
 def _mutated_buffers(modes: Mapping[bool, fx.Graph], region: nn.Module) -> list[str]:
-    """The buffers that a region's training writes: running statistics, and those of blocks that passes put in."""
+    """Return the buffers that a region writes in training: running statistics, and those of passes' blocks."""
     graph = modes.get(True) or next(iter(modes.values()))
     found: dict[str, None] = {}
     for node in graph.nodes:
