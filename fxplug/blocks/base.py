@@ -178,21 +178,21 @@ def kind_of(block: nn.Module) -> UpdateKind | None:
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """The value of an option if it is a whole number, so large or more, else SpecError."""
+    """Return the value of an option if it is an integer, `least` or more; raise SpecError otherwise."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise SpecError(f"{name} must be a whole number, {least} or more, not {shown(value)}")
     return value
 
 
 def check_share(name: str, value: Any) -> float:
-    """The value of an option if it is a number from 0 on and below 1, else SpecError."""
+    """Return the value of an option if it is a number in [0, 1); raise SpecError otherwise."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise SpecError(f"{name} must be at least 0 and below 1, not {shown(value)}")
     return value
 
 
 def attribute_around(site: Site, name: str) -> int | None:
-    """The whole number that a site's module, or else the nearest one around it, has as an attribute of that name."""
+    """Return the integer attribute of that name of a site's module, or else of the nearest module around it."""
     parts = site.path.partition("@")[0].split(".")
     for count in range(len(parts), -1, -1):
         found: Any = getattr(site.root.get_submodule(".".join(parts[:count])), name, None)
@@ -202,7 +202,7 @@ def attribute_around(site: Site, name: str) -> int | None:
 
 
 def check_slots(slots: Any, **refused: Any) -> None:
-    """Raises SpecError unless `slots` is a whole number, 0 or more; with slots, for an option that has no place in them."""
+    """Raise SpecError unless `slots` is an integer, 0 or more; with slots, also for an option that slots do not support."""
     check_count("slots", slots, 0)
     for name, value in refused.items():
         if slots and value:
@@ -216,7 +216,7 @@ class LowRank(Block):
     scale: Tensor
 
     def __init__(self, rank: int, alpha: float | None, rslora: bool, alpha_auto_scale: bool, slots: int) -> None:
-        """Raises SpecError for a rank below 1, slots below 0, and as `scaling` does."""
+        """Set rank, slots and scale. Raises SpecError for a rank below 1, slots below 0, and as `scaling` does."""
         super().__init__()
         check_slots(slots)
         self.rank, self.slots = check_count("rank", rank), slots
@@ -231,7 +231,7 @@ class LowRank(Block):
 
 
 def torch_class(name: str) -> type[nn.Module]:
-    """The module class of that name in torch.nn. Raises SpecError."""
+    """Return the module class of that name in torch.nn. Raises SpecError."""
     name = name.removeprefix("torch.nn:").removeprefix("torch.nn.")
     known = {k: v for k, v in vars(nn).items() if isinstance(v, type) and issubclass(v, nn.Module) and not k.startswith("Lazy")}
     if name not in known:
@@ -240,9 +240,9 @@ def torch_class(name: str) -> type[nn.Module]:
 
 
 def channel_dim(site: Site, value: Value) -> int:
-    """Where the channels of a value are: as the layer of the site has them, else as the layers around it do.
+    """Return the channel dimension of a value: that of the site's layer, else that of the layers around it.
 
-    The last dimension is -1, others are counted from the first. Raises SpecError where nothing tells.
+    The last dimension is -1, others are counted from the first. Raises SpecError if it is unknown.
     """
     from . import dimensions as channels
 
@@ -262,7 +262,8 @@ def channel_dim(site: Site, value: Value) -> int:
 
 
 def width(site: Site, value: Value, dim: int | None) -> tuple[int, int]:
-    """How many channels a value has, and in which dimension: `dim`, or what its layer and its shape tell. Raises SpecError."""
+    """Return the number of channels of a value, and their dimension: `dim`, or that of its layer and shape. Raises
+    SpecError."""
     if value.members is not None:
         raise SpecError(f"{value.address} is several values: name the one with the channels")
     dim = channel_dim(site, value) if dim is None else dim
@@ -272,7 +273,7 @@ def width(site: Site, value: Value, dim: int | None) -> tuple[int, int]:
 
 
 def widths(site: Site, value: Value, source: Value, dim: int | None, what: str, way: str) -> tuple[int, int, int]:
-    """The widths of `source` and `value`, which may differ in nothing else, and their dimension. Raises SpecError."""
+    """Return the widths of `source` and `value`, which may differ in nothing else, and their dimension. Raises SpecError."""
     features, dim = width(site, value, dim)
     rest = [[n for i, n in enumerate(v.shape) if i != dim % max(len(v.shape), 1)] for v in (value, source)]
     if rest[0] != rest[1]:
@@ -281,7 +282,7 @@ def widths(site: Site, value: Value, source: Value, dim: int | None, what: str, 
 
 
 def align_to_dim(weight: Tensor, y: Tensor, dim: int) -> Tensor:
-    """A vector shaped so that it multiplies dimension `dim` of y."""
+    """Reshape a vector so that it multiplies dimension `dim` of y."""
     return weight if dim in (-1, y.dim() - 1) else weight.view(-1, *[1] * (y.dim() - 1 - dim % y.dim()))
 
 
@@ -290,9 +291,9 @@ NAME = 128  # the most bytes of an adapter's name
 
 
 def used_slots(gates: Tensor, slots: int) -> Sequence[int]:
-    """The slots that some sample takes, of gates (..., slots * n) for so many slots, n numbers for each.
+    """Return the slots that any sample uses, from gates (..., slots * n), n numbers for each slot.
 
-    These are all of them where values are not looked at: where a compiler looks on, and on a GPU, which would be waited for.
+    Returns all slots if values are not read: under a compiler, and on a GPU, which would be synchronised.
     """
     if is_watched() or type(gates) is not Tensor or gates.device.type != "cpu":
         return range(slots)
@@ -301,8 +302,8 @@ def used_slots(gates: Tensor, slots: int) -> Sequence[int]:
 
 
 def read_count(entries: Tensor | None, known: dict[str, Any]) -> int:
-    """The number in a table's `entries`, 0 where there is none. `known` keeps what was read of one on a GPU, which is waited
-    for, until it is written again.
+    """Return the number in a table's `entries`, 0 for None. `known` caches the value read from a GPU, which synchronises, until
+    the tensor is written again.
     """
     if type(entries) is not Tensor or entries.is_meta:
         return 0
@@ -315,7 +316,7 @@ def read_count(entries: Tensor | None, known: dict[str, Any]) -> int:
 
 
 def other_batch(entries: int, samples: int) -> str:
-    """What is said where a batch has another number of samples than there are entries."""
+    """Return the message for a batch whose number of samples differs from that of the entries."""
     return (
         f"use() got {entries} {'entry' if entries == 1 else 'entries'} but the batch has {samples} samples: give one entry per "
         "sample. With guidance the pipeline doubles the batch: repeat the list"
@@ -323,7 +324,7 @@ def other_batch(entries: int, samples: int) -> str:
 
 
 def with_values(tensor: Tensor) -> Tensor:
-    """The same tensor of a pass's slots. Raises SpecError for one on the meta device: what is written there is lost."""
+    """Return a tensor of a pass's slots. Raises SpecError on the meta device, where writes are lost."""
     if tensor.is_meta:
         raise SpecError(
             "the slots are on the meta device and have no values: move the module to another device; where accelerate has "
@@ -346,7 +347,7 @@ class Table(Block):
     names: Tensor
 
     def __init__(self, slots: int, rank: int, others: Sequence[int] = ()) -> None:
-        """`others` are ranks of further banks, which have rows of their own."""
+        """Create the table; `others` are ranks of further banks, which have their own rows."""
         super().__init__()
         self.slots, self.rank, self.others = slots, rank, list(others)
         self.state_lock = StateLock()  # shells share it as they share the tensors, and a copy has its own
@@ -355,12 +356,12 @@ class Table(Block):
         self.register_buffer("names", torch.zeros(slots, NAME, dtype=torch.uint8))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Gives (batch, slots * rank), each slot's weight for each of its inner channels, and (slots,), what all samples take;
-        then what the first is for each of the other ranks.
+        """Return (batch, slots * rank), each slot's weight for each of its inner channels, and (slots,), the weights that all
+        samples share; then the first for each of the other ranks.
 
-        x has the samples in its first dimension. The second result is NaN where samples differ. Where entries were given for
-        another number of samples, a call raises SpecError before this; in a program that is compiled around the module a CPU
-        raises RuntimeError, and on a GPU, which no error may leave unusable, all is NaN.
+        x has the samples in its first dimension. The second result is NaN if samples differ. If entries were given for another
+        number of samples, a call raises SpecError before this; in a program that is compiled around the module a CPU raises
+        RuntimeError, and on a GPU, which no error may leave unusable, all is NaN.
         """
         batch = x.shape[0]
         if not is_watched():
@@ -374,12 +375,12 @@ class Table(Block):
         return rows.repeat_interleave(self.rank, 1), uniform, *(rows.repeat_interleave(rank, 1) for rank in self.others)
 
     def count_entries(self) -> int:
-        """Count the samples that have entries of their own; 0 where all samples take the same."""
+        """Return the number of samples with their own entries; 0 if all samples use the same."""
         return read_count(self._buffers["entries"], self.__dict__)
 
     @without_compiler
     def check_samples(self, x: Tensor) -> None:
-        """Raises SpecError where another number of samples has entries than x has in its first dimension."""
+        """Raise SpecError if the number of samples with entries differs from the first dimension of x."""
         entries = self.count_entries()
         if entries and isinstance(x, Tensor) and x.dim() and x.shape[0] != entries:
             raise SpecError(other_batch(entries, x.shape[0]))
@@ -399,7 +400,7 @@ class Gates(nn.Module):
 
     @classmethod
     def of(cls, model: Any, slots: int, rank: int, others: Sequence[int] = ()) -> Gates:
-        """Gates for a model with banks of so many slots, of this rank, or of one of the others."""
+        """Make the gates of a model's banks with so many slots, of this rank, or of one of the others."""
         return cls(slots, rank, others)
 
     def forward(self, x: Tensor) -> Any:

@@ -36,7 +36,8 @@ class Adapter(Block):
         dropout: float = 0.0,
         dim: int = -1,
     ) -> None:
-        """`act` is the name of a class in torch.nn. Raises SpecError for a bottleneck below 1 or a dropout outside [0, 1)."""
+        """Create the adapter; `act` is the name of a class in torch.nn. Raises SpecError for a bottleneck below 1 or a dropout
+        outside [0, 1)."""
         super().__init__()
         check_count("bottleneck", bottleneck)
         check_share("dropout", dropout)
@@ -53,7 +54,7 @@ class Adapter(Block):
 
     @classmethod
     def at(cls, site: Site, dim: int | None = None, **options: Any) -> Adapter:
-        """An adapter between the two values that the rule's `args` name."""
+        """Make an adapter between the two values that the rule's `args` name."""
         x, y = site.args
         inner, features, dim = widths(site, y, x, dim, f"an adapter from {x} to {y}", "use a serial adapter here")
         return cls(inner, features, dim=dim, **options)

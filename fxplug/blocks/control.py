@@ -28,7 +28,7 @@ class Add(Block):
 
     @classmethod
     def at(cls, site: Site) -> Add:
-        """Raises SpecError where the residual does not fit the value that it is added to."""
+        """Make the block. Raises SpecError if the residual does not fit the value that it is added to."""
         value, residual = site.args[:2]
         if not _fits(residual.shape, value.shape):
             raise SpecError(
@@ -46,7 +46,7 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def per_sample(strength: Tensor, value: Tensor) -> Tensor:
-    """One number, or one for each sample, so that it multiplies what is like `value` (batch, ...) and leaves its dtype."""
+    """Reshape one number, or one for each sample, to multiply a tensor like `value` (batch, ...) and keep its dtype."""
     # type_as and not `to`: a graph would keep the dtype that it was traced with
     return strength.type_as(value).reshape(-1, *[1] * (value.dim() - 1)) if strength.dim() else strength
 
@@ -68,7 +68,7 @@ class Gate(Block):
     hands_on = True
 
     def __init__(self, timesteps: float = 1000) -> None:
-        """`timesteps` is the number that stands for nothing but noise. Raises SpecError unless it is above zero."""
+        """Create the gate; `timesteps` is the timestep of pure noise. Raises SpecError unless it is above zero."""
         super().__init__()
         if isinstance(timesteps, bool) or not isinstance(timesteps, (int, float)) or timesteps <= 0:
             raise SpecError(f"timesteps must be a number above zero, not {shown(timesteps)}")

@@ -23,7 +23,7 @@ MOVED = ("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", 
 
 
 def batch_dimension(node: fx.Node, batch: int) -> int | None:
-    """The dimension of a value in whose order its samples follow each other; -1 where they alternate, None if not known."""
+    """Return the dimension of a value along which samples are contiguous; -1 where they alternate, None if unknown."""
     graph = node.graph
     key = batch, len(graph.nodes)
     if (known := _known.get(graph)) is None or known[0] != key:
@@ -33,7 +33,7 @@ def batch_dimension(node: fx.Node, batch: int) -> int | None:
 
 
 def sampled(node: fx.Node | None) -> bool:
-    """Whether a value is computed from the model's inputs, or from how many samples they have."""
+    """Return whether a value is computed from the model's inputs, or from their batch size."""
     todo, seen = [node], {node}
     while todo:
         value = todo.pop()
@@ -52,7 +52,7 @@ def sampled(node: fx.Node | None) -> bool:
 
 
 def _before(graph: fx.Graph, batch: int) -> Mapping[str, int]:
-    """How many combinations of the dimensions before it the samples' own has, by value: reshaping leaves that as it is."""
+    """Return the product of the dimensions before that of the samples, by value: reshaping does not change it."""
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         shape = node.meta.get("shape")
@@ -84,7 +84,7 @@ def _after(node: fx.Node, given: fx.Node, before: int, batch: int) -> int | None
 
 
 def order(node: fx.Node, dims: int) -> list[int] | None:
-    """Which dimension of its input each dimension of the result of a function is that only changes their order."""
+    """Return the input dimension of each dimension of the result of a function that only permutes them."""
     constants = [*node.args[1:], *node.kwargs.values()]
     if any(isinstance(value, fx.Node) for value in constants):
         return None
@@ -95,7 +95,7 @@ def order(node: fx.Node, dims: int) -> list[int] | None:
 
 
 def _moved(node: fx.Node, dims: int, dim: int) -> int | None:
-    """As `before`, behind a function that only changes the order of dimensions."""
+    """Return the same product after a function that only permutes dimensions."""
     moved = order(node, dims)
     sizes: Sequence[int] = node.meta["shape"]
     return None if moved is None else math.prod(sizes[: moved.index(dim)])
@@ -127,13 +127,13 @@ FUNCTIONS = {
 
 
 def channel_dimension(node: fx.Node, root: nn.Module) -> int | None:
-    """Which dimension of a value has its channels, counted from the first; None where nothing around it knows."""
+    """Return the channel dimension of a value, counted from the first; None if no layer around determines it."""
     found = _all(node.graph, root).get(node)
     return None if found is None else found + len(node.meta["shape"])
 
 
 def of_layer(module: nn.Module, dims: int) -> int | None:
-    """Where a layer of torch.nn has the channels of a value of so many dimensions, counted from the last; None if no such."""
+    """Return the channel dimension of a value at a layer of torch.nn, counted from the last; None if there is none."""
     names = class_names(module)
     if any(name in names for name in LAST):
         return -1
@@ -150,7 +150,7 @@ def of_layer(module: nn.Module, dims: int) -> int | None:
 
 @lru_cache(maxsize=2)  # every layer of a pass asks about the same graph
 def _all(graph: fx.Graph, root: nn.Module) -> Mapping[fx.Node, int]:
-    """The dimension of the channels by value, counted from the last one: forward from what makes values, then backward."""
+    """Return the channel dimension by value, counted from the last: propagated forward from the layers, then backward."""
     found: dict[fx.Node, int] = {}
     asked: dict[fx.Node, int] = {}  # what the readers of a value take for its channels
     for node in graph.nodes:
@@ -182,7 +182,7 @@ def _all(graph: fx.Graph, root: nn.Module) -> Mapping[fx.Node, int]:
 
 
 def _of(node: fx.Node, root: nn.Module, dims: int) -> int | None:
-    """What a node that is a layer says of its result."""
+    """Return the channel dimension of the result of a node that is a layer."""
     if node.op == "call_module":
         return of_layer(root.get_submodule(str(node.target)), dims)
     if node.op != "call_function":
@@ -205,7 +205,8 @@ def _of(node: fx.Node, root: nn.Module, dims: int) -> int | None:
 def _carried(
     node: fx.Node, given: fx.Node, dim: int, old: Sequence[int], new: Sequence[int], back: bool = False
 ) -> int | None:
-    """Where the channels of one value are in another: of a node's input in its result or, with `back`, the other way."""
+    """Return the channel dimension of another value: that of a node's result from its input's or, with `back`, the other
+    way."""
     if node.target is ops.edge:
         return dim
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -226,7 +227,7 @@ def _carried(
 
 
 def _kept(dim: int, old: Sequence[int], new: Sequence[int]) -> int | None:
-    """The dimension of a reshaped value that has the same size, and as many elements in each of its steps."""
+    """Return the dimension of a reshaped value with the same size and the same stride in elements."""
 
     def behind(shape: Sequence[int], at: int) -> int:
         return math.prod(shape[len(shape) + at + 1 :])
@@ -238,7 +239,7 @@ def _kept(dim: int, old: Sequence[int], new: Sequence[int]) -> int | None:
 
 
 def unknown(value: Any) -> str:
-    """What to tell a user whose value nobody knows the channels of."""
+    """Return the message for a value whose channel dimension is unknown."""
     rank = len(value.shape)
     return (
         f"the dimension of the channels of {value} is not known: set dim in the rule's options or the pass's parameters, dim: "

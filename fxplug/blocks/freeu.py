@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def scale_low(x: Tensor, scale: Tensor) -> Tensor:
-    """x with its frequencies 0 and -1 in height and width times `scale`: FreeU's filter (Si et al. 2023, arXiv 2309.11497).
+    """Multiply the frequencies 0 and -1 of x in height and width by `scale`: FreeU's filter (Si et al. 2023, arXiv 2309.11497).
 
-    x is (..., height, width), scale one number. The same as the Fourier transform, a mask on four of its coefficients, the
-    way back and the real part; but four coefficients need no transform: they are two thin matrix products with sines and
-    cosines, in float32 at least, which compile and export where complex numbers do not. The result has the dtype of x.
+    x is (..., height, width), scale one number. It equals the Fourier transform, a mask on four of its coefficients, the
+    inverse and the real part; but four coefficients need no transform: they are two thin matrix products with sines and
+    cosines, in float32 at least, which compile and export unlike complex numbers. The result has the dtype of x.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     rows, columns = (_waves(n, wide) for n in x.shape[-2:])
@@ -31,14 +31,14 @@ def scale_low(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _waves(size: int, like: Tensor) -> Tensor:
-    """Constant, cosine and sine of one period over `size` places, as columns; only the constant if there is one place."""
+    """Return constant, cosine and sine of one period over `size` positions, as columns; only the constant if there is one."""
     angle = torch.arange(size, device=like.device, dtype=like.dtype) * (2 * math.pi / size)
     second = float(size > 1)  # frequency -1 is frequency 0 where there is one place
     return torch.stack([torch.ones_like(angle), angle.cos() * second, angle.sin() * second], -1) / math.sqrt(size)
 
 
 def _turned(coefficients: Tensor) -> Tensor:
-    """The coefficients of the imaginary part in dimension -2: none of the constant, the sine's, minus the cosine's."""
+    """Return the coefficients of the imaginary part in dimension -2: none of the constant, the sine's, minus the cosine's."""
     constant, cosine, sine = coefficients.unbind(-2)
     return torch.stack([torch.zeros_like(constant), sine, -cosine], -2)
 
@@ -53,7 +53,7 @@ class FreeU(Block):
 
     @classmethod
     def at(cls, site: Site) -> FreeU:
-        """Raises SpecError unless the operation joins two pictures."""
+        """Make the block. Raises SpecError unless the operation concatenates two feature maps."""
         hidden, skip = (argument.shape for argument in site.args[:2])
         if len(hidden) != 4 or len(skip) != 4 or hidden[2:] != skip[2:]:
             raise SpecError(f"FreeU needs two feature maps of one size, not {site.args[0]} and {site.args[1]}")

@@ -41,9 +41,10 @@ class Head(Block):
         weights: str | None = None,
         same: bool = False,
     ) -> Head:
-        """For the weight or bias of a Linear or convolution; with `weights`, an adapter file that has the layer, as it has it.
+        """Make the block for the weight or bias of a Linear or convolution; with `weights`, from the layer's shape in an
+        adapter file.
 
-        With `same` it is of the parameter's own shape, any layer's, for a value that is loaded. Raises SpecError unless one of
+        With `same` it has the parameter's own shape, of any layer, for a value that is loaded. Raises SpecError unless one of
         `classes` and `size` is given, or `weights`, and for one that does not fit.
         """
         if same:
@@ -75,7 +76,7 @@ class Head(Block):
         return made
 
     def forward(self, value: Tensor) -> Tensor:
-        """The new parameter, whatever the old one is."""
+        """Return the new parameter, whatever the old one is."""
         return self.value
 
     def extra_repr(self) -> str:

@@ -29,7 +29,8 @@ class ImageAttention(Block):
     """
 
     def __init__(self, width: int, features: int, heads: int, fresh: bool = True) -> None:
-        """`fresh` says that no trained weights will come. Raises SpecError where the heads do not divide the width."""
+        """Create the block; `fresh` says that no trained weights will be loaded. Raises SpecError if the heads do not divide
+        the width."""
         super().__init__()
         if heads < 1 or width % heads:
             raise SpecError(f"a width of {width} cannot be divided into {heads} heads")
@@ -44,12 +45,12 @@ class ImageAttention(Block):
     def at(
         cls, site: Site, heads: str | int = "heads", weights: Mapping[str, Any] | str | None = None, order: str | None = None
     ) -> ImageAttention:
-        """An attention beside the one that `site` is a layer of.
+        """Make an attention beside the one that `site` is a layer of.
 
-        `heads` is a number, or the attribute that holds it on one of the modules around the site. `weights` is a checkpoint
-        of IP-Adapter: a file, or its content, `{"image_proj": {...}, "ip_adapter": {"1.to_k_ip.weight": ...}}`. It numbers
-        the layers 1, 3, 5, ... in the order in which the model registers them; `order` is a pattern for all of them
-        (default: the pattern of the rule). Raises SpecError for a checkpoint of another layout, count or shape.
+        `heads` is a number, or the name of an attribute of one of the modules around the site. `weights` is a checkpoint of
+        IP-Adapter: a file, or its content, `{"image_proj": {...}, "ip_adapter": {"1.to_k_ip.weight": ...}}`. It numbers the
+        layers 1, 3, 5, ... in the order in which the model registers them; `order` is a pattern for all of them (default: the
+        pattern of the rule). Raises SpecError for a checkpoint of another layout, count or shape.
         """
         query, image = site.args[1:3]
         block = cls(query.shape[-1], image.shape[-1], _heads(site, heads), fresh=weights is None)
@@ -58,7 +59,7 @@ class ImageAttention(Block):
         return block
 
     def fill(self, weights: Mapping[str, Tensor], number: int, layers: int) -> None:
-        """Take the weights of layer `number` of a checkpoint that should have as many as `layers`."""
+        """Load the weights of layer `number` of a checkpoint that should have `layers` layers."""
         known = {key.partition(".")[0] for key in weights}
         if len(known) != layers:
             raise SpecError(f"the checkpoint has weights for {len(known)} layers, and this model has {layers} cross-attentions")
@@ -82,13 +83,14 @@ class ImageAttention(Block):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
-    """softmax(q k' / sqrt(width of a head)) v in each head; (batch, tokens, width) all, query with tokens of its own."""
+    """Compute softmax(q k' / sqrt(width of a head)) v in each head; all are (batch, tokens, width), the query with its own
+    number of tokens."""
     q, k, v = (t.reshape(*t.shape[:2], heads, -1).transpose(1, 2) for t in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def as_tokens(model: nn.Module) -> nn.Module:
-    """What stands for an image projection where the image comes as tokens: it gives back what it gets."""
+    """Return an identity in place of an image projection, for images that are given as tokens."""
     return nn.Identity()
 
 
@@ -101,7 +103,7 @@ def _heads(site: Site, heads: str | int) -> int:
 
 
 def _number(site: Site, order: str | None) -> tuple[int, int]:
-    """The number that a checkpoint gives to a site's layer, and how many layers there are."""
+    """Return the number of a site's layer in a checkpoint, and the number of layers."""
     # as for rules, a pattern means what passes put in only where it begins with the name of the pass
     passes = {site.pass_name, *(entry["name"] for entry in getattr(site.root, "meta", {}).get("passes", []))}
     path, modules = site.path.partition("@")[0], [name for name, _ in site.root.named_modules()]
@@ -116,7 +118,7 @@ def _number(site: Site, order: str | None) -> tuple[int, int]:
 
 
 def _checkpoint(weights: Mapping[str, Any] | str, root: nn.Module) -> Mapping[str, Tensor]:
-    """The `ip_adapter` half of a checkpoint, nested or with flat keys; a file is read once for all layers of a model."""
+    """Return the `ip_adapter` half of a checkpoint, nested or with flat keys; a file is read once for all layers of a model."""
     if not isinstance(weights, Mapping):
         file = Path(weights)
         if not file.is_file():

@@ -62,7 +62,7 @@ class Loha(Update):
         alpha_auto_scale: bool = True,
         slots: int = 0,
     ) -> None:
-        """As Update."""
+        """Create the factors; arguments are those of Update."""
         super().__init__(shape, rank, alpha, rslora, alpha_auto_scale, slots)
         self.tucker = tucker
         out, inner, *kernel = self.shape

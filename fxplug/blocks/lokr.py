@@ -84,9 +84,9 @@ class Lokr(Update):
         first: Sequence[int] | None = None,
         decompose: Sequence[bool] | None = None,
     ) -> None:
-        """`shape` is that of the parameter, two or more dimensions. `full_matrix` decomposes nothing, whatever the rank;
-        `first` has the rows and columns of the first matrix, which `factor` says otherwise, and `decompose` whether the first
-        and the second are decomposed, which the rank says otherwise.
+        """Create the factors; `shape` is that of the parameter, two or more dimensions. `full_matrix` decomposes nothing,
+        whatever the rank; `first` sets rows and columns of the first matrix instead of `factor`, and `decompose` whether the
+        first and the second are decomposed, instead of the rank.
 
         Raises SpecError for a rank below 1, for a factor that is no number above 0 or -1 or that divides neither width, for
         sizes of `first` that do not divide them, and as `scaling` does.

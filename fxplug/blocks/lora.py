@@ -67,12 +67,13 @@ class Lora(LowRank):
         slots: int = 0,
         batch_dim: int = 0,
     ) -> None:
-        """`kind` is Linear, Conv1d, Conv2d, Conv3d or Embedding; `geometry` holds a convolution's own arguments.
+        """Create the layers; `kind` is Linear, Conv1d, Conv2d, Conv3d or Embedding, `geometry` has a convolution's own
+        arguments.
 
         `same_padding` pads the input so that the output is as large as the layer's, whatever the layer does for it; `bias`
-        gives `up` a bias, which is scaled as the rest of the update. `batch_dim` is where the samples of x are, 0 or 1, or
-        -1 where it has none; only slots need it. Raises SpecError for a rank below 1, a dropout outside [0, 1), slots with a
-        bias or with dropout, or what `scaling` refuses.
+        gives `up` a bias, which is scaled like the rest of the update. `batch_dim` is the dimension of the samples of x, 0 or
+        1, or -1 for none; only slots need it. Raises SpecError for a rank below 1, a dropout outside [0, 1), slots with a bias
+        or with dropout, or what `scaling` refuses.
         """
         super().__init__(rank, alpha, rslora, alpha_auto_scale, slots)
         check_share("dropout", dropout)
@@ -113,9 +114,10 @@ class Lora(LowRank):
         slots: int = 0,
         rank_max: int | None = None,
     ) -> Lora:
-        """An update for a Linear, Conv1d, Conv2d, Conv3d or Embedding, or a layer derived from one, or transformers' Conv1D.
+        """Make an update for a Linear, Conv1d, Conv2d, Conv3d or Embedding, or a layer derived from one, or transformers'
+        Conv1D.
 
-        A `rank` between 0 and 1.0 is a share of how many features or channels the layer gives, and 1 at least. With `slots`,
+        A `rank` between 0 and 1.0 is a share of the layer's output features or channels, and 1 at least. With `slots`,
         `rank_max` is the highest rank of the adapters to come; None is `rank`.
         """
         layer: Any = site.module
@@ -158,7 +160,7 @@ class Lora(LowRank):
         return cls(kind, layer.in_channels, layer.out_channels, geometry=geometry, same_padding=same, **common)
 
     def bank(self) -> dict[str, Any]:
-        """What tells where an adapter goes in a bank, as plain values; see `adapters.banks.Bank`."""
+        """Describe the bank in plain values, for matching adapters; see `adapters.banks.Bank`."""
         groups = self.geometry.get("groups", 1)
         sizes = (self.in_features, self.out_features) if self.kind == "Embedding" else (self.out_features, self.in_features)
         shape = [sizes[0], sizes[1] // groups, *self.geometry.get("kernel_size", ())]
@@ -166,7 +168,7 @@ class Lora(LowRank):
         return {"kind": self.kind, "slots": self.slots, "rank": rank, "shape": shape, "groups": groups}
 
     def rank_within(self, groups: int) -> int:
-        """The rank of one update in each of the groups of a convolution."""
+        """Return the rank of one update in each of the groups of a convolution."""
         within = (self.in_features // groups) * math.prod(self.geometry["kernel_size"])
         return self.rank if groups == 1 else min(self.rank, within, self.out_features // groups)
 
@@ -184,7 +186,7 @@ class Lora(LowRank):
         return torch.add(y, self.up(hidden * self.scale))  # scaled where it is small: no pass over all of y, or its gradient
 
     def banked(self, x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-        """y with the updates of a bank. In eager code on a CPU only slots that are taken cost time."""
+        """Return y with the updates of a bank. In eager code on a CPU only slots in use cost time."""
         whole = self.kind == "Embedding" or self.geometry.get("groups", 1) > 1
         slots = range(self.slots) if whole else used_slots(rows, self.slots)
         if len(slots) == self.slots or is_hooked(self.down) or is_hooked(self.up):
@@ -198,14 +200,14 @@ class Lora(LowRank):
         return torch.add(y, _with(self.up, up, self.gated(_with(self.down, down, x), own)))
 
     def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The inner values of a bank, each times what its sample takes of its slot, see `low_rank.gated`."""
+        """Multiply the inner values of a bank by the gates of each sample, see `low_rank.gated`."""
         groups = self.geometry.get("groups", 1)
         if groups > 1:
             rows = torch.unflatten(rows, 1, (self.slots, -1))[..., : self.rank_within(groups)].flatten(1).repeat(1, groups)
         return gated(hidden, rows, self.batch_dim, len(self.geometry.get("kernel_size", ())))
 
     def pad(self, x: Tensor, y: Tensor) -> Tensor:
-        """x with zeros around it, the odd one behind, so that `down` gives the size of y."""
+        """Pad x with zeros, the odd one at the end, so that `down` has the output size of y."""
         around: list[int] = []
         geometry = zip(*(self.geometry[k] for k in ("kernel_size", "stride", "dilation")), strict=True)
         space = len(self.geometry["kernel_size"])
@@ -228,7 +230,7 @@ class HalfLora(Block):
     neutral = True
 
     def __init__(self, lora: Lora, half: Literal["first", "second"]) -> None:
-        """Raises SpecError for another half."""
+        """Wrap an update. Raises SpecError for another half."""
         super().__init__()
         if half not in ("first", "second"):
             raise SpecError(f"half must be first or second, not {shown(half)}")
@@ -245,7 +247,7 @@ class HalfLora(Block):
         bias: bool = False,
         alpha_auto_scale: bool = True,
     ) -> HalfLora:
-        """As `Lora.at`."""
+        """Make the block; arguments are those of `Lora.at`."""
         made: Any = Lora.at(site, rank, alpha, dropout, bias, alpha_auto_scale=alpha_auto_scale)
         return cls(made, half)
 
@@ -260,13 +262,13 @@ class HalfLora(Block):
 
 
 def _with(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
-    """What a linear layer or convolution without a bias gives with another weight."""
+    """Return the result of a linear layer or convolution with another weight, without a bias."""
     convolve = None if isinstance(layer, nn.Linear) else conv_forward(type(layer))
     return F.linear(x, weight) if convolve is None else convolve(layer, x, weight, None)
 
 
 def _batch_dim(site: Site, kind: str) -> int:
-    """Which of the first two dimensions of a layer's input has the samples of the model's batch, as traced; -1 if neither."""
+    """Return which of the first two dimensions of a layer's input is the model's batch, as traced; -1 if neither."""
     shape, batch = (() if site.x is None else site.x.shape), site.args[-1].shape[0]
     node = None if site.x is None else site.x.node
     from . import dimensions as batch_dim

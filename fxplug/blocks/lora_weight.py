@@ -55,9 +55,9 @@ class LoraWeight(Update):
         transposed: bool = False,
         experts: int = 0,
     ) -> None:
-        """As Update; with `transposed`, `shape` is (out, in), and the parameter's the other way round.
+        """Create the factors, as Update; with `transposed`, `shape` is (out, in), and the parameter is (in, out).
 
-        Raises SpecError where `experts` is not the first of three numbers of `shape`.
+        Raises SpecError unless `experts` is the first of three numbers of `shape`.
         """
         super().__init__(shape, rank, alpha, rslora, alpha_auto_scale, slots)
         self.transposed, self.experts = transposed, experts
@@ -120,7 +120,8 @@ class Dora(LoraWeight):
         slots: int = 0,
         transposed: bool = False,
     ) -> None:
-        """`dim` is the dimension of `shape` that has magnitudes, 0 or 1. Raises SpecError as LoraWeight does."""
+        """Create the factors; `dim` is the dimension of `shape` that has magnitudes, 0 or 1. Raises SpecError as LoraWeight
+        does."""
         super().__init__(shape, rank, alpha, rslora, alpha_auto_scale, transposed=transposed)
         self.dim, self.slots = dim, slots
         around = [1] if len(self.shape) > 2 else []
@@ -141,9 +142,9 @@ class Dora(LoraWeight):
         slots: int = 0,
         rank_max: int | None = None,
     ) -> Dora:
-        """An update for any weight of two or more dimensions; its output channels are told by the kind of layer.
+        """Make an update for any weight of two or more dimensions; its output channels follow from the kind of layer.
 
-        `by` says which channels have magnitudes. Raises SpecError for another word.
+        `by` selects the channels that have magnitudes. Raises SpecError for another word.
         """
         if by not in ("output", "input"):
             raise SpecError(f"by must be output or input, not {by!r}")
@@ -161,7 +162,7 @@ class Dora(LoraWeight):
 
     @property
     def own_dim(self) -> int:
-        """The dimension of the parameter itself that has magnitudes."""
+        """Dimension of the parameter itself that has magnitudes."""
         return 1 - self.dim if self.transposed else self.dim
 
     def forward(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:

@@ -23,10 +23,10 @@ from ..core.errors import SpecError
 
 
 def scaling(rank: int, alpha: float | None, rslora: bool = False, alpha_auto_scale: bool = True) -> float:
-    """What a low-rank update is multiplied by: alpha / rank; no alpha means rank.
+    """Return the factor of a low-rank update: alpha / rank; alpha is by default the rank.
 
     `rslora` makes it alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); `alpha_auto_scale=False` makes it alpha, as
-    HCP-Diffusion has it. Raises SpecError for both at once, or for the second without an alpha.
+    HCP-Diffusion does. Raises SpecError for both at once, or for the second without an alpha.
     """
     if alpha_auto_scale:
         return (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
@@ -40,17 +40,16 @@ def scaling(rank: int, alpha: float | None, rslora: bool = False, alpha_auto_sca
 
 
 def spread(gates: Tensor, width: int) -> Tensor:
-    """(..., slots) as (..., width), one gate for each inner channel of a bank; a single number stays one."""
+    """Repeat gates (..., slots) to (..., width), one for each inner channel of a bank; return a single number unchanged."""
     return gates.repeat_interleave(width // gates.shape[-1], -1) if gates.dim() else gates
 
 
 def gated(hidden: Tensor, rows: Tensor, batch_dim: int = 0, space: int = 0) -> Tensor:
-    """The inner values of a bank, each times what its sample takes of its slot, in the dtype of the values.
+    """Multiply the inner values of a bank by the gates of each sample, in the dtype of the values.
 
-    hidden is (..., width) with the samples, following each other, in `batch_dim`, 0 or 1, -1 for none; or
-    (batch, width, *space) with so many dimensions of space. rows is (batch, width), or one number for all. A value without
-    samples, such as one made from positions alone, takes what all samples have in common; where they differ, and an adapter
-    has something for it, it is NaN.
+    hidden is (..., width) with the samples, contiguous, in `batch_dim`, 0 or 1, -1 for none; or (batch, width, *space) with so
+    many dimensions of space. rows is (batch, width), or one number for all. A value without samples, such as one made from
+    positions alone, uses the gates that all samples share; where they differ, and an adapter updates it, it is NaN.
     """
     if not rows.dim():
         return hidden * rows
@@ -67,9 +66,9 @@ def gated(hidden: Tensor, rows: Tensor, batch_dim: int = 0, space: int = 0) -> T
 
 
 def in_slot(half: Tensor, slot: int, slots: int, groups: int = 0) -> Tensor:
-    """One slot of a half of a bank, a view: (n, rank, ...) of (n, slots * rank, ...), as `up` and an Embedding's `down` are.
+    """Return a view of one slot of a bank's half: (n, rank, ...) of (n, slots * rank, ...), for `up` and an Embedding's `down`.
 
-    With `groups`, (groups, rank, ...) of (groups * slots * rank, ...), as the `down` of other layers is.
+    With `groups`, (groups, rank, ...) of (groups * slots * rank, ...), for the `down` of other layers.
     """
     if groups:
         return torch.unflatten(half, 0, (groups, slots, -1))[:, slot]
@@ -80,32 +79,34 @@ def in_slot(half: Tensor, slot: int, slots: int, groups: int = 0) -> Tensor:
 
 
 def side(x: Tensor, down: Tensor, up: Tensor, rows: Tensor, batch_dim: int = 0) -> Tensor:
-    """What an update beside a linear layer gives: x (..., in), down (width, in), up (out, width), rows as for `gated`."""
+    """Return an update beside a linear layer: x (..., in), down (width, in), up (out, width), rows as for `gated`."""
     return F.linear(gated(F.linear(x, down), rows, batch_dim), up)
 
 
 def product(up: Tensor, down: Tensor, shape: Sequence[int]) -> Tensor:
-    """up @ down in the shape of a weight: up is (out, rank, ...), down (rank, in, *kernel)."""
+    """Return up @ down in the shape of a weight: up is (out, rank, ...), down (rank, in, *kernel)."""
     return (up.flatten(1) @ down.flatten(1)).reshape(*shape)
 
 
 def expert_products(up: Tensor, down: Tensor) -> Tensor:
-    """(experts, n, m): up @ down of each expert, of up (n, rank, experts) and down (rank, experts, m)."""
+    """Return up @ down of each expert, (experts, n, m), for up (n, rank, experts) and down (rank, experts, m)."""
     return torch.bmm(up.permute(2, 0, 1), down.transpose(0, 1))
 
 
 def in_groups(half: Tensor, groups: int) -> Tensor:
-    """A half of an update with the groups of its convolution first: (groups, n, m) of (groups * n, ...)."""
+    """Reshape a half of an update to the groups of its convolution: (groups, n, m) of (groups * n, ...)."""
     return half.reshape(groups, half.shape[0] // groups, -1)
 
 
 def grouped_product(up: Tensor, down: Tensor, groups: int = 1) -> Tensor:
-    """(groups, out / groups, in * kernel) of up (out, rank, ...) and down (groups * rank, in, *kernel)."""
+    """Return up @ down in groups, (groups, out / groups, in * kernel), for up (out, rank, ...) and down (groups * rank, in,
+    *kernel)."""
     return torch.bmm(in_groups(up, groups), in_groups(down, groups))
 
 
 def added(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
-    """weight + (up * gates) @ down: (out, in), for down (rank, in), up (out, rank); `gates` is one number, or (slots,).
+    """Return weight + (up * gates) @ down: (out, in), for down (rank, in), up (out, rank); `gates` is one number, or (slots,).
+    (out, in), for down (rank, in), up (out, rank); `gates` is one number, or (slots,).
 
     With slots the rank is slots * rank. NaN where a gate is NaN.
     """
@@ -113,7 +114,7 @@ def added(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
 
 
 def singular(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The singular value decomposition u, s, v of up (out, rank) @ down (rank, in), without making the product."""
+    """Return the singular value decomposition u, s, v of up (out, rank) @ down (rank, in), without computing the product."""
     if up.shape[1] >= min(len(up), down.shape[1]):
         u, s, v = torch.linalg.svd(up @ down, full_matrices=False)
         return u, s, v
@@ -123,7 +124,7 @@ def singular(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rank_with(values: Tensor, share: float) -> int:
-    """How many of the first of these, none negative, have this share of the sum of all."""
+    """Return how many of the first of these nonnegative values have this share of the sum of all."""
     reached = values.double().cumsum(0)
     return min(int((reached < share * reached[-1]).sum()) + 1, len(values))
 
@@ -132,17 +133,18 @@ def rank_with(values: Tensor, share: float) -> int:
 
 
 def tucker(core: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """A convolution's weight (out, in, *kernel) from a core (rank, rank, *kernel) and matrices (rank, out), (rank, in)."""
+    """Return a convolution's weight (out, in, *kernel) from a core (rank, rank, *kernel) and matrices (rank, out), (rank,
+    in)."""
     return torch.einsum("ij...,ip,jr->pr...", core, a, b)
 
 
 def cored(core: Tensor, b: Tensor) -> Tensor:
-    """A core (rank, inner, *kernel) and the matrix (inner, in) behind it as one half: (rank, in, *kernel)."""
+    """Multiply a core (rank, inner, *kernel) by the matrix (inner, in) after it: (rank, in, *kernel)."""
     return torch.einsum("ij...,jr->ir...", core, b)
 
 
 def hadamard_halves(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> tuple[Tensor, Tensor]:
-    """The elementwise product of (out, r) @ (r, in) and (out, s) @ (s, in) as (out, r * s) and (r * s, in)."""
+    """Return the elementwise product of (out, r) @ (r, in) and (out, s) @ (s, in) as factors (out, r * s) and (r * s, in)."""
     return (up1.unsqueeze(2) * up2.unsqueeze(1)).flatten(1), (down1.unsqueeze(1) * down2.unsqueeze(0)).flatten(0, 1)
 
 
@@ -152,7 +154,7 @@ def kronecker_halves(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> 
 
 
 def kronecker(a: Tensor, b: Tensor) -> Tensor:
-    """The Kronecker products (..., m * p, n * q) of (..., m, n) and (..., p, q).
+    """Return the Kronecker products (..., m * p, n * q) of (..., m, n) and (..., p, q).
 
     torch.kron takes no batch, and fails on some views of one row.
     """
@@ -160,12 +162,12 @@ def kronecker(a: Tensor, b: Tensor) -> Tensor:
 
 
 def parts(own: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What a factor that is not whole is made of: `w1_a`, `w1_b`, and the core `t1` between them, if there is one."""
+    """Return the matrices of a decomposed factor: `w1_a`, `w1_b`, and the core `t1` between them, or None."""
     return own[f"{name}_a"], own[f"{name}_b"], own.get(name.replace("w", "t"))
 
 
 def factor(own: Mapping[str, Tensor], name: str) -> Tensor:
-    """One factor of a product, whole: (out, in * kernel), or (out, in, *kernel) where it is given so."""
+    """Return one factor of a product, whole: (out, in * kernel), or (out, in, *kernel) if it is stored so."""
     if name in own:
         return own[name]
     a, b, core = parts(own, name)
@@ -173,7 +175,7 @@ def factor(own: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def halves(own: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
-    """One factor of a product as (out, rank) @ (rank, in * kernel)."""
+    """Return one factor of a product as (out, rank) and (rank, in * kernel)."""
     if name in own:
         whole = own[name].flatten(1)
         one = torch.eye(min(whole.shape), dtype=whole.dtype, device=whole.device)
@@ -183,7 +185,7 @@ def halves(own: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
 
 
 def inner_rank(own: Mapping[str, Tensor], name: str) -> int:
-    """The rank that one factor of a product has as `halves`."""
+    """Return the rank of one factor of a product in the form of `halves`."""
     if name in own:
         return min(own[name].flatten(1).shape)
     a, _, core = parts(own, name)
@@ -191,7 +193,7 @@ def inner_rank(own: Mapping[str, Tensor], name: str) -> int:
 
 
 def sides(own: Mapping[str, Tensor], name: str) -> tuple[int, tuple[int, ...]]:
-    """The sizes of one factor of a product: its output width, and (in, *kernel) or their product."""
+    """Return the sizes of one factor of a product: its output width, and (in, *kernel) or their product."""
     if name in own:
         return own[name].shape[0], tuple(own[name].shape[1:])
     a, b, core = parts(own, name)
@@ -199,7 +201,7 @@ def sides(own: Mapping[str, Tensor], name: str) -> tuple[int, tuple[int, ...]]:
 
 
 def trimmed(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Sizes without those of 1 at their end: a linear layer and a 1x1 convolution have the same."""
+    """Remove the sizes of 1 at the end: a linear layer and a 1x1 convolution have the same."""
     made = [int(n) for n in sizes]
     while len(made) > 1 and made[-1] == 1:
         made.pop()
@@ -207,8 +209,8 @@ def trimmed(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def factorization(size: int, factor: int = -1) -> tuple[int, int]:
-    """`size` as a product (m, n), m <= n, as LyCORIS splits it: `factor` and the rest where it divides, else the pair nearest
-    to a square whose smaller part is at most `factor`; -1 sets no bound.
+    """Return `size` as a product (m, n), m <= n, as LyCORIS splits it: `factor` and the rest if it divides, else the pair
+    nearest to a square whose smaller part is at most `factor`; -1 sets no bound.
     """
     if factor > 0 and size % factor == 0:
         pair = sorted((factor, size // factor))
@@ -228,12 +230,13 @@ def lokr_shapes(
     first: Sequence[int] | None = None,
     split: Sequence[bool] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """The matrices of a Kronecker product for a weight (out, in, *kernel), by LyCORIS' names, as LyCORIS and PEFT choose them.
+    """Return the shapes of a Kronecker product's matrices for a weight (out, in, *kernel), named and chosen as in LyCORIS and
+    PEFT.
 
     The first is (a, c), the second (b, d, *kernel); a * b is out and c * d is in, split as `factorization` does, or with a, c
-    the numbers of `first`, where c * d may be in times the kernel. The second is decomposed where the rank is below half of its
-    longer side, with `cores` through a core where there is a kernel; the first with `both`, by the same rule; none with `full`.
-    `split` says whether the first is, and the second, whatever the rank.
+    the numbers of `first`, where c * d may be in times the kernel. The second is decomposed if the rank is below half of its
+    longer side, with `cores` through a core if there is a kernel; the first with `both`, by the same rule; none with `full`.
+    `split` decides for the first and the second, whatever the rank.
     """
     out, inner, *kernel = shape
     (a, b), (c, d) = factorization(out, factor), factorization(inner, factor)
@@ -256,19 +259,20 @@ def lokr_shapes(
 
 
 def norm_except(value: Tensor, dim: int) -> Tensor:
-    """The Euclidean norm of each slice along `dim`, which stays, the others of size 1; -1 is the norm of all."""
+    """Return the Euclidean norm of each slice along `dim`, which is kept, the others of size 1; -1 is the norm of all."""
     others = [d for d in range(value.dim()) if d != dim]
     norm: Tensor = torch.linalg.vector_norm(value, dim=others, keepdim=True)
     return norm
 
 
 def over_norm(magnitude: Tensor, norm: Tensor) -> Tensor:
-    """magnitude / norm, and 1 where the norm is zero: such a slice has no direction yet."""
+    """Return magnitude / norm, and 1 where the norm is zero: such a slice has no direction yet."""
     nothing = norm == 0
     return torch.where(nothing, 1.0, magnitude / torch.where(nothing, 1.0, norm))
 
 
 def decomposed(changed: Tensor, magnitude: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A weight with `magnitude` as the norms of its channels along `dim`; these are read in `dtype`, and get no gradient."""
+    """Return a weight with `magnitude` as the norms of its channels along `dim`; these are computed in `dtype`, without
+    gradient."""
     norm = norm_except(changed.detach().to(changed.dtype if dtype is None else dtype), dim)
     return changed * over_norm(magnitude.reshape(norm.shape), norm)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def split(width: int, block_size: Any, blocks: Any) -> tuple[int, int]:
-    """The size and the number of the blocks of a matrix `width` wide; `blocks` goes before `block_size`. Raises SpecError."""
+    """Return the size and the number of the blocks of a matrix `width` wide; `blocks` overrides `block_size`. Raises
+    SpecError."""
     name, given = ("block_size", block_size) if blocks is None else ("blocks", blocks)
     if not isinstance(given, int) or isinstance(given, bool) or given < 1 or width % given:
         raise SpecError(f"{name} {given!r} does not divide {width}, the inputs of this weight; one of {divisors(width)} does")
@@ -57,7 +58,7 @@ class Oft(Block):
         share: bool = False,
         terms: int = 5,
     ) -> None:
-        """`terms` is the length of the series that stands for the inverse, 0 for the inverse itself.
+        """Create the rotation; `terms` is the length of the series that approximates the inverse, 0 for the inverse itself.
 
         Raises SpecError for a size or number of blocks that does not divide the inputs, and for 1 or 2 terms.
         """
@@ -72,7 +73,7 @@ class Oft(Block):
 
     @classmethod
     def at(cls, site: Site, block_size: int = 32, blocks: int | None = None, share: bool = False, terms: int = 5) -> Oft:
-        """A rotation for any weight of two or more dimensions whose inputs the blocks divide; not for an Embedding."""
+        """Make a rotation for any weight of two or more dimensions whose inputs the blocks divide; not for an Embedding."""
         return cls(rotatable_shape(site), block_size, blocks, share, terms)
 
     def bank(self) -> dict[str, Any]:
@@ -112,7 +113,8 @@ class Boft(Block):
     order: Tensor
 
     def __init__(self, shape: Sequence[int], block_size: int = 4, blocks: int | None = None, levels: int = 1) -> None:
-        """Raises SpecError for a size or number of blocks that does not divide the inputs, or that has not so many levels."""
+        """Create the butterflies. Raises SpecError for a size or number of blocks that does not divide the inputs, or for too
+        many levels."""
         super().__init__()
         self.shape, self.block_size, self.blocks, self.levels = list(shape), block_size, blocks, levels
         width = math.prod(self.shape[1:])
@@ -130,7 +132,7 @@ class Boft(Block):
 
     @classmethod
     def at(cls, site: Site, block_size: int = 4, blocks: int | None = None, levels: int = 1) -> Boft:
-        """A rotation for any weight of two or more dimensions whose inputs the blocks divide; not for an Embedding."""
+        """Make a rotation for any weight of two or more dimensions whose inputs the blocks divide; not for an Embedding."""
         return cls(rotatable_shape(site), block_size, blocks, levels)
 
     def bank(self) -> dict[str, Any]:
@@ -146,7 +148,7 @@ class Boft(Block):
 
 
 def _levels(size: int, count: int) -> int:
-    """How many levels a butterfly of `count` blocks can have."""
+    """Return how many levels a butterfly of `count` blocks can have."""
     levels = 1
     while size % 2 == 0 and count % 2 == 0:
         levels, count = levels + 1, count // 2
@@ -154,7 +156,7 @@ def _levels(size: int, count: int) -> int:
 
 
 def rotatable_shape(site: Site) -> torch.Size:
-    """The shape of a weight whose second and later dimensions are what a layer reads. Raises SpecError."""
+    """Return the shape of a weight whose second and later dimensions are a layer's inputs. Raises SpecError."""
     value = weight_at(site, "a rotation of the inputs")
     if "Embedding" in site.classes or "_ConvTransposeNd" in site.classes:
         raise SpecError(f"{site.path} is a {site.classes[0]}; a rotation of the inputs fits Linear, Conv1d, Conv2d and Conv3d")
@@ -165,14 +167,15 @@ def rotatable_shape(site: Site) -> torch.Size:
 
 
 def skew(upper: Tensor, size: int) -> Tensor:
-    """Skew-symmetric matrices (n, size, size) from what is above their diagonals, row by row: (n, size * (size - 1) / 2)."""
+    """Return skew-symmetric matrices (n, size, size) from the elements above their diagonals, row by row: (n, size * (size - 1)
+    / 2)."""
     rows, columns = torch.triu_indices(size, size, 1, device=upper.device)
     filled = upper.new_zeros(size, size, upper.shape[0]).index_put((rows, columns), upper.T)
     return filled.permute(2, 0, 1) - filled.permute(2, 1, 0)
 
 
 def cayley(matrices: Tensor) -> Tensor:
-    """(I - Q)(I + Q)^-1 of skew-symmetric matrices Q (n, size, size): orthogonal, and exactly I where Q is zero."""
+    """Return (I - Q)(I + Q)^-1 of skew-symmetric matrices Q (n, size, size): orthogonal, and exactly I where Q is zero."""
     q = matrices.float()  # there is no solver for half precision
     one = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device).expand_as(q)
     solved: Tensor = torch.linalg.solve(one + q, one - q, left=False)
@@ -180,10 +183,11 @@ def cayley(matrices: Tensor) -> Tensor:
 
 
 def neumann(matrices: Tensor, terms: int) -> Tensor:
-    """The first `terms` of I + 2Q + 2Q^2 + ..., the series of (I + Q)(I - Q)^-1; three or more, the last one is taken once.
+    """Return the first `terms` of I + 2Q + 2Q^2 + ..., the series of (I + Q)(I - Q)^-1; three or more, the last one counted
+    once.
 
     Orthogonal for small Q only. As in OFTv2 (Qiu et al. 2025, arXiv 2506.19847) and PEFT, with Q of the other sign than in
-    `cayley`. (PEFT takes 3 terms for 4.)
+    `cayley`. (PEFT uses 3 terms for 4.)
     """
     one = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device).expand_as(matrices)
     result, power = one + 2 * matrices, matrices
@@ -194,19 +198,20 @@ def neumann(matrices: Tensor, terms: int) -> Tensor:
 
 
 def turned(value: Tensor, rotations: Tensor) -> Tensor:
-    """A weight (out, in) times the transpose of the matrix that has `rotations` (n, size, size) along its diagonal."""
+    """Multiply a weight (out, in) by the transpose of the block-diagonal matrix of `rotations` (n, size, size)."""
     parts = value.reshape(value.shape[0], -1, rotations.shape[-1])
     return torch.einsum("ork,rjk->orj", parts, rotations.expand(parts.shape[1], -1, -1)).flatten(1)
 
 
 def rotated(value: Tensor, upper: Tensor, size: int, terms: int) -> Tensor:
-    """A weight (out, in) turned by OFT's rotations: `upper` is what `skew` takes, `terms` those of the series, 0 for none."""
+    """Rotate a weight (out, in) by OFT: `upper` is the argument of `skew`, `terms` the length of the series, 0 for the
+    inverse."""
     matrices = skew(upper, size)
     return turned(value, (neumann(matrices, terms) if terms else cayley(matrices)).to(value.dtype))
 
 
 def rotated_in_levels(value: Tensor, matrices: Tensor, orders: Iterable[Tensor]) -> Tensor:
-    """A weight (out, in) turned by BOFT's (levels, blocks, size, size), each level on inputs in its order, see `butterfly`."""
+    """Rotate a weight (out, in) by BOFT's (levels, blocks, size, size), each level on inputs in its order, see `butterfly`."""
     rotations = cayley((matrices - matrices.mT).flatten(0, 1) * 0.5).reshape(matrices.shape).to(value.dtype)
     for order, level in zip(orders, rotations, strict=True):
         value = turned(value[:, torch.argsort(order)], level)[:, order]
@@ -221,7 +226,8 @@ def _turned_in_levels(value: Tensor, rotation: Tensor, magnitude: Tensor) -> Ten
 
 
 def butterfly(width: int, size: int, level: int) -> Tensor:
-    """The order of the inputs at one level of a butterfly: in each group of 2^level blocks the even half blocks, then the odd.
+    """Return the order of the inputs at one level of a butterfly: in each group of 2^level blocks the even half blocks, then
+    the odd. in each group of 2^level blocks the even half blocks, then the odd.
 
     Level 0 leaves the order. (BOFT, section 4, with half a block as the unit.)
     """

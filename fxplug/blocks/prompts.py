@@ -26,7 +26,7 @@ class Prompt(Block):
     """
 
     def __init__(self, width: int, tokens: int = 10, prefix: int = 1, dropout: float = 0.0) -> None:
-        """Raises SpecError for fewer than one token or a dropout outside [0, 1)."""
+        """Create the tokens. Raises SpecError for fewer than one token or a dropout outside [0, 1)."""
         super().__init__()
         self.tokens, self.prefix = check_count("tokens", tokens), check_count("prefix", prefix, 0)
         self.width, self.dropout = width, check_share("dropout", dropout)
@@ -35,7 +35,7 @@ class Prompt(Block):
 
     @classmethod
     def at(cls, site: Site, tokens: int = 10, prefix: int | None = None, dropout: float = 0.0) -> Prompt:
-        """Tokens for any sequence; the prefix is the `num_prefix_tokens` of the model around it, if that is not given."""
+        """Make tokens for any sequence; the prefix is by default the `num_prefix_tokens` of the model around it."""
         value = site.args[0]
         return cls(value.shape[2], tokens, prefix_tokens(site, value) if prefix is None else prefix, dropout)
 
@@ -54,13 +54,13 @@ class Drop(Block):
     """
 
     def __init__(self, tokens: int = 10, prefix: int = 1) -> None:
-        """Raises SpecError for fewer than one token."""
+        """Create the block. Raises SpecError for fewer than one token."""
         super().__init__()
         self.tokens, self.prefix = check_count("tokens", tokens), check_count("prefix", prefix, 0)
 
     @classmethod
     def at(cls, site: Site, tokens: int = 10, prefix: int | None = None) -> Drop:
-        """As Prompt.at."""
+        """Make the block; arguments are those of Prompt.at."""
         return cls(tokens, prefix_tokens(site, site.args[0]) if prefix is None else prefix)
 
     def forward(self, y: Tensor, entered: Tensor | None = None) -> Tensor:
@@ -71,7 +71,7 @@ class Drop(Block):
 
 
 def prefix_tokens(site: Site, value: Value) -> int:
-    """`num_prefix_tokens` of the nearest module around a site that has it. Raises SpecError."""
+    """Return `num_prefix_tokens` of the nearest module around a site that has it. Raises SpecError."""
     if len(value.shape) != 3:
         raise SpecError(f"prompt tokens need a value (batch, tokens, width), not {value}")
     if (found := attribute_around(site, "num_prefix_tokens")) is not None:

@@ -29,7 +29,7 @@ class Replace(Block):
 
     @classmethod
     def at(cls, site: Site, to: str, options: Mapping[str, Any] | None = None) -> Replace:
-        """Raises SpecError for a class that torch.nn has not, an option it does not take, and one it needs and has not got."""
+        """Make the module. Raises SpecError for an unknown class of torch.nn, an option it does not take, and a missing one."""
         kind = torch_class(to)
         given = dict(options or {})
         known = accepted_arguments(kind, leave=("device", "dtype")).names

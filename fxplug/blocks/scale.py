@@ -50,7 +50,8 @@ class Scale(Block):
 
     @classmethod
     def at(cls, site: Site, dim: int | None = None) -> Scale:
-        """A gate for any tensor; `dim` is where its channels are, if the layers around do not tell. Raises SpecError."""
+        """Make a gate for any tensor; `dim` is its channel dimension, by default that of the layers around. Raises
+        SpecError."""
         return cls(*width(site, site.args[0], dim))
 
     def bank(self) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class Ssf(Block):
 
     @classmethod
     def at(cls, site: Site, dim: int | None = None) -> Ssf:
-        """A scale and a shift for any tensor; `dim` is where its channels are, if that is not to be guessed."""
+        """Make a scale and a shift for any tensor; `dim` is its channel dimension, by default that of the layers around."""
         return cls(*width(site, site.args[0], dim))
 
     def forward(self, y: Tensor) -> Tensor:

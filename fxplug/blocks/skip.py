@@ -32,7 +32,7 @@ class Skip(Block):
 
     @classmethod
     def at(cls, site: Site, dim: int | None = None) -> Skip:
-        """A skip along `dim`, by default the value's channels. Raises SpecError where other dimensions differ."""
+        """Make a skip along `dim`, by default the value's channels. Raises SpecError if other dimensions differ."""
         value, source = site.args
         what, way = f"a skip from {source} to {value}", "use a block of your own that reshapes"
         return cls(*widths(site, value, source, dim, what, way))

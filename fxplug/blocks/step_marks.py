@@ -29,7 +29,7 @@ class Join(Mark):
     """
 
     def __init__(self, branch: int = 0) -> None:
-        """Raises SpecError for a branch that is no whole number, 0 or more."""
+        """Create the mark. Raises SpecError for a branch that is no integer, 0 or more."""
         super().__init__()
         self.branch = check_count("branch", branch, 0)
 
@@ -44,7 +44,7 @@ class _OfTwo(Mark):
 
     @classmethod
     def at(cls, site: Site) -> Self:
-        """Raises SpecError where the two differ in shape."""
+        """Make the mark. Raises SpecError if the two differ in shape."""
         if any(value.shape != site.args[0].shape for value in site.args):
             found = " and ".join(map(str, site.args))
             raise SpecError(f"{cls.what} of one shape, and these are {found}: name a port, such as 'blocks.0:out[1]'")

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def matching(metric: Tensor, height: int, width: int, ratio: float, stride: int = 2, prefix: int = 0) -> tuple[Tensor, int]:
-    """Where each token goes when a share of them is merged into their nearest (Bolya, Hoffman 2023, arXiv 2303.17604).
+    """Return where each token goes when a share of them is merged into their nearest (Bolya, Hoffman 2023, arXiv 2303.17604).
 
-    `metric` (batch, prefix + height * width, features) says how tokens compare, by cosine. The first token of each
-    `stride` x `stride` cell is a destination, the others are sources; the `ratio` of all tokens, those of them that are most
-    like a destination, move there. The first `prefix` tokens stay as they are. Gives the new position of each token
-    (batch, tokens), int64, and how many positions there are; no gradient flows through the choice.
+    `metric` (batch, prefix + height * width, features) is compared between tokens, by cosine. The first token of each `stride`
+    x `stride` cell is a destination, the others are sources; the `ratio` of all tokens, those of them that are most similar to
+    a destination, move there. The first `prefix` tokens are unchanged. Returns the new position of each token (batch, tokens),
+    int64, and the number of positions; no gradient flows through the choice.
     """
     batch, tokens = metric.shape[:2]
     rows, columns = height // stride, width // stride
@@ -51,14 +51,14 @@ def matching(metric: Tensor, height: int, width: int, ratio: float, stride: int 
 
 
 def merge(x: Tensor, place: Tensor, count: int) -> Tensor:
-    """The mean of the tokens of x (batch, tokens, features) that go to each of `count` places."""
+    """Return the mean of the tokens of x (batch, tokens, features) that go to each of `count` positions."""
     index = place[..., None].expand(-1, -1, x.shape[-1])
     empty = x.new_zeros(x.shape[0], count, x.shape[-1])
     return empty.scatter_reduce(1, index, x, "mean", include_self=False)
 
 
 def unmerge(x: Tensor, place: Tensor) -> Tensor:
-    """Every token gets what was computed at its place; x is (batch, places, features)."""
+    """Return for every token the value computed at its position; x is (batch, positions, features)."""
     return x.gather(1, place[..., None].expand(-1, -1, x.shape[-1]))
 
 
@@ -72,7 +72,8 @@ class Merge(Block):
     """
 
     def __init__(self, ratio: float = 0.5, stride: int = 2, max_downsample: int = 1, prefix: int = 0) -> None:
-        """`prefix` tokens in front, such as a class token, stay. Raises SpecError for a ratio outside [0, 1)."""
+        """Create the block; `prefix` tokens at the start, such as a class token, are kept. Raises SpecError for a ratio outside
+        [0, 1)."""
         super().__init__()
         check_share("ratio", ratio)
         if stride < 1 or max_downsample < 1 or prefix < 0:
@@ -83,7 +84,7 @@ class Merge(Block):
 
     @classmethod
     def at(cls, site: Site, **options: Any) -> Merge:
-        """Raises SpecError where the layer's tokens are no grid of patches of the picture."""
+        """Make the block. Raises SpecError if the layer's tokens are no grid of patches of the image."""
         block = cls(**options)
         x, metric, grid = (argument.shape for argument in site.args[:3])
         if len(x) != 3 or len(grid) != 4 or x[:2] != metric[:2]:
@@ -95,7 +96,7 @@ class Merge(Block):
         return block
 
     def sides(self, tokens: int, height: int, width: int) -> tuple[int, int] | None:
-        """Height and width of the grid of tokens, or None where they are too coarse to be merged."""
+        """Return height and width of the grid of tokens, or None if they are too coarse to be merged."""
         tokens -= self.prefix
         down = math.ceil(math.sqrt(height * width // max(tokens, 1)))
         if down > self.max_downsample:

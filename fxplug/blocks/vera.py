@@ -30,7 +30,7 @@ class Vera(Block):
     def __init__(
         self, in_features: int, out_features: int, rank: int = 256, d_initial: float = 0.1, dropout: float = 0.0
     ) -> None:
-        """Raises SpecError for a rank below 1 or a dropout outside [0, 1)."""
+        """Create the vectors. Raises SpecError for a rank below 1 or a dropout outside [0, 1)."""
         super().__init__()
         check_share("dropout", dropout)
         self.in_features, self.out_features, self.rank = in_features, out_features, check_count("rank", rank)
@@ -40,7 +40,7 @@ class Vera(Block):
 
     @classmethod
     def at(cls, site: Site, rank: int = 256, d_initial: float = 0.1, dropout: float = 0.0) -> Vera:
-        """An update for a linear layer. Raises SpecError for another."""
+        """Make an update for a linear layer. Raises SpecError for another."""
         weight = site.module._parameters.get("weight")
         if weight is None or weight.dim() != 2:
             raise SpecError(f"{site.path} is a {site.classes[0]}; VeRA fits linear layers")
@@ -61,7 +61,7 @@ class Vera(Block):
 
 
 def projections(key: int, rank: int, inner: int, out: int) -> tuple[Tensor, Tensor]:
-    """VeRA's two fixed matrices (rank, inner), (out, rank) for the widest of its layers, as PEFT draws them on a CPU."""
+    """Return VeRA's two fixed matrices (rank, inner), (out, rank) for the widest of its layers, as PEFT draws them on a CPU."""
     generator = torch.Generator().manual_seed(key)
     sizes = (rank, inner), (out, rank)
     made = [torch.empty(size, device="cpu", dtype=torch.float32) for size in sizes]
@@ -78,7 +78,7 @@ class Projections(nn.Module):
     second: Tensor
 
     def __init__(self, rank: int, in_features: int, out_features: int, key: int = 0) -> None:
-        """Raises SpecError for a rank below 1."""
+        """Draw the matrices. Raises SpecError for a rank below 1."""
         super().__init__()
         first, second = projections(key, check_count("rank", rank), in_features, out_features)
         like = torch.empty(0)  # of the dtype and on the device of the model

@@ -29,9 +29,9 @@ class WeightNorm(Block):
     neutral = True
 
     def __init__(self, shape: Sequence[int], dim: int = 0) -> None:
-        """`dim` is the dimension whose slices have lengths of their own; -1 means one length for all.
+        """Create the magnitude; `dim` is the dimension whose slices have their own lengths; -1 means one length for all.
 
-        Raises SpecError for a dimension that the parameter has not.
+        Raises SpecError for a dimension that the parameter does not have.
         """
         super().__init__()
         self.shape, self.dim = list(shape), dim
@@ -42,7 +42,7 @@ class WeightNorm(Block):
 
     @classmethod
     def at(cls, site: Site, dim: int = 0) -> WeightNorm:
-        """A length for any parameter of one or more dimensions."""
+        """Make a length for any parameter of one or more dimensions."""
         value = weight_at(site, "weight normalisation", 1)
         block = cls(value.shape, dim)
         block.magnitude.data = norm_except(value.detach(), dim)
@@ -53,7 +53,7 @@ class WeightNorm(Block):
 
 
 def power_iteration(matrix: Tensor, u: Tensor, v: Tensor, steps: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Better left and right singular vectors of the largest singular value of a matrix, from u (rows) and v (columns)."""
+    """Improve left and right singular vectors of the largest singular value of a matrix, from u (rows) and v (columns)."""
     for _ in range(steps):
         u = F.normalize(matrix @ v, dim=0, eps=eps)
         v = F.normalize(matrix.T @ u, dim=0, eps=eps)
@@ -71,8 +71,8 @@ class SpectralNorm(Block):
     v: Tensor
 
     def __init__(self, shape: Sequence[int], steps: int = 1, dim: int = 0, eps: float = 1e-12) -> None:
-        """`dim` is the dimension of the rows. Raises SpecError for fewer than one step, a dimension that is not there, or an
-        `eps` of 0.1 or more."""
+        """Create the vectors; `dim` is the dimension of the rows. Raises SpecError for fewer than one step, a missing
+        dimension, or an `eps` of 0.1 or more."""
         super().__init__()
         if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 0.1:
             raise SpecError(f"eps must be at least 0 and below 0.1, not {shown(eps)}")
@@ -84,7 +84,7 @@ class SpectralNorm(Block):
 
     @classmethod
     def at(cls, site: Site, steps: int = 1, dim: int | None = None, eps: float = 1e-12) -> SpectralNorm:
-        """A bound for any parameter of two or more dimensions; `dim` is 1 for transposed convolutions, else 0.
+        """Make a bound for any parameter of two or more dimensions; `dim` is 1 for transposed convolutions, else 0.
 
         The vectors start with 15 power iterations, as torch's do.
         """
@@ -95,7 +95,7 @@ class SpectralNorm(Block):
         return block
 
     def matrix(self, value: Tensor) -> Tensor:
-        """The parameter as a matrix: dimension `dim` by all the others."""
+        """Return the parameter as a matrix: dimension `dim` by all the others."""
         return value.movedim(self.dim, 0).flatten(1)
 
     def forward(self, value: Tensor) -> Tensor:

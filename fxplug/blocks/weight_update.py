@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def weight_at(site: Site, what: str, dims: int = 2) -> Tensor:
-    """The parameter of a site, of floating point and at least `dims` dimensions. Raises SpecError, which says `what` asks."""
+    """Return the parameter of a site, floating-point and of at least `dims` dimensions. Raises SpecError, which names
+    `what`."""
     value = site.parameter
     if not value.is_floating_point():
         raise SpecError(f"{what} needs floating-point numbers, and '{site.port}' is {value.dtype}")
@@ -32,12 +33,12 @@ def weight_at(site: Site, what: str, dims: int = 2) -> Tensor:
 
 
 def output_dim(site: Site) -> int:
-    """The dimension of a layer's weight that its output has: 0, but 1 for Embedding and transposed convolutions."""
+    """Return the output dimension of a layer's weight: 0, but 1 for Embedding and transposed convolutions."""
     return int("Embedding" in site.classes or "_ConvTransposeNd" in site.classes)
 
 
 def experts_of(site: Site) -> int:
-    """How many weights a parameter of three dimensions holds, as that of the experts of a mixture; 0 for any other one.
+    """Return the number of experts in a parameter of three dimensions, as in a mixture of experts; 0 for any other one.
 
     A layer's own weight, and one of torch.nn's modules, is a single one, whatever its dimensions.
     """
@@ -47,7 +48,7 @@ def experts_of(site: Site) -> int:
 
 
 def check_single(site: Site, what: str) -> None:
-    """Raises SpecError for a parameter that holds the weights of several experts, of which `what` has no form."""
+    """Raise SpecError for a parameter with the weights of several experts, which `what` does not support."""
     if (experts := experts_of(site)) > 1:
         shape = list(site.parameter.shape)
         raise SpecError(
@@ -57,11 +58,11 @@ def check_single(site: Site, what: str) -> None:
 
 
 def in_place_of(result: Tensor, value: Tensor) -> Tensor:
-    """`result`, of the shape of a parameter, in its dtype and with its strides, so that it takes the parameter's place.
+    """Return `result`, of the shape of a parameter, in its dtype and with its strides, to replace the parameter.
 
-    Which kernel reads a weight, and so the last bit of what it gives, depends on its strides, and in torch.matmul on whether
-    it requires a gradient, be gradients on or off. A parameter whose elements share memory, as an expanded one's do, cannot
-    be followed there.
+    Which kernel reads a weight, and so the last bit of its result, depends on its strides, and in torch.matmul on whether it
+    requires a gradient, whether gradients are enabled or not. The strides of a parameter whose elements share memory, as an
+    expanded one's do, cannot be copied.
     """
     result = result.to(value.dtype)
     if result.stride() != value.stride() and not _overlaps(value):
@@ -72,7 +73,7 @@ def in_place_of(result: Tensor, value: Tensor) -> Tensor:
 
 
 def _overlaps(value: Tensor) -> bool:
-    """Whether elements of a tensor may share memory."""
+    """Return whether elements of a tensor may share memory."""
     reach = 1
     for stride, size in sorted((st, n) for st, n in zip(value.stride(), value.shape, strict=True) if n > 1):
         if stride < reach:
@@ -95,13 +96,14 @@ class Update(LowRank):
     def __init__(
         self, shape: Sequence[int], rank: int, alpha: float | None, rslora: bool, alpha_auto_scale: bool, slots: int = 0
     ) -> None:
-        """`shape` is the parameter's, two or more dimensions. Raises SpecError for a rank below 1 and as `scaling` does."""
+        """Set up the update; `shape` is the parameter's, two or more dimensions. Raises SpecError for a rank below 1 and as
+        `scaling` does."""
         super().__init__(rank, alpha, rslora, alpha_auto_scale, slots)
         self.shape = list(shape)
 
     @classmethod
     def at(cls, site: Site, rank: int = 8, slots: int = 0, rank_max: int | None = None, **options: Any) -> Self:
-        """An update for any parameter of two or more dimensions; with `slots`, of adapters of ranks up to `rank_max`."""
+        """Make an update for any parameter of two or more dimensions; with `slots`, for adapters of ranks up to `rank_max`."""
         rank = rank_max if slots and rank_max is not None else rank
         shape = weight_at(site, cls.asks).shape
         if not cls.by_expert:
@@ -109,13 +111,13 @@ class Update(LowRank):
         return cls(shape[::-1] if options.get("transposed") else shape, rank, slots=slots, **options)
 
     def banked(self) -> None:
-        """Give each parameter its slots."""
+        """Add the dimension of the slots to each parameter."""
         for name, parameter in self._parameters.items() if self.slots else ():
             assert parameter is not None
             self._parameters[name] = nn.Parameter(parameter.new_zeros(self.slots, *parameter.shape), requires_grad=False)
 
     def bank(self) -> dict[str, Any]:
-        """What tells where an adapter goes in a bank, as plain values; see `adapters.banks.Bank`."""
+        """Describe the bank in plain values, for matching adapters; see `adapters.banks.Bank`."""
         names = list(self._parameters)
         return {"kind": kind_key(type(self)), "slots": self.slots, "rank": self.rank, "shape": self.shape, "parameters": names}
 
@@ -123,7 +125,7 @@ class Update(LowRank):
         return in_place_of(self.updated(value, uniform), value)
 
     def updated(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
-        """The parameter with the update added, or with those of the slots that are taken."""
+        """Return the parameter with the update added, or with those of the slots in use."""
         if uniform is None:
             return value + self.scale * self.update(dict(self.named_parameters()))
         total = value
@@ -135,11 +137,12 @@ class Update(LowRank):
         return f"{self.shape}, {super().extra_repr()}"
 
     def change(self, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
-        """What a slot with these parameters adds to the parameter `value`, whose own strength it is multiplied by."""
+        """Return the change of the parameter `value` by a slot with these parameters, before it is multiplied by the slot's
+        weight."""
         return self.update(own)
 
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
-        """What parameters of these names make together, in the shape of the parameter that is updated, not scaled yet."""
+        """Return the update from parameters of these names, in the shape of the updated parameter, not scaled yet."""
         assert self.update_kind is not None and self.update_kind.delta is not None
         return self.update_kind.delta(own, self.shape)
 
@@ -169,7 +172,7 @@ class Delta(Update):
     delta: Tensor
 
     def __init__(self, shape: Sequence[int], slots: int = 0) -> None:
-        """`shape` is the parameter's."""
+        """Create the change; `shape` is the parameter's."""
         super().__init__(shape, 1, None, False, True, slots)
         self._buffers.pop("scale", None)  # it is not scaled
         self.delta = nn.Parameter(torch.zeros(self.shape))
@@ -177,7 +180,7 @@ class Delta(Update):
 
     @classmethod
     def at(cls, site: Site, slots: int = 0) -> Delta:  # type: ignore[override]  # it has no rank
-        """A change for any floating-point parameter."""
+        """Make a change for any floating-point parameter."""
         return cls(weight_at(site, cls.asks, 0).shape, slots)
 
     def updated(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
@@ -191,6 +194,6 @@ class Delta(Update):
 
 
 def divisors(size: int) -> list[int]:
-    """Every number that divides `size`."""
+    """Return all numbers that divide `size`."""
     small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
     return sorted({*small, *(size // d for d in small)})

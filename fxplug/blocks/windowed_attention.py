@@ -52,7 +52,7 @@ class Attend(Mark):
     """Marks what leaves an attention: forward(y) gives y. `window` is how many tokens on either side a token may see."""
 
     def __init__(self, window: int = 64) -> None:
-        """Raises SpecError for a window that is no whole number, 0 or more."""
+        """Create the mark. Raises SpecError for a window that is no integer, 0 or more."""
         super().__init__()
         self.window = check_count("window", window, 0)
         self.near, self.halves = Window(window), nn.ModuleList([Half(0), Half(1)])
@@ -62,7 +62,7 @@ class Attend(Mark):
 
 
 def windowed(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None = None) -> Tensor:
-    """Attention of tokens to those at most `window` away, as `Window` says."""
+    """Compute attention of tokens to those at most `window` away, as `Window` does."""
     tokens = query.shape[-2]
     if key.dim() > 2 and key.shape[-3] != query.shape[-3]:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
