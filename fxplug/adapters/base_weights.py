@@ -17,9 +17,9 @@ NUMBERS = 4096  # of each weight so many are read, evenly spaced: those of anoth
 
 
 def digest_of(layers: Iterable[str], there: Callable[[str], Tensor | None]) -> str:
-    """Give the digest of some layers' weights, or of parameters: of names, shapes, dtypes and a sample of their numbers.
+    """Return the digest of some layers' weights, or of parameters: of names, shapes, dtypes and a sample of their numbers.
 
-    `there` gives a parameter by its name. An empty text where one is not there, has no values, or is packed (quantised).
+    `there` returns a parameter by its name. Returns "" if one is missing, has no values, or is packed (quantised).
     """
     found = hashlib.sha256()
     for path in sorted(layers):
@@ -35,14 +35,14 @@ def digest_of(layers: Iterable[str], there: Callable[[str], Tensor | None]) -> s
 
 
 def describe_base(layers: Iterable[str], there: Callable[[str], Tensor | None]) -> dict[str, str]:
-    """The metadata of an adapter file that names its base; empty where that has no digest."""
+    """Return the metadata of an adapter file that identifies its base; empty if that has no digest."""
     paths = sorted(set(layers))
     found = digest_of(paths, there) if paths else ""
     return {DIGEST: found, LAYERS: "\n".join(paths)} if found else {}
 
 
 def warn_on_other_base(source: str, about: Mapping[str, object], there: Callable[[str], Tensor | None]) -> None:
-    """Warn where a file names the digest of its base's weights, and the weights of these layers here have another."""
+    """Warn if a file has the digest of its base's weights, and the weights of these layers here have another."""
     said, layers = about.get(DIGEST), about.get(LAYERS)
     if not (isinstance(said, str) and isinstance(layers, str)):
         return

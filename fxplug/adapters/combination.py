@@ -49,21 +49,21 @@ class Combination:
 
     @property
     def by_svd(self) -> bool:
-        """Whether products are combined, and of their sum the singular values taken."""
+        """Return whether products are combined, and the singular values of their sum truncated."""
         return self.how == "svd" or self.how.endswith("_svd")
 
     @property
     def kind(self) -> str:
-        """What is done to tensors of one shape: one of `SPARSE`, or "linear"."""
+        """Name of the operation on tensors of one shape: one of `SPARSE`, or "linear"."""
         kind = self.how.removesuffix("_svd")
         return kind if kind in SPARSE else "linear"
 
     def combine(self, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """The weighted sum of tensors of one shape, of which all but "linear" take a share `density` first.
+        """Return the weighted sum of tensors of one shape, of which all but "linear" keep a share `density` first.
 
-        That share are the largest numbers of each ("ties", "magnitude_prune"), or some at random, divided by it
-        ("dare_linear", "dare_ties"). With ties only the numbers that have the sign of most count, and are averaged: the sign
-        of the sum ("total"), or of more tensors ("frequency").
+        That share is the largest numbers of each ("ties", "magnitude_prune"), or random ones, divided by it ("dare_linear",
+        "dare_ties"). With ties only the numbers with the majority sign count, and are averaged: the sign of the sum ("total"),
+        or of more tensors ("frequency").
         """
         kind, density = self.kind, self.density or 1.0
         if density < 1 and kind.startswith("dare"):
@@ -80,7 +80,7 @@ class Combination:
 
 
 def _largest(value: Tensor, number: int) -> Tensor:
-    """A tensor with its largest numbers, and zeros for the others."""
+    """Return a tensor with its largest numbers, and zeros for the others."""
     mask = torch.zeros(value.numel(), dtype=value.dtype)
     mask[value.abs().flatten().topk(number).indices] = 1
     return value * mask.view(value.shape)

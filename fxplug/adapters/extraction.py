@@ -50,7 +50,7 @@ class Extracted:
         name: str = "",
         dtype: torch.dtype | None = None,
     ) -> Saved:
-        """Write it as a tool reads it, see `writing.save_adapter`."""
+        """Write it in a tool's format, see `writing.save_adapter`."""
         made = content(AdapterContents(self.file.entries), as_, self.model, name=name, part=part, partial=partial, dtype=dtype)
         return write(made, path, as_)
 
@@ -71,16 +71,17 @@ def extract(
     limits: Limits = DEFAULT,
     progress: Callable[[str], object] = str,
 ) -> Extracted:
-    """Make an adapter of the difference of two checkpoints of one model: the best one of its rank, by singular values.
+    """Extract an adapter from the difference of two checkpoints of one model: the best one of its rank, by singular values.
 
     `base` and `tuned` are files of weights, folders with a model of diffusers, modules or state dicts, with the same names and
-    shapes. `rank` is a whole number, or a share between 0 and 1: each layer then gets the lowest rank that keeps this share of
-    its difference's energy (the sum of the squares of the singular values; Eckart and Young 1936). `at` says which layers, as
-    in a pass. Of a convolution (out, in, *kernel) the difference is taken as (out, in * kernel). Updates have the dtype of the
-    tuned weight, and what that rounds counts in the error. Safetensors files are read layer by layer; `progress` is told each.
+    shapes. `rank` is an integer, or a share between 0 and 1: each layer then gets the lowest rank that keeps this share of its
+    difference's energy (the sum of the squares of the singular values; Eckart and Young 1936). `at` selects the layers, as in a
+    pass. For a convolution (out, in, *kernel) the difference is flattened to (out, in * kernel). Updates have the dtype of the
+    tuned weight, and its rounding counts in the error. Safetensors files are read layer by layer; `progress` is called with
+    each.
 
-    Raises SpecError for a rank or pattern that is none, and where nothing differs; ArtifactError for a file that cannot be
-    read, weights of other shapes, and numbers that are not finite.
+    Raises SpecError for an invalid rank or pattern, and if nothing differs; ArtifactError for a file that cannot be read,
+    weights of other shapes, and numbers that are not finite.
     """
     number = isinstance(rank, (int, float)) and not isinstance(rank, bool)
     if not number or not (rank >= 1 if isinstance(rank, int) else 0 < rank < 1):
@@ -140,7 +141,7 @@ def extract(
 
 
 def _low_rank(path: str, delta: Tensor, dtype: torch.dtype, rank: int | float) -> tuple[Entry, float]:
-    """The update of a layer, and the share of the difference that it lacks."""
+    """Return the update of a layer, and the share of the difference that it lacks."""
     flat = delta.flatten(1)
     u, s, v = torch.linalg.svd(flat, full_matrices=False)
     number = low_rank.rank_with(s.double().square(), rank) if isinstance(rank, float) else rank
@@ -153,7 +154,7 @@ def _low_rank(path: str, delta: Tensor, dtype: torch.dtype, rank: int | float) -
 
 
 def _layer(shape: tuple[int, ...]) -> ModelLayer:
-    """A layer as far as its weight tells: one input a channel is a convolution in as many groups."""
+    """Describe a layer by its weight alone: one input per channel is a convolution in as many groups."""
     kind = "Linear" if len(shape) == 2 else f"Conv{len(shape) - 2}d"
     return ModelLayer(kind, shape, shape[0] if len(shape) > 2 and shape[1] == 1 < shape[0] else 1)
 
@@ -172,7 +173,7 @@ class _Weights:
 
 
 def _weights_of(given: Given, stack: contextlib.ExitStack, limits: Limits) -> _Weights:
-    """A checkpoint, whose files are open until the stack is left."""
+    """Open a checkpoint, whose files are open until the stack is closed."""
     if isinstance(given, nn.Module):
         return _in_memory(f"the {type(given).__name__}", given.state_dict(), about_of(given))
     if isinstance(given, Mapping):
@@ -190,7 +191,7 @@ def _in_memory(where: str, state: Mapping[str, Tensor], model: About) -> _Weight
 
 
 def _in_files(path: Path, stack: contextlib.ExitStack, limits: Limits) -> _Weights:
-    """The weights of a file, or of all that lie in a folder."""
+    """Open the weights of a file, or of all files in a folder."""
     model, files = About({}), [path]
     if kind_of(path) == "folder":
         with reading.reported(reading.about(path)):

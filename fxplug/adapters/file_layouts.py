@@ -43,7 +43,7 @@ class EditedFile(Saved):
 
 
 def model_of(model: nn.Module | None, family: str | None) -> About | None:
-    """What is known of a model's layers, of the model itself or of a family; None without either. Raises SpecError."""
+    """Describe a model's layers, from the model itself or a family; None without either. Raises SpecError."""
     if model is not None:
         return about_of(model)
     if family is None:
@@ -58,7 +58,7 @@ def model_of(model: nn.Module | None, family: str | None) -> About | None:
 
 
 def family_of(file: AdapterFile) -> About:
-    """The first family that all layers of a file fit. Raises ArtifactError."""
+    """Return the first family that all layers of a file fit. Raises ArtifactError."""
     names = [entry.name for entry in file.entries if not entry.part.startswith("text_encoder")]
     unet = any(UNETS.search(name) for name in names)
     for family, options in FAMILIES.items():
@@ -73,14 +73,14 @@ def family_of(file: AdapterFile) -> About:
 
 
 def layout_of(file: AdapterFile) -> str:
-    """The format whose names a file has; empty where several have such."""
+    """Return the format whose names a file has; "" if several have such."""
     if file.about.get("software") == "fxplug":
         return "fxplug"
     return format_of(file.entries[0])
 
 
 def on_paths(file: AdapterFile, about: About | None) -> list[Entry]:
-    """The updates of a file on the paths of a model and of text encoders; as they are where no model is given."""
+    """Return the updates of a file on the paths of a model and of text encoders; unchanged without a model."""
     if about is None:
         return list(file.entries)
     every = {**about.named, **about.layers}
@@ -110,7 +110,7 @@ def on_paths(file: AdapterFile, about: About | None) -> list[Entry]:
 
 
 def _by_model(file: AdapterFile, own: str) -> dict[str, tuple[Entry, ...]]:
-    """The updates of a file by the model of a pipeline that they are for: its denoiser, or the second one of that kind."""
+    """Return the updates of a file by the pipeline's model that they are for: its denoiser, or the second one of that kind."""
     second = tuple(entry for entry in file.entries if entry.part == SECOND)
     rest = tuple(entry for entry in file.entries if entry.part != SECOND)
     if not second or all(entry.part.startswith("text_encoder") for entry in rest):
@@ -119,7 +119,7 @@ def _by_model(file: AdapterFile, own: str) -> dict[str, tuple[Entry, ...]]:
 
 
 def _layer(entry: Entry) -> ModelLayer:
-    """A layer as far as its update tells."""
+    """Describe a layer by its update alone."""
     if entry.method == "diff":
         shape = tuple(entry.tensors["delta"].shape)
         return ModelLayer("Linear" if len(shape) == 2 else "", shape)
@@ -186,7 +186,7 @@ def write_own(
     dtype: torch.dtype | None,
     errors: Mapping[str, float],
 ) -> EditedFile:
-    """Write updates in the layout and under the names of the file that they are from."""
+    """Write updates in the layout and under the names of their original file."""
     layout = layout_of(file)
     if layout in (*CONFIGURED, "fxplug"):
         return write_parts(entries, path, layout, None, dtype=dtype, errors=errors)

@@ -40,11 +40,10 @@ def resize_adapter(
     A layer gets the rank that keeps the share `energy` of the sum of their squares (its root is the parameter of sv_fro in
     kohya's networks/resize_lora.py), the share `cumulative` of their sum (sv_cumulative), or those larger than the largest
     divided by `ratio` (sv_ratio), and at most `rank`; kohya's script keeps one singular value more than a share needs. Its
-    scale, alpha / rank, stays. What has no higher rank stays as it is, whole changes of parameters too; LoHa and LoKr become
-    LoRAs. The source and `adapter` are those of `adapters.load`; `dtype`
-    is that of the tensors, the file's otherwise.
+    scale, alpha / rank, is kept. Updates of no higher rank are unchanged, whole changes of parameters too; LoHa and LoKr become
+    LoRAs. The source and `adapter` are those of `adapters.load`; `dtype` is that of the tensors, by default the file's.
 
-    Raises SpecError for a rank or share that is none; ArtifactError for updates of other kinds, and as `adapters.load`.
+    Raises SpecError for an invalid rank or share; ArtifactError for updates of other kinds, and as `adapters.load`.
     """
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
         raise SpecError(f"rank must be a whole number, 1 or more, not {shown(rank)}")
@@ -85,15 +84,15 @@ def convert_adapter(
     adapter: str | None = None,
     limits: Limits = DEFAULT,
 ) -> EditedFile:
-    """Write an adapter file as another tool reads it, with that tool's names: `as_` and the result are those of `save_adapter`.
+    """Convert an adapter file to another tool's format and names: `as_` and the result are those of `save_adapter`.
 
     The layers are those of `model`, any module, on the meta device too; or of a `family` at its published sizes
     (`file_layouts.FAMILIES`); without both of the family that the file fits. Between names that are the model's own paths, as
-    PEFT and diffusers have them, nothing of these is needed. Text encoders go along, but into PEFT's folders, which are for one
-    model: `part` says which.
+    in PEFT and diffusers, none of these is needed. Text encoders are included, except in PEFT's folders, which are for one
+    model: `part` selects it.
 
-    Raises SpecError for a format, family or part that is not there; ArtifactError where the file fits no family or not the
-    model, for what the format cannot hold (`partial` leaves it out), and as `adapters.load`.
+    Raises SpecError for an unknown format, family or part; ArtifactError if the file fits no family or not the model, for
+    updates that the format cannot hold (`partial` leaves them out), and as `adapters.load`.
     """
     file = _read(source, adapter=adapter, limits=limits)
     about = model_of(model, family)
@@ -122,22 +121,22 @@ def merge_adapters(
     dtype: torch.dtype | None = None,
     limits: Limits = DEFAULT,
 ) -> EditedFile:
-    """Write several adapter files as one, each times its weight: `merge_adapters({"ink.safetensors": 0.8, ...}, out)`.
+    """Merge several adapter files into one, each times its weight: `merge_adapters({"ink.safetensors": 0.8, ...}, out)`.
 
     `how` is as in PEFT's `add_weighted_adapter`. "cat" is the exact sum, its rank that of all together; "svd" the best of
-    `rank` (the highest of the files'), whose tensors are cut at their quantile `clamp`. "linear", "ties", "dare_linear",
-    "dare_ties" and "magnitude_prune" combine the halves of LoRAs of one rank, which is no sum of their products; with "_svd" at
-    the end they combine the products. `density` is the share of numbers they keep, `seed` draws those of DARE, layer by layer
-    in the order of `model` (then they are PEFT's) or of the first file, `sign` says which one most have in TIES: that of the
-    "total", or by "frequency". One file alone is pruned as several are, where PEFT takes "linear". "kohya" is
-    networks/merge_lora.py of sd-scripts: both halves times the weight, so that one counts with its weight's square (its
+    `rank` (by default the highest of the files'), whose tensors are clamped at their quantile `clamp`. "linear", "ties",
+    "dare_linear", "dare_ties" and "magnitude_prune" combine the halves of LoRAs of one rank, which is no sum of their products;
+    with "_svd" at the end they combine the products. `density` is the share of numbers they keep, `seed` draws those of DARE,
+    layer by layer in the order of `model` (then they are PEFT's) or of the first file, `sign` is the majority sign in TIES:
+    that of the "total", or by "frequency". One file alone is pruned as several are, where PEFT uses "linear". "kohya" is
+    networks/merge_lora.py of sd-scripts: both halves times the weight, so that each counts with its weight's square (its
     --concat is "cat" with squared weights). Whole changes of parameters are combined alike.
 
     Files of one layout are merged under their own names; others on the paths of a model, as in `convert_adapter`, which also
-    says what `as_` and the rest are. `as_` is the first file's layout otherwise.
+    documents the other arguments. `as_` is by default the first file's layout.
 
-    Raises SpecError for arguments that are none of these; ArtifactError for layers of other shapes, ranks that "linear" and its
-    kin cannot add, kinds that are no low-rank product (DoRA), and what `convert_adapter` raises.
+    Raises SpecError for other arguments; ArtifactError for layers of other shapes, ranks that "linear" and the similar methods
+    cannot add, kinds that are no low-rank product (DoRA), and what `convert_adapter` raises.
     """
     pairs = list(sources.items() if isinstance(sources, Mapping) else sources)
     if odd := next((one for one in pairs if not isinstance(one, (tuple, list)) or len(one) != 2), None):
@@ -181,7 +180,7 @@ def _read(source: Source, **options: Any) -> AdapterFile:
 
 
 def _halves(entry: Entry, where: str) -> tuple[Tensor, Tensor]:
-    """`up` (out, rank) and `down` (rank, in * kernel) of an update, in float32 or wider, without its scale."""
+    """Return `up` (out, rank) and `down` (rank, in * kernel) of an update, in float32 or wider, without its scale."""
     if not entry.is_low_rank and (entry.method or entry.kind != "lora+bias"):
         what = entry.method or entry.kind
         raise ArtifactError(
@@ -197,7 +196,7 @@ def _halves(entry: Entry, where: str) -> tuple[Tensor, Tensor]:
 
 
 def _lora(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Entry:
-    """A LoRA with these halves in the place of an update, in its dtype and with its other sizes."""
+    """Return a LoRA with these halves in place of an update, in its dtype and with its other sizes."""
     sizes, dtype = entry.sizes()[1], next(iter(entry.tensors.values())).dtype
     if "down" in entry.tensors:
         sizes = tuple(entry.tensors["down"].shape[1:])
@@ -209,7 +208,7 @@ def _lora(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Entry:
 
 
 def _number(s: Tensor, rank: int | None, energy: float | None, cumulative: float | None, ratio: float | None) -> int:
-    """The rank of an update with these singular values."""
+    """Return the rank of an update with these singular values."""
     most = int((s > 0).sum()) or 1
     if energy is not None or cumulative is not None:
         share = low_rank.rank_with(s.square() if energy is not None else s, float(energy or cumulative or 0))
@@ -219,7 +218,7 @@ def _number(s: Tensor, rank: int | None, energy: float | None, cumulative: float
 
 
 def _merged(row: Sequence[tuple[Entry, float]], ways: Combination, errors: dict[str, float]) -> Entry:
-    """The update that one layer gets of several with their weights."""
+    """Return the merged update of one layer from several with their weights."""
     first, how = row[0][0], ways.how
     if all(entry.method == "diff" for entry, _ in row):
         values = [entry.tensors["delta"] for entry, _ in row]
@@ -263,7 +262,7 @@ def _merged(row: Sequence[tuple[Entry, float]], ways: Combination, errors: dict[
 
 
 def _missing(s: Tensor, number: int) -> float:
-    """The norm of what is left of an update with these singular values, relative to its own."""
+    """Return the norm of the truncated part of an update with these singular values, relative to its own."""
     return float(torch.linalg.vector_norm(s[number:]) / torch.linalg.vector_norm(s).clamp(min=1e-30))
 
 

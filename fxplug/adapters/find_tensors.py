@@ -23,13 +23,13 @@ NUMBERS = ("alpha", "scale", "on_input", "reshape_weight", "scaled_oft")
 
 
 def kind_of(path: Path) -> str:
-    """What is at a path: `folder`, `file` (or something else that can be opened), or nothing. Raises ArtifactError."""
+    """Return what is at a path: `folder`, `file` (or something else that can be opened), or "". Raises ArtifactError."""
     with reading.reported(reading.about(path)):
         return "folder" if path.is_dir() else "file" if os.path.lexists(path) else ""
 
 
 def find(path: Path) -> Path:
-    """The file that holds the tensors of a file or folder. Raises ArtifactError."""
+    """Return the file that holds the tensors of a file or folder. Raises ArtifactError."""
     what = kind_of(path)
     if what != "folder":
         if not what:
@@ -56,7 +56,7 @@ def find(path: Path) -> Path:
 
 
 def load(file: Path, limits: Limits, meta: bool = False) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The tensors of a file on the CPU, with `meta` only its numbers, and what it says of itself."""
+    """Load the tensors of a file on the CPU, with `meta` only its numbers, and its metadata."""
     if file.suffix not in (*SAFE, *PICKLED):
         raise ArtifactError(f"{file}: an adapter must be a file that ends in {', '.join((*SAFE, *PICKLED))}, or a folder")
     found, about = weight_files.read(file, most=SMALL if meta else math.inf, limits=limits)
@@ -74,22 +74,23 @@ def load(file: Path, limits: Limits, meta: bool = False) -> tuple[dict[str, Any]
 
 
 def _without_values(key: Any, value: Any) -> Any:
-    """A tensor on the meta device, but for numbers (alphas); so no two of a layer are apart."""
+    """Move a tensor to the meta device, except numbers (alphas); so no two of a layer are apart."""
     kept = not isinstance(value, Tensor) or str(key).rpartition(".")[2] in NUMBERS
     return value if kept else value.to("meta")
 
 
 def object_of(value: Any, where: str) -> dict[str, Any]:
-    """A JSON object as it is. Raises ArtifactError for another value; `where` says what it was read from."""
+    """Return a JSON object. Raises ArtifactError for another value; `where` names its source."""
     if not isinstance(value, dict):
         raise ArtifactError(f"{where} is not JSON object")
     return value
 
 
 def joined_sam(state: dict[str, Any], where: str) -> dict[str, Any]:
-    """Sam_LoRA's numbered pairs as one update for each layer: its outputs begin with the query (even numbers), end with value.
+    """Join Sam_LoRA's numbered pairs to one update for each layer: its outputs begin with the query (even numbers), end with
+    value.
 
-    https://github.com/JamesQFreeman/Sam_LoRA. Another state is given as it is. Raises ArtifactError for half pairs.
+    https://github.com/JamesQFreeman/Sam_LoRA. Another state is returned unchanged. Raises ArtifactError for half pairs.
     """
     found = {key: m for key in state if (m := _SAM.match(key))}
     if not found or not all(isinstance(state[key], Tensor) and state[key].dim() == 2 for key in found):
@@ -111,7 +112,7 @@ def joined_sam(state: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def unreadable(value: Tensor) -> str:
-    """What is odd about a tensor whose numbers cannot be read as those of any other, and what to do; an empty text for none."""
+    """Return why a tensor's numbers cannot be read like those of any other, and what to do; "" if they can."""
     kind = type(value)
     if kind not in (Tensor, nn.Parameter, nn.Buffer):
         plain: Any = Tensor

@@ -42,33 +42,33 @@ class Inspection:
 
     @property
     def kinds(self) -> Mapping[str, int]:
-        """How many layers have an update of which kind."""
+        """Number of layers by the kind of their update."""
         return Counter(entry.kind for entry in self.file.entries)
 
     @property
     def ranks(self) -> Mapping[int, int]:
-        """How many layers have an update of which rank."""
+        """Number of layers by the rank of their update."""
         return Counter(entry.rank for entry in self.file.entries)
 
     @property
     def alphas(self) -> Mapping[float, int]:
-        """How many layers have which alpha, of those whose scale something says."""
+        """Number of layers by alpha, of those with a known scale."""
         return Counter(float(f"{e.scale * e.rank:.6g}") for e in self.file.entries if not e.assumed)
 
     @property
     def dtypes(self) -> Mapping[str, int]:
-        """How many tensors have which dtype."""
+        """Number of tensors by dtype."""
         found = (t.dtype for entry in self.file.entries for t in entry.tensors.values())
         return Counter(str(dtype).removeprefix("torch.") for dtype in found)
 
     @property
     def size(self) -> int:
-        """The bytes of the updates' tensors."""
+        """Bytes of the updates' tensors."""
         return sum(t.numel() * t.itemsize for entry in self.file.entries for t in entry.tensors.values())
 
     @property
     def tool(self) -> str:
-        """What wrote the file, as far as it says so; else whose names it has."""
+        """Tool that wrote the file, if it says so; else the tool whose names it has."""
         about = self.file.about
         software = about.get("software")
         if isinstance(software, str) and software:
@@ -88,7 +88,7 @@ class Inspection:
 
     @property
     def family(self) -> str:
-        """The models whose own layers have such names, where that can be told; else an empty text."""
+        """Models whose own layers have such names, if they can be identified; else ""."""
         return looks_like(entry.path for entry in self.file.entries)
 
     def __str__(self) -> str:
@@ -163,12 +163,12 @@ def inspect_adapter(
     guess: bool = False,
     limits: Limits = DEFAULT,
 ) -> Inspection:
-    """Say what an adapter file is, and with a `model` (any module, on meta too) what of it fits, and the pass for it.
+    """Describe an adapter file, and with a `model` (any module, on meta too) what of it fits, and the pass for it.
 
     The source and the other arguments are those of `adapters.load`. The weights of a file are not read, so that a large one
-    takes as long as a small one, and numbers that are not finite are not seen.
+    takes as long as a small one, and numbers that are not finite are not noticed.
 
-    Raises ArtifactError for a file that cannot be read, or is of no kind that is known.
+    Raises ArtifactError for a file that cannot be read, or is of no known kind.
     """
     file = read(source, adapter=adapter, config=config, meta=True, limits=limits)
     if model is None:
@@ -189,7 +189,7 @@ def _in_slots(file: AdapterFile, model: Any, part: str | None, guess: bool) -> F
 
 
 def _metadata(about: Mapping[str, Any], keys: Sequence[str], all_: bool = False) -> str:
-    """What a file says under some keys: the first that is there, or all with their names."""
+    """Format a file's metadata under some keys: the first one present, or all with their names."""
     found = {key: about[key] for key in keys if about.get(key) not in (None, "", "None", "{}")}
     if all_:
         return ", ".join(f"{key.removeprefix('ss_')} {shown(value)}" for key, value in found.items())
@@ -197,7 +197,7 @@ def _metadata(about: Mapping[str, Any], keys: Sequence[str], all_: bool = False)
 
 
 def _counted(counts: Mapping[Any, int]) -> str:
-    """The most frequent first: `16 (160 layers), 8 (32)`; only the value where there is one."""
+    """Format counts, the most frequent first: `16 (160 layers), 8 (32)`; only the value if there is one."""
     if len(counts) == 1:
         return str(next(iter(counts)))
     rows = sorted(counts.items(), key=lambda row: -row[1])

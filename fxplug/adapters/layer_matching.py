@@ -21,7 +21,7 @@ EMBEDDED = ("<", "emb_params", "bundle_emb.", "string_to_param")  # learned word
 
 
 def split_part(name: str) -> tuple[str, str, str]:
-    """A layer's name as what says the part of a pipeline, the part, and the path in it."""
+    """Split a layer's name into the prefix that names the part of a pipeline, the part, and the path in it."""
     start = "base_model.model." if name.startswith("base_model.model.") else ""
     inner = name.removeprefix(start)
     if m := _COMFYS_TEXT.match(inner):
@@ -61,22 +61,22 @@ class Fit:
 
     @property
     def assumed(self) -> list[str]:
-        """The layers whose scale neither the file nor a configuration says, so that it is taken to be 1."""
+        """Layers whose scale neither the file nor a configuration has, so that it is taken to be 1."""
         return [path for path, entry in self.placed.items() if entry.assumed]
 
     @property
     def rest(self) -> list[str]:
-        """The keys of the file that are no low-rank update and may belong to this graph."""
+        """Keys of the file that are no low-rank update and may belong to this graph."""
         return [key for key in self.file.rest if not key.startswith(EMBEDDED) and split_part(key)[1] not in self.others]
 
     def check(self) -> Fit:
-        """This, if every entry has its place. Raises ArtifactError that says how many have none, and the nearest layers."""
+        """Return this if every entry has its layer. Raises ArtifactError with the number of others, and the nearest layers."""
         if found := self.findings():
             raise ArtifactError(f"{self.file.source}: {'; '.join(found)}")
         return self
 
     def findings(self) -> list[str]:
-        """What has no place: how many of each kind, some of them, and the nearest layers or what to do."""
+        """Describe the entries without a layer: how many of each kind, some of them, and the nearest layers or what to do."""
         found = []
         if self.missing:
             some = [f"'{e.name}'{did_you_mean(e.path, self._alike(e))}" for e in self.missing[:3]]
@@ -108,12 +108,12 @@ class Fit:
 
 
 def _star_numbers(path: str) -> str:
-    """A path with a star for each number."""
+    """Replace each number in a path by a star."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def _listed(some: Sequence[str], number: int | None = None) -> str:
-    """The first three, with dots where there are more, of `number` in all."""
+    """List the first three, with dots if there are more, of `number` in all."""
     return ", ".join(some[:3]) + (", ..." if (len(some) if number is None else number) > 3 else "")
 
 
@@ -132,16 +132,16 @@ def fit(
 ) -> Fit:
     """Find the layer of each entry among `layers`, which has the weight's shape by path.
 
-    Tried in this order, for each entry by itself: the path as it is; without what says the part of a pipeline, kohya's with
-    underscores; the names that the model's own code has (see families); then for all together the path without further
-    components at its beginning, or with more. Parts of other models, of which nothing fits, are others', once a part fits.
-    `part` names the one to take. `model` gives all weights of the model by path, where `layers` are only some: families are
-    told by them, and an entry for a layer that is not among `layers` is said to be that. `guess` takes the layers by shape and
-    order where the file numbers them and has no names (see `by_order`). `beside` has the shapes of parameters beside weights
-    that have a home, such as `blocks.0.norm1.bias`, and `here` the names of all that the model has, or their
-    shapes: whole changes may name those that are no layer's as layers. None takes them without looking.
+    Tried in this order, for each entry by itself: the path as it is; without the prefix that names the part of a pipeline,
+    kohya's with underscores; the names that the model's own code has (see families); then for all together the path without
+    further components at its beginning, or with more. Parts of which nothing fits belong to other models, if another part fits.
+    `part` names the one to use. `model` returns all weights of the model by path, if `layers` are only some: they identify
+    families, and an entry for a layer that is not among `layers` is reported as such. `guess` matches the layers by shape and
+    order if the file numbers them and has no names (see `by_order`). `beside` has the shapes of parameters beside weights that
+    can be stored, such as `blocks.0.norm1.bias`, and `here` the names of all parameters of the model, or their shapes: whole
+    changes may name those that are no layer's as layers. None accepts them unchecked.
 
-    Raises ArtifactError for a part that the file has not, and where more than one layer or entry could be meant.
+    Raises ArtifactError for a part that the file does not have, and if more than one layer or entry could be meant.
     """
     check_no_own(file, "this")
     shapes = {path: tuple(int(n) for n in shape) for path, shape in layers.items()}
@@ -255,15 +255,16 @@ def fit(
 
 
 def _unfusable(entries: Iterable[Entry]) -> str:
-    """Why the updates of layers that are one layer cannot be joined; an empty text where they can."""
+    """Return why the updates of layers that are one layer cannot be joined; "" if they can."""
     return next((f"is {e.method or e.kind}" for e in entries if not e.is_low_rank), "")
 
 
 def _is_of_another_model(part: str, entries: Sequence[Entry], taken: Sequence[str], layers: Iterable[str]) -> bool:
-    """Whether layers of which none is here may be those of another model of the pipeline than that of the parts `taken`.
+    """Return whether layers of which none is here may be those of another model of the pipeline than that of the parts `taken`.
 
-    The name of its part says so. A denoiser has one of several such names, and none in files of old, where text encoders have
-    theirs: layers without a part beside those of a denoiser, or that end as layers that are here, are no other model's.
+    The name of their part decides. A denoiser has one of several such names, and none in old files, where text encoders have
+    theirs: layers without a part beside those of a denoiser, or that end like layers that are here, belong to no other
+    model.
     """
     text = all(p.startswith("text_encoder") for p in taken)
     if part in DENOISERS:
@@ -277,11 +278,11 @@ def _is_of_another_model(part: str, entries: Sequence[Entry], taken: Sequence[st
 def take_parameters(
     file: AdapterFile, shapes: Container[str], beside: Mapping[str, Sequence[int]], here: Container[str]
 ) -> tuple[AdapterFile, dict[str, Entry]]:
-    """What PEFT has for parameters that are no layer's weight, by the parameter's name; and the file without that.
+    """Return PEFT's updates of parameters that are no layer's weight, by the parameter's name; and the file without them.
 
-    That is `in_proj_weight` of a MultiheadAttention, whose update PEFT names by the module, and with `target_parameters`
-    those that they name, of which a module's first is the innermost. Raises ArtifactError where more of a module are named
-    than the file has, or other ones.
+    These are `in_proj_weight` of a MultiheadAttention, whose update PEFT names by the module, and with `target_parameters`
+    those that they name, of which a module's first is the innermost. Raises ArtifactError if more of a module are named than
+    the file has, or other ones.
     """
     found: dict[str, Entry] = {}
     groups: dict[str, list[Entry]] = {}
@@ -315,7 +316,7 @@ def take_parameters(
 
 
 def bare_parameters(file: AdapterFile, known: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of parameters that whole changes in a file may name as layers: those that are no layer's weight or bias."""
+    """Return the shapes of parameters, no layer's weight or bias, that whole changes in a file may name as layers."""
     if not any(entry.method in ("diff", "whole") for entry in file.entries):
         return {}
     own = {name: shape for name, shape in known.items() if name.rpartition(".")[2] not in ("weight", "bias")}
@@ -323,9 +324,9 @@ def bare_parameters(file: AdapterFile, known: Mapping[str, Sequence[int]]) -> di
 
 
 def by_order(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]], source: str) -> _Hits:
-    """The layers of entries that no name tells: of those of a shape the first for the first, where there are as many.
+    """Match entries to layers by order: those of one shape first to first, if there are as many.
 
-    Entries are taken by the numbers in their names, layers in the order of `shapes`. Raises ArtifactError where a shape has
+    Entries are sorted by the numbers in their names, layers are in the order of `shapes`. Raises ArtifactError if a shape has
     another number of layers than of entries, with the shapes.
     """
     homes: dict[int, tuple[str, ...]] = {}
@@ -347,12 +348,12 @@ def by_order(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]], so
 
 
 def by_number(name: str) -> list[tuple[int, int, str]]:
-    """A name as what sorts it: numbers by their size, the rest by letters."""
+    """Return a sort key of a name: numbers by their value, the rest by letters."""
     return [(0, int(text), "") if text.isdecimal() else (1, 0, text) for text in re.split(r"(\d+)", name) if text]
 
 
 def _describe_remedy(entry: Entry, shape: Sequence[int]) -> str:
-    """What to do about a convolution in groups of PEFT's, or a layer that the file has whole, for another number of classes."""
+    """Describe what to do about PEFT's grouped convolution, or a whole layer in the file with other classes."""
     down, up = entry.tensors.get("down"), entry.tensors.get("up")
     groups = len(down) // up.shape[1] if down is not None and up is not None else 1
     if groups > 1 and down is not None and [shape[0], down.shape[1]] == [entry.sizes()[0], groups * shape[1]]:
@@ -386,7 +387,7 @@ class _Hits:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every entry has a layer that it fits."""
+        """Return whether every entry has a layer that it fits."""
         return self.good == len(self.homes)
 
     @property
@@ -414,7 +415,7 @@ class _LayerFinder:
 
     @cached_property
     def fused(self) -> Mapping[str, tuple[str, Home]]:
-        """Of each layer that the model has fused with others the one that it calls instead, and all of which that is."""
+        """Fused layer that the model calls instead of each of the layers it consists of, and all of these."""
         here = {name: paths for name, paths in fused_names(self.shapes).items() if name in self.shapes}
         same = {name: paths for name, paths in here.items() if self.joint_shape(paths) == tuple(self.shapes[name])}
         return {path: (name, paths) for name, paths in same.items() for path in paths}
@@ -425,12 +426,12 @@ class _LayerFinder:
         return found | {name.replace(".", "_"): home for name, home in found.items()}
 
     def joint_shape(self, home: Home) -> tuple[int, ...]:
-        """The shape of the weight that the layers of an entry have together."""
+        """Return the shape of the weight that the layers of an entry have together."""
         of = [self.shapes[path.removesuffix(SWAPPED)] for path in home]
         return (sum(shape[0] for shape in of), *of[0][1:])
 
     def pieces(self, entry: Entry, home: Home) -> Iterator[tuple[str, Entry]]:
-        """Of each of the layers of an entry what it gets."""
+        """Yield the part of an entry for each of its layers."""
         start = 0
         for path in home:
             bare = path.removesuffix(SWAPPED)
@@ -440,13 +441,13 @@ class _LayerFinder:
             start += width
 
     def match_by_name(self, entries: Sequence[Entry]) -> _Hits:
-        """The best of the readings that need no guess."""
+        """Return the best of the readings that need no guess."""
         names = [e.name for e in entries]
         readings = names, [name.removeprefix("base_model.model.") for name in names], [e.path for e in entries]
         return max((self.match_names(entries, reading) for reading in readings), key=_Hits.rank)
 
     def deep(self, entries: Sequence[Entry], inside: Mapping[str, Any]) -> _Hits:
-        """The first reading under which every entry has a layer that it fits: fewest components taken away, or some added."""
+        """Return the first reading under which every entry fits a layer: fewest components removed, or some added."""
         if hits := self.shortened(entries, "."):
             return hits
         first = entries[0].path
@@ -460,7 +461,7 @@ class _LayerFinder:
         return found[0] if found else self.shortened(entries, "_") or self.match_names(entries, flat)
 
     def shortened(self, entries: Sequence[Entry], dot: str) -> _Hits | None:
-        """The layers of all entries without the first components that their paths share, between dots or underscores."""
+        """Return the layers of all entries without the first components that their paths share, between dots or underscores."""
         parts = [entry.path.replace(".", dot).split(dot) for entry in entries]
         for n in range(1, len(parts[0])):
             if len({tuple(own[:n]) for own in parts}) > 1:
@@ -470,18 +471,18 @@ class _LayerFinder:
         return None
 
     def match_names(self, entries: Sequence[Entry], names: Sequence[str]) -> _Hits:
-        """The layers of entries by such names."""
+        """Return the layers of entries by such names."""
         homes = [self.home(entry, name) for entry, name in zip(entries, names, strict=True)]
         good = sum(bool(home) and self.takes(home, e) for e, home in zip(entries, homes, strict=True))
         return _Hits(homes, good)
 
     def takes(self, home: Home, entry: Entry) -> bool:
-        """Whether an entry has the shape of its home's weight, or as many numbers as that has outputs."""
+        """Return whether an entry has the shape of the layers' weight, or as many numbers as that has outputs."""
         shape = self.joint_shape(home)
         return entry.fits(shape if entry.param == "weight" else shape[:1])
 
     def home(self, entry: Entry, name: str) -> Home:
-        """The layers that a name means: the graph's own, or by the name that the family's code has, whichever fits."""
+        """Return the layers that a name means: the graph's own, or by the name in the family's code, whichever fits."""
         own: Home = (name,) if name in self.shapes else ()
         if "." not in name and (entry.flat or not own):
             own = self.underscored(entry, name) or own
@@ -491,7 +492,7 @@ class _LayerFinder:
         return old if old and (not own or self.takes(old, entry)) else own
 
     def underscored(self, entry: Entry, name: str) -> Home:
-        """The layer whose path has underscores for dots as `name` has. Raises ArtifactError if two fit alike."""
+        """Return the layer whose path equals `name` with underscores for dots. Raises ArtifactError if two fit."""
         paths = self.flat.get(name, ())
         fitting = [path for path in paths if entry.fits(self.shapes[path])] if len(paths) > 1 else paths
         if len(fitting) > 1:

@@ -38,7 +38,7 @@ class Family:
 
 @functools.cache
 def families() -> tuple[Family, ...]:
-    """The families in the order in which a graph is compared with them."""
+    """Return the families in the order in which a graph is compared with them."""
     made = []
     for row in table("families")["families"]:
         names, also = (_rows(row.get(key, {}), row.get("time", "")) for key in ("names", "also"))
@@ -47,7 +47,7 @@ def families() -> tuple[Family, ...]:
 
 
 def _rows(rows: Any, time: str, old: str = "", new: str = "") -> dict[str, str]:
-    """A table without its groups: their name -> ours."""
+    """Flatten a table with groups: their name -> ours."""
     made: dict[str, str] = {}
     for key, value in rows.items() if isinstance(rows, dict) else [("", one) for one in rows]:
         theirs, arrow, ours = key.partition(" ->")
@@ -60,10 +60,10 @@ def _rows(rows: Any, time: str, old: str = "", new: str = "") -> dict[str, str]:
 
 
 def first_names(layers: Iterable[str], also: bool = False) -> dict[str, tuple[str, ...]]:
-    """The layers of a graph by the names that their family's own code has, empty for a graph of no known family.
+    """Return the layers of a graph by their names in the family's original code, empty for a graph of no known family.
 
     Several layers are those whose outputs, in this order, were one layer's; a path that ends in `~` has the two halves of its
-    outputs the other way round. A graph that holds such a model in a part of it (`transformer.`) has that part's layers. `also`
+    outputs swapped. For a graph that contains such a model as a part (`transformer.`) it returns that part's layers. `also`
     adds the names of other tools, which no layer needs.
     """
     known = dict.fromkeys(layers)
@@ -77,7 +77,7 @@ def first_names(layers: Iterable[str], also: bool = False) -> dict[str, tuple[st
 
 
 def fused_names(layers: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """What `FUSED` calls the layers of a graph, whether it has that layer or not, and these layers in order."""
+    """Return the `FUSED` name of layers of a graph, whether it has that layer or not, and these layers in order."""
     known = dict.fromkeys(layers)
     owners = dict.fromkeys(path.rpartition(".")[0] for path in known if path.endswith(("to_k", "add_k_proj")))
     pairs = [(owner, fused) for owner in owners for fused in FUSED]
@@ -86,7 +86,7 @@ def fused_names(layers: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def family_of(layers: Iterable[str]) -> tuple[Family, str] | None:
-    """The family of a graph with these layers, and where in it: a prefix of their paths, empty for the whole graph."""
+    """Return the family of a graph with these layers, and the prefix of their paths, "" for the whole graph."""
     kinds = {_NUMBER.sub("#", path) for path in layers}
     for family in families():
         first, *others = (_kind(name) for name in family.has)
@@ -98,7 +98,8 @@ def family_of(layers: Iterable[str]) -> tuple[Family, str] | None:
 
 
 def looks_like(names: Iterable[str]) -> str:
-    """The family to whose own names most of some layers' names belong, by its name; empty if it is none. Several: "a or b"."""
+    """Return the name of the family whose own names match most of some layers' names; "" if there is none. Several: "a or
+    b"."""
     counted = collections.Counter[str]()
     shared = re.compile("|".join(map(_pattern, SHARED_WITH_TIMM)))
     some = list(names)
@@ -112,12 +113,12 @@ def looks_like(names: Iterable[str]) -> str:
 
 
 def _kind(name: str) -> str:
-    """A path as those that differ in numbers only."""
+    """Replace the numbers in a path by a placeholder."""
     return _NUMBER.sub("#", name).replace("{i}", "#").replace("{last}", "#")
 
 
 def _pattern(name: str) -> str:
-    """A row's name as a regular expression; underscores may be dots, as kohya's names cannot be told apart."""
+    """Return a row's name as a regular expression; underscores may be dots, as kohya's names cannot be told apart."""
     text = re.escape(name).replace("_", "[_.]")
     return re.sub(r"\\\{(i|last)\\\}", r"\\d+", text).replace(r"\{\*\}", ".+")
 
@@ -152,7 +153,7 @@ def _names(table: Mapping[str, str], layers: Mapping[str, None], start: str) -> 
 
 
 def _unet(layers: Mapping[str, None]) -> dict[str, str]:
-    """Stable Diffusion's UNet, whose blocks are counted through all levels."""
+    """Return the original names of Stable Diffusion's UNet, whose blocks are counted through all levels."""
     owners = {}  # a module of the graph -> its first name
     count: dict[str, dict[int, set[int]]] = {"down": {}, "up": {}}
     for path in layers:
@@ -191,7 +192,7 @@ def _unet(layers: Mapping[str, None]) -> dict[str, str]:
 
 
 def new_name(layer: str) -> str:
-    """`X.processor.to_q` as `X.to_q`: what diffusers' attention processors called their LoRAs is the layer they change."""
+    """Rename `X.processor.to_q` to `X.to_q`: the LoRAs of diffusers' attention processors update that layer."""
     owner, _, last = layer.removesuffix("_lora").rpartition(".")
     if owner.rpartition(".")[2] == "self_attn":  # a text encoder's
         last = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}.get(last, last)

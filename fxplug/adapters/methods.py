@@ -27,14 +27,14 @@ def _inner(shape: Sequence[int]) -> int:
 
 
 def _flat(out: Callable[[Tensors], int] | None, inner: Callable[[Tensors], int] | None) -> Callable[..., bool]:
-    """For a parameter of so many outputs and inputs * kernel; None is any number."""
+    """Make a `fits` for parameters with so many outputs and inputs * kernel; None is any number."""
     return lambda t, o, shape: bool(shape) and all(
         size is None or size(t) == n for size, n in ((out, shape[0]), (inner, _inner(shape)))
     )
 
 
 def _matrix(function: Callable[[Tensor, Tensors, Options], Tensor]) -> Callable[[Tensor, Tensors, Options], Tensor]:
-    """A function of a matrix (out, in * kernel) as one of a parameter."""
+    """Make a function of a parameter from one of a matrix (out, in * kernel)."""
     return lambda w, t, o: function(w.flatten(1), t, o).reshape(w.shape)
 
 
@@ -42,21 +42,21 @@ def _matrix(function: Callable[[Tensor, Tensors, Options], Tensor]) -> Callable[
 
 
 def _normed(blocks: Tensor, constraint: float) -> Tensor:
-    """The skew-symmetric matrices of LyCORIS' blocks, as a whole at most `constraint` long; 0 sets no bound."""
+    """Return the skew-symmetric matrices of LyCORIS' blocks, together at most of norm `constraint`; 0 sets no bound."""
     q = blocks - blocks.mT
     norm = q.norm() + 1e-8
     return q * constraint / norm if 0 < constraint < norm else q
 
 
 def _diag_oft(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    """Outputs turned in blocks, then rescaled."""
+    """Rotate outputs in blocks, then rescale them."""
     turns = cayley(_normed(t["oft_blocks"], o["constraint"] * w.shape[0]))  # (I - Q)(I + Q)^-1 is LyCORIS' transpose
     made = torch.bmm(turns, w.reshape(len(turns), turns.shape[-1], -1)).reshape(w.shape)
     return made * t["rescale"].reshape(-1, *[1] * (w.dim() - 1)) if "rescale" in t else made
 
 
 def _butterflies(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    """Outputs turned in butterflies of blocks, then rescaled."""
+    """Rotate outputs in butterflies of blocks, then rescale them."""
     q = _normed(t["oft_blocks"], o["constraint"] * w.shape[0])
     levels, _, size, _ = q.shape
     turns = cayley(-q.flatten(0, 1)).reshape(q.shape)
@@ -70,7 +70,7 @@ def _butterflies(w: Tensor, t: Tensors, o: Options) -> Tensor:
 
 
 def _glora(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    """W + scale * (W a1 a2 + b1 b2)."""
+    """Return W + scale * (W a1 a2 + b1 b2)."""
     a = t["a1"].flatten(1) @ t["a2"].flatten(1)
     wa = torch.einsum("oi...,ij->oj...", w, a)
     b2 = low_rank.cored(t["bm"], t["b2"].flatten(1)) if "bm" in t else t["b2"]
@@ -82,7 +82,7 @@ def _glora(w: Tensor, t: Tensors, o: Options) -> Tensor:
 
 
 def _hra(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    """W times Householder reflections; with `gs` of the vectors as Gram and Schmidt make them orthogonal, all at once."""
+    """Multiply W by Householder reflections; with `gs` by those of the Gram-Schmidt orthogonalised vectors, all at once."""
     vectors: list[Tensor] = []
     for u in t["u"].T:
         if o["gs"]:
@@ -98,7 +98,7 @@ def _hra(w: Tensor, t: Tensors, o: Options) -> Tensor:
 
 
 def _bat(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    """W + W B + B in squares of the rank (Bone with Bat); B is (out / r, r, r) beside all squares of a row."""
+    """Return W + W B + B in squares of the rank (Bone with Bat); B is (out / r, r, r) beside all squares of a row."""
     block = t["block"]
     r = block.shape[-1]
     parts = w.reshape(w.shape[0] // r, r, w.shape[1] // r, r).permute(2, 0, 1, 3)
@@ -106,7 +106,7 @@ def _bat(w: Tensor, t: Tensors, o: Options) -> Tensor:
 
 
 def _circulant(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    """Block-circulant convolution (C3A)."""
+    """Add a block-circulant convolution (C3A)."""
     kernel = t["kernel"]
     size = kernel.shape[-1]
     at = (torch.arange(size)[None, :] - torch.arange(size)[:, None]) % size
@@ -114,7 +114,7 @@ def _circulant(w: Tensor, t: Tensors, o: Options) -> Tensor:
 
 
 def _fourier(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    """A few frequencies, drawn by a seed (FourierFT)."""
+    """Add a few frequencies, drawn by a seed (FourierFT)."""
     generator = torch.Generator().manual_seed(o["seed"])
     at = torch.randperm(w.numel(), generator=generator)[: len(t["spectrum"])]
     spectrum = torch.zeros(w.numel()).index_put((at,), t["spectrum"]).reshape(w.shape)
@@ -123,7 +123,7 @@ def _fourier(w: Tensor, t: Tensors, o: Options) -> Tensor:
 
 
 def _sparse(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    """Single elements (SHiRA)."""
+    """Add single elements (SHiRA)."""
     rows, columns = t["at"].long()
     return w.index_put((rows, columns), t["values"] * o["scale"], accumulate=True)
 
@@ -134,7 +134,7 @@ def _sparse_fits(t: Tensors, o: Options, shape: Sequence[int]) -> bool:
 
 
 def _randlora(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    """Fixed random bases, scaled on both sides (RandLoRA)."""
+    """Add fixed random bases, scaled on both sides (RandLoRA)."""
     small, large = sorted(w.shape)
     lam, gamma = t["lambda"], t["gamma"]
     a = (t["A"][:, : gamma.shape[0], :small] * lam[:, :, None] * gamma[None]).flatten(0, 1)  # (rank * bases, small)
@@ -146,12 +146,12 @@ def _randlora(w: Tensor, t: Tensors, o: Options) -> Tensor:
 
 
 def _hira(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    """W + W * (B A), elementwise."""
+    """Return W + W * (B A), elementwise."""
     return w + w * (t["B"] @ t["A"])
 
 
 def _road(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    """Outputs turned and scaled in pairs (RoAd); a bias too."""
+    """Rotate and scale outputs in pairs (RoAd); a bias too."""
     half = o["group"] // 2
     theta, alpha = t["theta"], t["alpha"]
     if o["variant"] == "road_1":
@@ -175,14 +175,14 @@ def _road_fits(t: Tensors, o: Options, shape: Sequence[int]) -> bool:
 
 
 def _delora(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    """B and A of unit length, their product bounded by lambda and scaled by the norms of W's columns (DeLoRA)."""
+    """Add B A with B and A of unit length, bounded by lambda and scaled by the norms of W's columns (DeLoRA)."""
     a, b = t["A"].norm(dim=1).clamp(min=1e-4), t["B"].norm(dim=0).clamp(min=1e-4)
     made: Tensor = w + (t["B"] * (t["lambda"] / len(a) / (a * b))) @ t["A"] * t["w_norm"]
     return made
 
 
 def _gralora(w: Tensor, t: Tensors, o: Options) -> Tensor:
-    """Low-rank updates of k * k blocks, whose halves are exchanged between rows and columns (GraLoRA)."""
+    """Add low-rank updates of k * k blocks, whose halves are exchanged between rows and columns (GraLoRA)."""
     a, b = t["A"], t["B"]  # (k, in / k, rank), (k, rank, out / k)
     k = len(a)
     parts = torch.einsum("cirs,rcso->roci", torch.unflatten(a, 2, (k, -1)), torch.unflatten(b, 1, (k, -1)))

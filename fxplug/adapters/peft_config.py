@@ -15,11 +15,11 @@ METHODS: Mapping[str | None, Mapping[str, Any]] = _PEFT["methods"]
 
 
 def check(config: Mapping[str, Any], where: str) -> None:
-    """Raise ArtifactError for a configuration with which the tensors of a file do not mean what they do by themselves.
+    """Raise ArtifactError for a configuration that changes the meaning of a file's tensors.
 
-    Honoured elsewhere: `r`, `lora_alpha`, `alpha`, their patterns and `use_rslora`, what the kinds of `file_kinds` ask for, and
-    what says which tensors are whole parameters (`modules_to_save`, `bias`, `trainable_token_indices`); `use_dora` and
-    `lora_bias` say what the file must have. The names are those of PEFT 0.21's configurations.
+    Used elsewhere: `r`, `lora_alpha`, `alpha`, their patterns and `use_rslora`, the keys of the kinds in `file_kinds`, and
+    those that name whole parameters (`modules_to_save`, `bias`, `trainable_token_indices`); `use_dora` and `lora_bias` require
+    tensors in the file. The names are those of PEFT 0.21's configurations.
     """
     kind = config.get("peft_type")
     kind = str.__str__(kind) if isinstance(kind, str) else kind  # PEFT's own are members of an enum
@@ -54,7 +54,7 @@ def check(config: Mapping[str, Any], where: str) -> None:
 
 
 def check_layout(keys: Iterable[str], where: str) -> None:
-    """Raise ArtifactError for keys of a method that has no home here."""
+    """Raise ArtifactError for keys of a method that is not supported here."""
     for key in keys:
         for end, (name, why) in _PEFT["layouts"].items():
             if re.search(rf"(?:^|[._]){re.escape(end)}(?:\.[^.]+)?(?:\.weight)?$", key):

@@ -26,7 +26,7 @@ STATISTICS = ("running_mean", "running_var")
 
 
 def saved_head(path: str | os.PathLike[str], layer: str, name: str, limits: Limits = DEFAULT) -> Tensor:
-    """A parameter of a layer as an adapter file, or a checkpoint, has it; `path` is a file or a folder of PEFT.
+    """Return a parameter of a layer from an adapter file or a checkpoint; `path` is a file or a folder of PEFT.
 
     Raises ArtifactError for a file that cannot be read, and SpecError for one that has no such parameter.
     """
@@ -41,9 +41,9 @@ def saved_head(path: str | os.PathLike[str], layer: str, name: str, limits: Limi
 
 
 def trained_layers(module: Any) -> dict[str, Tensor]:
-    """The parameters of the base that `trainable` let train, under all their names; none where it was not called.
+    """Return the base parameters that `trainable` made trainable, under all their names; none if it was not called.
 
-    What was let train by hand since, with `requires_grad_`, is among them.
+    Those made trainable by `requires_grad_` since are included.
     """
     noted = getattr(module, "meta", {}).get(TRAINED)
     if noted is None:
@@ -61,7 +61,7 @@ def trained_layers(module: Any) -> dict[str, Tensor]:
 
 
 def as_entries(module: Any, tensors: Mapping[str, Tensor]) -> list[Entry]:
-    """Whole parameters as a file has them. Raises ArtifactError for one on the meta device."""
+    """Return whole parameters as entries of a file. Raises ArtifactError for one on the meta device."""
     before = vars(module).get(BEFORE_TRAINING, {})
     first = {id(tensors[name]): value for name, value in before.items() if name in tensors}
     made = []
@@ -75,9 +75,9 @@ def as_entries(module: Any, tensors: Mapping[str, Tensor]) -> list[Entry]:
 
 
 def as_changes(entries: Sequence[Entry], low_rank: bool) -> list[Entry]:
-    """Updates of which whole parameters are the differences to what they were before the training, where that is known.
+    """Return updates in which whole parameters are replaced by their differences to before the training, if these are known.
 
-    For a format that has no differences, with `low_rank`, that of a weight is a LoRA of full rank, one factor being the
+    For a format without differences, with `low_rank`, that of a weight is a LoRA of full rank, one factor being the
     identity.
     """
     updated = {entry.path for entry in entries if entry.method != "whole"}
@@ -96,7 +96,7 @@ def as_changes(entries: Sequence[Entry], low_rank: bool) -> list[Entry]:
 
 
 def full_rank_factors(change: Tensor) -> dict[str, Tensor]:
-    """`down` and `up` of a LoRA whose product is this change of the weight of a linear layer or of a convolution."""
+    """Return `down` and `up` of a LoRA whose product is this change of the weight of a linear layer or of a convolution."""
     out, inner = change.shape[0], change[0].numel()
     around = [1] * (change.dim() - 2)
     if out <= inner:
@@ -106,7 +106,7 @@ def full_rank_factors(change: Tensor) -> dict[str, Tensor]:
 
 
 def merged_heads(module: nn.Module, passes: list[str]) -> dict[str, Tensor]:
-    """The parameters of layers that passes gave another size, by the key that they have once merged, on the CPU."""
+    """Return the parameters of layers that passes gave another size, by their key after a merge, on the CPU."""
     found: dict[str, Tensor] = {}
     for key, value in _resized(module, passes):
         if value.is_meta:
@@ -116,7 +116,7 @@ def merged_heads(module: nn.Module, passes: list[str]) -> dict[str, Tensor]:
 
 
 def without_heads(file: AdapterFile, module: Any) -> tuple[AdapterFile, list[tuple[Tensor, Tensor]]]:
-    """A file without the layers that it has whole and that are new here, or trainable; and these, each with its new value.
+    """Return a file without the whole layers that are new here, or trainable; and these, each with its new value.
 
     Raises ArtifactError for one of yet another size.
     """
@@ -145,7 +145,7 @@ def without_heads(file: AdapterFile, module: Any) -> tuple[AdapterFile, list[tup
 
 
 def _is_value_of(path: str, entry: Entry, module: nn.Module) -> bool:
-    """Whether a file has the very value that a parameter has here: PEFT saves a layer whole of which one parameter trained."""
+    """Return whether a file's value equals a parameter here: PEFT saves a whole layer if one parameter of it trained."""
     layer = dict(module.named_modules()).get(path)
     here = getattr(layer, entry.param, None)
     return isinstance(here, Tensor) and not here.is_meta and torch.equal(here.detach().cpu(), entry.tensors["whole"].cpu())
@@ -154,10 +154,10 @@ def _is_value_of(path: str, entry: Entry, module: nn.Module) -> bool:
 def changed_layers(
     changes: Sequence[Entry], adapted: Sequence[Entry], there: Callable[[str], Tensor | None]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parameters with whole changes, and those that a file has whole, as PEFT's `modules_to_save` has them, by key.
+    """Return parameters with whole changes, and those that a file has whole, as PEFT's `modules_to_save`, by key.
 
-    Second what cannot be so, by place, with the reason. `adapted` are the updates; those of LoRA and DoRA may have the bias of
-    their layer beside them. `there` gives a parameter of the model by its name.
+    The second result is those that cannot be saved so, by place, with the reason. `adapted` are the updates; those of LoRA and
+    DoRA may have the bias of their layer beside them. `there` returns a parameter of the model by its name.
     """
     made: dict[str, Tensor] = {}
     left: dict[str, str] = {}
@@ -192,12 +192,12 @@ def _biased(entries: Iterable[Entry]) -> set[str]:
 
 
 def _with_owners(paths: Iterable[str]) -> set[str]:
-    """Paths, and those of all that hold them."""
+    """Return paths, and those of all modules around them."""
     return {".".join(path.split(".")[:n]) for path in paths for n in range(1, path.count(".") + 2)}
 
 
 def resized_layers(module: Any) -> dict[str, Tensor]:
-    """What stands here for parameters of other sizes, or with other values, by the names that these have."""
+    """Return the parameters of other sizes, or with other values, by the names of those they replace."""
     return dict(_resized(module))
 
 

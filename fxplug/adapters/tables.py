@@ -12,7 +12,7 @@ import yaml
 
 @functools.cache
 def table(name: str) -> Any:
-    """The rows of a table, `formats` or `families`."""
+    """Return the rows of a table, `formats` or `families`."""
     text = (Path(__file__).parent / f"{name}.yaml").read_text("utf-8")
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
 

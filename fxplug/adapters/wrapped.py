@@ -20,10 +20,10 @@ OUT_PROJ = "NonDynamicallyQuantizableLinear"  # the class of a MultiheadAttentio
 def in_peft_form(
     entries: Sequence[Entry], parameters: Mapping[str, Sequence[int]], layers: Mapping[str, ModelLayer]
 ) -> tuple[list[Entry], dict[str, str]]:
-    """The updates with those of such parameters as PEFT has them, and what it has no form for, with the reason.
+    """Return the updates with those of such parameters in PEFT's form, and those without such a form, with the reason.
 
-    `parameters` are the shapes of all that the model has, each module's in its order. Of an update in one of these forms
-    `options` has as "key" the name that its tensors are below, and as "target" that of its parameter in `target_parameters`.
+    `parameters` are the shapes of all that the model has, each module's in its order. For an update in one of these forms
+    `options` has as "key" the prefix of its tensors' names, and as "target" that of its parameter in `target_parameters`.
     """
     attentions = {path.rpartition(".")[0] for path, layer in layers.items() if layer.kind == OUT_PROJ}
     groups: dict[str, list[Entry]] = {}  # those of an attention, or of a module's parameters
@@ -73,7 +73,7 @@ def in_peft_form(
 
 
 def _of_attention(path: str, found: list[Entry], parameters: Mapping[str, Sequence[int]], made: list[Entry]) -> str:
-    """Add the updates of an attention, in_proj_weight and out_proj, of one rank and scale; or say why PEFT cannot hold them.
+    """Add the updates of an attention, in_proj_weight and out_proj, of one rank and scale; or return why PEFT cannot hold them.
 
     PEFT adds the update of out_proj twice, so that it is written with half its size.
     """
@@ -104,14 +104,14 @@ def _of_attention(path: str, found: list[Entry], parameters: Mapping[str, Sequen
 
 
 def _padded(entry: Entry, rank: int) -> Entry:
-    """The same update with zeros up to a rank."""
+    """Pad an update with zeros up to a rank."""
     more = rank - entry.rank
     tensors = {"down": F.pad(entry.tensors["down"], (0, 0, 0, more)), "up": F.pad(entry.tensors["up"], (0, more))}
     return replace(entry, tensors=tensors, rank=rank)
 
 
 def _of_module(path: str, found: list[Entry], parameters: Mapping[str, Sequence[int]], made: list[Entry]) -> str:
-    """Add the updates of a module's parameters, one wrapper around the other; or say why PEFT cannot hold them."""
+    """Add the updates of a module's parameters, one wrapper around the other; or return why PEFT cannot hold them."""
     order = [key for key in parameters if key.rpartition(".")[0] == path]
     by_key = {f"{path}.{entry.param}": entry for entry in found}
     if odd := next((key for key in by_key if key not in order), ""):
@@ -130,7 +130,7 @@ def _of_module(path: str, found: list[Entry], parameters: Mapping[str, Sequence[
 
 
 def _of_experts(entry: Entry) -> dict[str, Tensor]:
-    """The tensors as PEFT has them, those of all experts in one: what `Entry.by_expert` reads."""
+    """Return the tensors in PEFT's form, those of all experts in one: the inverse of `Entry.by_expert`."""
     down, up = entry.tensors["down"], entry.tensors["up"]  # (rank, experts, m), (n, rank, experts)
     if entry.options.get("transposed"):
         down, up = up.permute(2, 1, 0), down.permute(2, 0, 1)
