@@ -15,7 +15,7 @@ from ..core.spec.rules import Match
 def projections(
     gm: TracedModule, at: str | Sequence[str], within: Sequence[str] = (), rank: int = 256, key: int = 0
 ) -> Projections:
-    """VeRA's matrices for the widest of the linear layers at these paths. Raises SpecError for a rank below 1."""
+    """Make VeRA's matrices for the widest of the linear layers at these paths. Raises SpecError for a rank below 1."""
     wanted = Match(path=at, module=["Linear", "TransposedLinear"], within=within)
     found = ((regions, hit) for regions in regions_of(gm) for hit in hits(regions, wanted))
     modules = [regions.module(hit.key.partition("@")[0]) for regions, hit in found]

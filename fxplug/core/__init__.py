@@ -45,18 +45,18 @@ LIBRARIES = {
 
 
 def extra_with(module: str) -> str | None:
-    """The extra of fxplug that installs a module; None for one that none installs."""
+    """Return the extra of fxplug that installs a module; None if none does."""
     return next((library.extra for library in LIBRARIES.values() if library.module == module.partition(".")[0]), None)
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """The numbers at the beginning of a version: (2, 14, 1) of '2.14.1+cu130'."""
+    """Return the numbers at the beginning of a version: (2, 14, 1) of '2.14.1+cu130'."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def installed(name: str) -> str | None:
-    """Return the installed version of a library, None where it is missing."""
+    """Return the installed version of a library, None if it is missing."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -64,7 +64,7 @@ def installed(name: str) -> str | None:
 
 
 def is_tested(name: str, found: str) -> bool:
-    """Whether a version lies in the range that the tests run on. A later patch of the newest minor does."""
+    """Return whether a version is in the tested range. A later patch of the newest minor is."""
     library = LIBRARIES[name]
     if library.oldest is None or library.newest is None:
         return True
@@ -73,7 +73,7 @@ def is_tested(name: str, found: str) -> bool:
 
 
 def warn_if_untested(name: str) -> None:
-    """Warn (UserWarning) where the installed version of a library lies outside the range that the tests run on."""
+    """Warn (UserWarning) if the installed version of a library is outside the tested range."""
     found, library = installed(name), LIBRARIES[name]
     if found and not is_tested(name, found):
         tested = f"{library.oldest} to {library.newest}"

@@ -32,14 +32,15 @@ class _Stream:
     fixed: list[bool] = field(default_factory=list)  # which of these must stay as they are
 
     def continues_run(self, sample: Tensor | None, others: list[tuple[str, Tensor, int]]) -> bool:
-        """Whether a call may be this stream's next one: its conditions are the same, and its sample comes from the last."""
+        """Return whether a call may be this stream's next one: its conditions are the same, and its sample is related to the
+        last."""
         if [name for name, *_ in others] != [name for name, *_ in self.others] or not _are_related(self.sample, sample):
             return False
         same = [_is_same(*old[1:], *new[1:]) for old, new in zip(self.others, others, strict=True)]
         return all(equal for equal, fixed in zip(same, self.fixed, strict=True) if fixed)
 
     def note(self, time: float, sample: Tensor | None, others: list[tuple[str, Tensor, int]]) -> None:
-        """Keep what the next call is compared with. What was equal twice must stay so."""
+        """Store the values that the next call is compared with. What was equal twice must stay so."""
         if len(self.others) == len(others):
             again = [_is_same(*old[1:], *new[1:]) for old, new in zip(self.others, others, strict=True)]
             self.fixed = [fixed or equal for fixed, equal in zip(self.fixed, again, strict=True)]
@@ -62,7 +63,7 @@ class Clock:
     """
 
     def __init__(self, name: str | None, names: Sequence[str], samples: bool = True) -> None:
-        """Without `samples` no input is read that differs from step to step, as one that is computed later cannot be."""
+        """Set the clock up. Without `samples` no input that differs from step to step is read, as a deferred one cannot be."""
         if name is not None and name not in names:
             raise SpecError(
                 f"the model has no input '{name}', which would tell the step of a call{did_you_mean(name, names)}: give one of "
@@ -74,7 +75,7 @@ class Clock:
         self.reset()
 
     def reset(self) -> None:
-        """Forget where a run is: the next call of a clock with a name begins one."""
+        """Reset the position in a run: the next call of a clock with a name begins one."""
         self.time: float | None = None
         self.direction = 0.0
         self.schedule: Any = None
@@ -83,12 +84,12 @@ class Clock:
 
     @property
     def numbers(self) -> set[int]:
-        """The numbers of the streams that may go on."""
+        """Numbers of the streams that may continue."""
         return {stream.number for stream in self.streams} if self.name is not None else {0}
 
     @torch.no_grad()
     def tick(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, int]:
-        """Whether a run begins with this call, and the number of its stream, which is a new one where a stream begins."""
+        """Return whether a run begins with this call, and the number of its stream, which is a new one if a stream begins."""
         if self.name is None:
             return False, 0
         value = args[self.position] if len(args) > self.position else kwargs.get(self.name)
@@ -131,7 +132,8 @@ class Clock:
 
 
 def _schedule() -> Any:
-    """The times of the scheduler of the pipeline that makes this call, made anew for each run; None where none calls."""
+    """Return the timesteps of the scheduler of the calling pipeline, which are a new tensor in each run; None without a
+    pipeline."""
     frame = sys._getframe(2)  # nothing plainer: a pipeline tells its models nothing when a run begins
     while frame is not None:
         code = frame.f_code
@@ -144,7 +146,7 @@ def _schedule() -> Any:
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor, int]]:
-    """The tensors of an input with their names, and how often each was written."""
+    """Yield the tensors of an input with their names and version counters."""
     if isinstance(value, Tensor):
         yield name, value, -1 if value.is_inference() else version(value)
     elif isinstance(value, Mapping):
@@ -156,7 +158,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor, int]]:
 
 
 def _may_vary(name: str, value: Tensor) -> bool:
-    """Whether an input is no condition, as samples, residuals of a ControlNet and single numbers are not."""
+    """Return whether an input is no condition: samples, residuals of a ControlNet and single numbers are not."""
     return value.dim() > 3 or (value.dim() < 2 and value.is_floating_point()) or bool(VARYING.search(name))
 
 
@@ -168,7 +170,7 @@ def _is_same(old: Tensor, old_writes: int, new: Tensor, writes: int) -> bool:
 
 
 def _are_related(old: Tensor | None, new: Tensor | None) -> bool:
-    """Whether a sample comes from another one: not where it is of another shape, or correlates with it in nothing."""
+    """Return whether a sample may come from another one: not if it is of another shape, or uncorrelated."""
     if old is None or new is None or (old.shape, old.device) != (new.shape, new.device):
         return old is new
     a, b = old.flatten().float(), new.flatten().float()

@@ -48,7 +48,7 @@ class SpecError(FxplugError):
 
 @contextmanager
 def below(*path: str | int) -> Iterator[None]:
-    """Give SpecErrors the way `path` before their own; one with a place in another file keeps that in its text."""
+    """Prefix the paths of SpecErrors with `path`; one with a place in another file keeps that in its text."""
     try:
         yield
     except SpecError as error:
@@ -86,12 +86,12 @@ class ArtifactError(FxplugError):
 
 
 def printable(text: str) -> str:
-    """`text` without anything that steers a terminal, and cut in its middle where it is very long."""
+    """Escape what controls a terminal in `text`, and cut it in the middle if it is very long."""
     return _short(harmless(_short(text)))
 
 
 def harmless(text: str) -> str:
-    """`text` with what steers a terminal escaped, but for line ends."""
+    """Escape what controls a terminal in `text`, except line ends."""
     if text.isascii() and text.replace("\n", "").isprintable():
         return text
     return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -128,7 +128,7 @@ _brief.maxlevel, _brief.maxstring, _brief.maxother = 3, 120, 120
 
 
 def brief(value: object, length: int = 200) -> str:
-    """A value as a message or a `repr` shows it: in few words, printable, at most `length` characters."""
+    """Format a value for a message or a `repr`: in few words, printable, at most `length` characters."""
     try:
         return cut(printable(_brief.repr(value)), length)
     except Exception:  # whatever a stranger's `shape` or members raise
@@ -136,36 +136,36 @@ def brief(value: object, length: int = 200) -> str:
 
 
 def brief_fields(self: Any) -> str:
-    """The `__repr__` of a dataclass whose fields may hold tensors, modules and long lists: each in few words."""
+    """Return the `__repr__` of a dataclass whose fields may hold tensors, modules and long lists: each in few words."""
     shown_ = (f"{f.name}={brief(getattr(self, f.name, None), 160)}" for f in fields(self) if f.repr)
     return cut(f"{type(self).__name__}({', '.join(shown_)})", LONGEST)
 
 
 def shown(value: object, length: int = 80) -> str:
-    """A value from a file as a message quotes it: printable and at most `length` characters."""
+    """Quote a value from a file for a message: printable and at most `length` characters."""
     if isinstance(value, (str, bytes)):
         return cut(printable(repr(value[:length])), length)
     return brief(value, length)
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Return an error's text in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def cut(text: str, length: int) -> str:
-    """A text of at most so many characters, with `...` where its end is left out."""
+    """Cut a text to at most so many characters, with `...` for its omitted end."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def shortened(text: str, length: int) -> str:
-    """`text` cut in the middle to at most `length` characters."""
+    """Cut `text` in the middle to at most `length` characters."""
     half = (length - 5) // 2
     return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
 
 
 def outline(text: str) -> str:
-    """A text of at most `LONGEST` characters: the lines in its middle are left out of a longer one."""
+    """Cut a text to at most `LONGEST` characters by leaving out lines in its middle."""
     if len(text) <= LONGEST:
         return text
     lines = [cut(line, LONGEST // 6) for line in text.splitlines()]
@@ -177,13 +177,14 @@ def outline(text: str) -> str:
 
 
 def did_you_mean(word: object, known: Iterable[object]) -> str:
-    """` (did you mean 'x'?)` for the name in `known` nearest to `word`, or an empty text."""
+    """Return ` (did you mean 'x'?)` for the name in `known` nearest to `word`, or ""."""
     near = nearest(shown(word, 200) if isinstance(word, int) else str(word), known)
     return f" (did you mean '{near}'?)" if near else ""
 
 
 def nearest(word: str, known: Iterable[object]) -> str:
-    """The name in `known` that is most like `word`, or an empty text. Takes bounded time, whatever the names are.
+    """Return the name in `known` that is most like `word`, or "". Takes bounded time, whatever the names are. Takes bounded
+    time, whatever the names are.
 
     Of many names only those that share the most pairs of letters with it are compared closely.
     """
@@ -198,7 +199,7 @@ def nearest(word: str, known: Iterable[object]) -> str:
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """`("rules", 0, "match")` as `rules[0].match`."""
+    """Format `("rules", 0, "match")` as `rules[0].match`."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return text.removeprefix(".")
 

@@ -26,7 +26,7 @@ PACKS = "support_avx512bf16_for_cpu"  # whether a Linear4bit changes its weight 
 
 
 def library(value: Any) -> str:
-    """The library of LIBRARIES that made a tensor's or a module's class, "" where none did; derived classes count."""
+    """Return the library of LIBRARIES that defines a tensor's or a module's class, or ""; derived classes count."""
     for base in type(value).__mro__:
         package = str(base.__module__).partition(".")[0]
         if package in LIBRARIES:
@@ -37,17 +37,18 @@ def library(value: Any) -> str:
 
 
 def is_packed(tensor: Any) -> bool:
-    """Whether a tensor's values are not the numbers that its layer computes with, so that nothing can be added to them."""
+    """Return whether a tensor's values are packed, and not the numbers that its layer computes with: nothing can be added to
+    them."""
     return isinstance(tensor, Tensor) and bool(library(tensor))
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether a module is a layer of one of the libraries, or of torch.nn with a packed weight."""
+    """Return whether a module is a layer of one of the libraries, or of torch.nn with a packed weight."""
     return any(is_packed(parameter) for parameter in module._parameters.values())
 
 
 def plain(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that hold the values of a packed one; another one itself."""
+    """Return the plain tensors with the values of a packed one; another tensor itself."""
     if not is_packed(tensor):
         return [tensor]
     if hasattr(tensor, "__tensor_flatten__"):
@@ -56,7 +57,7 @@ def plain(tensor: Tensor) -> list[Tensor]:
 
 
 def is_own_layer(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of bitsandbytes, with the forward that it has there."""
+    """Return whether a module is a linear layer of bitsandbytes, with its own forward."""
     if not isinstance(module, nn.Linear):
         return False
     forward: Any = type(module).forward
@@ -64,26 +65,26 @@ def is_own_layer(module: nn.Module) -> bool:
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether a linear layer holds its weight as (in, out): transformers' `Conv1D`, with `nx` inputs and `nf` outputs."""
+    """Return whether a linear layer has a weight (in, out): transformers' `Conv1D`, with `nx` inputs and `nf` outputs."""
     weight = layer._parameters.get("weight") if type(layer).__name__ == "Conv1D" else None
     return weight is not None and tuple(weight.shape) == (getattr(layer, "nx", None), getattr(layer, "nf", None))
 
 
 def weight_shape(layer: nn.Module, weight: Tensor) -> tuple[int, ...]:
-    """The shape of a layer's weight as its product has it, (out, in) for a linear layer, however it is held."""
+    """Return the shape of a layer's weight in its product, (out, in) for a linear layer, however it is stored."""
     shape = tuple(weight.shape[::-1] if is_transposed(layer) else weight.shape)
     return (layer.out_features, layer.in_features) if is_own_layer(layer) else shape  # type: ignore[return-value]
 
 
 def count_parameters(root: nn.Module) -> tuple[int, int]:
-    """Count the parameters of a module that require a gradient, and all; a packed layer has as many as its weight."""
+    """Return the numbers of trainable and of all parameters of a module; a packed layer counts the numbers of its weight."""
     owners = {id(p): (module, p) for module in root.modules() for p in module._parameters.values() if p is not None}
     counts = [(p, math.prod(weight_shape(owner, p)) if is_packed(p) else p.numel()) for owner, p in owners.values()]
     return sum(n for p, n in counts if p.requires_grad), sum(n for _, n in counts)
 
 
 def result_like(layer: Any, x: Tensor) -> Tensor:
-    """What a layer of bitsandbytes gives for x, (..., in) to (..., out), on tensors without values."""
+    """Return the result of a layer of bitsandbytes for x, (..., in) to (..., out), on tensors without values."""
     return F.linear(x, x.new_empty((layer.out_features, layer.in_features))).to(x.dtype)
 
 
@@ -101,7 +102,7 @@ class WithoutValues(nn.Module):
 
 
 def check_ready(model: nn.Module, whole: Collection[str]) -> None:
-    """Raises TraceError for a layer of bitsandbytes that is not quantised yet, is packed for evaluation on a CPU, or is hooked
+    """Raise TraceError for a layer of bitsandbytes that is not quantised yet, is packed for evaluation on a CPU, or is hooked
     and none of those that are kept `whole`.
     """
     for path, layer in model.named_modules():
@@ -126,7 +127,7 @@ def check_ready(model: nn.Module, whole: Collection[str]) -> None:
 
 @contextlib.contextmanager
 def unpacked(model: nn.Module) -> Iterator[None]:
-    """While this is entered no call of a model makes bitsandbytes pack its weights for evaluation on this processor."""
+    """Keep bitsandbytes from packing a model's weights for evaluation on this processor, inside the context."""
     layers = [m for m in model.modules() if is_own_layer(m) and vars(m).get(PACKS)]
     before = [vars(m)[PACKS] for m in layers]
     for layer in layers:
@@ -139,9 +140,9 @@ def unpacked(model: nn.Module) -> Iterator[None]:
 
 
 def settle(layer: Any) -> None:
-    """Let the copy of a layer in a graph never be packed, also where the layer that it was copied from is.
+    """Disable packing for the copy of a layer in a graph, also if the original layer is packed.
 
-    Its packed form is without a gradient, and other than that in training. The values are shared.
+    Its packed form has no gradient, and differs from that in training. The values are shared.
     """
     weight: Any = layer._parameters["weight"]
     if PACKS not in vars(layer) or getattr(weight, "quant_state", None) is None:
@@ -154,7 +155,7 @@ def settle(layer: Any) -> None:
 
 
 def undressed(layer: nn.Module) -> nn.Module:
-    """The layer without what torchao hangs on it to print it, on the same tensors; another module itself."""
+    """Return the layer without torchao's `extra_repr`, on the same tensors; another module itself."""
     if "extra_repr" not in vars(layer) or not is_quantised(layer):
         return layer
     plain = object.__new__(type(layer))
@@ -163,7 +164,8 @@ def undressed(layer: nn.Module) -> nn.Module:
 
 
 def rebuilding(layer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments for the constructor of a layer of bitsandbytes, and attributes to set then; its weight brings the rest."""
+    """Return constructor arguments for a layer of bitsandbytes, and attributes to set afterwards; the rest comes with its
+    weight."""
     arguments = {"input_features": layer.in_features, "output_features": layer.out_features, "bias": layer.bias is not None}
     state, weight = vars(layer).get("state"), layer.weight
     if state is not None:
@@ -176,7 +178,7 @@ def rebuilding(layer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def described(module: nn.Module) -> str:
-    """A quantised layer as messages name it: its class, or that of its weight, and the library."""
+    """Describe a quantised layer for messages: its class, or that of its weight, and the library."""
     kept = next((p for p in module._parameters.values() if is_packed(p)), None)
     made: Any = module if is_own_layer(module) else kept
     name: str = type(made).__name__
@@ -184,7 +186,7 @@ def described(module: nn.Module) -> str:
 
 
 def why_not(root: nn.Module, path: str) -> str:
-    """Why nothing can go into the weight at a path, "" where the module there is not quantised."""
+    """Return why the weight at a path cannot be changed, "" if the module there is not quantised."""
     try:
         module = root.get_submodule(path.partition("@")[0])
     except AttributeError:
@@ -195,8 +197,8 @@ def why_not(root: nn.Module, path: str) -> str:
 
 
 def cut_gradient(root: nn.Module) -> str:
-    """The path of a layer of torchao through which no gradient goes back, "" where there is none: one that quantises what it is
-    given has none, nor have some of its kernels. Each kind is tried once, on one row of zeros.
+    """Return the path of a layer of torchao without a gradient to its input, or "": one that quantises its input has none, nor
+    have some of its kernels. Each kind is tried once, on one row of zeros.
     """
     tried: dict[Any, bool] = {}
     for path, layer in root.named_modules():

@@ -55,18 +55,18 @@ BEGINNINGS = {
 
 
 def about(path: str | os.PathLike[str], kind: Raises = ArtifactError) -> Raises:
-    """What tells findings about a file as an error of a kind: `ink.safetensors is a folder`."""
+    """Return a function that makes an error of a kind from a finding about a file: `ink.safetensors is a folder`."""
     return lambda finding: kind(f"{path} {finding}")
 
 
 def reason(error: OSError) -> str:
-    """An error of the system's in words."""
+    """Return a system error's reason as text."""
     return REASONS.get(error.errno or 0) or (error.strerror or type(error).__name__).lower()
 
 
 @contextmanager
 def reported(raises: Raises, what: str = "cannot be read") -> Iterator[None]:
-    """Tell errors of the system's as `raises` does; `what` says what was being done."""
+    """Raise system errors as `raises` makes them; `what` describes the operation."""
     try:
         yield
     except FxplugError:
@@ -87,11 +87,11 @@ def opened(
     *,
     links: bool = True,
 ) -> Iterator[BinaryIO]:
-    """A regular file of at most `limit` bytes, open for reading.
+    """Open a regular file of at most `limit` bytes for reading.
 
     Raises what `raises` makes (an ArtifactError that names the path) for one that is missing, too large, no regular file (a
-    pipe is not waited for, a device not touched; without `links` a link is none either), cannot be read, or changes until the
-    end of the block.
+    pipe is not waited for, a device not touched; without `links` neither is a link), cannot be read, or changes before the end
+    of the block.
     """
     raises = raises or about(path)
     with reported(raises):
@@ -120,7 +120,7 @@ def _check_kind(found: os.stat_result, raises: Raises) -> None:
 
 
 def missing(path: Path) -> str:
-    """Why there is no file: `no such file` with the nearest name in that folder, or `no such folder`."""
+    """Return why there is no file: `no such file` with the nearest name in that folder, or `no such folder`."""
     if os.path.islink(path):
         return f"is a broken link to {shown(os.readlink(path))}"
     if not os.path.isdir(path.parent):
@@ -130,12 +130,12 @@ def missing(path: Path) -> str:
 
 
 def size_of(file: BinaryIO) -> int:
-    """The size of an opened file in bytes."""
+    """Return the size of an opened file in bytes."""
     return os.fstat(file.fileno()).st_size
 
 
 def read_bytes(path: str | os.PathLike[str], limit: int, raises: Raises | None = None) -> bytes:
-    """The bytes of a file, as `opened` opens it."""
+    """Read the bytes of a file, with the checks of `opened`."""
     with opened(path, limit, raises) as file:
         data = file.read(limit + 1)
         if len(data) != size_of(file):
@@ -144,7 +144,7 @@ def read_bytes(path: str | os.PathLike[str], limit: int, raises: Raises | None =
 
 
 def text(path: str | os.PathLike[str], limit: int, raises: Raises | None = None) -> str:
-    """The UTF-8 text of a file, without a mark of byte order at its beginning."""
+    """Read the UTF-8 text of a file, without a byte order mark."""
     raises = raises or about(path)
     data = read_bytes(path, limit, raises)
     try:
@@ -156,7 +156,7 @@ def text(path: str | os.PathLike[str], limit: int, raises: Raises | None = None)
 
 
 def begins(start: bytes) -> str:
-    """What a file is that begins so, where people often have it instead of weights; else an empty text."""
+    """Return the kind of a file that is often given instead of weights, from its first bytes; else ""."""
     low = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if what := next((what for mark, what in BEGINNINGS.items() if low.startswith(mark)), ""):
         return what
@@ -169,7 +169,7 @@ def begins(start: bytes) -> str:
 
 
 def open_archive(file: BinaryIO, raises: Raises) -> zipfile.ZipFile:
-    """A zip archive as torch writes one: its members are stored as they are, so they are no larger than the file.
+    """Open a zip archive as torch writes it: its members are stored uncompressed, so they are no larger than the file.
 
     Raises what `raises` makes for what is no archive, has a name twice, or would have to be inflated.
     """
@@ -186,7 +186,7 @@ def open_archive(file: BinaryIO, raises: Raises) -> zipfile.ZipFile:
 
 
 def read_member(archive: zipfile.ZipFile, name: str, raises: Raises, limit: int | None = None) -> bytes:
-    """The bytes of a member, at most `limit` of them. Raises what `raises` makes for one that is not as it was written."""
+    """Read the bytes of a member, at most `limit` of them. Raises what `raises` makes for one that is not as it was written."""
     size = archive.getinfo(name).file_size
     if limit is not None and size > limit:
         raise raises(f"has {size} bytes in {shown(name)}; the limit is {limit}; fxplug.Limits can raise it")
@@ -207,9 +207,9 @@ _LONG = re.compile(rb"[0-9]{256}")
 
 
 def parse_json(data: bytes | str, raises: Raises, limits: Limits = DEFAULT) -> Any:
-    """A JSON value. Duplicate keys, NaN, and what is larger, deeper or longer than `limits` raise what `raises` makes.
+    """Parse a JSON value. Duplicate keys, NaN, and what is larger, deeper or longer than `limits` raise what `raises` makes.
 
-    It is measured before it is parsed, so a refusal takes no memory but that of the text.
+    The limits are checked before it is parsed, so a refusal takes no memory but that of the text.
     """
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     if len(raw) > limits.json:
@@ -252,15 +252,15 @@ def parse_json(data: bytes | str, raises: Raises, limits: Limits = DEFAULT) -> A
 
 
 def read_json(path: str | os.PathLike[str], raises: Raises | None = None, limits: Limits = DEFAULT) -> Any:
-    """The value of a JSON file, within `limits`."""
+    """Read the value of a JSON file, within `limits`."""
     raises = raises or about(path)
     return parse_json(read_bytes(path, limits.json, raises), raises, limits)
 
 
 def check_format(manifest: Any, newest: int, raises: Raises) -> None:
-    """Raises what `raises` makes unless a manifest, an object with `format`, is of a version up to `newest`.
+    """Raise what `raises` makes unless a manifest, an object with `format`, is of a version up to `newest`.
 
-    `fxplug`, where it has that, is the version that wrote it.
+    Its key `fxplug` is the version that wrote it.
     """
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if type(version) is not int or version < 1:
@@ -271,9 +271,9 @@ def check_format(manifest: Any, newest: int, raises: Raises) -> None:
 
 
 def syntax_tree(text: str, mode: str = "exec") -> Any:
-    """Python's syntax tree of a text. Raises SyntaxError.
+    """Return Python's syntax tree of a text. Raises SyntaxError.
 
-    CPython 3.11 counts how deep it is for all threads together, and fails where two of them parse at once.
+    CPython 3.11 counts the depth for all threads together, and fails if two of them parse at once.
     """
     with PARSING:
         for _ in range(TRIES):

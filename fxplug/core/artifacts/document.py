@@ -14,7 +14,7 @@ R = TypeVar("R", bound=Section)
 
 
 def check_record(kind: type[R], data: Any, where: str) -> R:
-    """The record of this kind that JSON is, or plain values are. Raises ArtifactError, which begins with `where`."""
+    """Validate JSON, or plain values, as a record of this kind. Raises ArtifactError, which begins with `where`."""
     try:
         return validate(kind, data)
     except SpecError as error:
@@ -160,7 +160,7 @@ class AppliedPass(Free):
 
 
 def check_counts(document: Mapping[str, Any], limits: Mapping[str, int]) -> None:
-    """Raises ArtifactError for an object of graph.json with more members than `limits` has for it."""
+    """Raise ArtifactError for an object of graph.json with more members than `limits` has for it."""
     for key, most in limits.items():
         if isinstance(found := document.get(key, ()), (dict, list)) and len(found) > most:
             raise ArtifactError(f"graph.json has {len(found)} {key}; the limit is {most}")

@@ -51,7 +51,7 @@ def _result_class(cls: type, meta: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _find_result(record: Any, allow: Sequence[str]) -> tuple[Any, bool]:
-    """The class of a result, and whether it is only a stand-in because its own is not allowed."""
+    """Return the class of a result, and whether it is only a stand-in because its own is not allowed."""
     found = check_record(ResultRecord, record, "graph.json: a result class")
     path, fields = found.result, found.fields
     for name in fields or ():
@@ -71,7 +71,7 @@ def _find_result(record: Any, allow: Sequence[str]) -> tuple[Any, bool]:
 
 
 def write_graph(graph: fx.Graph, stacks: list[Any]) -> list[dict[str, Any]]:
-    """The nodes of a graph as JSON; their module stacks are gathered, each once, in `stacks`."""
+    """Return the nodes of a graph as JSON; their module stacks are collected, each once, in `stacks`."""
     known = {repr(stack): index for index, stack in enumerate(stacks)}
     return [_write_node(node, stacks, known) for node in graph.nodes]
 
@@ -153,7 +153,7 @@ class GraphReader:
         self.results: dict[str, tuple[Any, bool]] = {}
 
     def read(self, records: Sequence[NodeRecord]) -> Graph:
-        """The graph of a list of node records. Raises ArtifactError."""
+        """Return the graph of a list of node records. Raises ArtifactError."""
         graph = Graph()
         nodes: dict[str, fx.Node] = {}
         for record in records:
@@ -228,7 +228,8 @@ class GraphReader:
 
 
 def _check_pairs(graph: fx.Graph) -> None:
-    """Refuse a graph that changes how torch runs, as `no_grad` and `autocast` do, and does not change it back in order."""
+    """Raise ArtifactError for a graph that changes how torch runs, as `no_grad` and `autocast` do, and does not change it back
+    in order."""
     pairs = {ops.exit_grad: ops.enter_grad, ops.exit_autocast: ops.enter_autocast}
     inside: list[fx.Node] = []
     for node in graph.nodes:
@@ -255,7 +256,7 @@ SYNTAX = (
 
 
 def check_program(graph: Graph) -> None:
-    """Refuse a graph whose code has a statement, or a name, that its nodes do not. Raises ArtifactError.
+    """Raise ArtifactError for a graph whose code has a statement, or a name, that its nodes do not have.
 
     The code is FX's, which quotes texts and numbers; a stranger's runs only after this, whatever FX made of them.
     """
@@ -281,9 +282,9 @@ def check_program(graph: Graph) -> None:
 
 
 def reach(root: nn.Module, path: str) -> Any:
-    """The module, parameter or buffer that `self.<path>` gives, which has to be the one that the tables declare.
+    """Return the module, parameter or buffer at `self.<path>`, which must be the one that the tables declare.
 
-    Raises ArtifactError where an attribute or method of a class, or an attribute of the module, would be met on the way.
+    Raises ArtifactError if an attribute or method of a class, or an attribute of the module, would be reached on the way.
     """
     found: Any = root
     for place, key in enumerate(path.split(".")):

@@ -47,7 +47,7 @@ STEPS = 64  # calls of torch for each tensor that a constructor is to make
 
 @cache
 def torch_classes() -> dict[str, type[nn.Module]]:
-    """Every module class of torch.nn by name."""
+    """Return every module class of torch.nn by name."""
     found: dict[str, type[nn.Module]] = {}
     for _, file in sorted(inspect.getmembers(nn.modules, inspect.ismodule)):
         for value in vars(file).values():
@@ -63,7 +63,7 @@ def torch_classes() -> dict[str, type[nn.Module]]:
 
 @cache
 def block_classes() -> dict[str, type[nn.Module]]:
-    """Every block of the package that a graph may call, by import path: no file can have another module imported."""
+    """Return every block of the package that a graph may call, by import path: no file can have another module imported."""
     found: dict[str, type[nn.Module]] = {}
     for folder in ("fxplug.blocks", *extensions.block_packages()):
         for file in pkgutil.iter_modules(importlib.import_module(folder).__path__):
@@ -75,7 +75,7 @@ def block_classes() -> dict[str, type[nn.Module]]:
 
 
 def block_class(name: str) -> type[nn.Module] | None:
-    """The block of that import path, importing no file but its own where its package says which; None where there is none."""
+    """Return the block of an import path, importing only its own file if its package declares it; None if there is none."""
     package, _, attribute = name.partition(":")
     if _has_blocks(package) and attribute.isidentifier():
         value = getattr(importlib.import_module(package), attribute, None)
@@ -85,7 +85,7 @@ def block_class(name: str) -> type[nn.Module] | None:
 
 
 def block_name(cls: type[nn.Module]) -> str | None:
-    """The import path of a block as a file has it, with the name of its folder; None for another class."""
+    """Return the import path of a block as it is saved, with the name of its folder; None for another class."""
     package = cls.__module__.rpartition(".")[0]
     return f"{package}:{cls.__qualname__}" if issubclass(cls, Block) and _has_blocks(package) else None
 
@@ -95,7 +95,7 @@ def _has_blocks(package: str) -> bool:
 
 
 def constructor_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
-    """The parameters of a class's constructor that a file may give."""
+    """Return the parameters of a class's constructor that a file may set."""
     return [
         p
         for p in _constructor_parameters(cls)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def constructor_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
 
 @cache
 def _constructor_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
-    """The parameters of the first constructor in the line of bases that names them."""
+    """Return the parameters of the first constructor in the method resolution order that names them."""
     for base in cls.__mro__:
         if base is nn.Module:
             break
@@ -117,7 +117,7 @@ def _constructor_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
 
 
 def construct(cls: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
-    """A module of a class, on the meta device. No random number of the caller's is drawn."""
+    """Construct a module of a class, on the meta device. The caller's random state is unchanged."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return cls(**arguments)
@@ -127,7 +127,7 @@ def construct(cls: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
 
 
 def write_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
-    """A record of every module by its path, parents first. Raises ArtifactError for one that cannot be rebuilt."""
+    """Return a record of every module by its path, parents first. Raises ArtifactError for one that cannot be rebuilt."""
     seen: dict[int, str] = {}
     built: dict[Any, dict[str, Any] | str] = {}  # by what decides it: models have many modules that are alike
     records: dict[str, dict[str, Any]] = {}
@@ -158,7 +158,7 @@ def write_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _constructor_arguments(module: nn.Module, path: str, built: dict[Any, dict[str, Any] | str]) -> dict[str, Any]:
-    """The constructor arguments that give an equal module, and attributes to set afterwards; else what the module holds."""
+    """Return the constructor arguments of an equal module, and attributes to set afterwards; else the module's own contents."""
     if is_hooked(module):
         raise ArtifactError(f"'{path}' has hooks, which cannot be saved: remove them, or trace again without it as a leaf")
     if quantised.is_own_layer(module):
@@ -211,7 +211,7 @@ def _class_record(module: nn.Module, path: str) -> dict[str, Any]:
 
 
 def _by_constructor(module: nn.Module) -> dict[str, Any]:
-    """Raises an error that says why where no arguments give an equal module."""
+    """Return the constructor arguments of an equal module; raise an error with the reason if there are none."""
     arguments = constructor_arguments(module)
     rebuilt = construct(type(module), arguments)
     ours, theirs = _facts(module), _facts(rebuilt)
@@ -224,7 +224,7 @@ def _by_constructor(module: nn.Module) -> dict[str, Any]:
 
 
 def constructor_arguments(module: nn.Module) -> dict[str, Any]:
-    """What `type(module)` was called with, read from the attributes that bear the names of its parameters."""
+    """Return the arguments of `type(module)`, read from the attributes with the names of its parameters."""
     found = {}
     for parameter in constructor_parameters(type(module)):
         name = parameter.name
@@ -250,7 +250,8 @@ def _encode(value: Any) -> Any:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Without what others have noted on a module of torch's under the name of a method, as ultralytics does with `type`."""
+    """Return a module's attributes, without those that others store on torch's modules under the name of a method, as
+    ultralytics does with `type`."""
     kept = {k: v for k, v in vars(module).items() if k not in INTERNAL and not getattr(v, "is_runtime_state", False)}
     if torch_classes().get(type(module).__name__) is type(module):
         kept = {k: v for k, v in kept.items() if not (hasattr(nn.Module, k) and isinstance(v, PLAIN_TYPES))}
@@ -258,7 +259,8 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _facts(module: nn.Module) -> dict[str, Any]:
-    """What a module and those in it are, by name: classes, attributes, tensors without their values and dtypes, text."""
+    """Return the comparable state of a module and its submodules, by name: classes, attributes, tensors without values and
+    dtypes, text."""
     found: dict[str, Any] = {"its text": repr(module)}
     tensors = []
     for path, m in module.named_modules(remove_duplicate=False):
@@ -273,7 +275,7 @@ def _facts(module: nn.Module) -> dict[str, Any]:
 
 
 def _comparable(value: Any) -> Any:
-    """What is equal for attributes that are alike, as they are written or else by their text: 1 is not True here."""
+    """Return a value that is equal for equal attributes: their JSON, or else their text. 1 does not equal True here."""
     try:
         return repr(_encode(value))
     except Unportable:
@@ -284,7 +286,7 @@ def _comparable(value: Any) -> Any:
 
 
 def difference(module: nn.Module, rebuilt: nn.Module) -> str | None:
-    """How a rebuilt module differs from the one it is to replace, tensors' values and dtypes aside; None if not."""
+    """Return how a rebuilt module differs from the original, apart from tensors' values and dtypes; None if it does not."""
     ours, theirs = _facts(module), _facts(rebuilt)
     differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return f"the constructor gives a module that differs in {', '.join(differing[1:4] or differing)}" if differing else None
@@ -296,9 +298,9 @@ def difference(module: nn.Module, rebuilt: nn.Module) -> str | None:
 def read_modules(
     records: Mapping[str, ModuleRecord], allow: Sequence[str], tensors: Collection[str] = (), limits: Limits = DEFAULT
 ) -> dict[str, nn.Module]:
-    """Every module of the records by its path, on the meta device; '' is the tree. Raises ArtifactError.
+    """Rebuild every module of the records by its path, on the meta device; '' is the tree. Raises ArtifactError.
 
-    `tensors` are the names of all parameters and buffers: no constructor makes many more than they say.
+    `tensors` are the names of all parameters and buffers: no constructor makes many more than they name.
     """
     return _Reader(allow, tensors, limits).read(records)
 
@@ -414,7 +416,8 @@ class _Reader:
 
 
 def _set_attribute(module: nn.Module, name: str, value: Any, where: str) -> None:
-    """Set what `save` may have found: no attribute that a class or another part of the module answers for.
+    """Set an attribute that `save` may have written, but none that a class or another part of the module defines. no attribute
+    that a class or another part of the module answers for.
 
     A plain value of the class may be overridden by one, as by an instance that differs from others of its kind.
     """
@@ -434,7 +437,7 @@ def _set_attribute(module: nn.Module, name: str, value: Any, where: str) -> None
 
 
 def _empty_state(module: nn.Module, record: ModuleRecord) -> None:
-    """Places for the parameters and buffers that `fill` will bring."""
+    """Add empty entries for the parameters and buffers that `fill` will set."""
     tables: list[tuple[dict[str, bool], dict[str, Any]]] = [
         (record.parameters, module._parameters), (record.buffers, module._buffers)
     ]  # fmt: skip
@@ -446,7 +449,7 @@ def _empty_state(module: nn.Module, record: ModuleRecord) -> None:
 
 
 def fill(root: nn.Module, values: Callable[[str], torch.Tensor], persistent: Callable[[str], bool]) -> None:
-    """Put the tensors of an artifact, asked for by name, in their places."""
+    """Set the tensors of an artifact, read by name, in the modules."""
     for path, module in root.named_modules():
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():

@@ -28,7 +28,7 @@ PASS_NAME = re.compile(r"^[A-Za-z_][\w\-]*\Z", re.ASCII)
 
 @contextlib.contextmanager
 def wrapped(finding: str) -> Iterator[None]:
-    """Whatever goes wrong with data that is not ours is a finding about the data."""
+    """Raise any error in reading foreign data as an ArtifactError about the data."""
     try:
         yield
     except ArtifactError:
@@ -42,7 +42,7 @@ def wrapped(finding: str) -> Iterator[None]:
 
 
 def files_of(folder: Path) -> set[str]:
-    """The names in a folder that belong to the artifact there; all of them where there is none."""
+    """Return the names of the files of the artifact in a folder; all names if there is none."""
     if not (folder / MANIFEST).is_file():
         return set(os.listdir(folder))
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
@@ -64,7 +64,7 @@ class Manifest(Free):
 
 
 def listed(data: dict[str, Any], folder: object) -> dict[str, FileRecord]:
-    """The files of an artifact. Raises ArtifactError."""
+    """Return the files of an artifact. Raises ArtifactError."""
     check_format(data, FORMAT, about(str(folder)))
     files = check_record(Manifest, data, MANIFEST).files
     for name in files:
@@ -79,7 +79,7 @@ def listed(data: dict[str, Any], folder: object) -> dict[str, FileRecord]:
 
 
 def parse(data: bytes, name: str = "graph.json", limits: Limits = DEFAULT) -> dict[str, Any]:
-    """The object of a JSON text, within the limits. Raises ArtifactError, which names the file `name`."""
+    """Parse a JSON object, within the limits. Raises ArtifactError, which names the file `name`."""
     found = parse_json(data, about(name), limits)
     if type(found) is not dict:
         raise ArtifactError(f"{name} is not JSON object")
@@ -97,18 +97,18 @@ class Snapshot:
 
     @property
     def weights(self) -> list[str]:
-        """The names of its safetensors files."""
+        """Names of its safetensors files."""
         return [name for name in self.files if name.endswith(".safetensors")]
 
     def json(self, name: str) -> dict[str, Any]:
-        """The object in a file. Raises ArtifactError."""
+        """Return the object in a JSON file. Raises ArtifactError."""
         file, digest = self.files[name]
         data = _text(file, name, self.limits)
         _check(name, hashlib.sha256(data), digest)
         return parse(data, name, self.limits)
 
     def check(self, name: str) -> None:
-        """Raises ArtifactError for a file that is not as it was written."""
+        """Raise ArtifactError for a file that is not as it was written."""
         file, digest = self.files[name]
         found = hashlib.sha256()
         while piece := file.read(PIECE):
@@ -116,9 +116,9 @@ class Snapshot:
         _check(name, found, digest)
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """File, name and value of each tensor, on the CPU and in memory of their own. Raises ArtifactError.
+        """Yield file, name and value of each tensor, on the CPU and in its own memory. Raises ArtifactError.
 
-        That a file is as it was written is known, and said, after its last one.
+        The digest of a file is checked after its last tensor.
         """
         for name in self.weights:
             file, digest = self.files[name]
@@ -131,7 +131,7 @@ class Snapshot:
 
 @contextlib.contextmanager
 def snapshot(folder: Path, limits: Limits = DEFAULT) -> Iterator[Snapshot]:
-    """The artifact in a folder, its files opened: one version of it, however often it is replaced meanwhile.
+    """Open one version of the artifact in a folder, however often it is replaced meanwhile.
 
     Raises ArtifactError for what is no artifact, incomplete, newer than this version, or no plain file.
     """

@@ -24,7 +24,7 @@ DATA = "data"  # the integers of a parameter of bitsandbytes; its other parts ha
 
 
 def class_path(value: Any) -> str:
-    """The import path of a value's class. Raises Unportable for one that nobody can import."""
+    """Return the import path of a value's class. Raises Unportable for one that cannot be imported."""
     name = f"{type(value).__module__}:{type(value).__qualname__}"
     if not is_import_path(name):
         raise Unportable(f"its class {type(value).__qualname__} cannot be imported")
@@ -32,9 +32,9 @@ def class_path(value: Any) -> str:
 
 
 def parts_of(owner: nn.Module, tensor: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What graph.json says of a packed tensor, beside its shape, and the plain tensors that it is made of, by name.
+    """Return the record of a packed tensor, except its shape, and the plain tensors that it consists of, by name.
 
-    Raises ArtifactError for one whose class does not tell.
+    Raises ArtifactError for a class that is not supported.
     """
     try:
         if hasattr(tensor, FLATTENED):
@@ -54,7 +54,7 @@ def parts_of(owner: nn.Module, tensor: Any) -> tuple[dict[str, Any], dict[str, T
 
 
 def assemble_tensor(record: TensorRecord, parts: dict[str, Tensor], allow: Sequence[str]) -> Tensor:
-    """The tensor that these parts make, of the class that a record names, which `allow` has to cover. Raises ArtifactError."""
+    """Assemble a tensor from its parts, of the class that a record names, which `allow` has to cover. Raises ArtifactError."""
     cls: Any = import_class(record.cls, allow)
     if not issubclass(cls, Tensor):
         raise ArtifactError(f"graph.json: {shown(record.cls)} is not a class of tensors")
@@ -78,7 +78,7 @@ def assemble_tensor(record: TensorRecord, parts: dict[str, Tensor], allow: Seque
 
 
 def check_layer(path: str, layer: Any) -> None:
-    """Raises ArtifactError for a layer of bitsandbytes whose parts do not fit: its kernels would read beyond them."""
+    """Raise ArtifactError for a layer of bitsandbytes whose parts do not fit: its kernels would read out of bounds."""
     weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
     shape = (layer.out_features, layer.in_features)
     fits = type(weight).__name__ in ("Params4bit", "Int8Params") and (bias is None or tuple(bias.shape) == shape[:1])
@@ -107,7 +107,8 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _context_kinds(allow: Sequence[str] = ()) -> dict[str, ValueKind]:
-    """The kinds of values of a context: those of a graph, members of enumerations, and records of classes that are allowed."""
+    """Return the kinds of values of a context: those of a graph, members of enumerations, and records of classes that are
+    allowed."""
 
     def read_member(body: Any, read: Read, limits: Limits) -> Any:
         path, name = body
@@ -140,7 +141,7 @@ def _context_kinds(allow: Sequence[str] = ()) -> dict[str, ValueKind]:
 def records_of(
     module: TracedModule, passes: Sequence[str], values: bool = True
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, torch.Tensor]]]:
-    """What graph.json says of each tensor, and the tensors by file; one that has two names is stored once."""
+    """Return the records of the tensors, and the tensors by file; one with two names is stored once."""
     records: dict[str, dict[str, Any]] = {}
     files: dict[str, dict[str, torch.Tensor]] = {"model.safetensors": {}, **{f"{p}.safetensors": {} for p in passes}}
     first: dict[int, str] = {}
@@ -172,7 +173,7 @@ def records_of(
 
 
 def _check_apart(name: str, tensor: Tensor, others: list[tuple[Any, Any, str]]) -> None:
-    """Note where a parameter is in its storage. Raises ArtifactError where another is there, as a file has them apart."""
+    """Record where a parameter is in its storage. Raises ArtifactError if it overlaps another, as a file stores them apart."""
     start = tensor.storage_offset() * tensor.element_size()
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = start + (span + 1) * tensor.element_size()
@@ -194,7 +195,7 @@ def _parts(name: str, owner: nn.Module, tensor: torch.Tensor) -> tuple[dict[str,
 
 
 def state_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Every parameter and buffer with its name and whether state_dict has it."""
+    """Yield every parameter and buffer with its name and whether state_dict has it."""
     for path, m in module.named_modules():
         for table in (m._parameters, m._buffers):
             for key, tensor in table.items():
@@ -225,7 +226,7 @@ def _tensor_record(name: str, tensor: torch.Tensor, persistent: bool = True, pac
 
 
 def _portable_tensor(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
-    """The values as safetensors takes them: on the CPU, contiguous, real, in a storage of their own."""
+    """Return the values in the form that safetensors accepts: on the CPU, contiguous, real, in their own storage."""
     value = tensor.detach().resolve_conj().resolve_neg()
     return separate(torch.view_as_real(value) if value.is_complex() else value, storages)
 
@@ -236,7 +237,8 @@ def read_tensors(
     device: torch.device | str | None = None,
     allow: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Every tensor by name, of what is `stored`: file, name and value. The ones that share values are one object.
+    """Return every tensor by name, from what is `stored`: file, name and value. Tied tensors are one object. file, name and
+    value. The ones that share values are one object.
 
     `allow` covers the classes of packed ones. Raises ArtifactError.
     """
@@ -271,7 +273,7 @@ def read_tensors(
 def _tensor(
     name: str, record: PartRecord, raw: dict[str, torch.Tensor], device: torch.device | str | None, allow: Sequence[str]
 ) -> torch.Tensor:
-    """A tensor of what is stored, or of the meta device where nothing is; of a class that is allowed where it has parts."""
+    """Return a stored tensor, or an empty one on the meta device; with parts one of its class, if that is allowed."""
     dtype, shape = decode({"dtype": record.dtype}), tuple(record.shape)
     if isinstance(record, TensorRecord) and record.parts is not None:
         parts = {key: _tensor(f"{name}.{key}", part, raw, device, allow) for key, part in record.parts.items()}

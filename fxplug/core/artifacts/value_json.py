@@ -23,14 +23,14 @@ IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z
 
 
 def check_name(text: Any, what: str) -> str:
-    """`text` if it is a plain identifier, else ArtifactError."""
+    """Return `text` if it is a plain identifier; raise ArtifactError otherwise."""
     if type(text) is not str or not text.isidentifier() or not text.isascii() or keyword.iskeyword(text):
         raise ArtifactError(f"graph.json: {shown(text)} is not a valid {what}: it must be a plain identifier")
     return text
 
 
 def check_path(text: Any, what: str) -> str:
-    """`text` if it is a dotted path of identifiers, numbers and keys such as `2-1`, else ArtifactError."""
+    """Return `text` if it is a dotted path of identifiers, numbers and keys such as `2-1`; raise ArtifactError otherwise."""
     if type(text) is not str:
         raise ArtifactError(f"graph.json: {shown(text)} is not a valid {what}")
     for part in text.split("."):
@@ -44,17 +44,17 @@ def check_path(text: Any, what: str) -> str:
 
 
 def allowed(module: str, allow: Sequence[str]) -> bool:
-    """Whether `module` is one of `allow` or lies below one."""
+    """Return whether `module` is one of `allow` or below one."""
     return any(module == name or module.startswith(f"{name}.") for name in allow)
 
 
 def is_import_path(text: Any) -> bool:
-    """Whether `text` is `package.module:Class`, with names that are nobody's private matter."""
+    """Return whether `text` is `package.module:Class`, without private names."""
     return type(text) is str and IMPORT_PATH.match(text) is not None and "__" not in text
 
 
 def import_class(path: str, allow: Sequence[str]) -> type:
-    """The class `package.module:Class`, imported only if `allow` covers its module."""
+    """Import the class `package.module:Class`, only if `allow` covers its module."""
     if not is_import_path(path):
         raise ArtifactError(f"graph.json: {shown(path)} is not an import path 'package.module:Class'")
     module, _, qualname = path.partition(":")
@@ -77,7 +77,7 @@ def import_class(path: str, allow: Sequence[str]) -> type:
 
 
 def function_name(function: Any) -> str | None:
-    """The public name of a function that a graph may call, or None."""
+    """Return the public name of a function that a graph may call, or None."""
     try:
         return functions.names().get(function)
     except TypeError:
@@ -85,7 +85,7 @@ def function_name(function: Any) -> str | None:
 
 
 def find_function(name: Any) -> Callable[..., Any]:
-    """The function of a public name. Raises ArtifactError for one that is not in the closed list."""
+    """Return the function of a public name. Raises ArtifactError for one that is not in the closed list."""
     table = functions.functions()
     if type(name) is not str or name not in table:
         raise ArtifactError(
@@ -126,7 +126,7 @@ class Unportable(Exception):
 
 
 def encode(value: Any, kinds: Mapping[str, ValueKind] | None = None) -> Any:
-    """A plain value as JSON: scalars and lists as they are, anything else as an object with one key, its kind.
+    """Encode a plain value as JSON: scalars and lists as they are, anything else as an object with one key, its kind.
 
     Raises Unportable for anything that is not data, of none of the `kinds`, by default those of a graph.
     """
@@ -156,12 +156,12 @@ def encode(value: Any, kinds: Mapping[str, ValueKind] | None = None) -> Any:
 
 
 def _base(value: float | str) -> int | float | str:
-    """A number or text that may be of a class of its own, as one of Python's."""
+    """Convert a number or text of a subclass to Python's own class."""
     return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else str.__str__(value)
 
 
 def portable(values: dict[str, Any]) -> dict[str, Any]:
-    """Those entries of `values` that have a JSON form, encoded; of a configuration, those entries of it."""
+    """Encode the entries of `values` that have a JSON form; of a configuration, its entries that have one."""
     found = {}
     for key, value in values.items():
         try:
@@ -182,7 +182,7 @@ def decode(
     limits: Limits = DEFAULT,
     kinds: Mapping[str, ValueKind] | None = None,
 ) -> Any:
-    """The value that `encode` wrote. Nodes are looked up in `nodes`; None refuses them. Raises ArtifactError."""
+    """Decode a value from `encode`. Nodes are looked up in `nodes`; None refuses them. Raises ArtifactError."""
     kinds = KINDS if kinds is None else kinds
     kind = type(data)
     if data is None or kind is bool or kind is int:
@@ -242,7 +242,7 @@ def _device(body: str, read: Read, limits: Limits) -> torch.device:
 
 
 def check_integer(value: Any) -> int:
-    """`value` if it is a whole number, else ArtifactError."""
+    """Return `value` if it is an integer; raise ArtifactError otherwise."""
     if type(value) is not int:
         raise ArtifactError(f"graph.json: {shown(value)} must be a whole number")
     return value
@@ -258,7 +258,7 @@ class ValueKind(NamedTuple):
 
 
 def _named_kind(name: str, cls: type | tuple[type, ...], table: Mapping[str, Any]) -> ValueKind:
-    """Values that torch or Python has names for."""
+    """Make the kind of values that have names in torch or Python."""
     names = {value: key for key, value in table.items()}
 
     def read(body: str, _: Read, limits: Limits) -> Any:
@@ -318,7 +318,7 @@ class Budget(TorchFunctionMode):
 
 
 def check_size(value: Any, limit: int, what: str) -> None:
-    """Refuse a whole number beyond `limit` among the values of an argument. Raises ArtifactError."""
+    """Raise ArtifactError for an integer beyond `limit` among the values of an argument."""
     if isinstance(value, int) and abs(value) > limit:
         raise ArtifactError(f"graph.json: {what} is {shown(value)}; the limit is {limit}")
     for member in value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ():

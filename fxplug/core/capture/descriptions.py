@@ -16,7 +16,7 @@ OPERATORS = {
 
 
 def describe(node: fx.Node) -> str:
-    """What a number's node computes, in few words: `sample.size(2) % 8 != 0`."""
+    """Describe what a number's node computes, in few words: `sample.size(2) % 8 != 0`."""
     return shortened(_expression(node, 5), 90)
 
 
@@ -44,7 +44,7 @@ def _expression(node: Any, depth: int) -> str:
 
 
 def _tensor(node: fx.Node) -> str:
-    """A tensor: the port it is, else the operation that made it and the region where."""
+    """Describe a tensor: the port it is at, else the operation that computes it and its region."""
     port = node.meta.get("port")
     if port is not None:
         return ".".join(map(str, port.keys)) if not port.path and port.side == "in" else str(port)

@@ -15,7 +15,7 @@ from .recorder import Recording
 
 @functools.cache
 def _recorded_kind(base: type) -> Any:
-    """The class of a BlockMask as the model's code sees it: it has a block size, and a graph could not follow the rest."""
+    """Return the class of a BlockMask for the model's code: it has a block size, and nothing else that a graph could follow."""
 
     def read(mask: Any, name: str) -> Any:
         recording = mask.fxplug_recording
@@ -28,7 +28,7 @@ def _recorded_kind(base: type) -> Any:
 
 
 def create_block_mask(recording: Recording, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Record a call of torch's `create_block_mask`, and give a mask that the model's code can only hand on."""
+    """Record a call of torch's `create_block_mask`, and return a mask that the model's code can only pass on."""
     kind = _recorded_kind(original.__globals__["BlockMask"])
     for size in leaves(kwargs.get("BLOCK_SIZE", args[6:7])):
         recording.decide(size)
@@ -68,7 +68,7 @@ def flex_attention(recording: Recording, original: Callable[..., Any], args: Any
 def _opened(
     recording: Recording, original: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Any]]:
-    """A call with the values that its functions read in the place of the functions; and the variables that hold them."""
+    """Return a call with its functions replaced by the values that they read; and the variables of these values."""
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     functions = {at: value for at, value in given.items() if callable(value)}
     variables = []

@@ -87,22 +87,22 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.kept[memory_id(storage)] = (storage, storage.clone())  # type: ignore[no-untyped-call]
 
     def makes(self, tensor: torch.Tensor) -> bool:
-        """Whether this run took the memory of a tensor."""
+        """Return whether this run allocated the memory of a tensor."""
         storage = storage_of(tensor)
         return storage is not None and memory_id(storage) in self.made
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """A tensor counts as one that was there before the run."""
+        """Count a tensor as one that existed before the run."""
         storage = storage_of(tensor)
         if storage is not None:
             self.made.discard(memory_id(storage))
 
     def now(self) -> dict[int, torch.UntypedStorage]:
-        """A copy of what stands now in all memory that was written."""
+        """Return a copy of all written memory as it is now."""
         return {key: storage.clone() for key, (storage, _) in self.kept.items()}  # type: ignore[no-untyped-call]
 
     def put_back(self, values: dict[int, torch.UntypedStorage] | None = None) -> None:
-        """Give the memory the bytes that it had before the run, or those of `now()` at a time between."""
+        """Restore the memory as before the run, or as in an earlier `now()`."""
         for key, (storage, before) in self.kept.items():
             then = before if values is None else values.get(key, before)
             if storage.nbytes() != then.nbytes():
@@ -111,7 +111,7 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def storage_of(value: Any) -> torch.UntypedStorage | None:
-    """The memory of a tensor that has some."""
+    """Return the storage of a tensor, or None."""
     if not isinstance(value, torch.Tensor):
         return None
     with DisableTorchFunction():
@@ -136,17 +136,17 @@ def _identical(a: Any, b: Any) -> bool:
 
 
 def items(value: Any) -> dict[Any, Any]:
-    """What a dict holds, whatever its class makes of `items()`."""
+    """Return the items of a dict, whatever its class makes of `items()`."""
     return dict(OrderedDict.items(value)) if isinstance(value, OrderedDict) else dict.copy(value)
 
 
 def identical_items(a: Any, b: Any) -> bool:
-    """Whether two dicts hold the same objects under the same ones, in the same order."""
+    """Return whether two dicts have identical keys and values, in the same order."""
     return len(a) == len(b) and all(map(operator.is_, a, b)) and all(map(operator.is_, a.values(), b.values()))
 
 
 def put_items(value: Any, members: Any) -> None:
-    """Make a dict hold these members and no others, whatever its class allows."""
+    """Replace the members of a dict, whatever its class allows."""
     base: Any = OrderedDict if isinstance(value, OrderedDict) else dict  # its own class may forbid changing it
     base.clear(value)
     for key, member in members.items():
@@ -189,7 +189,7 @@ KINDS: dict[type, StateKind] = {
 
 
 def kind_of(value: Any) -> StateKind:
-    """The kind of a value of a class in KINDS, or of one derived from it."""
+    """Return the kind of a value of a class in KINDS, or of a derived one."""
     return _kind_of(type(value))  # type: ignore[arg-type]
 
 
@@ -232,15 +232,15 @@ class StatePlace(NamedTuple):
         return written(self.link if self.key is None else (self.link, self.key))
 
     def path(self) -> str:
-        """The path of the module that holds the place."""
+        """Return the path of the module that holds the place."""
         return keys_of(self.link)[0].path  # type: ignore[no-any-return]
 
     def is_in(self, leaves: Iterable[str]) -> bool:
-        """Whether one of these modules, or a part of it, holds the place."""
+        """Return whether the place is in one of these modules, or a part of it."""
         return any(f"{self.path()}.".startswith(f"{leaf}.") for leaf in leaves)
 
     def now(self) -> Any:
-        """What the place holds; `MISSING` where it is gone."""
+        """Return the current value at the place; `MISSING` if it is gone."""
         if self.key is None:
             return kind_of(self.owner).note(self.owner)
         return (items(self.owner) if isinstance(self.owner, dict) else own(self.owner)).get(self.key, MISSING)
@@ -261,12 +261,12 @@ class _TensorState(NamedTuple):
         return written(self.link)
 
     def is_as_it_was(self) -> bool:
-        """Whether it has its memory, geometry, hooks and flag, whatever its values are."""
+        """Return whether memory, geometry, hooks and flag are unchanged, whatever its values are."""
         flags = self.tensor.requires_grad, gradient_hooks(self.tensor)
         return not self.is_moved() and flags == (self.requires_grad, self.hooks)
 
     def is_moved(self) -> bool:
-        """Whether it has other memory or another geometry; of some subclasses nobody can tell."""
+        """Return whether it has other memory or another geometry; for some subclasses this is unknown."""
         alias = self.alias
         if alias.layout is not torch.strided or type(alias) is not torch.Tensor:
             return False
@@ -355,7 +355,7 @@ class State:
     # --- what became of it
 
     def changes(self) -> list[StatePlace]:
-        """The places that hold something else than they did; tensors changed in place are none."""
+        """Return the places with another value than before; tensors changed in place are none."""
         found = []
         for value, kind, before, link in self.notes:
             if isinstance(value, dict):
@@ -377,7 +377,7 @@ class State:
                         yield hooks, before.get(key, {}), link, key
 
     def restore(self) -> None:
-        """Put everything back, in whatever order it changed."""
+        """Restore everything, in whatever order it changed."""
         for hooks, before, _, _ in self._changed_hooks():
             put_items(hooks, before)
         for value, kind, before, _ in self.notes:
@@ -394,7 +394,7 @@ class State:
                 object.__delattr__(owner, key)
 
     def restore_tensors(self) -> None:
-        """Give tensors their memory, geometry, gradients and versions back; their values are another matter."""
+        """Restore memory, geometry, gradients and versions of tensors, but not their values."""
         with DisableTorchFunction(), torch.no_grad():
             for held in self.tensors.values():
                 tensor = held.tensor
@@ -418,7 +418,7 @@ def _is_plain(cls: type) -> bool:
 
 
 def _caches(kinds: set[type]) -> list[Any]:
-    """The functions that keep their results, of classes and of their files: a run on fake tensors would leave some of these.
+    """Return the cached functions of classes and their files: a run on fake tensors would leave some of these in the caches.
 
     A decorator may hold such a function in its closure, as diffusers' `lru_cache_unless_export` does.
     """
@@ -432,12 +432,12 @@ def _caches(kinds: set[type]) -> list[Any]:
 
 
 def own(value: Any) -> dict[str, Any]:
-    """The attributes of a tensor, or those of an object that has slots."""
+    """Return the attributes of a tensor, or those of an object with slots."""
     return own_attributes(value) if isinstance(value, torch.Tensor) else _slots(value)
 
 
 def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """What code has put on a tensor; names with an underscore are torch's and ours."""
+    """Return the attributes that code has set on a tensor; names with an underscore are torch's and ours."""
     torchs = kept_on_fakes() if type(tensor) is FakeTensor else ()
     return {name: value for name, value in vars(tensor).items() if not name.startswith("_") and name not in torchs}
 
@@ -454,7 +454,7 @@ def _slot_names(cls: type) -> tuple[str, ...]:
 
 
 def keys_of(link: Link) -> list[Any]:
-    """The module of a place and the keys from there on."""
+    """Return the module of a place and the keys from there on."""
     keys = []
     while link is not None:
         link, key = link
@@ -463,7 +463,7 @@ def keys_of(link: Link) -> list[Any]:
 
 
 def written(link: Link) -> str:
-    """A place as a person would write it: `'blocks.0'.cache['x']`."""
+    """Format a place in Python's syntax: `'blocks.0'.cache['x']`."""
     home, *keys = keys_of(link)
     text = str(home)
     for key in keys:

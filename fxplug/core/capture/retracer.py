@@ -22,23 +22,23 @@ V = TypeVar("V", bound=Variants)
 
 
 def variants(gm: TracedModule, model: nn.Module, limit: int = LIMIT) -> Variants:
-    """Let a traced module also answer calls that its graph does not hold for, on the same weights.
+    """Let a traced module also accept calls for which its guards fail, on the same weights.
 
     `gm` is a trace of `model`, or what `apply`, `lower` and `bind` have made of one. A call that the guards of `gm` refuse (a
-    number for a tensor, another dtype, an optional input, another size that Python decides on) is traced from the model when it
-    first comes, and checked beside it; what was done to `gm` since its trace is done to that graph too, and it is kept. Numbers
-    are inputs of such a graph. `limit` is how many there may be. `.variants` lists them, a saved module has them, and so has
-    what `apply`, `lower` and `bind` make of the result.
+    number for a tensor, another dtype, an optional input, another size that Python decides on) is traced from the model at its
+    first use, and checked against it; the rewrites of `gm` since its trace are applied to that graph too, and it is kept.
+    Numbers are inputs of such a graph. `limit` is the largest number of these. `.variants` lists them, a saved module has them,
+    and so has what `apply`, `lower` and `bind` make of the result.
 
-    Each call of the result raises GuardError where it cannot be answered so: above the limit, after the model or the graph was
-    changed, where a check fails after the graph has written a buffer or drawn a number, and for what the model does not take.
+    A call of the result raises GuardError if it cannot be handled this way: above the limit, after the model or the graph was
+    changed, if a check fails after the graph has written a buffer or drawn a number, and for what the model does not accept.
     Raises SpecError for a module that something else has made, such as `load` or `merge`, and for another model.
     """
     return with_retracer(as_kind(Variants, _checked(gm)), model, limit)
 
 
 def with_retracer(module: V, model: nn.Module, limit: int = LIMIT) -> V:
-    """The module itself, with a model to trace for further calls. Raises SpecError as `variants` does."""
+    """Attach a model to the module, to trace it for further calls; return the module. Raises SpecError as `variants` does."""
     _checked(module)
     if not isinstance(model, nn.Module) or isinstance(model, TracedModule):
         raise SpecError(f"variants(gm, model) takes the model that was traced, not {shown(model, 80)}")
@@ -71,7 +71,7 @@ class Retracer:
         self.model, self.built = model, _built(model)
 
     def __call__(self, owner: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
-        """The trace for this call, checked beside the model. Raises TraceError where it cannot be had."""
+        """Return the trace for this call, checked against the model. Raises TraceError if the model cannot be traced."""
         bound = signature_of(owner).bind(*args, **kwargs)
         for entry in owner.meta.get("passes", []):
             for name in entry.get("inputs", ()):
@@ -90,7 +90,7 @@ class Retracer:
                 raise TraceError(f"the model itself fails on this call: {type(error).__name__}: {error}") from error
 
     def check(self) -> None:
-        """Raises TraceError for a model that was changed since it was traced."""
+        """Raise TraceError for a model that was changed since it was traced."""
         now = _built(self.model)
         for path in dict.fromkeys([*self.built, *now]):
             if self.built.get(path) != now.get(path):
@@ -98,9 +98,10 @@ class Retracer:
 
 
 def _difference(model: nn.Module, traced: TracedModule) -> str:
-    """The first part that is another in a model than in the tree of its trace: its class, or a plain attribute of it.
+    """Return the path of the first part that differs between a model and the tree of its trace: its class, or a plain
+    attribute.
 
-    Parts that passes and lowerings have replaced or taken out are not looked at.
+    Parts that passes and lowerings have replaced or removed are not compared.
     """
     if traced._origin is not type(model):
         return type(model).__name__
@@ -123,8 +124,8 @@ def _difference(model: nn.Module, traced: TracedModule) -> str:
 
 
 def _built(model: nn.Module) -> dict[str, Any]:
-    """What decides what a model computes beside its inputs and weights: the classes of its modules, their public attributes,
-    hooks, and functions in the place of their own."""
+    """Return the state that determines a model's computation besides its inputs and weights: the classes of its modules, their
+    public attributes, hooks, and functions that replace their own."""
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
         rows: dict[str, Any] = {}
@@ -144,7 +145,7 @@ def _built(model: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _with_tensors_of(owner: TracedModule, model: nn.Module) -> Iterator[None]:
-    """A model on the tensors of a module that was made of its trace. Raises TraceError where that has others."""
+    """Give a model the tensors of a module made from its trace, inside the context. Raises TraceError if these differ."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for path, module in model.named_modules():

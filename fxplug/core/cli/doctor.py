@@ -50,7 +50,7 @@ def _library_row(name: str) -> tuple[str, str, str, str]:
 
 
 def _import_fault(module: str) -> str | None:
-    """Why a library cannot be imported, in one line."""
+    """Return why a library cannot be imported, in one line."""
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")

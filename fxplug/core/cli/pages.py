@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {"timm": "vit_tiny_patch16_224", "options": {"img_size":
 
 
 def page(name: str | Path) -> str:
-    """The page of one pass as Markdown; its example is what the pass file names under `example`.
+    """Return the page of one pass as Markdown; its example is under `example` in the pass file.
 
     Raises SpecError for a pass that does not exist, or whose example does not work.
     """

@@ -17,8 +17,8 @@ GRACE = 10.0  # seconds in which torchrun ends a process because the first one h
 def together(call: Callable[[], None], everywhere: bool) -> None:
     """Run a command in each of the processes that torchrun started, or `everywhere` False, in the first one alone.
 
-    Each exits with its own exit code, and torchrun with 1 where one is not 0. An error that the first process has too is
-    printed by it alone.
+    Each exits with its own exit code, and torchrun with 1 if one is not 0. An error that the first process has too is printed
+    by it alone.
     """
     rank = int(os.environ["RANK"])
     if rank == 0:
@@ -35,12 +35,12 @@ def together(call: Callable[[], None], everywhere: bool) -> None:
 
 
 def started() -> bool:
-    """Whether torchrun started this process, and others."""
+    """Return whether torchrun started this process, and others."""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _end(code: int) -> NoReturn:
-    """End this process at once: gloo's threads outlive their group, and one that frees a tensor while Python is taken down
+    """End this process at once: gloo's threads outlive their group, and one that frees a tensor during interpreter shutdown
     aborts the process, whose exit code is then no longer the command's."""
     atexit._run_exitfuncs()
     sys.stdout.flush()

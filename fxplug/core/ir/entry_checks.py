@@ -27,7 +27,7 @@ HARMLESS = (
 
 @without_compiler
 def refusal(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why a graph does not hold for a call, as far as its first checks tell; None where it does, or takes no such call."""
+    """Return why a graph's first checks refuse a call; None if they do not, or if the signature does not fit."""
     graph = graph_of(module)
     known: Any = module.__dict__.get("_entry")
     if known is None or known[0] is not graph:
@@ -42,7 +42,7 @@ def refusal(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _entry(graph: fx.Graph, module: nn.Module) -> Callable[..., None]:
-    """The first checks of a graph alone."""
+    """Return a function of the first checks of a graph alone."""
     head, values = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         first = node.op == "call_function" and node.target in AT_ENTRY
@@ -58,14 +58,14 @@ def _entry(graph: fx.Graph, module: nn.Module) -> Callable[..., None]:
 
 @without_compiler
 def repeatable(module: TracedModule) -> bool:
-    """Whether a call that a guard ended can be made again in another way: nothing was written or drawn that stays."""
+    """Return whether a call that a guard ended can be repeated in another way: nothing was written or drawn that stays."""
     if module.has_mixed_modes:
         return all(computes_only(graph.nodes, module, mode) for mode in (False, True) for graph in module.graphs.values())
     return computes_only(graph_of(module).nodes, module, module.training)
 
 
 def computes_only(nodes: Iterable[fx.Node], module: nn.Module, training: bool) -> bool:
-    """Whether nodes write nothing that stays and draw no numbers, in that mode."""
+    """Return whether nodes write nothing that stays and draw no random numbers, in that mode."""
     for node in nodes:
         if ops.is_applied(node.target):
             return False  # its code may do either
@@ -92,7 +92,7 @@ def computes_only(nodes: Iterable[fx.Node], module: nn.Module, training: bool) -
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    """Whose memory a node writes, as far back as it may be: an input, a tensor of the module, or what was computed."""
+    """Return the possible owner of the memory that a node writes: an input, a tensor of the module, or a computed value."""
     while node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
         if not functions.may_alias(functions.short_name(node.target)):
@@ -101,5 +101,5 @@ def _owner(node: fx.Node) -> fx.Node:
 
 
 def signature_of(module: TracedModule) -> inspect.Signature:
-    """How a module is called, whatever an offloader has put in the place of its `forward`."""
+    """Return the signature of a module, whatever an offloader has replaced its `forward` with."""
     return inspect.signature(type(module).forward.__get__(module))

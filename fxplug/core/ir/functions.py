@@ -23,7 +23,7 @@ from . import ops
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """`v` of any shape with the norms `g` along `dim`; with `dim` -1 it is one norm. Raises GuardError."""
+    """Return `v` of any shape with the norms `g` along `dim`; with `dim` -1 it is one norm. Raises GuardError."""
     fits = 0 <= dim < v.dim() and g.numel() == v.shape[dim] or dim == -1 and v.dim() > 0 and g.numel() == 1
     if not fits or g.device != v.device:
         raise GuardError(
@@ -34,28 +34,29 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 
 def attention_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of scaled_dot_product_attention by name."""
+    """Return the arguments of scaled_dot_product_attention by name."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
     return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def pad_packed_sequence(data: Tensor, batch_sizes: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """The sequences of a packed one, padded, and their lengths. Raises GuardError."""
+    """Return the padded sequences of a packed one, and their lengths. Raises GuardError."""
     _check_sizes(batch_sizes, data)
     padded, lengths = kernels.pad_packed_sequence(data, batch_sizes, *args, **kwargs)
     return padded, lengths
 
 
 def packed_sequence(data: Tensor, batch_sizes: Tensor | None = None, *args: Any, **kwargs: Any) -> PackedSequence:
-    """A packed sequence of the rows `data`. Raises GuardError."""
+    """Return a packed sequence of the rows `data`. Raises GuardError."""
     if batch_sizes is not None:
         _check_sizes(batch_sizes, data)
     return PackedSequence(data, batch_sizes, *args, **kwargs)
 
 
 def recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A recurrent layer's function, which takes rows and batch sizes in the place of a padded input too."""
+    """Check the batch sizes of a recurrent layer's function, which takes rows and batch sizes in place of a padded input
+    too."""
 
     @wraps(function)
     def checked(data: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +69,7 @@ def recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_sizes(sizes: Tensor, data: Tensor) -> None:
-    """Batch sizes never grow from step to step, and their sum is the number of rows: else memory is read that is not there."""
+    """Raise GuardError unless batch sizes never grow and sum to the number of rows: else memory is read out of bounds."""
     if sizes.dim() != 1 or sizes.dtype != torch.int64 or sizes.device.type != "cpu":
         raise GuardError(
             f"the batch sizes of a packed sequence must be one dimension of int64 on the CPU, not {sizes.dtype} "
@@ -180,7 +181,7 @@ BY_SIZES = {"linalg_lstsq"}
 
 @cache
 def may_alias(name: str) -> bool:
-    """Whether the result of a function or method of this name may be in the memory of its first argument."""
+    """Return whether the result of a function or method of this name may share the memory of its first argument."""
     packet = getattr(torch.ops.aten, name, None)
     overloads = () if packet is None else (getattr(packet, overload) for overload in packet.overloads())
     returns = (value.alias_info for overload in overloads for value in kernels.schema(overload).returns)
@@ -188,14 +189,15 @@ def may_alias(name: str) -> bool:
 
 
 def operator_name(function: Any, name: str) -> str:
-    """The name of the operator behind a function or method of this name, or behind one of its overloads."""
+    """Return the name of the operator of a function or method of this name, or of one of its overloads."""
     packet = function.overloadpacket if isinstance(function, OpOverload) else function
     return str(packet.__name__) if isinstance(packet, OpOverloadPacket) else name.strip("_")
 
 
 @cache
 def takes_apart(name: str) -> bool:
-    """Whether a function gives as many tensors as the sizes of one say: by its operator's schemas, a list out of no list."""
+    """Return whether a function returns as many tensors as one input's sizes imply: a list, without a list among its
+    arguments."""
     packet: Any = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if isinstance(packet, OpOverloadPacket) else ():  # type: ignore[no-untyped-call]
         schema = kernels.schema(getattr(packet, overload))
@@ -206,7 +208,7 @@ def takes_apart(name: str) -> bool:
 
 
 def draws(layer: nn.Module, training: bool) -> bool:
-    """Whether a layer of torch's draws random numbers."""
+    """Return whether a layer of torch draws random numbers."""
     if isinstance(layer, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):
         return True
     # attention and recurrent layers have the probability of a dropout of their own
@@ -215,7 +217,7 @@ def draws(layer: nn.Module, training: bool) -> bool:
 
 @cache
 def functions() -> dict[str, Callable[..., Any]]:
-    """Every function a graph may call, by public dotted name."""
+    """Return every function a graph may call, by public dotted name."""
     known: set[Any] = set()
     for listed in torch.overrides.get_overridable_functions().values():
         known.update(f for f in listed if callable(f) and getattr(f, "__hash__", None))
@@ -242,7 +244,7 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 @cache
 def names() -> dict[Any, str]:
-    """The public dotted name of every function in `functions()`, and of those that some of them check the arguments of."""
+    """Return the public dotted name of every function in `functions()`, and of those whose arguments some of them check."""
     table: dict[Any, str] = {function: name for name, (function, _) in CHECKED.items()}
     for name, function in functions().items():
         table.setdefault(function, name)
@@ -250,21 +252,21 @@ def names() -> dict[Any, str]:
 
 
 def listed(function: Any) -> Callable[..., Any] | None:
-    """The function that a graph calls for this one, or None where it may not."""
+    """Return the function that a graph calls for this one, or None if it may not."""
     name = names().get(function)
     return functions()[name] if name is not None else None
 
 
 @cache
 def methods() -> frozenset[str]:
-    """The methods of Tensor that a graph may call: public ones, neither OUTSIDE nor UNCHECKED."""
+    """Return the methods of Tensor that a graph may call: public ones, neither OUTSIDE nor UNCHECKED."""
     known = (n for n in dir(torch.Tensor) if not n.startswith("_") and callable(getattr(torch.Tensor, n)))
     return frozenset(n for n in known if n not in OUTSIDE and not UNCHECKED.match(n))
 
 
 @cache
 def method_names() -> dict[Any, str]:
-    """The name of each method of Tensor by the object that `__torch_function__` is given."""
+    """Return the name of each method of Tensor by the object that `__torch_function__` receives."""
     table: dict[Any, str] = {}
     for name in sorted(dir(torch.Tensor), key=lambda n: n.startswith("_")):
         value = getattr(torch.Tensor, name)
@@ -277,14 +279,15 @@ def method_names() -> dict[Any, str]:
 
 
 def short_name(target: Any) -> str:
-    """The last part of a target's name, as used for node names."""
+    """Return the last part of a target's name, as used for node names."""
     if isinstance(target, str):
         return target.rsplit(".", 1)[-1]
     return getattr(target, "__name__", type(target).__name__).strip("_")
 
 
 def computed_by(node: fx.Node, look: Callable[[fx.Node, str], list[fx.Node]]) -> None:
-    """Look at what a value is computed by, sizes apart, as far back as `look` says: it gets a node and its short name."""
+    """Visit the nodes that a value is computed from, sizes apart, as far back as `look` returns them: it gets a node and its
+    short name."""
     seen, todo = set(), [node]
     while todo:
         current = todo.pop()
@@ -294,7 +297,7 @@ def computed_by(node: fx.Node, look: Callable[[fx.Node, str], list[fx.Node]]) ->
 
 
 def is_random(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node may draw random numbers."""
+    """Return whether a node may draw random numbers."""
     if REGION in node.meta:
         return any(is_random(n, root) for n in node.meta[REGION].nodes)
     if node.op == "call_module":

@@ -17,9 +17,9 @@ from .containers import HOOKED, module_at
 
 @without_compiler
 def with_parts_loaded(forward: Callable[..., Any], root: nn.Module) -> Callable[..., Any]:
-    """A forward of a root in which the weights of such parts are where accelerate's hooks bring them.
+    """Wrap a root's forward so that accelerate's hooks load the weights of its offloaded parts.
 
-    Raises SpecError where hooks are for several devices, and where one would take away weights that the graph reads.
+    Raises SpecError if hooks are for several devices, and if one would remove weights that the graph reads.
     """
     parts = _hooked(root)
 

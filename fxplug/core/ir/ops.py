@@ -48,7 +48,7 @@ QUESTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def edge(x: Any) -> Any:
-    """The value `x` as it passes the edge of a region: an identity that is left out of the generated code."""
+    """Return `x` as it crosses the edge of a region: an identity that is left out of the generated code."""
     return x
 
 
@@ -58,10 +58,10 @@ Decision = tuple[str, str, str]  # what Python code decided on: its file and lin
 
 
 def guard(value: Any, expected: Any, decision: Decision | str) -> None:
-    """Hold a decision that tracing took: `value` must still be `expected`.
+    """Raise GuardError unless `value` is still `expected`, as when tracing decided on it.
 
-    Raises GuardError with the decision, a text in files of earlier versions, in eager code; becomes an assertion of the program
-    under compile and export.
+    The error has the decision, a text in files of earlier versions; under compile and export this becomes an assertion of the
+    program.
     """
     if torch.compiler.is_compiling():
         # a SymBool is not compared: torch.export cannot solve `(s >= 64) == False`, and sympy takes no `(s == 64) == True`.
@@ -75,16 +75,16 @@ def guard(value: Any, expected: Any, decision: Decision | str) -> None:
 
 
 def _assert(holds: Any, expected: Any, decision: Decision | str, todo: str) -> None:
-    """Assert in a program; where the compiler knows that it does not hold, its own error has the sentence."""
+    """Assert a condition in a program; if the compiler knows that it is false, raise GuardError with the decision."""
     if holds is False:
         raise GuardError(f"{_describe(decision, expected)}; now it is another: {todo}")
     check(holds)
 
 
 def check_state(name: str, args: tuple[Any, ...], expected: Any, decision: Decision | str) -> None:
-    """Hold the answer of a function of torch about the process, one of `STATES`: it must still be `expected`.
+    """Raise GuardError unless a function of torch about the process, one of `STATES`, still returns `expected`.
 
-    Raises GuardError with the decision; a compiled program is an error where the answer is another one.
+    The error has the decision; a compiled program raises if the value is another one.
     """
     value = STATES[name](*args)
     if torch.compiler.is_compiling():
@@ -103,13 +103,13 @@ def _describe(decision: Decision | str, expected: Any) -> str:
 
 
 def autograd_query(x: torch.Tensor, question: str) -> bool:
-    """What autograd knows of a tensor, one of `QUESTIONS`; `grad_fn` is whether there is one."""
+    """Return one of autograd's facts about a tensor, one of `QUESTIONS`; `grad_fn` is whether there is one."""
     return bool(QUESTIONS[question](x))
 
 
 @functools.cache
 def applied(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """The call of a function of autograd's that has a backward of its own, under the name of its class."""
+    """Return the call of an autograd.Function with its own backward, under the name of its class."""
 
     def apply(*args: Any) -> Any:
         return cls.apply(*args)
@@ -120,10 +120,10 @@ def applied(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def with_functions(function: Callable[..., Any], given: tuple[tuple[int | str, FunctionType], ...]) -> Callable[..., Any]:
-    """A call of `function` some of whose arguments, by position or name, are Python functions.
+    """Return a call of `function` some of whose arguments, by position or name, are Python functions.
 
-    In their places it takes the values of their free variables and defaults, with which it makes them anew. One and the same
-    for all that are made of one code.
+    In their places it takes the values of their free variables and defaults, with which it recreates them. It is the same
+    object for all functions of one code.
     """
     key = (function, tuple((at, f.__code__, id(f.__globals__), len(f.__defaults__ or ())) for at, f in given))
     if key not in _CALLS:
@@ -148,7 +148,7 @@ _CALLS: dict[Any, Callable[..., Any]] = {}
 
 
 def _maker(function: FunctionType) -> Callable[..., Any]:
-    """What makes a function anew of the values of its free variables and defaults, in words that torch.compile takes."""
+    """Return a factory that recreates a function from its free variables and defaults, in code that torch.compile supports."""
     own, free = function.__code__, ", ".join(function.__code__.co_freevars)
     given = [f"default_{n}_" for n in range(len(function.__defaults__ or ()))]
     names, defaults = ", ".join(filter(None, (free, *given))), ", ".join(f"{name}={name}" for name in given)
@@ -160,38 +160,39 @@ def _maker(function: FunctionType) -> Callable[..., Any]:
 
 
 def is_applied(function: Any) -> bool:
-    """Whether `applied` or `with_functions` has made a function."""
+    """Return whether `applied` or `with_functions` has made a function."""
     of = getattr(function, "of", None)
     return of is not None and (_CALLS.get(of) if isinstance(of, tuple) else applied(of)) is function
 
 
 def dtype_of(x: torch.Tensor) -> torch.dtype:
-    """The dtype that a tensor has at this call."""
+    """Return the dtype of a tensor at this call."""
     return x.dtype
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two values are one object."""
+    """Return whether two values are one object."""
     return a is b
 
 
 def same_dtype(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have one dtype at this call."""
+    """Return whether two tensors have one dtype at this call."""
     return a.dtype == b.dtype
 
 
 def number_of_parts(parts: Any) -> int:
-    """How many tensors a function that takes a tensor apart gave at this call."""
+    """Return how many tensors a function that splits a tensor returned at this call."""
     return len(parts)
 
 
 def number_of_distinct(*values: Any) -> int:
-    """How many of some numbers are different, `len(set(values))`."""
+    """Return how many of some numbers are different, `len(set(values))`."""
     return len(set(values))
 
 
 def structure_of(value: Any) -> Any:
-    """What Python can see of a result beside numbers: dimensions; types, keys and members of containers; None, texts."""
+    """Return what Python can see of a result besides numbers: dimensions; types, keys and members of containers; None,
+    texts."""
     if isinstance(value, torch.Tensor):
         return value.dim()
     found = children(tuple(value) if isinstance(value, torch.Size) else value)
@@ -201,7 +202,7 @@ def structure_of(value: Any) -> Any:
 
 
 def tried(x: Any) -> None:
-    """Keep an operation that the model's code has in a `try`: where it fails, the model goes on, and the graph must not."""
+    """Keep an operation that the model's code has in a `try`: if it fails, the model goes on, and the graph must not."""
 
 
 # FX has lists and dicts of its own
@@ -209,7 +210,7 @@ KINDS = {"immutable_list": "list", "immutable_dict": "dict"}
 
 
 def kind_of(value: Any) -> Any:
-    """The type of a plain value, and for a container the types of its members in their order: (type, key, type, ...)."""
+    """Return the type of a plain value, and for a container the types of its members in their order: (type, key, type, ...)."""
     name = KINDS.get(type(value).__name__, type(value).__name__)
     if isinstance(value, dict):
         return (name, *[x for key, member in value.items() for x in (type(key).__name__, key, kind_of(member))])
@@ -219,7 +220,7 @@ def kind_of(value: Any) -> Any:
 
 
 def _is_alike(value: Any, old: Any) -> bool:
-    """Whether two plain values of one kind are the same; NaN is like NaN, and -0.0 unlike 0.0."""
+    """Return whether two plain values of one kind are equal; NaN equals NaN, and -0.0 does not equal 0.0."""
     if isinstance(old, dict):
         return all(_is_alike(value[key], member) for key, member in old.items())
     if isinstance(old, (tuple, list)):
@@ -232,9 +233,9 @@ def _is_alike(value: Any, old: Any) -> bool:
 def check_constants(
     values: tuple[Any, ...], expected: tuple[Any, ...], names: tuple[str, ...], kinds: tuple[Any, ...] | None = None
 ) -> None:
-    """Hold the arguments that are no tensors to the values they were traced with. Raises GuardError.
+    """Raise GuardError unless the arguments that are no tensors have the values they were traced with.
 
-    `kinds` has for each what `kind_of` says of it; artifacts of earlier versions have none.
+    `kinds` has the `kind_of` of each; artifacts of earlier versions have none.
     """
     for index, (value, old, name) in enumerate(zip(values, expected, names, strict=True)):
         kind = kind_of(old) if kinds is None else kinds[index]
@@ -255,10 +256,11 @@ def check_inputs(
     names: tuple[str, ...],
     firsts: tuple[int, ...] | None = None,
 ) -> None:
-    """Hold input tensors to the number of dimensions and, where the model reads it, the dtype they were traced with.
+    """Raise GuardError unless input tensors have the number of dimensions and, if the model reads it, the dtype they were
+    traced with.
 
-    A dtype of None is not checked. `firsts` says which of them were one and the same tensor, as `first_of_each` does,
-    for models to which that matters. Raises GuardError.
+    A dtype of None is not checked. `firsts` says which of them were one and the same tensor, as `first_of_each` does, for
+    models to which that matters.
     """
     if firsts is not None and (now := first_of_each(values)) != firsts:
         index = next(i for i, (a, b) in enumerate(zip(now, firsts, strict=True)) if a != b)
@@ -291,7 +293,7 @@ def check_inputs(
 
 
 def first_of_each(values: tuple[Any, ...]) -> tuple[int, ...]:
-    """For each value the index of the first that is the same object."""
+    """Return for each value the index of the first that is the same object."""
     if torch.compiler.is_compiling():
         return tuple([next(j for j in range(i + 1) if values[j] is values[i]) for i in range(len(values))])
     seen: dict[int, int] = {}
@@ -302,14 +304,15 @@ TO_DENSE = "make it dense (to_dense(), to_padded_tensor() or dequantize())"
 
 
 def other_kind(tensor: torch.Tensor) -> str:
-    """What a tensor is that is not dense, and whose shape or values torch may not give: a layout, nested, or quantised."""
+    """Return the kind of a tensor that is not dense, and whose shape or values torch may not return: a layout, nested, or
+    quantised."""
     if tensor.layout is not torch.strided:
         return str(tensor.layout)
     return "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else ""
 
 
 def attributes(value: torch.Tensor) -> str:
-    """The attributes that somebody has put on a tensor; names that begin with an underscore are torch's own."""
+    """Describe the attributes that somebody has set on a tensor; names that begin with an underscore are torch's own."""
     if torch.compiler.is_compiling() or type(value) not in (torch.Tensor, torch.nn.Parameter):
         return ""
     found = [name for name in vars(value) if not name.startswith("_")]
@@ -317,7 +320,7 @@ def attributes(value: torch.Tensor) -> str:
 
 
 def check_numbers(values: tuple[Any, ...], kinds: tuple[str, ...], names: tuple[str, ...]) -> None:
-    """Hold numbers among the arguments to their kind, "int" or "float"; a bool is neither. Raises GuardError."""
+    """Raise GuardError unless numbers among the arguments are of their kind, "int" or "float"; a bool is neither."""
     for value, kind, name in zip(values, kinds, names, strict=True):
         if (type(value).__name__ if type(value) in (int, float) else "") != kind and not isinstance(value, SYMBOLS[kind]):
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
@@ -325,9 +328,9 @@ def check_numbers(values: tuple[Any, ...], kinds: tuple[str, ...], names: tuple[
 
 
 def check_members(value: Any, keys: tuple[Any, ...], name: str, kind: str | None = None) -> None:
-    """Hold a list, tuple or dict among the arguments to its type and the members it was traced with, in their order.
+    """Raise GuardError unless a list, tuple or dict argument has its type and the members it was traced with, in their order.
 
-    Raises GuardError. A `kind` of None, as artifacts of earlier versions have it, is not checked.
+    A `kind` of None, in artifacts of earlier versions, is not checked.
     """
     found = tuple(value) if isinstance(value, dict) else tuple(range(len(value))) if isinstance(value, (tuple, list)) else None
     if found is None or set(found) != set(keys):
@@ -348,20 +351,20 @@ def check_members(value: Any, keys: tuple[Any, ...], name: str, kind: str | None
 
 
 def put_members(value: Any, members: Any) -> None:
-    """Leave a list or dict that was given with other members."""
+    """Replace the members of a list or dict argument."""
     value.clear()
     (value.extend if isinstance(value, list) else value.update)(members)
 
 
 def check_generator(value: Any, kind: str, name: str) -> None:
-    """Hold a random generator among the arguments to its kind of device. Raises GuardError."""
+    """Raise GuardError unless a random generator argument is of its kind of device."""
     if not isinstance(value, torch.Generator) or value.device.type != kind:
         got = value.device if isinstance(value, torch.Generator) else brief(value)
         raise GuardError(f"argument '{name}' was a generator on {kind} when the model was traced; now it is {got}: trace again")
 
 
 def device_of(x: torch.Tensor) -> torch.device:
-    """The device that the graph runs on: where its first input tensor lies."""
+    """Return the device that the graph runs on: that of its first input tensor."""
     return x.device
 
 
@@ -389,7 +392,7 @@ CASTING = tuple(filter(_casts, ["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia
 
 
 def modes() -> dict[str, Any]:
-    """The modes of torch that code in forward, and a graph between its enter and exit nodes, can switch, by name."""
+    """Return the modes of torch that code in forward, and a graph between its enter and exit nodes, can switch, by name."""
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return {
@@ -402,7 +405,7 @@ def modes() -> dict[str, Any]:
 
 
 def set_modes(before: dict[str, Any]) -> None:
-    """Set the modes that `modes` gave."""
+    """Set the modes to a result of `modes`."""
     torch_modes.set_grad_enabled(before["gradients"])
     torch.set_default_dtype(before["the default dtype"])
     for kind in CASTING:
@@ -416,19 +419,20 @@ def set_modes(before: dict[str, Any]) -> None:
 
 
 def any_gradients(*tensors: torch.Tensor) -> bool:
-    """Whether gradients are on and one of these tensors has some, as the results of a function of autograd's then do."""
+    """Return whether gradients are enabled and one of these tensors requires them, as the results of an autograd.Function then
+    do."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def enter_grad(enabled: bool) -> bool:
-    """Switch gradients on or off as the model's own code does; the result, the mode before, goes to `exit_grad`."""
+    """Enable or disable gradients as the model's own code does; the result, the mode before, goes to `exit_grad`."""
     before = torch.is_grad_enabled()
     torch_modes.set_grad_enabled(enabled)
     return before
 
 
 def exit_grad(before: bool) -> None:
-    """Give gradients back the mode that `enter_grad` found."""
+    """Restore the gradient mode before `enter_grad`."""
     torch_modes.set_grad_enabled(before)
 
 
@@ -448,17 +452,17 @@ class Record(dict[str, Any]):
         return self.to_tuple()[key] if isinstance(key, (int, slice)) else super().__getitem__(key)
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """The fields that are not None, in their order."""
+        """Return the fields that are not None, in their order."""
         return tuple(value for value in self.values() if value is not None)
 
 
 def input_or_default(value: Any, held: torch.Tensor) -> Any:
-    """An input where it is given, else what the module holds for it."""
+    """Return an input if it is given, else the module's default for it."""
     return held if value is None else value
 
 
 def _is_batch(size: Any) -> bool:
-    """Whether a size is the first of another input."""
+    """Return whether a size is the batch size of another input."""
     return isinstance(size, tuple) and tuple(size[1:]) == (0, 1)
 
 
@@ -469,10 +473,10 @@ class AddedInput(GuardError):
 def check_added(
     value: Any, name: str, expected: tuple[Any, ...] | None, text: str, required: bool, dtype: Any, like: Any
 ) -> Any:
-    """Hold an input that a pass added to its shape: numbers, or (input, dimension, factor) where another input says it.
+    """Check the shape of an input that a pass added: numbers, or (input, dimension, factor) for sizes of another input.
 
     A number becomes a tensor of this dtype, on the device of the input `like`; one condition is that of a whole batch. Raises
-    AddedInput; of a compiled program only what is missing is checked, as its own operations fail on other sizes.
+    AddedInput; a compiled program only checks that it is there, as its own operations fail on other sizes.
     """
     if value is None and required:
         raise AddedInput(f"the rewritten model needs the input '{name}' {text}: give it by name, {name}=...")

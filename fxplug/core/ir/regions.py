@@ -36,7 +36,7 @@ class Region:
 
     @property
     def path(self) -> str:
-        """The path of its module: the key without the number of the call."""
+        """Path of its module: the key without the number of the call."""
         return self.key.partition("@")[0]
 
 
@@ -57,12 +57,12 @@ class Regions:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The model's arguments that are a part of the graph."""
+        """Arguments of the model that are constants of the graph."""
         checks = self.graph.find_nodes(op="call_function", target=ops.check_constants)
         return {name: value for node in checks for name, value in zip(node.args[2], node.args[1], strict=True)}
 
     def in_ports(self, region: Region) -> list[tuple[Port, int, fx.Node]]:
-        """The tensors that enter a region: their ports, the position of the argument, and the node that reads it."""
+        """Return the tensors that enter a region: their ports, the position of the argument, and the node that reads it."""
         if region.leaf is None:
             return region.inputs
         names = list(inspect.signature(self._modules[region.path].forward).parameters)
@@ -76,7 +76,7 @@ class Regions:
         return found
 
     def out_ports(self, region: Region) -> list[tuple[Port, fx.Node]]:
-        """The tensors that leave a region: their ports and nodes."""
+        """Return the tensors that leave a region: their ports and nodes."""
         if region.leaf is None:
             return region.outputs
         if "shape" in region.leaf.meta:
@@ -84,32 +84,32 @@ class Regions:
         return list(_members(region.leaf, region.key, ()))
 
     def with_modules(self, paths: Iterable[str]) -> Regions:
-        """The same regions, and modules that no call of the graph runs, each as a region without edges."""
+        """Return the same regions, with modules that no call of the graph runs, each as a region without edges."""
         new = Regions(self.graph, self.root)
         new.by_key = {**self.by_key, **{path: Region(path) for path in paths if path not in self.by_key}}
         return new
 
     @cached_property
     def ran(self) -> list[str]:
-        """Every region that ran, without the model itself."""
+        """Regions that ran, without the model itself."""
         return [key for key in self.by_key if key]
 
     @cached_property
     def calls(self) -> dict[str, list[Region]]:
-        """The calls of each module, by its path."""
+        """Calls of each module, by its path."""
         found: dict[str, list[Region]] = {}
         for region in self.by_key.values():
             found.setdefault(region.path, []).append(region)
         return found
 
     def classes(self, path: str) -> tuple[str, ...]:
-        """The names of a module's class and of its bases."""
+        """Return the names of a module's class and of its bases."""
         if path not in self._classes:
             self._classes[path] = class_names(self.module(path))
         return self._classes[path]
 
     def module(self, path: str) -> nn.Module:
-        """The module of a region: the one that replaced it, where a pass did that."""
+        """Return the module of a region, or the block that a pass replaced it with."""
         _, block = self.replaced.get(path, ("", path))
         return self._modules.get(block) or self.root.get_submodule(block)
 
@@ -118,16 +118,16 @@ class Regions:
         return dict(self.root.named_modules(remove_duplicate=False))
 
     def inserted(self, path: str) -> bool:
-        """Whether a pass put this module in."""
+        """Return whether a pass inserted this module."""
         return path.partition(".")[0] in self._passes
 
     def candidates(self, pattern: str) -> list[str]:
-        """The regions a pattern is held against: what a pass put in only where the pattern begins with that pass's name."""
+        """Return the regions that a pattern may match: inserted ones only if the pattern begins with their pass's name."""
         own = self._named(pattern)
         return [k for k in self.ran if not self.inserted(k) or k.partition(".")[0] == own]
 
     def containers(self, pattern: str) -> dict[str, list[str]]:
-        """The modules that a pattern is held against and that no call runs, with the paths of the first regions in them."""
+        """Return the uncalled modules that a pattern may match, with the paths of the first regions in them."""
         own = self._named(pattern)
         return {k: inner for k, inner in self._uncalled.items() if not self.inserted(k) or k.partition(".")[0] == own}
 
@@ -137,7 +137,7 @@ class Regions:
 
     @cached_property
     def resized(self) -> dict[str, str]:
-        """The layers to which a pass gave another size, with its name: each trains as a whole, and nothing goes beside it."""
+        """Layers to which a pass gave another size, with its name: each trains as a whole, and nothing is added beside it."""
         found = {}
         for entry in getattr(self.root, "meta", {}).get("passes", []):
             for site in entry["sites"]:
@@ -156,20 +156,20 @@ class Regions:
 
     @cached_property
     def names(self) -> dict[int, list[str]]:
-        """All names of each parameter, by its id: a tied one has several."""
+        """Names of each parameter, by its id: a tied one has several."""
         found: dict[int, list[str]] = {}
         for name, parameter in self.root.named_parameters(remove_duplicate=False):
             found.setdefault(id(parameter), []).append(name)
         return found
 
     def parameters(self, path: str, pattern: str) -> list[str]:
-        """The names of a module's own parameters that a pattern admits."""
+        """Return the names of a module's own parameters that match a pattern."""
         names = [n for n, p in self.module(path)._parameters.items() if p is not None]
         return [n for n in names if fnmatchcase(n, pattern)]
 
 
 def regions_of(gm: TracedModule) -> list[Regions]:
-    """The regions of each graph of a traced module."""
+    """Return the regions of each graph of a traced module."""
     return [Regions(graph, gm) for graph in gm.graphs.values()]
 
 
@@ -226,16 +226,16 @@ def _members(node: fx.Node, key: str, keys: tuple[int | str, ...]) -> Iterator[t
 
 
 def operands(arguments: Any) -> list[fx.Node]:
-    """List the tensors in an operation's arguments, in their order; one that it reads twice is there twice."""
+    """Return the tensors in an operation's arguments, in their order; one that it reads twice is listed twice."""
     found: list[fx.Node] = []
     fx.node.map_arg(arguments, lambda read: found.append(read) if "shape" in read.meta else None)
     return found
 
 
 def find_operand(node: fx.Node, port: Port) -> int:
-    """Find which of an operation's `operands` is at `x`, `x[1]` or, where it is given by name, `x.attn_mask`.
+    """Return which of an operation's `operands` is at `x`, `x[1]` or, if it is given by name, `x.attn_mask`.
 
-    Raises MatchError with those that there are.
+    Raises MatchError with the existing ones.
     """
     rows = [("", value) for value in operands(node.args)]
     rows += [(name, value) for name, given in node.kwargs.items() for value in operands(given)]
@@ -249,9 +249,9 @@ def find_operand(node: fx.Node, port: Port) -> int:
 
 
 def find_member(node: fx.Node, port: Port) -> fx.Node:
-    """Find the node of an operation's result at `y`, or of one of its members at `y[1]`.
+    """Return the node of an operation's result at `y`, or of one of its members at `y[1]`.
 
-    Raises MatchError with those that there are: a member that nothing reads is none.
+    Raises MatchError with the existing ones: a member that nothing reads is none.
     """
     if not port.keys:
         return node
@@ -269,7 +269,7 @@ def find_member(node: fx.Node, port: Port) -> fx.Node:
 
 
 def region_of(regions: Regions, port: Port) -> Region:
-    """The region of a port. Raises MatchError that says what comes nearest."""
+    """Return the region of a port. Raises MatchError with the nearest one."""
     region = regions.by_key.get(port.path)
     if region is None:
         raise MatchError(no_region(regions, port.path))
@@ -277,7 +277,7 @@ def region_of(regions: Regions, port: Port) -> Region:
 
 
 def source(regions: Regions, port: Port) -> fx.Node:
-    """The node whose value is at a port. Raises MatchError that names what ports there are."""
+    """Return the node whose value is at a port. Raises MatchError with the existing ports."""
     region = region_of(regions, port)
     if port.side == "in":
         _, index, node = find_input(regions, region, port)
@@ -286,7 +286,7 @@ def source(regions: Regions, port: Port) -> fx.Node:
 
 
 def find_input(regions: Regions, region: Region, port: Port) -> tuple[Port, int, fx.Node]:
-    """The input that `in`, `in[1]` or `in.name` means; without a key the first tensor."""
+    """Return the input at `in`, `in[1]` or `in.name`; without a key the first tensor."""
     ports = regions.in_ports(region)
     if not ports:
         raise MatchError(f"'{region.key or 'the model'}' takes no tensor, so it has no '{port}'")
@@ -307,7 +307,7 @@ def find_input(regions: Regions, region: Region, port: Port) -> tuple[Port, int,
 
 
 def find_output(regions: Regions, region: Region, port: Port) -> fx.Node:
-    """The node of a region's result at this port. Raises MatchError where there is none, with those that there are."""
+    """Return the node of a region's result at this port. Raises MatchError, with the existing ones, if there is none."""
     ports = regions.out_ports(region)
     if not ports:
         raise MatchError(f"'{region.key or 'the model'}' returns no tensor, so it has no '{port}'")
@@ -319,14 +319,14 @@ def find_output(regions: Regions, region: Region, port: Port) -> fx.Node:
 
 
 def _is(wanted: tuple[int | str, ...], keys: tuple[int | str, ...], index: int | None = None) -> bool:
-    """Whether the keys of a port are the wanted ones; an argument goes by its name or its position."""
+    """Return whether the keys of a port are the wanted ones; an argument has its name or its position."""
     if len(wanted) != len(keys):
         return False
     return all(w in (EACH, k) or (i == 0 and index is not None and w == index) for i, (w, k) in enumerate(zip(wanted, keys)))  # noqa: B905
 
 
 def each(regions: Regions, port: Port) -> list[Port]:
-    """The ports that one with `[*]` in its keys stands for. Raises MatchError when there is none."""
+    """Return the ports that one with `[*]` in its keys stands for. Raises MatchError if there are none."""
     region = region_of(regions, port)
     wanted = port.keys[:-1] if port.with_members else port.keys
     ports: list[tuple[Port, int | None]] = [(found, None) for found, _ in regions.out_ports(region)]
@@ -343,7 +343,7 @@ def each(regions: Regions, port: Port) -> list[Port]:
 
 
 def members(regions: Regions, port: Port) -> Any:
-    """The ports of a whole value in its structure: tuples, records by name; None where a member is no tensor."""
+    """Return the ports of a whole value in its structure: tuples, records by name; None for a member that is no tensor."""
     region = region_of(regions, port)
     wanted = port.keys[:-1]
     rows: list[tuple[tuple[int | str, ...], Port]] = []
@@ -362,7 +362,7 @@ def members(regions: Regions, port: Port) -> Any:
 
 
 def _arguments(regions: Regions, region: Region) -> tuple[Any, ...]:
-    """The positional arguments of a region's call, constants as they are; all of them where none is positional."""
+    """Return the positional arguments of a region's call, constants as they are; all arguments if none is positional."""
     ports = regions.in_ports(region)
     if region.leaf is not None:
         call: tuple[Any, ...] = tuple(region.leaf.args)
@@ -380,7 +380,7 @@ def _arguments(regions: Regions, region: Region) -> tuple[Any, ...]:
 
 
 def _named(regions: Regions, region: Region) -> dict[str, Any]:
-    """The arguments that a region's call gives by name, constants as they are."""
+    """Return the keyword arguments of a region's call, constants as they are."""
     ports = regions.in_ports(region)
     if region.leaf is not None:
         count = len(region.leaf.args)
@@ -393,7 +393,7 @@ def _named(regions: Regions, region: Region) -> dict[str, Any]:
 
 
 def nest(rows: Sequence[tuple[tuple[int | str, ...], Any]]) -> Any:
-    """Values by their keys as one nested value."""
+    """Nest values by their keys."""
     if len(rows) == 1 and rows[0][0] == ():
         return rows[0][1]
     inner: dict[int | str, list[Any]] = {}
@@ -406,7 +406,7 @@ def nest(rows: Sequence[tuple[tuple[int | str, ...], Any]]) -> Any:
 
 
 def no_region(regions: Regions, path: str) -> str:
-    """Why there is no region at a path: replaced, never called, or no such path, with the nearest."""
+    """Return why there is no region at a path: replaced, never called, or no such path, with the nearest."""
     modules = dict(regions.root.named_modules(remove_duplicate=False))
     if path in modules and not regions.inserted(path):
         for place, (name, _) in regions.replaced.items():
@@ -424,13 +424,13 @@ def no_region(regions: Regions, path: str) -> str:
 
 
 def _replaced(root: nn.Module) -> Iterator[tuple[str, tuple[str, str]]]:
-    """The regions that passes replaced, with the name of the pass and the path of the block."""
+    """Yield the regions that passes replaced, with the name of the pass and the path of the block."""
     for entry in getattr(root, "meta", {}).get("passes", []):
         rows = [s for s in entry["sites"] if s["place"] == "replace"]
         yield from ((s["path"].partition("@")[0], (entry["name"], s["block"])) for s in rows)
 
 
 def listed(items: Sequence[str]) -> str:
-    """Names in a message, the first of them when they are many."""
+    """List names for a message, the first of them if they are many."""
     shown = ", ".join(items[: 2 * SHOWN])
     return shown + (f", ... ({len(items)})" if len(items) > 2 * SHOWN else "") if items else "none"

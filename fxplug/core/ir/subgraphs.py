@@ -38,9 +38,9 @@ class RegionCut:
 
 
 def members(graph: fx.Graph) -> dict[str, list[fx.Node]]:
-    """The nodes of each region by its key, in the order of the graph, without reads of parameters.
+    """Return the nodes of each region by its key, in the order of the graph, without reads of parameters.
 
-    What a pass put in belongs to the region of its site, and to those around it.
+    Nodes that a pass inserted belong to the region of their site, and to those around it.
     """
     found: dict[str, list[fx.Node]] = {}
     stacks: dict[str, Iterable[str]] = {}
@@ -67,10 +67,10 @@ def members(graph: fx.Graph) -> dict[str, list[fx.Node]]:
 
 
 def plan(key: str, nodes: list[fx.Node], root: nn.Module) -> RegionCut | str:
-    """How a region is cut out of its graph, or why it cannot be: in words that go on after "'path' ".
+    """Return how a region is cut out of its graph, or why it cannot be: a clause that continues "'path' ".
 
-    Nodes that a pass put in between are taken along where the region needs them and they need it. Those that a pass put in
-    long before the region begins, to change what enters it, stay where they are.
+    Nodes that a pass inserted in between are included if the region needs them and they need it. Those that a pass inserted
+    long before the region, to change its inputs, stay where they are.
     """
     first = next((n for n in nodes if not added(n)), nodes[0])
     early = [n for n in nodes if n < first]
@@ -96,7 +96,7 @@ def plan(key: str, nodes: list[fx.Node], root: nn.Module) -> RegionCut | str:
 
 
 def extract(cut: RegionCut, target: str, name: str, stack: dict[str, Any]) -> tuple[Graph, fx.Node]:
-    """Take a region out of its graph: `target` is called in its place. Gives the region's own graph, and the call."""
+    """Cut a region out of its graph and call `target` in its place. Returns the region's own graph, and the call."""
     graph = cut.nodes[0].graph
     for node in cut.before:
         move(node, before=cut.nodes[0])
@@ -127,7 +127,7 @@ def _between(nodes: list[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _needed(between: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
-    """Those of the nodes between that the region is computed from."""
+    """Return the nodes in between that the region is computed from."""
     need: set[fx.Node] = set()
     for node in reversed(between):
         if any(user in need or (user in inside and node.op != "get_attr") for user in node.users):
@@ -136,7 +136,7 @@ def _needed(between: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
 
 
 def _following(between: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
-    """Those of the nodes between that are computed from the region."""
+    """Return the nodes in between that are computed from the region."""
     follow: set[fx.Node] = set()
     for node in between:
         if any(given in inside or given in follow for given in node.all_input_nodes):
@@ -145,7 +145,7 @@ def _following(between: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
 
 
 def _named(nodes: list[fx.Node]) -> str:
-    """Where nodes are: the regions that hold them."""
+    """List the regions of some nodes."""
     keys = dict.fromkeys(next(reversed(n.meta.get("nn_module_stack") or {"": ""})) or n.name for n in nodes)
     shown = ", ".join(f"'{key}'" for key in list(keys)[:3])
     return shown + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
@@ -155,7 +155,7 @@ def _named(nodes: list[fx.Node]) -> str:
 
 
 def written(node: fx.Node, root: nn.Module) -> list[fx.Node]:
-    """The values that a node changes in place: tensors of the graph, or reads of buffers."""
+    """Return the values that a node changes in place: tensors of the graph, or reads of buffers."""
     if REGION in node.meta:
         nodes = node.meta[REGION].nodes
         changes = changed_input(nodes, [n for n in nodes if n.op == "placeholder"], root)
@@ -177,13 +177,13 @@ def written(node: fx.Node, root: nn.Module) -> list[fx.Node]:
 
 
 def updates(node: fx.Node) -> bool:
-    """Whether a call of batch_norm uses the batch's statistics and writes the running ones."""
+    """Return whether a call of batch_norm uses the batch's statistics and writes the running ones."""
     training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
     return training is not False
 
 
 def aliases(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node's result may be the memory of its first argument."""
+    """Return whether a node's result may share the memory of its first argument."""
     if node.op == "call_module":
         whole = REGION not in node.meta and isinstance(root.get_submodule(str(node.target)), ALIASING_MODULES)
         return whole or bool(written(node, root))
@@ -192,7 +192,7 @@ def aliases(node: fx.Node, root: nn.Module) -> bool:
 
 
 def changed_input(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], root: nn.Module) -> fx.Node | None:
-    """The node of a region that changes one of the region's inputs in place."""
+    """Return the node of a region that changes one of the region's inputs in place, or None."""
     shared = set(inputs)
     for node in nodes:
         if any(value in shared for value in written(node, root)):
@@ -203,7 +203,7 @@ def changed_input(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], root: nn.
 
 
 def _reordered(nodes: list[fx.Node], before: list[fx.Node], after: list[fx.Node], root: nn.Module) -> str | None:
-    """Whether calling the region as one would put operations into another order whose order counts."""
+    """Return a reason if calling the region as one would reorder operations whose order matters."""
     if not any(n.op != "get_attr" for n in before) and not after:
         return None
     order = [n for n in nodes if n.target in SWITCHES or is_random(n, root) or written(n, root)]
@@ -227,7 +227,7 @@ def _reordered(nodes: list[fx.Node], before: list[fx.Node], after: list[fx.Node]
 
 
 def _unpaired(nodes: list[fx.Node], inside: set[fx.Node]) -> str | None:
-    """Whether a scope of gradients or autocast is opened inside and closed outside, or the other way round."""
+    """Return a reason if a scope of gradients or autocast is opened inside and closed outside, or vice versa."""
     for node in nodes:
         if node.target in SWITCHES:
             others = node.users if node.target in MODES else node.all_input_nodes
@@ -237,7 +237,7 @@ def _unpaired(nodes: list[fx.Node], inside: set[fx.Node]) -> str | None:
 
 
 def unique_names(keys: Iterable[str]) -> dict[str, str]:
-    """An attribute name for each region, no two alike."""
+    """Return a unique attribute name for each region."""
     found: dict[str, str] = {}
     taken: set[str] = set()
     numbers: Counter[str] = Counter()

@@ -43,9 +43,9 @@ class Pattern:
 
 
 def patterns(paths: Sequence[str]) -> list[Pattern]:
-    """Few patterns that stand for these paths and no others, in the order of the first of each.
+    """Return few patterns that match these paths and no others, in the order of the first path of each.
 
-    Parts that are numbers come together first, `{0:4}` for a run of them and `{0,2}` for others, then those that are names.
+    Parts that are numbers are merged first, `{0:4}` for a run of them and `{0,2}` for others, then those that are names.
     """
     parts: list[tuple[tuple[str, ...], ...]] = [tuple((part,) for part in path.split(".")) for path in dict.fromkeys(paths)]
     for numbers in (True, False):
@@ -62,7 +62,7 @@ def patterns(paths: Sequence[str]) -> list[Pattern]:
 
 
 def _part(names: tuple[str, ...]) -> str:
-    """One part of a pattern."""
+    """Return one part of a pattern."""
     if len(names) == 1:
         return names[0]
     if all(name.isdecimal() for name in names):
@@ -74,10 +74,10 @@ def _part(names: tuple[str, ...]) -> str:
 
 
 def folded(diff: str) -> str:
-    """A diff of `fxplug.diff` with each place that is there several times shown once.
+    """Fold a diff of `fxplug.diff`: show each repeated place once.
 
-    Places are alike whose lines differ in numbers that are parts of names and in nothing else. Such numbers are letters in what
-    is shown, one letter for all that are equal in each place, and the head says what the letters are together.
+    Places are alike if their lines differ in numbers that are parts of names and in nothing else. Such numbers are shown as
+    letters, one letter for all that are equal in each place, and the head lists what the letters stand for.
     """
     places: dict[str, list[tuple[str, list[str]]]] = {}
     for head, body in _places(diff.replace("\0", "\\0")):
@@ -101,7 +101,7 @@ def folded(diff: str) -> str:
 
 
 def _letter_ranges(letters: dict[tuple[str, ...], str]) -> str:
-    """What the letters are in the places that are alike."""
+    """Format the values of the letters in the places that are alike."""
     if not letters:
         return ""
     found = [pattern.text for pattern in patterns([".".join(numbers) for numbers in zip(*letters, strict=True)])]
@@ -110,14 +110,14 @@ def _letter_ranges(letters: dict[tuple[str, ...], str]) -> str:
 
 
 def _places(diff: str) -> list[tuple[str, str]]:
-    """The places of a diff: head, and the lines with a line end before each."""
+    """Return the places of a diff: head, and the lines with a line end before each."""
     heads = list(_HEAD.finditer(diff))
     ends = [*(head.start() for head in heads), len(diff)][1:]
     return [(head[0], diff[head.end() : end].rstrip("\n")) for head, end in zip(heads, ends, strict=True)]
 
 
 def _masked(text: str, numbers: list[str]) -> str:
-    """A text with each number that is a part of a name taken out; they are added to `numbers`."""
+    """Remove each number that is a part of a name from a text; append them to `numbers`."""
 
     def without(name: re.Match[str]) -> str:
         numbers.extend(_INDEX.findall(name[0]))
@@ -127,13 +127,13 @@ def _masked(text: str, numbers: list[str]) -> str:
 
 
 def _filled(key: str, numbers: Sequence[str]) -> str:
-    """The text of `_masked` with its numbers, or what stands for them."""
+    """Fill the text of `_masked` with its numbers, or other texts."""
     first, *rest = key.split("\0")
     return first + "".join(f"{number}{text}" for number, text in zip(numbers, rest, strict=True))
 
 
 def counted(diff: str, passes: Sequence[str]) -> str:
-    """What a diff holds, in one line: how many lines each pass put in, how many read others now, how many are gone."""
+    """Summarise a diff in one line: how many lines each pass inserted, how many read other values, how many are removed."""
     names: dict[str, list[str]] = {"+": [], "-": []}
     for _, body in _places(diff):
         for line in body.split("\n")[1:]:
@@ -149,16 +149,16 @@ def counted(diff: str, passes: Sequence[str]) -> str:
 
 
 def show(module: fx.GraphModule) -> str:
-    """Print a graph as text: `name = target(arguments)`, modules by path, edges of regions left out; a line a variant."""
+    """Return a graph as text: `name = target(arguments)`, modules by path, edges of regions left out; a line per variant."""
     more = module.variants if isinstance(module, TracedModule) else []
     return "\n".join([*_lines(module.graph), *(f"# variant: {label}" for label in more)]) + "\n"
 
 
 def diff(before: fx.GraphModule, after: fx.GraphModule, context: int = 1) -> str:
-    """Compare two graphs as text: a unified diff without its header, empty where nothing changed.
+    """Compare two graphs as text: a unified diff without its header, empty if nothing changed.
 
-    It says what is computed, not what trains: `apply` freezes nothing of the base, and `fxplug.trainable(after)` names what
-    trains; `after.print_trainable_parameters()` counts it.
+    It shows what is computed, not what trains: `apply` freezes nothing of the base, `fxplug.trainable(after)` selects what
+    trains, and `after.print_trainable_parameters()` counts it.
     """
     old, new = _lines(before.graph), _lines(after.graph)
     rows: list[str] = []
@@ -196,7 +196,7 @@ class _Alike(difflib.SequenceMatcher[str]):
 
 
 def _numbered(lines: Sequence[str]) -> list[tuple[str, int]]:
-    """Each line and how often it was there before."""
+    """Return each line with the number of its earlier occurrences."""
     counts: Counter[str] = Counter()
     found = []
     for line in lines:
@@ -206,12 +206,12 @@ def _numbered(lines: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _span(start: int, end: int) -> str:
-    """Lines from 0 on as a unified diff counts them."""
+    """Format a range of lines from 0 as in a unified diff."""
     return f"{start + 1}" if end - start == 1 else f"{start + (end > start)},{end - start}"
 
 
 def modules(module: nn.Module) -> str:
-    """The module tree: path, class and parameters of everything that has some, or was called."""
+    """Return the module tree as text: path, class and parameters of every module that has some, or was called."""
     rows = []
     for path, child in module.named_modules():
         own = sum(p.numel() for p in child.parameters(recurse=False))
@@ -225,7 +225,7 @@ def _lines(graph: fx.Graph) -> list[str]:
 
 
 def line(node: fx.Node) -> str:
-    """A node as one line of text; an empty one for what is left out."""
+    """Return a node as one line of text; "" for what is left out."""
     if node.op == "placeholder":
         default = f" = {node.args[0]!r}" if node.args else ""
         return f"input {node.target}{default}"

@@ -20,10 +20,10 @@ from .factory import torch_device
 def example_inputs(
     config: Config, model: nn.Module, *, device: str | None = None, later: Collection[str] = ()
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments for one call of the model, as `inputs` says; random numbers come from the run's seed.
+    """Return arguments for one call of the model, from `inputs`; random numbers come from the run's seed.
 
-    Without `inputs` a timm model gets an image of the size it was made for; another model's parameters are named
-    in the SpecError. `later` names inputs that passes will add: they are left out.
+    Without `inputs` a timm model gets an image of the size it was made for; another model's parameters are named in the
+    SpecError. `later` names inputs that passes will add: they are left out.
     """
     found = accepted_arguments(model.forward)
     given = {name: spec for name, spec in config.inputs.items() if name not in later or name in found.names}
@@ -40,9 +40,9 @@ def example_inputs(
 
 
 def added_inputs(config: Config, module: TracedModule, *, device: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Example values for the inputs that passes added, and what `inputs` would say to have them.
+    """Return example values for the inputs that passes added, and their `inputs` section.
 
-    Each is as `inputs` says, else random, of the shape it was given in the graph; one with a default is left to that.
+    Each is as `inputs` says, else random, of its shape in the graph; one with a default is left out.
     """
     said: dict[str, Any] = {}
     specs: dict[str, InputSpec] = {}
@@ -58,7 +58,7 @@ def added_inputs(config: Config, module: TracedModule, *, device: str | None = N
 
 
 def default_inputs(config: Config, model: nn.Module) -> dict[str, Any]:
-    """The `inputs` section as it could have been written: what is there, or the image of a timm model."""
+    """Return the `inputs` section in full: as written, or the image of a timm model."""
     if config.inputs:
         given: dict[str, Any] = resolved(config)["inputs"]
         return given
@@ -80,7 +80,7 @@ def _default_inputs(config: Config, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _wanted_inputs(finding: str, model: nn.Module) -> str:
-    """What the forward of a model takes, and how that is written."""
+    """Return the message that lists the forward's parameters, and an example of `inputs`."""
     parameters = inspect.signature(model.forward).parameters.values()
     lines = [f"    {p.name}: [1, 3, 64, 64]" for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     takes = ", ".join(str(p).partition(":")[0].partition(" =")[0] for p in parameters)
@@ -100,7 +100,7 @@ class _Filler:
         self.generator = torch.Generator().manual_seed(config.seed)
 
     def mapping(self, specs: Mapping[str, InputSpec]) -> dict[str, Any]:
-        """The value of each input. Raises SpecError for one that torch cannot make, such as a size beyond 64 bits."""
+        """Return the value of each input. Raises SpecError for one that torch cannot make, such as a size beyond 64 bits."""
         made = {}
         for name, spec in specs.items():
             try:

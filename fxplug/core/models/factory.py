@@ -25,11 +25,11 @@ Make = Callable[[], nn.Module]
 
 
 def build(config: Config, *, device: str | None = None) -> nn.Module:
-    """The model of a configuration with its weights, on its device, in its dtype and mode.
+    """Build the model of a configuration with its weights, on its device, in its dtype and mode.
 
-    `device` takes the place of the configuration's. On `meta` nothing takes memory: of weight files only names
-    and shapes are read, and they must fit all the same. Raises SpecError for an unknown name, options that the
-    model refuses, and weights that do not fit.
+    `device` overrides the configuration's. On `meta` nothing takes memory: of weight files only names and shapes are read, and
+    they must fit all the same. Raises SpecError for an unknown name, options that the model refuses, and weights that do not
+    fit.
     """
     with config.located():
         return _build(config, device)
@@ -59,7 +59,7 @@ def _build(config: Config, device: str | None) -> nn.Module:
 
 
 def _without_draws(config: Config) -> AbstractContextManager[None]:
-    """Where a model of diffusers gets all its weights from files, diffusers' own way to draw none before that."""
+    """Skip the weight initialisation of a model of diffusers, by its own context manager, if all weights come from files."""
     target = config.model.target
     own = isinstance(target, str) and (target.endswith(CHECKPOINTS) or (config.base / target).is_dir())
     if config.model.kind != "diffusers" or not (own or config.weights is not None):
@@ -70,7 +70,7 @@ def _without_draws(config: Config) -> AbstractContextManager[None]:
 
 
 def torch_device(config: Config, device: str | None = None) -> torch.device:
-    """The device of a run. SpecError when there is no such device here."""
+    """Return the device of a run. Raises SpecError if there is no such device."""
     text = device or config.device
     where = config.where("device")
     try:
@@ -91,7 +91,7 @@ def _name(spec: ModelSpec) -> str:
 
 
 def _library(spec: ModelSpec) -> Any:
-    """The library of a model, imported; SpecError with the cause where that fails."""
+    """Import the library of a model. Raises SpecError with the cause if that fails."""
     try:
         return importlib.import_module(spec.kind)
     except Exception as error:  # of whatever it imports itself
@@ -124,7 +124,7 @@ def _call(config: Config) -> Make:
 
 
 def _diffusers(config: Config) -> Make:
-    """A diffusers model of the class that its configuration names, with new weights."""
+    """Return the factory of a diffusers model of the class in its configuration, with new weights."""
     spec, base = config.model, config.base
     diffusers = _library(spec)
     read = spec.target if isinstance(spec.target, dict) else _diffusers_config(base / spec.target, spec)
@@ -154,7 +154,8 @@ def _diffusers_config(path: Path, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _cached_config(file: Path, spec: ModelSpec) -> Path:
-    """The configuration of the denoiser in a checkpoint, by what diffusers takes it for, from the hub's cache. SpecError."""
+    """Return the configuration of a checkpoint's denoiser, as diffusers identifies it, from the hub's cache. Raises
+    SpecError."""
     from diffusers.loaders.single_file_utils import fetch_diffusers_config
     from huggingface_hub import try_to_load_from_cache
 
@@ -179,7 +180,7 @@ def _cached_config(file: Path, spec: ModelSpec) -> Path:
 
 
 def _load_folder(model: nn.Module, folder: Path) -> None:
-    """The weights in a diffusers folder or checkpoint; none on a bare .json."""
+    """Load the weights in a diffusers folder or checkpoint; none for a .json alone."""
     if folder.name.endswith(CHECKPOINTS) and folder.is_file():
         load_weights(model, WeightsSpec(file=folder.name), folder.parent, part="model")
     if not folder.is_dir():

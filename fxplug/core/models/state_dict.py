@@ -24,9 +24,9 @@ State = dict[str, torch.Tensor]
 
 
 def load_weights(model: nn.Module, spec: WeightsSpec, base: Path, part: str = "weights") -> None:
-    """Read a weight file into a model. SpecError, with the first keys and shapes, when the two do not fit.
+    """Load a weight file into a model. Raises SpecError, with the first keys and shapes, if the two do not fit.
 
-    `base` is the folder that its path is relative to; `part` is where in the configuration the file is named.
+    `base` is the folder that its path is relative to; `part` is the place of the file in the configuration.
     """
     try:
         file = spec.find(base)
@@ -52,7 +52,7 @@ def load_weights(model: nn.Module, spec: WeightsSpec, base: Path, part: str = "w
 
 
 def read_weights(file: Path, meta: bool = False, limits: Limits = DEFAULT) -> State:
-    """The tensors of a file by name: safetensors, a pickle that holds nothing but weights, ONNX, or the index of several.
+    """Read the tensors of a file by name: safetensors, a pickle of weights only, ONNX, or the index of several.
 
     With `meta` they are meta tensors of the same shapes. Nothing in the file is run, and it is read within `limits`. Raises
     SpecError.
@@ -73,7 +73,7 @@ def read_weights(file: Path, meta: bool = False, limits: Limits = DEFAULT) -> St
 
 
 def _read_shards(index: Path, raises: Raises, meta: bool, limits: Limits) -> State:
-    """The tensors of the files that an index names, which lie beside it."""
+    """Read the tensors of the files that an index names, in its own folder."""
     read = read_json(index, raises, limits)
     shards = read.get("weight_map") if isinstance(read, Mapping) else None
     if not isinstance(shards, Mapping) or not shards or not all(isinstance(name, str) for name in shards.values()):
@@ -93,9 +93,10 @@ def _read_shards(index: Path, raises: Raises, meta: bool, limits: Limits) -> Sta
 
 
 def in_diffusers_layout(model: nn.Module, state: State, name: str) -> State:
-    """The tensors of a checkpoint in a diffusers model's original layout under diffusers' names; of any other as they are.
+    """Rename a checkpoint in a diffusers model's original layout to diffusers' names; return any other unchanged.
 
-    diffusers' own converters do it (`diffusers.loaders.single_file_model`), and take the model's part out of a whole pipeline.
+    diffusers' own converters do it (`diffusers.loaders.single_file_model`), and extract the model's part from a whole
+    pipeline.
     """
     wanted, config = model.state_dict().keys(), getattr(model, "config", None)
     if wanted <= state.keys() or not isinstance(config, Mapping):
@@ -126,7 +127,7 @@ def in_diffusers_layout(model: nn.Module, state: State, name: str) -> State:
 
 
 def _unwrapped(read: Any, name: str) -> State:
-    """The mapping of names to tensors inside a checkpoint, without the `module.` of a parallel run."""
+    """Return the mapping of names to tensors inside a checkpoint, without the `module.` of a parallel run."""
     for key in WRAPPERS:
         if isinstance(read, Mapping) and isinstance(read.get(key), Mapping):
             read = read[key]
@@ -151,7 +152,7 @@ def _without_ignored(state: State, spec: WeightsSpec) -> State:
 
 
 def _in_order(model: nn.Module, state: State, name: str) -> State:
-    """The tensors of a file under the model's keys, one after the other; all shapes must agree."""
+    """Return the tensors of a file under the model's keys, one after the other; all shapes must agree."""
     wanted = model.state_dict()
     for index, (ours, theirs) in enumerate(itertools.zip_longest(wanted, state)):
         if ours is None or theirs is None or wanted[ours].shape != state[theirs].shape:
@@ -169,7 +170,7 @@ def _with_shape(key: str | None, state: Mapping[str, torch.Tensor]) -> str:
 
 
 def _renamed(model: nn.Module, state: State, spec: WeightsSpec) -> State:
-    """The file's tensors under the keys that `keys` gives them; tensors of a list are joined."""
+    """Return the file's tensors under the keys in `keys`; tensors of a list are concatenated."""
     wanted = model.state_dict()
     out: State = {}
     used: set[str] = set()
@@ -196,7 +197,7 @@ def _filled(text: str, caught: Mapping[str, str]) -> str:
 
 
 def _joined(key: str, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """The parts put together along the one dimension in which they give the shape that the model has."""
+    """Concatenate parts along the one dimension that gives the model's shape."""
     if len(parts) == 1:
         return parts[0]
     shapes = [list(part.shape) for part in parts]
@@ -210,7 +211,7 @@ def _joined(key: str, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Te
 
 
 def _assign(model: nn.Module, state: State, name: str) -> None:
-    """Copy a state into the model; every key must have its home and every home its key."""
+    """Copy a state into the model; every key must exist in both."""
     wanted = model.state_dict(keep_vars=True)
     present = {id(wanted[key]) for key in state if key in wanted}  # of tied weights a file may hold one
     missing = [k for k in wanted if k not in state and id(wanted[k]) not in present and not k.endswith("num_batches_tracked")]

@@ -41,7 +41,7 @@ ROOT = {"": ("", "")}  # the nn_module_stack of what passes put in
 
 
 def note_replaced(node: fx.Node, value: fx.Node) -> None:
-    """Note which value a node that a pass put in takes the place of, for who takes the pass out again."""
+    """Record the value that an inserted node replaces, for removing the pass again."""
     node.meta["pass"] = {**node.meta.get("pass", {}), "instead": value.name}
 
 
@@ -62,7 +62,8 @@ class Editor(OpenedGraph):
         self.kept: dict[str, Any] = {}
 
     def run(self, sites: list[Site], blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
-        """Put in blocks, by the id of their site, where this graph has the site. Raises MatchError for what flows backward."""
+        """Insert blocks, by the id of their site, if this graph has the site. Raises MatchError for a value that would flow
+        backward."""
         here = [site for site in sites if self.present(site)]
         carried: dict[str, nn.Module] = {}
         if any(site.rule.carries for site in here):
@@ -81,13 +82,13 @@ class Editor(OpenedGraph):
         self.graph.lint()
 
     def present(self, site: Site) -> bool:
-        """Whether this graph has the site: a region that runs in training only is in one of two graphs."""
+        """Return whether this graph has the site: a region that runs in training only is in one of two graphs."""
         return site.node in self.by_name if site.node else site.rule.place == "param" or site.path in self.regions.by_key
 
     # --- putting a block in
 
     def insert(self, site: Site, made: tuple[str, nn.Module] | None) -> None:
-        """Put one block in: call it with its arguments behind the last of them, and give its result to the users."""
+        """Insert one block: call it with its arguments after the last of them, and pass its result to the users."""
         rule = site.rule
         stacked = self.stacked(site)
         if rule.place == "replace" and not site.node and self.regions.by_key[site.path].leaf is not None:
@@ -132,7 +133,7 @@ class Editor(OpenedGraph):
     def call(
         self, site: Site, name: str, block: nn.Module, args: list[Any], last: fx.Node, slots: list[tuple[Any, ValueUse]]
     ) -> tuple[Any, list[fx.Node]]:
-        """A block called behind `last`: its result, and the nodes that are new."""
+        """Call a block after `last`; return its result, and the new nodes."""
         if getattr(block, "inline", False):
             return self.inlined(site, name, block, args, last)
         node = self.node("call_module", name, tuple(args), site, last, identifier(name), type(block).__name__)
@@ -143,7 +144,7 @@ class Editor(OpenedGraph):
     def inlined(
         self, site: Site, name: str, block: nn.Module, args: list[Any], last: fx.Node
     ) -> tuple[Any, list[fx.Node]]:
-        """A block whose own code is put in, so that a saved graph needs no class of its."""
+        """Inline a block's own code, so that a saved graph does not need its class; return its result, and the new nodes."""
         where = f"{site.rule.where}: " if str(site.rule.where) else ""
         what = f"{where}{self.p.name}: {type(block).__name__} at '{site.node or site.path or 'the model'}'"
         sub = self.traces.of(block, args, {}, what)
@@ -160,12 +161,12 @@ class Editor(OpenedGraph):
     def node(
         self, op: str, target: Any, args: Any, site: Site, after: fx.Node, name: str | None = None, block: str = ""
     ) -> fx.Node:
-        """A new node behind another, which says which pass put it in."""
+        """Insert a new node after another, with the provenance metadata of the pass."""
         meta = {"nn_module_stack": ROOT, "pass": self.made_by(site, block)}
         return insert(self.graph, op, target, args, after=after, name=name, meta=meta)
 
     def made_by(self, site: Site, block: str) -> dict[str, Any]:
-        """What a node says about the pass that put it in."""
+        """Return the provenance metadata for a node inserted by this pass."""
         rule = site.rule
         return {
             "name": self.p.name,
@@ -177,7 +178,7 @@ class Editor(OpenedGraph):
         }
 
     def member(self, value: Any, key: int | str, new: list[fx.Node]) -> Any:
-        """A member of a block's result, which is a node or nested nodes."""
+        """Return a member of a block's result, which is a node or nested nodes."""
         if not isinstance(value, fx.Node):
             return value[key] if not isinstance(value, Mapping) or key in value else getattr(value, str(key))
         after = value
@@ -189,7 +190,7 @@ class Editor(OpenedGraph):
         return item
 
     def check_structure(self, site: Site, result: Any) -> None:
-        """Refuse a result that is nested otherwise than the value it takes the place of."""
+        """Raise an error for a result that is nested differently from the value it replaces."""
         if isinstance(result, fx.Node) and result.op == "call_module":
             return  # what a block returns that is called is known when it runs
         tree = members(self.regions, site.port) if site.port.with_members else site.port
@@ -203,7 +204,7 @@ class Editor(OpenedGraph):
     # --- the places that are changed
 
     def stacked(self, site: Site) -> bool:
-        """Whether a replacement meets one that is there already. Raises ClashError where the two cannot be combined."""
+        """Return whether a replacement meets an existing one. Raises ClashError if the two cannot be combined."""
         if site.rule.place != "replace" or site.node:
             return False
         path = site.path.partition("@")[0]
@@ -224,7 +225,7 @@ class Editor(OpenedGraph):
         return False
 
     def slots(self, site: Site) -> list[tuple[tuple[int | str, ...], ValueUse]]:
-        """The places where the values that a site changes are written, with their keys in what the block returns."""
+        """Return the uses of the values that a site changes, with their keys in the block's result."""
         if site.node:
             node = self.by_name[site.node]
             port = site.operand
@@ -238,7 +239,7 @@ class Editor(OpenedGraph):
         return [(keys, self.slot(port)) for keys, port in flat_ports(members(self.regions, site.port))]
 
     def slot(self, port: Port) -> ValueUse:
-        """Where the value at a port is written: all its users, or the one argument or edge that the port is."""
+        """Return the uses of the value at a port: all its users, or the one argument or edge of the port."""
         region = self.regions.by_key[port.path]
         if port.side == "in":
             _, index, reader = find_input(self.regions, region, port)
@@ -257,7 +258,7 @@ class Editor(OpenedGraph):
     # --- what a block is called with
 
     def argument(self, site: Site, index: int, slots: list[tuple[Any, ValueUse]]) -> Any:
-        """The value of one of a rule's arguments as it is now: a node, or nodes in the structure of a whole value."""
+        """Return the current value of one of a rule's arguments: a node, or nodes in the structure of a whole value."""
         value = site.args[index]
         if value.kind == "changed":
             return slots[0][1].value
@@ -277,7 +278,7 @@ class Editor(OpenedGraph):
         return self.value_at(value.port, site)
 
     def value_at(self, port: Port, site: Site) -> Any:
-        """The value at a port as it is now: of a parameter, of one port, or of all that a whole one has."""
+        """Return the current value at a port: of a parameter, of one port, or of all members of a whole value."""
         if port.side == "param":
             return self.parameter(port)
         if port.with_members:
@@ -285,9 +286,9 @@ class Editor(OpenedGraph):
         return self.now(port, site)
 
     def now(self, port: Port, site: Site) -> fx.Node:
-        """The value at a port, with the blocks that are there already.
+        """Return the current value at a port, after the blocks inserted so far.
 
-        At the edge that the site changes it is the value before the edge, which then takes the block's result.
+        At the edge that the site changes it is the value before the edge, which then gets the block's result.
         """
         node = source(self.regions, port)
         region = self.regions.by_key[port.path]
@@ -300,7 +301,7 @@ class Editor(OpenedGraph):
         return node
 
     def parameter(self, port: Port) -> fx.Node:
-        """A parameter as it is now: what a block made of it, or a node at the head of the graph that reads it."""
+        """Return the current value of a parameter: the result of a block, or a node at the start of the graph that reads it."""
         if (mapped := self.behind.get(f"param:{port.path}.{port.keys[0]}")) is not None:
             return mapped
         name = f"{port.path}.{port.keys[0]}".lstrip(".")
@@ -310,7 +311,7 @@ class Editor(OpenedGraph):
     # --- parameters
 
     def map_parameter(self, site: Site, name: str, block: nn.Module) -> None:
-        """Let a block map a parameter before it is used: the code of a leaf that holds it comes into the graph."""
+        """Insert a block between a parameter and its readers: a leaf that owns it is inlined."""
         path, own = site.port.path, str(site.port.keys[0])
         full = f"param:{path}.{own}"
         for region in self.regions.calls.get(path, []):
@@ -348,7 +349,7 @@ class Editor(OpenedGraph):
     # --- what goes
 
     def drop(self, site: Site) -> None:
-        """Erase what was replaced and nothing uses any more: an operation, or the nodes of a region."""
+        """Erase what was replaced and is unused: an operation, or the nodes of a region."""
         if site.node:
             erase_unused([self.by_name[site.node]])
             return

@@ -28,7 +28,7 @@ CHECKS = ENTRY  # of the inputs, which are the host's values here
 
 
 def traced(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> TracedModule:
-    """A module's graph for values of a host graph, whose shapes stand for them. Raises TraceError that says `what` it was."""
+    """Trace a module for values of a host graph, represented by their shapes. Raises TraceError that names it by `what`."""
     if isinstance(module, TracedModule):
         return module
     try:
@@ -55,7 +55,7 @@ class Traces:
         self._homes: dict[int, str] = {}
 
     def of(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> TracedModule:
-        """The trace of a module for values of these shapes. Leaves that differ in their weights alone share one."""
+        """Return the trace of a module for values of these shapes. Leaves that differ in their weights alone share one."""
         rows = map_leaves((args, dict(kwargs)), lambda n, _: meta_of(n), kind=fx.Node)
         own: Any = id(module)
         if not module._modules and type(module).__module__.startswith("torch.nn."):
@@ -70,10 +70,10 @@ class Traces:
         return found
 
     def share_weights(self, name: str, block: nn.Module, own: nn.Module, tree: nn.Module) -> dict[str, str]:
-        """What is in a module that another block has too, with its names in that one; `own` has it no longer.
+        """Return the names in another block of modules that this block shares with it; they are removed from `own`.
 
-        `own` is the tree of the block's trace, which stands at `name` in `tree`. A module stands in the first block that has
-        it, with what all of them call.
+        `own` is the tree of the block's trace, at `name` in `tree`. A module is in the first block that has it, with what all
+        of them call.
         """
         found = {}
         for child, module in block.named_children():
@@ -88,10 +88,10 @@ class Traces:
         return found
 
     def weights_of_base(self, name: str, own: nn.Module, tree: nn.Module) -> dict[str, str]:
-        """Those constants of a trace that are weights of the model, with the model's names; `own` has them no longer.
+        """Return the constants of a trace that are weights of the model, with the model's names; they are removed from `own`.
 
-        `own` stands at `name` in `tree`: its own buffers that are not saved look like constants, and stay.
-        A block that reads the layer it was made for (`site.module.weight`) finds the layer's own weight that way.
+        `own` is at `name` in `tree`: its own buffers that are not saved look like constants, and stay. A block that reads the
+        layer it was made for (`site.module.weight`) finds the layer's own weight this way.
         """
         if not self._base:
             self._base = {_memory(tensor): name for name, tensor in reversed(list(named_tensors(tree)))}
@@ -108,7 +108,7 @@ class Traces:
 
 
 def _move(own: nn.Module, home: nn.Module, module: nn.Module) -> None:
-    """Take out of a tree what `module` has, and let `home` have the layers that it calls; constants of the trace stay."""
+    """Remove the tensors of `module` from a tree, and move the layers that it calls to `home`; constants of the trace stay."""
     own._parameters.clear()
     for key in module._buffers:
         own._buffers.pop(key, None)
@@ -123,7 +123,7 @@ def _move(own: nn.Module, home: nn.Module, module: nn.Module) -> None:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What tells the memory of a tensor, on the meta device too: a detached one has the same."""
+    """Return a key that identifies the tensor's storage and geometry, on the meta device too: a detached one has the same."""
     return memory_id(tensor.untyped_storage()), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
@@ -152,7 +152,7 @@ class Graft:
         self.base: dict[str, str] = {}  # constants that are weights of the host
 
     def put(self, graph: fx.Graph, inputs: Mapping[str, Any]) -> Any:
-        """Copy the nodes of a graph in; gives its result, nested as it is, in nodes of the host."""
+        """Copy the nodes of a graph; return its result, with the same nesting, in nodes of the host."""
         result = None
         given = [n for n in leaves(dict(inputs)) if isinstance(n, fx.Node)]
         if given and any(n.target in MODES for n in graph.nodes if n.op == "call_function"):
@@ -171,11 +171,11 @@ class Graft:
         return result
 
     def mapped(self, value: Any) -> Any:
-        """A nested value of the graph that is copied, in nodes of the host."""
+        """Map a nested value of the copied graph to nodes of the host."""
         return fx.node.map_arg(value, lambda n: self.values[n])
 
     def copied(self, node: fx.Node) -> Any:
-        """What stands for a node in the host: a copy of it, or the value itself for an edge or an item that needs none."""
+        """Return the host's counterpart of a node: a copy of it, or the value itself for an edge or an item that needs none."""
         port = node.meta.get("port")
         args, kwargs = self.mapped(node.args), self.mapped(node.kwargs)
         if node.target is operator.getitem and not isinstance(args[0], fx.Node):
@@ -202,7 +202,7 @@ class Graft:
         return new
 
     def join(self, key: str) -> str:
-        """The key of a region of the graph that is put in, in the host."""
+        """Return the host's key of a region of the inserted graph."""
         base, _, call = self.key.partition("@")
         inner, _, inner_call = key.partition("@")
         calls = "_".join(filter(None, [call, inner_call]))
@@ -214,7 +214,7 @@ def _is_result_class(kind: Any) -> bool:
 
 
 def opened(result: Any, nodes: list[fx.Node]) -> Any:
-    """A result with the members of the result classes that `nodes` build for it; what built them leaves the graph."""
+    """Replace the result classes that `nodes` build for a result by their members; erase what built them."""
     if isinstance(result, fx.Node) and result in nodes and result.op == "call_function" and _is_result_class(result.target):
         found: Any = tuple(result.args)
         if result.kwargs or not issubclass(result.target, tuple):  # type: ignore[arg-type]
@@ -232,13 +232,13 @@ def opened(result: Any, nodes: list[fx.Node]) -> Any:
 
 
 def head(graph: fx.Graph) -> fx.Node:
-    """The last of the nodes that a graph begins with: its inputs."""
+    """Return the last of the inputs at the start of a graph."""
     last: fx.Node = [node for node in graph.nodes if node.op == "placeholder"][-1]
     return last
 
 
 def check_nested(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], what: str) -> None:
-    """Raises SpecError for a TransformerEncoder that leaves out padded tokens, in evaluation without gradients alone."""
+    """Raise SpecError for a TransformerEncoder that drops padded tokens only in evaluation without gradients."""
     if not isinstance(module, nn.TransformerEncoder) or not module.use_nested_tensor:
         return
     given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
@@ -265,19 +265,19 @@ class OpenedGraph:
         self.behind: dict[str, fx.Node] = {n.meta["behind"]: n for n in graph.nodes if "behind" in n.meta}
 
     def of_mode(self, sub: TracedModule) -> fx.Graph:
-        """The graph of a traced block for this mode. Raises BothModes where the block has more modes than the model."""
+        """Return the graph of a traced block for this mode. Raises BothModes if the block has more modes than the model."""
         if len(sub.graphs) > self.modes:
             raise BothModes
         return sub.graphs.get(self.mode) or next(iter(sub.graphs.values()))
 
     def newest(self, node: fx.Node) -> fx.Node:
-        """What the users of a leaf's result see now: the result of the last block put behind it."""
+        """Return what the users of a leaf's result now see: the result of the last block after it."""
         while node.name in self.behind:
             node = self.behind[node.name]
         return node
 
     def open(self, region: Region, reason: str) -> None:
-        """Put a leaf's own code in the place of its call; `reason` says for what."""
+        """Replace a leaf's call by its own code; `reason` says for what."""
         leaf = region.leaf
         assert leaf is not None
         module = self.tree.get_submodule(region.path)
@@ -310,7 +310,7 @@ class OpenedGraph:
         replace_leaf_uses(leaf, result)
 
     def add_edges(self, region: Region) -> None:
-        """Make a leaf a region with edges of its own, so that its place stays when its call goes."""
+        """Make a leaf a region with edges of its own, so that its place remains when its call is replaced."""
         leaf = region.leaf
         assert leaf is not None
         stack = leaf.meta["nn_module_stack"]
@@ -336,14 +336,14 @@ class OpenedGraph:
     def edge(
         self, value: fx.Node, port: Port, index: int, stack: dict[str, Any], before: fx.Node | None = None
     ) -> fx.Node:
-        """A new edge, behind its value or before a node: the port of a region."""
+        """Insert an edge, after its value or before a node, as the port of a region."""
         name = identifier("_".join([port.path, *(["in"] if port.side == "in" else ["out"]), *map(str, port.keys)]))
         meta = {**meta_of(value), "port": port, "index": index, "nn_module_stack": stack}
         return insert(self.graph, "call_function", ops.edge, (value,), after=value, before=before, name=name, meta=meta)
 
     @cached_property
     def inside(self) -> dict[str, list[fx.Node]]:
-        """The nodes of regions by the regions around them."""
+        """Nodes of regions by the regions around them."""
         found: dict[str, list[fx.Node]] = {}
         for node in self.graph.nodes:
             if not added(node) and node.op not in ("placeholder", "output"):
@@ -352,7 +352,7 @@ class OpenedGraph:
         return found
 
     def now_inside(self, nodes: list[fx.Node]) -> None:
-        """Note nodes that were put into regions."""
+        """Record nodes that were put into regions."""
         for node in nodes:
             for key in node.meta["nn_module_stack"]:
                 self.inside.setdefault(key, []).append(node)

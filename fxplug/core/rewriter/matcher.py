@@ -33,10 +33,11 @@ from .sites import Site, Sites, Value, flat_ports, input_name, local, map_ports,
 
 
 def find(gm: TracedModule, p: Pass) -> Sites:
-    """List every site of a pass on a traced module, rule by rule in the order the regions ran. Changes nothing.
+    """Return every site of a pass on a traced module, rule by rule in the order the regions ran. Changes nothing. Changes
+    nothing.
 
-    Raises MatchError when a rule matches another number of places than it expects, with the nearest misses; ClashError
-    when two rules of the pass want the same place; SpecError for an address that cannot be read, and an outlined module.
+    Raises MatchError when a rule matches another number of places than it expects, with the nearest misses; ClashError when two
+    rules of the pass want the same place; SpecError for an address that cannot be read, and an outlined module.
     """
     if "regions" in gm.meta:
         finding = "this module has regions as modules of their own"
@@ -139,7 +140,7 @@ class _Finder:
         return [_Place(hit, port)]
 
     def at_operation(self, hit: Hit, node: fx.Node, before: bool) -> _Place:
-        """The tensor that an operation reads, or the result or member of it, that the rule's `port` names."""
+        """Return the tensor that an operation reads, or the result or member of it, that the rule's `port` names."""
         relative = parse_relative(self.rule.port or ("x" if before else "y"), hit.key)
         assert relative is not None
         if before:
@@ -149,7 +150,7 @@ class _Finder:
         return _Place(hit, replace(relative, keys=(node.name, *relative.keys)), node)
 
     def named(self, hit: Hit) -> Port:
-        """The port that a rule names in its path or as its `port`; else the first input or the result."""
+        """Return the port that a rule names in its path or as its `port`; else the first input or the result."""
         side = "in" if self.rule.place == "before" else "out"
         pattern = self.rule.match.patterns[hit.pattern]
         named = parse_port(pattern)
@@ -186,7 +187,7 @@ class _Finder:
         return [Port(path, "param", (name,)) for name in found]
 
     def order(self, port: Port) -> fx.Node:
-        """When the value at a port was computed: nodes compare by their place in the graph."""
+        """Return the node that computes the value at a port: nodes compare by their position in the graph."""
         node = source(self.regions, port if not port.with_members else flat_ports(port_members(self.regions, port))[0][1])
         region = self.regions.by_key[port.path]
         if port.side == "in" and region.leaf is None:
@@ -223,7 +224,7 @@ class _Finder:
         )
 
     def edges(self, key: str, port: Port) -> dict[str, Value | None]:
-        """x, a region's first input, y, its only result or of several the one that is changed, and value, what is changed."""
+        """Return x, a region's first input, y, its only result or the changed one of several, and value, the changed value."""
         if port.with_members:
             return {"x": self.edge(Port(key, "in")), "y": self.edge(Port(key, "out")), "value": self.read(str(port), port)}
         value = None if port.side == "param" else self.edge(port)
@@ -236,14 +237,14 @@ class _Finder:
         return {"x": first, "y": changed or self.edge(Port(key, "out")), "value": changed}
 
     def edge(self, port: Port) -> Value | None:
-        """The value at a port; None where there is none or where several are there."""
+        """Return the value at a port; None if there is none or there are several."""
         try:
             return _value(str(port), source(self.regions, port), port)
         except MatchError:
             return None
 
     def at_node(self, node: fx.Node, port: Port) -> dict[str, Value | None]:
-        """x, the first tensor that an operation reads, y, its result, and value, what is changed of these."""
+        """Return x, the first tensor that an operation reads, y, its result, and value, the changed one of these."""
         given = operands((node.args, node.kwargs))
         values = {"x": _value("x", next(iter(given), None), X, "operand"), "y": _value("y", node, Y, "operand")}
         index = find_operand(node, port) if port.side == "in" else None
@@ -279,7 +280,7 @@ class _Finder:
         return self.read(address, relative or parse_port(local(address, self.p)))
 
     def operand(self, node: fx.Node, text: str, port: Port) -> Value:
-        """`x[1]` of an operation: its second tensor; `x[:]`: all of them, in a tuple."""
+        """Return `x[1]` of an operation, its second tensor, or `x[:]`, all of them in a tuple."""
         given = operands((node.args, node.kwargs))
         if port.side == "in" and port.keys == (WHOLE,):
             return Value(text, members=tuple(_value(text, one, port, "operand") for one in given), port=port, kind="operand")
@@ -303,7 +304,7 @@ class _Finder:
         return found
 
     def paired(self, places: list[_Place]) -> dict[int, list[str]]:
-        """Arguments that are patterns of their own: the values they find, which pair with the sites by order."""
+        """Return, for arguments with their own patterns, the values they match, which pair with the sites by order."""
         named = {name for pattern in self.rule.match.patterns for name in compile_pattern(parse_port(pattern).path).groupindex}
         found: dict[int, list[str]] = {}
         for index, item in enumerate(self.rule.args):
@@ -341,20 +342,20 @@ NAMES = re.compile(r"\{([^\W\d]\w*)\}")
 
 
 def _unsliced(pattern: str) -> str:
-    """A pattern with `{i=0:12}` as `{i}`, and without the slices that catch nothing."""
+    """Return a pattern with `{i=0:12}` as `{i}`, and without the slices that capture nothing."""
     return SLICE.sub(lambda found: f"{{{found['name']}}}" if found["name"] else "0", pattern)
 
 
 def fill(text: str, caught: Mapping[str, str]) -> str:
-    """`text` with each `{i}` replaced by what was caught."""
+    """Return `text` with each `{i}` replaced by its captured value."""
     return NAMES.sub(lambda found: caught.get(found[1], found[0]), text)
 
 
 def reads(regions: Regions, path: str, name: str, mapped: bool = False) -> list[tuple[fx.Node, fx.Node]]:
-    """Where a graph itself reads a module's parameter: the node of the value and the one that uses it.
+    """Return the reads of a module's parameter by the graph itself: the node of the value and the one that uses it.
 
-    A block that maps the parameter is no such use, unless `mapped` asks for them too. A tied parameter has several names; a
-    use belongs to the module in whose code it stands, else to the first name.
+    A block that maps the parameter is no such use, unless with `mapped`. A tied parameter has several names; a use belongs to
+    the module whose code it is in, else to the first name.
     """
     module = regions.module(path)
     wanted = module._parameters[name]
@@ -391,7 +392,7 @@ def _value(address: str, node: fx.Node | None, port: Port, kind: Literal["port",
 
 
 def _check_each(gm: TracedModule, p: Pass, rule: Rule) -> None:
-    """Raises MatchError for a pattern of several, or a name among several in braces, that matches nothing."""
+    """Raise MatchError for a pattern of several, or a name among several in braces, that matches nothing."""
     views = regions_of(gm)
     finders = [_Finder(regions, gm, p, rule) for regions in views]
     plain = not rule.match.op and rule.place != "param"  # then each hit is a place

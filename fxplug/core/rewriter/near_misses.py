@@ -17,14 +17,14 @@ from .sites import Site
 
 
 def wrong_total(regions: Regions, p: Pass, found: Sequence[Site]) -> str:
-    """The text of the error about another number of sites than a whole pass expects."""
+    """Return the error message for a number of sites other than a whole pass expects."""
     if len(p.rules) == 1:
         return wrong_count(regions, p, replace(p.rules[0], expect=p.expect), found)
     return f"{p.where or p.name}: {p.name}: its {len(p.rules)} rules matched {len(found)} places, expected {p.expect}"
 
 
 def wrong_count(regions: Regions, p: Pass, rule: Rule, found: Sequence[Site]) -> str:
-    """The text of the error about another number of sites than a rule expects."""
+    """Return the error message for a number of sites other than a rule expects."""
     match = rule.match
     what = f"'{match.path}'" if isinstance(match.path, str) else str(list(match.path))
     op, count = rule.expect
@@ -48,7 +48,7 @@ def _own(regions: Regions, hit: Hit) -> list[str]:
 
 
 def misses(regions: Regions, match: Match) -> list[str]:
-    """Which condition failed, and what comes nearest."""
+    """Describe which condition failed, and the nearest misses."""
     if match.within and (around := [h.key for h in hits(regions, Match(match.path))]):
         wanted = [c if isinstance(c, str) else c.__name__ for c in match.within]
         below = [k for k in regions.ran if any(k.startswith(f"{a}.") or not a for a in around)]
@@ -78,7 +78,7 @@ def misses(regions: Regions, match: Match) -> list[str]:
 
 
 def _below(regions: Regions, match: Match) -> list[str]:
-    """The pattern for what is inside of the places that meet a path, where that has the wanted class."""
+    """Return the pattern for the children of the places that match a path, if these have the wanted class."""
     for pattern in match.patterns:
         if not pattern.startswith("re:") and ":" not in pattern and not pattern.endswith("**"):
             deeper = f"{pattern}*" if pattern.split(".")[-1] == "*" else f"{pattern}.**"
@@ -109,7 +109,7 @@ def _near_paths(regions: Regions, match: Match, pattern: str, by_class: list[str
 
 
 def _no_end(regions: Regions, path: str) -> str:
-    """Why a bare name is no region, nor the end of one."""
+    """Return why a bare name is no region, nor the end of one."""
     found, depth = no_region(regions, path), path.count(".") + 1
     if "did you mean" in found or "never called" in found or "replaced" in found:
         return found
@@ -118,7 +118,7 @@ def _no_end(regions: Regions, path: str) -> str:
 
 
 def _meant(regions: Regions, match: Match, pattern: str) -> str:
-    """What a pattern or an expression that begins elsewhere would find if it were looked for anywhere in a path."""
+    """Describe what a pattern or an expression would match anywhere in a path, if it does not match from the start."""
     anywhere, must = f"**.{pattern}", "a pattern must match the whole path"
     if pattern.startswith("re:"):
         expression = pattern.removeprefix("re:").removeprefix("^")

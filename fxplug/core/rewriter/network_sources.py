@@ -19,9 +19,10 @@ from ..spec.rules import Pass, is_target
 
 
 def network_module(gm: TracedModule, p: Pass, name: str, spec: Mapping[str, Any]) -> nn.Module:
-    """The module of a network: given as such, a diffusers folder or configuration, or made from the host.
+    """Return the module of a network: a given one, a diffusers folder or configuration, or one made from the host.
 
-    What is made here goes to the model's device. Raises SpecError for a given one that lies where nothing of the model does.
+    A new one is moved to the model's device. Raises SpecError for a given one on a device without any of the model's
+    weights.
     """
     use, what = spec["use"], f"{p.name}: network '{name}'"
     network = use if isinstance(use, nn.Module) else _made(gm, p, use, spec.get("options") or {}, what)
@@ -59,13 +60,13 @@ def _made(gm: TracedModule, p: Pass, use: Any, options: Mapping[str, Any], what:
 
 
 def _near(gm: TracedModule) -> torch.Tensor:
-    """A weight of the model, for the device and dtype of what is new."""
+    """Return a weight of the model, for the device and dtype of new modules."""
     return next((t for t in gm.parameters() if t.dtype in DEFAULTS), torch.empty(0))
 
 
 @contextmanager
 def _like(gm: TracedModule) -> Iterator[None]:
-    """New modules lie where the model does, in its dtype."""
+    """Create new modules on the model's device, in its dtype, inside the context."""
     near = _near(gm)
     before = torch.get_default_dtype()
     torch.set_default_dtype(near.dtype)

@@ -28,14 +28,14 @@ from .sites import input_name, local, own_inputs
 
 
 def factors(size: int | str) -> list[int | str]:
-    """A size as its factors: `8*h` is 8 and h."""
+    """Return the factors of a size: `8*h` is 8 and h."""
     if isinstance(size, int):
         return [size]
     return [int(part) if part.isdigit() else part for part in re.split(r"\s*\*\s*", size.strip())]
 
 
 def named_sizes(gm: TracedModule, p: Pass) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """What the names in the shapes of a pass's inputs stand for; and what those that nothing binds may stand for."""
+    """Return the values of the names in the shapes of a pass's inputs; and the candidates for unbound ones."""
     own = own_inputs(gm, p)
     bound: dict[str, int] = {}
     placeholders = {str(n.target): n for n in gm.graph.nodes if n.op == "placeholder"}
@@ -56,7 +56,7 @@ def named_sizes(gm: TracedModule, p: Pass) -> tuple[dict[str, int], dict[str, li
 
 
 def find_bare_names(own: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """The names that are the whole of a size where the inputs of a pass have them first: nothing else depends on such a size.
+    """Return the names that are a whole size where the inputs of a pass first have them: nothing else depends on such a size.
 
     A name that is a factor first, as f in `f*h`, is a ratio that the blocks of the pass decide; it is found by trying.
     """
@@ -76,9 +76,9 @@ GATES = "gates"  # the network that a pass with slots brings
 
 
 def _with_gates(gm: TracedModule, p: Pass) -> Pass:
-    """A pass with slots as one whose network `gates` says what each sample takes of them; each block gets its result.
+    """Add the network `gates` to a pass with slots, which computes each sample's weights of them; each block gets its result.
 
-    Raises SpecError for a rank that is none, or where the model has no input with samples.
+    Raises SpecError for an invalid rank, or if the model has no input with samples.
     """
     if not p.slots or GATES in p.networks:
         return p
@@ -100,7 +100,8 @@ def _with_gates(gm: TracedModule, p: Pass) -> Pass:
 
 
 def _samples(gm: TracedModule, p: Pass) -> str:
-    """The address of the input whose first dimension has the samples: the one that the pass names, else the first with any."""
+    """Return the address of the input with the samples in its first dimension: the one that the pass names, else the first
+    tensor."""
     regions = Regions(gm.graph, gm)
     inputs = regions.by_key[""].inputs
     if p.samples is None:
@@ -124,9 +125,9 @@ def _samples(gm: TracedModule, p: Pass) -> str:
 
 
 def join(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
-    """`gm` with the inputs and networks of a pass in its graph and module tree; `gm` itself when the pass has none.
+    """Return `gm` with the inputs and networks of a pass in its graph and module tree; or `gm` itself if the pass has none.
 
-    The pass comes back with the network that its slots need. Raises SpecError, MatchError or TraceError for an input or
+    The pass is returned with the network that its slots need. Raises SpecError, MatchError or TraceError for an input or
     network that does not fit the model.
     """
     p = _with_gates(gm, p)
@@ -159,7 +160,7 @@ def join(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
 
 
 def _differences(gm: TracedModule, name: str, module: nn.Module) -> str:
-    """The weights that a network and the model have under one name, in other shapes."""
+    """List the weights that a network and the model have under one name, in other shapes."""
     host = {key: list(value.shape) for key, value in gm.state_dict().items()}
     rows = [
         f"\n  {key} is {list(value.shape)} in '{name}' and {host[key]} in the model"
@@ -211,7 +212,7 @@ def _place(tree: nn.Module, owner: str, name: str, sub: TracedModule, training: 
 
 
 def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int]) -> None:
-    """New arguments of the model, each with a check and an edge, as its own inputs have them."""
+    """Add new arguments to the model, each with a check and an edge, like its own inputs."""
     dtypes = [n.meta["dtype"] for n in graph.nodes if n.op == "placeholder" and "dtype" in n.meta]
     floating = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
     alone = find_bare_names(own_inputs(gm, p))
@@ -245,9 +246,9 @@ def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int
 def _expected(
     node: fx.Node, p: Pass, spec: Mapping[str, Any], own: Mapping[str, fx.Node], sizes: Mapping[str, int], alone: set[str]
 ) -> tuple[tuple[Any, ...] | None, str]:
-    """The sizes an input must have: numbers, None where any will do, (input, dimension, factor) where another input says.
+    """Return the sizes an input must have: numbers, None for any size, (input, dimension, factor) for sizes of another input.
 
-    A name of those `alone` that no input before has may be any size; from then on this input says it.
+    A name of those `alone` that no earlier input has may be any size; from then on this input determines it.
     """
     if spec["shape"] is None:
         return None, ""
@@ -305,7 +306,7 @@ class _Arguments:
             ) from None
 
     def of_host(self, name: str) -> Any:
-        """The model's own input of that name, with its members."""
+        """Return the model's own input of that name, with its members."""
         rows = [port for port, _, _ in self.regions.by_key[""].inputs if port.keys[0] == name]
         if rows:
             return self.nodes(members(self.regions, Port("", "in", (name, WHOLE))))

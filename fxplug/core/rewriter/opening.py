@@ -15,7 +15,7 @@ from .matches import admitted, catches_all, composites, hits, of_any_class
 
 
 def open_for(gm: TracedModule, p: Pass) -> TracedModule:
-    """The traced module with those composites opened within which a rule of the pass names something; itself where none does.
+    """Return the traced module with those composites opened in which a rule of the pass names a module; or itself.
 
     A pattern that names no place (`**`, `all-linear`) opens nothing. Raises TraceError or SpecError for one whose code cannot
     be recorded.
@@ -26,7 +26,7 @@ def open_for(gm: TracedModule, p: Pass) -> TracedModule:
 
 
 def opened(gm: TracedModule, paths: Collection[str], p: Pass) -> TracedModule:
-    """The traced module with the code of these modules in the place of their calls, as part of a pass."""
+    """Return the traced module with the calls of these modules replaced by their code, as part of a pass."""
     tree, traces = shell(gm), Traces()
 
     def edited(modes: Mapping[bool, fx.Graph]) -> dict[bool, Graph]:
@@ -48,19 +48,19 @@ def opened(gm: TracedModule, paths: Collection[str], p: Pass) -> TracedModule:
 
 
 def unopened(regions: Regions) -> dict[str, list[str]]:
-    """The composites that a graph calls, each with the paths of the modules in it."""
+    """Return the composites that a graph calls, each with the paths of the modules in it."""
     leaves = {region.path for region in regions.by_key.values() if region.leaf is not None and region.path}
     known = {path: module for path, module in composites(regions.root).items() if path in leaves}
     return {path: [f"{path}.{name}" for name, _ in module.named_modules() if name] for path, module in known.items()}
 
 
 def reads_weights_directly(root: nn.Module, path: str) -> bool:
-    """Whether a module is one whose weights the module around it reads without calling it: `out_proj` of an attention."""
+    """Return whether the module around another reads its weights without calling it: `out_proj` of an attention."""
     return isinstance(root.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention)
 
 
 def _named(regions: Regions, p: Pass) -> list[str]:
-    """The composites of a graph within which a rule names a module that it can act on."""
+    """Return the composites of a graph in which a rule names a module that it can act on."""
     inside = {inner: path for path, names in unopened(regions).items() for inner in names}
     known = regions.with_modules(inside)
     return [
@@ -73,7 +73,7 @@ def _named(regions: Regions, p: Pass) -> list[str]:
 
 
 def _acts(regions: Regions, rule: Rule, path: str) -> bool:
-    """Whether a rule can act on a module within a composite, once that is open."""
+    """Return whether a rule can act on a module in a composite, once that is open."""
     if rule.place == "param":
         return bool(admitted(regions, path, rule.match, rule.port or "weight"))
     return not reads_weights_directly(regions.root, path)

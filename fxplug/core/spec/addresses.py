@@ -41,12 +41,12 @@ class Port:
 
     @property
     def with_members(self) -> bool:
-        """Whether this stands for a value with all its members."""
+        """Return whether this is a value with all its members."""
         return self.keys[-1:] == (WHOLE,) or self.keys == (NAMED,)
 
     @property
     def each(self) -> bool:
-        """Whether this stands for several values."""
+        """Return whether this stands for several values."""
         return EACH in self.keys
 
 
@@ -64,9 +64,9 @@ SLICE = re.compile(r"\{(?:(?P<name>[^\W\d]\w*)=)?(?P<slice>-?\d+|(?:-?\d+)?:(?:-
 
 
 def parse_port(text: str) -> Port:
-    """Read `path`, `path:in`, `path:in[1]`, `path:in.name`, `path:out[1][0]` or `path:param.weight`.
+    """Parse `path`, `path:in`, `path:in[1]`, `path:in.name`, `path:out[1][0]` or `path:param.weight`.
 
-    Raises SpecError when the part behind the colon is none of these.
+    Raises SpecError if the part after the colon is none of these.
     """
     if text.startswith("re:"):
         split = re.match(rf"^(re:.*?)(:(?:in|out|param){KEYS})?$", text)
@@ -84,7 +84,7 @@ def parse_port(text: str) -> Port:
 
 
 def parse_relative(text: str, path: str = "") -> Port | None:
-    """Read `x`, `y`, `x[1]`, `y.sample`, `x[:]`: an argument or the result of the region at `path`; None for anything else."""
+    """Parse `x`, `y`, `x[1]`, `y.sample`, `x[:]`: an argument or the result of the region at `path`; None for anything else."""
     found = RELATIVE.match(text)
     return Port(path, "in" if found["side"] == "x" else "out", _keys(found["keys"])) if found else None
 
@@ -94,25 +94,25 @@ def _keys(text: str) -> tuple[int | str, ...]:
 
 
 def identifier(text: str) -> str:
-    """A module path or name as a Python identifier."""
+    """Return a module path or name as a Python identifier."""
     name = re.sub(r"\W", "_", text)
     return f"_{name}" if not name or name[0].isdigit() or keyword.iskeyword(name) else name
 
 
 def is_pattern(text: str) -> bool:
-    """Whether `text` can stand for more than one path."""
+    """Return whether `text` can match more than one path."""
     return text.startswith("re:") or any(mark in text for mark in "*{?")
 
 
 def is_bare(text: str) -> bool:
-    """Whether `text` is a path, or the end of one, without wildcards: `head`, `attn.to_q`, `attn.{to_q,to_k}`."""
+    """Return whether `text` is a path, or the end of one, without wildcards: `head`, `attn.to_q`, `attn.{to_q,to_k}`."""
     return bool(text) and not is_pattern(text if "*" in text or "?" in text else NAMES.sub("", text))
 
 
 def alternatives(text: str) -> list[str]:
-    """What a pattern stands for whose braces hold several names: `a.{b,c}` is `a.b` and `a.c`.
+    """Expand a pattern whose braces contain several names: `a.{b,c}` is `a.b` and `a.c`.
 
-    Raises SpecError for braces that stand for more than `MOST`.
+    Raises SpecError for more than `MOST`.
     """
     if text.startswith("re:"):
         return [text]
@@ -126,7 +126,7 @@ def alternatives(text: str) -> list[str]:
 
 
 def each_name(text: str) -> dict[str, str]:
-    """Each of the names in the braces of a pattern, with the pattern that has this one in their place."""
+    """Return each of the names in the braces of a pattern, with the pattern that has only this one."""
     parts = [] if text.startswith("re:") else NAMES.split(text)
     found: dict[str, str] = {}
     for index in range(1, len(parts), 2):
@@ -135,7 +135,7 @@ def each_name(text: str) -> dict[str, str]:
 
 
 def _wild(part: str) -> str:
-    """A part without braces as an expression; `**.**.` is no more than `**.`, and would be tried in as many ways."""
+    """Return a part without braces as an expression; `**.**.` is no more than `**.`, and would be tried in as many ways."""
     part = "**." if part.startswith("**.") else "**" if part.startswith("**") else part
     return WILD.get(part) or re.escape(part)
 
@@ -151,11 +151,11 @@ def _names(part: str, text: str) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def compile_pattern(text: str) -> re.Pattern[str]:
-    """A path pattern as a regular expression: exact, glob with `*` `**` `{i}` `{qkv,proj}`, or `re:`.
+    """Compile a path pattern to a regular expression: exact, glob with `*` `**` `{i}` `{qkv,proj}`, or `re:`.
 
-    `*` stays inside one dotted part, `**` crosses dots, `{name}` catches one part and gives it a name, `{qkv,proj}` is one of
-    these, `{0:12}` and `{-1}` are a number (`select` holds it to the slice). Behind `re:` stands a Python regular expression
-    that must match from the start of the path, as `re.match` does. Raises SpecError for an expression that does not compile.
+    `*` stays inside one dotted part, `**` crosses dots, `{name}` captures one part under a name, `{qkv,proj}` is one of these,
+    `{0:12}` and `{-1}` are a number (`select` checks the slice). After `re:` follows a Python regular expression that must
+    match from the start of the path, as `re.match` does. Raises SpecError for an expression that does not compile.
     """
     if text.startswith("re:"):
         return compile_expression(text[3:], lambda finding: SpecError(f"{shown(text)} {finding}"))
@@ -185,9 +185,10 @@ def compile_pattern(text: str) -> re.Pattern[str]:
 
 
 def chosen(pattern: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """What `select` gives; of a bare name that is none of the names, those that end with it behind a dot, as in PEFT.
+    """Return the matches of `select`; for a bare name that is none of the names, those that end with it after a dot, as in
+    PEFT.
 
-    So `head` is the model's own child of that name where there is one, and `to_q` every `...to_q` where there is none.
+    So `head` is the model's own child of that name if there is one, and `to_q` every `...to_q` if there is none.
     """
     if not is_bare(pattern):
         return select(pattern, names)
@@ -199,8 +200,8 @@ def chosen(pattern: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def select(pattern: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The names that `pattern` matches, each with what its groups caught. A slice that ends beyond what there is raises
-    MatchError."""
+    """Return the names that `pattern` matches, each with its captured groups. Raises MatchError for a slice beyond the existing
+    numbers."""
     regex = compile_pattern(pattern)
     if not pattern.startswith("re:") and SLICE.search(pattern):
         return _select_sliced(pattern, regex, list(names))
@@ -248,7 +249,7 @@ PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+){0,63}")
 
 
 def compile_expression(text: str, raises: Raises) -> re.Pattern[str]:
-    """A regular expression. Raises what `raises` makes for one that is none."""
+    """Compile a regular expression. Raises what `raises` makes for an invalid one."""
     try:
         return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
@@ -258,8 +259,8 @@ def compile_expression(text: str, raises: Raises) -> re.Pattern[str]:
 
 
 def _count_backtracks(expression: str, length: int) -> float:
-    """In how many ways a regular expression may split a name of so many characters, at most; no end where it repeats a group,
-    takes long to compile, or has a comment or a flag that lets spaces or letters stand for something else."""
+    """Return in how many ways a regular expression may split a name of so many characters, at most; infinity if it repeats a
+    group, takes long to compile, or has a comment or a flag that changes the meaning of spaces or letters."""
     if re.search(r"\)[*+{]|\(\?#|\(\?[a-zA-Z]*[ix]", expression):
         return math.inf
     repeats, choices = len(re.findall(r"[*+{]", expression)), len(re.findall(r"[?|]", expression))
@@ -269,10 +270,10 @@ def _count_backtracks(expression: str, length: int) -> float:
 def by_ending(
     tables: Sequence[Mapping[str, Any]], names: Sequence[str], raises: Raises, limits: Limits = DEFAULT
 ) -> list[dict[str, Any]]:
-    """What each table has for each name: the value of its first pattern that is the name or its end behind a dot, as PEFT reads
+    """Return each table's value for each name: that of its first pattern that is the name or its end after a dot, as PEFT reads
     `alpha_pattern`. A pattern is a regular expression from a stranger's file.
 
-    Raises what `raises` makes for one that is none, is longer than `limits.text`, or may be tried in too many ways.
+    Raises what `raises` makes for one that is invalid, is longer than `limits.text`, or may be tried in too many ways.
     """
     longest = max((len(pattern) for table in tables for pattern in table), default=0)
     if longest > limits.text:

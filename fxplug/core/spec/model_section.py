@@ -73,12 +73,12 @@ class ModelSpec(Section):
 
     @property
     def kind(self) -> str:
-        """Which of `timm`, `diffusers` and `call` is given."""
+        """Key that is given: `timm`, `diffusers` or `call`."""
         return next(kind for kind in KINDS if kind in self.model_fields_set)
 
     @property
     def target(self) -> Any:
-        """A name of timm's, an import path, or of diffusers a path or a configuration itself."""
+        """Name of a timm model, an import path, or for diffusers a path or a configuration itself."""
         return getattr(self, self.kind)
 
 
@@ -138,7 +138,7 @@ class WeightsSpec(Section):
         return self
 
     def find(self, base: Path) -> Path:
-        """The path of the file, relative to `base`. SpecError when there is none, or more than one."""
+        """Return the path of the file, relative to `base`. Raises SpecError if there is none, or more than one."""
         if self.package is None:
             path = base / self.file
             if not path.is_file():
@@ -201,7 +201,7 @@ InputSpec: TypeAlias = Tensor | Constant | dict[str, Any] | list[Any]  # Any: an
 
 
 def read_inputs(value: Any) -> dict[str, InputSpec]:
-    """The `inputs` section: what each example input is, by name. Raises SpecError."""
+    """Read the `inputs` section: the example inputs by name. Raises SpecError."""
     if not isinstance(value, Mapping):
         raise SpecError(f"must be a mapping of names, not {shown(value)}", path=("inputs",))
     return {str(name): _input(item, ("inputs", name)) for name, item in value.items()}

@@ -44,14 +44,14 @@ _RENAMED = {
 
 
 def present(path: str) -> str:
-    """The import path that a class of the package has now, for one that a file of an earlier version may have."""
+    """Return the current import path of a class of the package, for one from a file of an earlier version."""
     module, colon, name = path.partition(":")
     module = MOVED.get(module, module)
     return module + colon + _RENAMED.get(module, {}).get(name, name)
 
 
 def import_target(text: str, where: Where = NOWHERE) -> object:
-    """What `"package.module:Name"` names. Imports the module; SpecError says which part does not exist."""
+    """Import the object `"package.module:Name"`. Raises SpecError that says which part does not exist."""
     try:
         check_target(text)
     except SpecError as error:
@@ -77,7 +77,7 @@ def import_target(text: str, where: Where = NOWHERE) -> object:
 
 
 def _near(module: str, where: Where) -> str:
-    """A hint about a module that does not exist: the file that would be it, or the nearest name."""
+    """Return a hint for a module that does not exist: the file that would be it, or the nearest name."""
     package, _, leaf = module.rpartition(".")
     beside = Path(where.file).parent / f"{module}.py"
     if where.file and beside.is_file():
@@ -97,9 +97,9 @@ class AcceptedArguments:
 
 
 def accepted_arguments(target: Callable[..., Any], given: int = 0, leave: Collection[str] = ()) -> AcceptedArguments:
-    """What a callable takes; its first `given` parameters and those that `leave` names are none of a user's.
+    """Return the named parameters of a callable, without its first `given` ones and those in `leave`.
 
-    A class that shows no signature, as one written in C, takes nothing.
+    A class without a signature, as one written in C, has none.
     """
     try:
         parameters = list(inspect.signature(target).parameters.values())
@@ -122,7 +122,7 @@ def check_options(
     path: tuple[str, ...] = (),
     where: object = "",
 ) -> None:
-    """SpecError, about `name`, where a callable does not take the options, or needs more.
+    """Raise SpecError, about `name`, if a callable does not accept the options, or requires more.
 
     `given` and `leave` are those of `accepted_arguments`.
     """
@@ -137,7 +137,8 @@ def check_options(
 def check_known(
     options: Iterable[str], known: Collection[str], says: str, *, path: tuple[str, ...] = (), where: object = ""
 ) -> None:
-    """SpecError for an option that is not among the known ones, with the nearest: `says` begins it, `Lora has no option`."""
+    """Raise SpecError for an option that is not among the known ones, with the nearest: `says` begins it, `Lora has no
+    option`."""
     for key in options:
         if key not in known:
             finding = f"{says} '{key}'{did_you_mean(key, known)}; it takes {', '.join(known) or 'none'}"
@@ -148,14 +149,14 @@ HERE = Path(__file__).resolve().parents[2]
 
 
 def folder(kind: str) -> Path:
-    """passes/ or configs/: inside the installed package, or beside it in a checkout."""
+    """Return passes/ or configs/: inside the installed package, or beside it in a checkout."""
     return next((p for p in (HERE / kind, HERE.parent / kind) if p.is_dir()), HERE / kind)
 
 
 def shipped(kind: str) -> dict[str, Path]:
-    """The YAML files of fxplug and its extensions by bare name; `kind` is `passes` or `configs`.
+    """Return the YAML files of fxplug and its extensions by bare name; `kind` is `passes` or `configs`.
 
-    Raises ClashError where an extension's pass has the name of another.
+    Raises ClashError if an extension's pass has the name of another.
     """
     top = folder(kind)
     found = {p.relative_to(top).with_suffix("").as_posix(): p for p in sorted(top.rglob("*.yaml"))}
@@ -171,7 +172,7 @@ def shipped(kind: str) -> dict[str, Path]:
 
 
 def find_file(text: str | Path, kind: str, base: Path | None = None) -> Path:
-    """The file of a bare shipped name, or of a path relative to `base` (default: the working folder)."""
+    """Return the file of a bare shipped name, or of a path relative to `base` (default: the working folder)."""
     one = "pass" if kind == "passes" else "config"
     if str(text).endswith((".yaml", ".yml", ".json")):
         return (base or Path.cwd()) / text
@@ -201,12 +202,12 @@ def load_pass(
     allow: Sequence[str] | None = None,
     **params: Any,
 ) -> Pass:
-    """Read a pass and give it its parameters.
+    """Load a pass with its parameters.
 
-    `source` is the bare name of a shipped pass, the path of a YAML file (relative to `base`, else to the
-    working folder), a mapping with the same keys, or a Pass. `allow` lists the modules, beside fxplug's
-    own, whose blocks may be used; None allows all. `expect` is how many places the pass must find, such as `"==12"`.
-    Raises SpecError for anything unknown, missing or of the wrong type.
+    `source` is the bare name of a shipped pass, the path of a YAML file (relative to `base`, else to the working folder), a
+    mapping with the same keys, or a Pass. `allow` lists the modules, besides fxplug's own, whose blocks may be used; None
+    allows all. `expect` is the number of places that the pass must find, such as `"==12"`. Raises SpecError for anything
+    unknown, missing or of the wrong type.
     """
     given = {"name": name, "lr": lr, "weight_decay": weight_decay, "train": train, "expect": expect}
     common: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
@@ -287,19 +288,20 @@ class Draft:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The declared parameters with their defaults; `$required` stands where there is none."""
+        """Declared parameters with their defaults; `$required` for those without one."""
         return dict(self.source.data.get("params", {}))
 
     @property
     def maker(self) -> str:
-        """The import path of the function that makes the pass, where no rules are written; else an empty text."""
+        """Import path of the function that makes the pass, if it has no rules; else ""."""
         return str(self.source.data.get("make", ""))
 
     def made(self, given: Any, allow: Sequence[str] | None = None, base: str | Path | None = None) -> Pass:
-        """What `maker` makes of `given`, all that stands below the name of the pass: parameters and common settings.
+        """Return the pass that `maker` makes of `given`, the mapping below the name of the pass: parameters and common
+        settings.
 
-        A maker that takes `base` gets the folder that paths are relative to. Raises SpecError, as the maker does: its path or
-        key is of `given`.
+        A maker with a parameter `base` gets the folder that paths are relative to. Raises SpecError, as the maker does: its
+        path or key is relative to `given`.
         """
         at = self.source.where("make")
         _check_allowed(self.maker, allow, at, ("make",))
@@ -314,7 +316,7 @@ class Draft:
         return replace(made, numerics=self.source.data.get("numerics", made.numerics))
 
     def bind(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The defaults with `given` in their place, checked; SpecError's path or key names the parameter."""
+        """Return the defaults overridden by `given`, checked; SpecError's path or key names the parameter."""
         values = self.params
         for key, value in given.items():
             if key not in values:
@@ -336,7 +338,7 @@ class Draft:
     def build(
         self, values: Mapping[str, Any], common: Mapping[str, Any], allow: Sequence[str] | None = None
     ) -> Pass:
-        """The pass with every `$name` filled in from `values`, and the settings in `common`."""
+        """Return the pass with every `$name` filled in from `values`, and the settings in `common`."""
         source, data, used = self.source, self.source.data, set[str]()
         rules = []
         for index, raw in enumerate(data.get("rules", [])):
@@ -385,7 +387,7 @@ _REFERENCE = re.compile(r"\$(?:\$|([^\W\d]\w*))")
 def _fill(
     value: Any, values: Mapping[str, Any], used: set[str], source: Source, path: tuple[Any, ...]
 ) -> Any:
-    """`value` with each `$name` replaced: alone it keeps the parameter's type, within a text it is text."""
+    """Return `value` with each `$name` replaced: alone it keeps the parameter's type, within a text it is text."""
     if isinstance(value, Mapping):
         return {key: _fill(item, values, used, source, (*path, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -408,7 +410,7 @@ def _fill(
 
 
 def _wanted(default: Any, value: Any) -> str:
-    """What `value` should have been to agree with `default`; an empty text when it does."""
+    """Return the type that `value` should have had to agree with `default`; "" if it does."""
     if default is None or default == REQUIRED or (default in ([], {}) and isinstance(value, (Mapping, list, tuple))):
         return ""
     if isinstance(default, str) and is_target(default) and not isinstance(value, (bool, int, float, list, tuple)):
@@ -442,7 +444,7 @@ def _check_allowed(
 
 
 def _check_options(value: Any, allow: Sequence[str] | None, at: Where, path: Sequence[str | int]) -> None:
-    """Hold classes that options name, such as the plugin of a driver, to what is allowed."""
+    """Check classes that options name, such as the plugin of a driver, against `allow`."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):

@@ -35,9 +35,9 @@ def _passes(value: Any, info: ValidationInfo) -> list[Pass]:
 
 
 def read_passes(value: Any, base: Path) -> list[Pass]:
-    """The passes of a list such as `passes` of a configuration, whose paths are relative to `base`.
+    """Read the passes of a list such as `passes` of a configuration, whose paths are relative to `base`.
 
-    Raises SpecError, with the place in the list, for what is no pass or no parameter of one, and for a name given twice.
+    Raises SpecError, with the place in the list, for an unknown pass or parameter, and for a name given twice.
     """
     if not isinstance(value, list):
         raise SpecError(f"must be a list, not {shown(value)}")
@@ -118,16 +118,16 @@ class Config(Section):
 
     @property
     def base(self) -> Path:
-        """The folder that paths in this configuration are relative to."""
+        """Folder that paths in this configuration are relative to."""
         return self._base
 
     def where(self, *path: str | int) -> Where:
-        """The file and line of a value, as in `config.where("train", "steps")`."""
+        """Return the file and line of a value, as in `config.where("train", "steps")`."""
         return self._source.where(*path)
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Give a SpecError about a value of this configuration, raised while it is used, the file and line of the value."""
+        """Add file and line of the value to a SpecError about a value of this configuration, raised while it is used."""
         try:
             yield
         except SpecError as error:
@@ -143,12 +143,11 @@ def load_config(
     base: str | Path | None = None,
     limits: Limits = DEFAULT,
 ) -> Config:
-    """Read a run configuration.
+    """Load a run configuration.
 
-    `source` is the bare name of a shipped one, the path of a YAML file, or a mapping with the same keys
-    (its paths are then relative to `base`, else to the working folder). Items of `set` such as
-    `passes.0.lora.rank=8` change values first. `limits` bounds the file. All that is wrong raises SpecError with file and
-    line.
+    `source` is the bare name of a shipped one, the path of a YAML file, or a mapping with the same keys (its paths are then
+    relative to `base`, else to the working folder). Items of `set` such as `passes.0.lora.rank=8` change values first. `limits`
+    bounds the file. Any error raises SpecError with file and line.
     """
     if isinstance(source, Mapping):
         read, base = Source(_plain(source, ())), Path(base or Path.cwd())
@@ -171,7 +170,7 @@ def load_config(
 
 
 def _plain(value: Any, path: tuple[str | int, ...]) -> Any:
-    """A copy in dicts, lists and scalars only, so that it can be written down again."""
+    """Return a copy of dicts, lists and scalars only, so that it can be written to a file again."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -187,7 +186,7 @@ def _plain(value: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def check_settings(section: type[Section], given: Mapping[str, Any], name: str) -> Any:
-    """A section of Python values instead of a file's; wrong ones are told as a configuration tells them."""
+    """Validate Python values as a section; errors have the form of those of a configuration."""
     try:
         return section.model_validate(given)
     except ValidationError as error:
@@ -195,13 +194,13 @@ def check_settings(section: type[Section], given: Mapping[str, Any], name: str) 
 
 
 def _translated(error: ValidationError, section: type[BaseModel], source: Source, *before: str) -> SpecError:
-    """All that is wrong in a section, each with its file and line."""
+    """Return all errors of a section, each with its file and line."""
     found = (source.error(text, *before, *path, key=key) for text, path, key in findings(error, section))
     return SpecError("\n".join(map(str, found)))
 
 
 def _assign(source: Source, item: str) -> None:
-    """Put the value of `path=value` into the data; a path that leads nowhere names the nearest key."""
+    """Set the value of `path=value` in the data; an error about an unknown path names the nearest key."""
     here = Where(f"--set {item}")
     text, equals, value = item.partition("=")
     if not equals or not text:
@@ -237,7 +236,7 @@ def _assign(source: Source, item: str) -> None:
 
 
 def _step(node: Any, text: str, path: tuple[str | int, ...], here: Where) -> tuple[Any, str, Any]:
-    """The first key of `text` in `node`, the rest of `text`, and what stands there (None: nothing)."""
+    """Return the first key of `text` in `node`, the rest of `text`, and the value there (None: nothing)."""
     head, _, rest = text.partition(".")
     if isinstance(node, list):
         if not head.isdecimal() or int(head) >= len(node):
@@ -259,9 +258,9 @@ def _step(node: Any, text: str, path: tuple[str | int, ...], here: Where) -> tup
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """The configuration with every default filled in, in plain values that JSON can hold.
+    """Return the configuration with every default filled in, in plain values that JSON can represent.
 
-    `load_config(resolved(config), base=config.base)` gives an equal one; paths stay as they were written.
+    `load_config(resolved(config), base=config.base)` returns an equal one; paths stay as they were written.
     """
     raw: dict[str, Any] = copy.deepcopy(config._source.data)
     out: dict[str, Any] = {}

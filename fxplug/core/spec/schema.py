@@ -43,7 +43,8 @@ EXAMPLES: Mapping[str, Any] = {
 }  # fmt: skip
 
 def parameter(name: str, default: Any, said: Mapping[str, str], given: Mapping[str, Any]) -> tuple[str, Any]:
-    """The text and the example of a parameter of a pass; `said` is the `help` of its file, `given` what its example gives."""
+    """Return the text and the example of a parameter of a pass; `said` is the `help` of its file, `given` the values of its
+    example."""
     text, example = PARAMETERS.get(name, ("", None))
     if name in given:
         example = given[name]
@@ -70,7 +71,7 @@ SHAPES: Mapping[str, Any] = {
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a configuration; it knows the parameters of every shipped pass."""
+    """Return the JSON Schema of a configuration; it includes the parameters of every shipped pass."""
     made = copy.deepcopy(Config.model_json_schema())  # parts of it are the constants of annotations
     for section in SECTIONS:
         part = made if section is Config else made["$defs"].setdefault(section.__name__, section.model_json_schema())
@@ -100,7 +101,7 @@ def schema() -> dict[str, Any]:
 
 
 def _add_options(found: dict[str, Any], options: Mapping[str, type[BaseModel]]) -> None:
-    """The options of what ships with fxplug, where a name with its options below it may stand."""
+    """Add the options of what ships with fxplug, where a name with its options below it is allowed."""
     mapping = next(kind for kind in found["anyOf"] if kind.get("type") == "object")
     mapping["properties"] = {}
     for name, section in options.items():
@@ -137,7 +138,7 @@ def _pass(draft: Draft) -> dict[str, Any]:
 
 
 def parameters(draft: Draft) -> list[tuple[str, Any, str, Any]]:
-    """Of each parameter of a pass, then of each setting of all passes: its name, default, text and example."""
+    """Return for each parameter of a pass, then for each setting of all passes: its name, default, text and example."""
     data = draft.source.data
     said, given = data.get("help") or {}, (data.get("example") or {}).get("with") or {}
     rows = [(key, default, *parameter(key, default, said, given)) for key, default in draft.params.items()]
@@ -156,7 +157,7 @@ def _kind(default: Any) -> dict[str, Any]:
 
 
 def page() -> str:
-    """Every key of a configuration as Markdown: what `docs/reference/keys.md` holds."""
+    """Return every key of a configuration as Markdown, the content of `docs/reference/keys.md`."""
     made = schema()
     parts = {"Config": made, **made["$defs"]}
     lines = [

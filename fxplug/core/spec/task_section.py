@@ -40,7 +40,7 @@ def _read_call(value: Any) -> Any:
 
 
 def _read_named(value: Any) -> Any:
-    """What is a name, or one name with its options, where it is used."""
+    """Read a name, or one name with its options."""
     if value == "" or (isinstance(value, (Mapping, list, tuple)) and not value):
         raise SpecError(f"must not be empty, not {shown(value)}")
     check_finite(value)

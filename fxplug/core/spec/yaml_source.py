@@ -35,14 +35,14 @@ class Where:
 
     @property
     def portable(self) -> str:
-        """The same for a file that goes to other machines: of a path outside the working folder its last two parts."""
+        """Place for a file that goes to other machines: for a path outside the working folder its last two parts."""
         shown, outside = _seen_from(os.getcwd(), self.file)
         return str(Where("/".join(Path(shown).parts[-2:]), self.line)) if outside else str(self)
 
 
 @functools.lru_cache(1024)  # each node that a pass puts in says its place
 def _seen_from(folder: str, file: str) -> tuple[str, bool]:
-    """A path as it is shown in a folder, and whether it is an absolute one outside."""
+    """Return a path as it is shown in a folder, and whether it is an absolute one outside."""
     path = Path(file)
     if not path.is_absolute():
         return file, False
@@ -63,19 +63,19 @@ class Source:
     __repr__ = brief_fields
 
     def where(self, *path: str | int) -> Where:
-        """The place of the value at `path`, or of the nearest one around it."""
+        """Return the place of the value at `path`, or of the nearest one around it."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, Where(self.file))
 
     def error(self, finding: str, *path: str | int, key: str | None = None) -> SpecError:
-        """The error `file:line: path: finding`; the line is that of `key` below `path` when given."""
+        """Return the error `file:line: path: finding`; the line is that of `key` below `path` if given."""
         at = self.where(*path) if key is None else self.where(*path, key)
         return SpecError(finding, path=path, key=key, where=at)
 
     @contextmanager
     def inside(self, *path: str | int) -> Iterator[None]:
-        """Give errors raised without a place the place that their path has below `path`."""
+        """Add a place to errors raised without one: that of their path below `path`."""
         try:
             yield
         except SpecError as error:
@@ -133,7 +133,8 @@ for _tag, _pattern, _first in (
 
 
 def read_yaml(path: Path, limits: Limits = DEFAULT) -> Source:
-    """The values of a YAML file with their lines. A missing or unreadable file, or one beyond `limits`, is a SpecError."""
+    """Read the values of a YAML file with their lines. Raises SpecError for a missing or unreadable file, or one beyond
+    `limits`."""
 
     def raises(finding: str) -> SpecError:
         return SpecError(finding, where=Where(str(path)))
@@ -145,7 +146,7 @@ def read_yaml(path: Path, limits: Limits = DEFAULT) -> Source:
 
 
 def parse_yaml(text: str, file: str = "", limits: Limits = DEFAULT) -> Source:
-    """The values of one YAML document; refuses duplicate keys, tags and broken YAML with file and line."""
+    """Parse one YAML document; duplicate keys, tags and broken YAML raise SpecError with file and line."""
     source = Source(None, file)
     loader = None
     try:
@@ -227,21 +228,21 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
 
 
 def no_such_file(path: Path) -> str:
-    """`no such file` with the nearest name in that folder, or `no such folder`."""
+    """Return `no such file` with the nearest name in that folder, or `no such folder`."""
     if not path.parent.is_dir():
         return f"no such folder '{path.parent}'"
     return "no such file" + did_you_mean(path.name, (p.name for p in path.parent.iterdir()))
 
 
 def braces(value: object) -> str:
-    """A hint for a mapping that was meant as a text with braces, such as `{qkv,proj}`; else an empty text."""
+    """Return a hint for a mapping that was meant as a text with braces, such as `{qkv,proj}`; else ""."""
     if not (isinstance(value, Mapping) and value and all(isinstance(k, str) and v is None for k, v in value.items())):
         return ""
     return f"; quote it in YAML to make it text: \"{{{','.join(map(str, value))}}}\""
 
 
 def shown(value: object) -> str:
-    """A value as a message names it: text in quotes, YAML's words for the rest."""
+    """Format a value for a message: text in quotes, YAML's words for the rest."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     if isinstance(value, (str, int, float)):
@@ -287,7 +288,8 @@ class Section(BaseModel):
 
 
 def setting(default: Any, text: str, example: Any, **bounds: Any) -> Any:
-    """A field of a section that users write: its default (`...`: none), what it is, and an example other than the default."""
+    """Declare a field of a section that users write: its default (`...`: none), what it is, and an example other than the
+    default."""
     return Field(default, description=text, examples=[example], **bounds)
 
 
@@ -304,13 +306,13 @@ class Finding(NamedTuple):
 
 
 def located(error: SpecError) -> PydanticCustomError:
-    """A SpecError as pydantic takes it, which adds the way to the value."""
+    """Convert a SpecError to pydantic's error, which adds the path of the value."""
     context = {"finding": error.finding, "path": list(error.path), "key": error.key}
     return PydanticCustomError("spec", "{finding}", context)
 
 
 def checked(read: Callable[[Any], Any], written: Any = Any) -> PlainValidator:
-    """A function that reads a value, or raises SpecError, as the validator of a field; the schema has the type `written`."""
+    """Make a field validator of a function that reads a value, or raises SpecError; the schema has the type `written`."""
 
     def read_value(value: Any) -> Any:
         try:
@@ -322,7 +324,7 @@ def checked(read: Callable[[Any], Any], written: Any = Any) -> PlainValidator:
 
 
 def number(value: Any) -> Any:
-    """A number or None. Raises SpecError for anything else."""
+    """Return a number or None. Raises SpecError for anything else."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
         raise SpecError(f"must be a number, not {shown(value)}")
     return value
@@ -358,7 +360,7 @@ def check_finite(value: Any, *path: str | int, infinite: bool = False) -> None:
 
 
 def validate(section: type[S], given: Any, *path: str | int) -> S:
-    """What was given at `path`, as a section. Raises SpecError about the first thing that is wrong."""
+    """Validate a value at `path` as a section. Raises SpecError about the first error."""
     if not isinstance(given, (Mapping, section)):
         keys = ", ".join(_written(section))
         raise SpecError(f"must be a mapping of {keys}, not {shown(given)}", path=path)
@@ -371,7 +373,7 @@ def validate(section: type[S], given: Any, *path: str | int) -> S:
 
 
 def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Finding]:
-    """What pydantic found in a section, in our words."""
+    """Yield pydantic's errors of a section, in our words."""
     errors = error.errors()
     unknown = [item["loc"] for item in errors if item["type"] == "extra_forbidden"]
     for item in errors:
@@ -402,7 +404,7 @@ def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Findi
 
 
 def fields(section: type[BaseModel], path: Sequence[str | int]) -> dict[str, Any]:
-    """The fields of the section at `path` below another, by the names they are written with; none where no section is."""
+    """Return the fields of the section at `path` below another, by their written names; empty if there is no section."""
     found = _written(section)
     for key in path:
         if key in found:  # and a position in a list, or a key of a mapping, leads to what each member is
@@ -415,7 +417,7 @@ def _written(section: type[BaseModel]) -> dict[str, Any]:
 
 
 def _classes(annotation: Any) -> Iterator[type]:
-    """The classes that an annotation names."""
+    """Yield the classes that an annotation names."""
     for part in get_args(annotation):
         yield from _classes(part)
     if isinstance(annotation, type):

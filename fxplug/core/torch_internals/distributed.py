@@ -30,17 +30,18 @@ default_store: Any = dist.distributed_c10d._get_default_store
 
 
 def joined_group(mesh: DeviceMesh, name: str) -> Any:
-    """The name of the group of all processes of a mesh with several axes; we need that it runs in the mesh's own order."""
+    """Return the name of the group of all processes of a mesh with several axes; we need that it runs in the mesh's own
+    order."""
     return mesh._flatten(name).get_group().group_name
 
 
 def timeout() -> timedelta:
-    """How long a collective of the default group waits, which torch tells of its backends alone."""
+    """Return the timeout of a collective of the default group, which torch reports for its backends alone."""
     group = dist.distributed_c10d._get_default_group()
     found: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return found
 
 
 def limit_waiting(name: str) -> None:
-    """Let the group of a name wait as long as the default group, as a group that a mesh makes does not."""
+    """Set the timeout of a named group to that of the default group; groups of a mesh have another."""
     _set_timeout(timeout(), group_of_name(name))

@@ -24,9 +24,10 @@ LOADER: Any = torch._C._aoti.AOTIModelPackageLoader
 
 
 def guards_of(program: ExportedProgram) -> list[str]:
-    """The conditions on an exported program's inputs, as text over their names. Raises FxplugError where torch has none to say.
+    """Return the conditions on an exported program's inputs, as text over their names. Raises FxplugError if torch reports
+    none.
 
-    We need them in Python's syntax, of sizes as `x.size()[0]` or `x.shape[0]`; those it does not know are not in it.
+    We need them in Python's syntax, of sizes as `x.size()[0]` or `x.shape[0]`; those torch does not know are missing.
     """
     try:
         return list(program._guards_code)
@@ -47,7 +48,7 @@ class Condition:
     expression: Any
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Whether it holds where the free sizes are these."""
+        """Return whether it holds for these free sizes."""
         try:
             return bool(self.expression.subs({symbol: sizes[str(symbol)] for symbol in self.expression.free_symbols}))
         except (ArithmeticError, TypeError, AssertionError):  # divided by 0; of no truth; torch's own, of a size below 0
@@ -55,7 +56,8 @@ class Condition:
 
 
 def conditions_of(program: ExportedProgram) -> list[Condition]:
-    """What was decided of the sizes of a program so far; we need the guards of its sizes, to which a compiler adds its own."""
+    """Return what was decided about the sizes of a program so far; we need the guards of its sizes, to which a compiler adds
+    its own."""
     from torch.utils._sympy.printers import PythonPrinter
 
     values = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
@@ -74,13 +76,13 @@ def conditions_of(program: ExportedProgram) -> list[Condition]:
 
 
 def size_at(size: torch.SymInt, sizes: Mapping[str, int]) -> int:
-    """What a size of an exported program is where its free sizes are these, by name; we need its expression."""
+    """Return a size of an exported program for these free sizes, by name; we need its expression."""
     expression = size.node.expr
     return int(expression.subs({symbol: sizes[str(symbol)] for symbol in expression.free_symbols}))
 
 
 def find_compiler() -> str:
-    """The C++ compiler that inductor takes; we need an error where there is none."""
+    """Return the C++ compiler that inductor uses; we need an error if there is none."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return str(get_cpp_compiler())
@@ -94,7 +96,7 @@ def compile_package(program: ExportedProgram, sink: Any, options: Mapping[str, A
 
 
 def processor() -> str | None:
-    """For which processor inductor compiles, where nothing else is said: None or "native" for the one here."""
+    """Return for which processor inductor compiles by default: None or "native" for the one here."""
     from torch._inductor import config
 
     found: str | None = getattr(config.cpp, "march", None)  # before torch 2.15 there was no choice
@@ -107,7 +109,7 @@ DEFAULT = 20
 
 
 def translated(program: ExportedProgram, opset: int) -> Any:
-    """An exported program as an `onnx_ir.Model`, with nothing folded, as weights that stay live would be.
+    """Translate an exported program to an `onnx_ir.Model`, with nothing folded, as weights that stay live would be.
 
     We need the model's inputs and results in the order of the program, and initializers by the names of its state.
     """
@@ -119,9 +121,9 @@ def translated(program: ExportedProgram, opset: int) -> Any:
 
 
 def untranslated(program: ExportedProgram, opset: int, error: BaseException) -> tuple[list[tuple[Any, str]], str]:
-    """Which operations torch has no ONNX form for, each with the stack of its line of code, and what torch says.
+    """Return the operations that torch has no ONNX form for, each with the stack of its line of code, and torch's message.
 
-    `error` is what `translated` raised. We need the stacks that torch.export wrote down, and all operations at once.
+    `error` is the exception of `translated`. We need the stacks that torch.export recorded, and all operations at once.
     """
     from torch.onnx._internal.exporter import _core, _dispatching, _registration
 
