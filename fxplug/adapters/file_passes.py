@@ -211,15 +211,30 @@ def pass_for(
 ) -> Pass:
     """Make the pass that an adapter file, or several, need: their layers, each in its form and of its rank.
 
-    A file is what `adapters.load` takes; of a file on the disk no weights are read, and `gm` may be on the meta device. LoRA
-    becomes `lora`, DoRA, LoHa and LoKr keep their factors, what is none of these becomes `delta`. `slots` is how many
-    adapters there is room for, None for as many as files; with 0 the pass is one that can be trained. `adapter`, `part`,
-    `partial` and `guess` are those of `adapters.load`. Nothing is loaded yet: `new = apply(gm, p)`, then
+    Of a file on the disk no weights are read, and `gm` may be on the meta device. LoRA becomes `lora`, DoRA, LoHa and LoKr keep
+    their factors, what is none of these becomes `delta`. Nothing is loaded yet: `new = apply(gm, p)`, then
     `new.adapters.load("ink", file)`, or without slots `load_adapter(new, file)`.
 
-    A file of fxplug's own that has passes of other kinds gives these, without slots, as one; `passes` names some of them.
+    A file of fxplug's own that has passes of other kinds gives these, without slots, as one.
 
-    Raises ArtifactError for a file that cannot be read, that does not fit, or whose updates have no place.
+    Args:
+        files: One file or several, as `adapters.load` takes them.
+        gm: The traced module.
+        slots: How many adapters there is room for; None is as many as files; with 0 the pass is one that can be trained.
+        name: The name of the pass.
+        adapter: Which of several adapters in a file, as in `adapters.load`.
+        part: Which part of a pipeline `gm` is, as in `adapters.load`.
+        partial: Whether layers that are not here are left out.
+        guess: Whether layers may be taken by shape and order.
+        samples: The input of the model in whose first dimension the samples are.
+        passes: Which passes of a file of fxplug's own; None is all.
+        limits: Bounds of what is read.
+
+    Returns:
+        The pass, for `apply`.
+
+    Raises:
+        ArtifactError: A file cannot be read, does not fit, or has updates without a place.
     """
     own = read(files, adapter=adapter, meta=True, limits=limits) if isinstance(files, (str, os.PathLike, AdapterFile)) else None
     if own is not None and own.own:

@@ -38,16 +38,30 @@ def load_adapter(
 ) -> Fit:
     """Write an adapter into the blocks of passes without slots, in the place of what these hold; to be trained on, or merged.
 
-    `source` and the options are those of `Adapters.load`. `passes` names some of the module's passes of lora, lora_weight,
-    loha, lokr, dora, oft, boft, ia3, delta and bitfit; None is all without slots. Each layer goes into a block of its kind, a
-    product of a rank below the block's too, and what has no block of its own into one of `delta`; a layer that the file has
-    whole (PEFT's `modules_to_save`) goes into the new head that stands for it here, or into the layer itself where
-    `fxplug.trainable` named it. Blocks that the adapter has nothing for are as new ones: they change nothing. A file of
-    fxplug's own of passes of other kinds goes into passes of the same kinds at the same places. All of it is written, or
-    nothing.
+    Each layer goes into a block of its kind, a product of a rank below the block's too, and what has no block of its own into
+    one of `delta`; a layer that the file has whole (PEFT's `modules_to_save`) goes into the new head that stands for it here,
+    or into the layer itself where `fxplug.trainable` named it. Blocks that the adapter has nothing for are as new ones: they
+    change nothing. A file of fxplug's own of passes of other kinds goes into passes of the same kinds at the same places. All
+    of it is written, or nothing.
 
-    Raises ArtifactError for a file that cannot be read or has layers that are not here; SpecError for a pass that is not, and
-    for what no block here holds, which names the pass that would.
+    Args:
+        module: The rewritten module.
+        source: The adapter, as `adapters.load` takes it.
+        passes: Some of the module's passes of lora, lora_weight, loha, lokr, dora, oft, boft, ia3, delta and bitfit; None is
+            all without slots.
+        adapter: Which of several adapters in the file.
+        part: Which part of a pipeline the module is.
+        config: PEFT's adapter configuration, where none is beside the file.
+        partial: Whether layers that are not here are left out.
+        guess: Whether layers may be taken by shape and order.
+        limits: Bounds of what is read.
+
+    Returns:
+        What went where, and what was left out.
+
+    Raises:
+        ArtifactError: The file cannot be read, or has layers that are not here.
+        SpecError: There is no such pass, or no block here holds an update; the error names the pass that would.
     """
     file = _read(source, module, adapter, config, limits)
     if file.own:

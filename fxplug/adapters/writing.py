@@ -109,23 +109,35 @@ def save_adapter(
 ) -> Saved:
     """Write what passes without slots learned as an adapter file of another tool.
 
-    `as_` is "peft" (a folder with `adapter_model.safetensors` and `adapter_config.json`), "diffusers" (a folder with
-    `pytorch_lora_weights.safetensors`, or a file where `path` ends so), or "kohya", "comfy", "lycoris", "fxplug" (a file). A
-    file that is there is replaced once the new one is whole, and so is a folder that holds nothing but an adapter; one with
-    other things is refused. `passes` names some of the module's passes without slots; None is all. `part` is the part of a
-    pipeline that the model is ("unet", "transformer", "text_encoder", ...), told by its class otherwise. `dtype` is that of the
-    tensors, as they are otherwise; `name` the title in the metadata, to which `about` adds.
+    A file that is there is replaced once the new one is whole, and so is a folder that holds nothing but an adapter; one with
+    other things is refused. Layers of the base that `fxplug.trainable` named are in the file, too: whole where a format has
+    that (`modules_to_save` of PEFT), elsewhere as the difference to what they were then.
 
-    Layers of the base that `fxplug.trainable` named are in the file, too: whole where a format has that (`modules_to_save` of
-    PEFT), elsewhere as the difference to what they were then.
-
-    "fxplug" holds passes of any kind, of blocks of your own too: what is no low-rank update lies under the names that it has in
-    the module, with the passes as data beside it. `load_adapter` and `pass_for` read it.
+    "fxplug" holds passes of any kind, of blocks of your own too: what is no low-rank update is there under the names that it
+    has in the module, with the passes as data beside it. `load_adapter` and `pass_for` read it.
 
     kohya's tools and ComfyUI have the first names of layers, of which one may be several layers here: their updates are joined
-    without a loss. What a format has no form for is an error that names it, or is left out with `partial`, as the result says.
+    without a loss.
 
-    Raises ArtifactError for that, and for a place that cannot be written; SpecError for a format or pass that is not there.
+    Args:
+        module: The rewritten module.
+        path: The file or folder to write.
+        as_: "peft" (a folder with `adapter_model.safetensors` and `adapter_config.json`), "diffusers" (a folder with
+            `pytorch_lora_weights.safetensors`, or a file where `path` ends so), or "kohya", "comfy", "lycoris", "fxplug" (a
+            file).
+        passes: Some of the module's passes without slots; None is all.
+        name: The title in the metadata.
+        part: The part of a pipeline that the model is ("unet", "transformer", "text_encoder", ...); None tells it by its class.
+        partial: Whether what the format has no form for is left out, as the result says.
+        dtype: The dtype of the tensors; None is the one that they have.
+        about: Further metadata.
+
+    Returns:
+        The path, and what was left out.
+
+    Raises:
+        ArtifactError: The format has no form for an update, or the place cannot be written.
+        SpecError: There is no such format or pass.
     """
     held = trained(module, passes, strict=as_ != "fxplug")
     if as_ == "fxplug" and not _is_low_rank(module, held, passes):

@@ -89,11 +89,24 @@ def rewrite(
 ) -> Result:
     """Do all that a configuration says, and save the result in the folder `out` when one is given.
 
-    `source` and `set` are those of `load_config`. `verify` takes the place of the configuration's. A dry run uses no
-    memory for weights, but for a model that reads values out of its data, which a warning tells; it checks only the
-    structure and writes nothing. Without `compile` verification compiles nothing.
-    `progress(text)` gives a context manager for each step. The global random state is left as it was. Raises FxplugError,
-    for a folder that cannot be written before anything else; nothing is written then.
+    The global random state is left as it was.
+
+    Args:
+        source: A configuration, as `load_config` takes it.
+        out: The folder to write; None saves nothing.
+        set: Changes of values, as in `load_config`.
+        dry_run: Check only the structure and write nothing. It uses no memory for weights, but for a model that reads values
+            out of its data, with a warning.
+        verify: Whether the result is verified; None is what the configuration says.
+        progress: `progress(text)` gives a context manager for each step.
+        compile: Whether verification compiles.
+
+    Returns:
+        The rewritten module, the one before, the sites, and the report of the verification.
+
+    Raises:
+        FxplugError: Anything that the configuration or the rewrite has wrong; a folder that cannot be written before anything
+            else. Nothing is written then.
     """
     if isinstance(source, Config) and set:
         raise SpecError(

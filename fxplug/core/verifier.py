@@ -109,24 +109,35 @@ def verify(
     *,
     compile: bool = True,
 ) -> Report:
-    """Check a rewritten module `new` against the one it was made of, on example inputs of the model and of what passes added.
+    """Check a rewritten module against the one it was made of, on example inputs of the model and of what passes added.
 
-    Lint; base weights the same objects under the same keys; shapes by fake propagation in every mode, and a gradient for
-    every new parameter; when all new passes are neutral, results, buffers and inputs that are `torch.equal` after each call,
-    and gradients that reach what they reached; whether `save` would take it, and nothing in the graph stands against
-    `export`; with `compile`, one graph under `torch.compile(fullgraph=True)`, by capture alone, where calls that are equal to
-    the compiler are captured once.
+    Lint; base weights the same objects under the same keys; shapes by fake propagation in every mode, and a gradient for every
+    new parameter; when all new passes are neutral, results, buffers and inputs that are `torch.equal` after each call, and
+    gradients that reach what they reached; whether `save` would take it, and nothing in the graph stands against `export`; with
+    `compile`, one graph under `torch.compile(fullgraph=True)`, by capture alone, where calls that are equal to the compiler are
+    captured once.
 
     Values are needed for neutrality only: on meta weights or inputs it is reported as skipped. Both modules are then called
     with the same seed on copies of inputs and state: in evaluation twice, the second time with gradients; in training, where
-    anything in them can know of it; and with channels-last copies of 4-D and 5-D inputs, where passes map a parameter or
-    stand at such values. Other shapes, dtypes and devices than the example's are not tried, nor are values of gradients.
-    Nothing is left changed.
+    anything in them can know of it; and with channels-last copies of 4-D and 5-D inputs, where passes map a parameter or stand
+    at such values. Other shapes, dtypes and devices than the example's are not tried, nor are values of gradients. Nothing is
+    left changed.
 
     Extensions add checks of their own: see `Subject`. A module that is parallel is checked as its first process runs it, with
     nothing travelling, and then as fxplug.parallel says, on pretended processes and on real ones.
 
-    Raises VerifyError, with the report as its `report`, when something does not hold.
+    Args:
+        gm: The module before.
+        new: The rewritten module.
+        args: Example inputs by position, as for `trace`.
+        kwargs: Example inputs by name, those that passes have added too.
+        compile: Whether the compiler must capture one graph.
+
+    Returns:
+        The report: a line for each check.
+
+    Raises:
+        VerifyError: Something does not hold; the error has the report as its `report`.
     """
     call = call_of(args, kwargs)
     report = Report(summary=parameters(new))

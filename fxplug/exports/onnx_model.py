@@ -89,8 +89,19 @@ def load_onnx(
     Nothing in it is code: its graph is run by onnxruntime, and all else is read within `limits`. `providers` are onnxruntime's,
     `options` an `onnxruntime.SessionOptions`. The weights of a large model are in a file beside it.
 
-    Raises FxplugError without onnxruntime or such a provider, and ArtifactError for a file that is damaged, that is no ONNX
-    file of fxplug's or was changed after it was exported, it or its weights, and for one that onnxruntime does not run.
+    Args:
+        path: The file.
+        providers: onnxruntime's execution providers.
+        options: An `onnxruntime.SessionOptions`.
+        limits: Bounds of what is read.
+
+    Returns:
+        A function of the model's inputs, tensors or numpy arrays, with `adapters`.
+
+    Raises:
+        FxplugError: There is no onnxruntime, or no such provider.
+        ArtifactError: The file is damaged, is no ONNX file of fxplug's, was changed after it was exported, it or its weights,
+            or onnxruntime does not run it.
     """
     if importlib.util.find_spec("onnxruntime") is None:
         raise FxplugError(f"load_onnx needs onnxruntime, which is not installed: {INSTALL}")

@@ -32,18 +32,25 @@ def lower(
 ) -> TracedModule:
     """Make a faster form of a rewritten module: merged, fused, outlined, in this order; `gm` stays as it is.
 
-    `merge`: None leaves the adapters beside their layers; "fold" or True folds them into copies of the weights for good, as
-    `fold.merge`; "live" folds what is in the slots and again whenever that changes, as `live.live`. "auto" is the stated
-    default of a module that is served: passes with slots are merged live, unless samples have entries of their own now, and
-    the others are folded as far as they are functions of weights.
-
-    `fuse` joins layers and their updates, in the form of a rule for its sizes ("auto"), in one form for all, or not (None,
-    False): see `fused.fuse`. `outline` compiles repeated regions once: "auto" where there are some, True finds them too and
-    raises where there are none, a list names them: see `nested.nest`.
-
     The result shares parameters, and the state of slots, with `gm`, but for what is merged. `meta["forms"]` says which form
-    each layer has, `meta["source"]` is what save keeps: `gm`, or what was folded. Raises SpecError for a value that is none
-    of these and for a module that is lowered already, and as the lowerings do.
+    each layer has, `meta["source"]` is what save keeps: `gm`, or what was folded.
+
+    Args:
+        gm: The rewritten module.
+        merge: None leaves the adapters beside their layers; "fold" or True folds them into copies of the weights for good, as
+            `fold.merge`; "live" folds what is in the slots and again whenever that changes, as `live.live`. "auto" is the
+            stated default of a module that is served: passes with slots are merged live, unless samples have entries of their
+            own now, and the others are folded as far as they are functions of weights.
+        fuse: The form in which layers and their updates are joined: the one of a rule for its sizes ("auto"), one for all, or
+            none (None, False); see `fused.fuse`.
+        outline: The repeated regions that are compiled once: "auto" where there are some, True finds them too and raises where
+            there are none, a list names them; see `nested.nest`.
+
+    Returns:
+        The lowered module; `gm` itself where nothing was done.
+
+    Raises:
+        SpecError: A value is none of these, or the module is lowered already; and as the lowerings do.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # what is made here is written later

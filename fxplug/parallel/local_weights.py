@@ -25,7 +25,15 @@ def localize(gm: TracedModule, mesh: DeviceMesh | None = None) -> TracedModule:
     of the graph reads whole. Parts are new tensors, so that the whole weights are freed with the last module that uses them; an
     optimizer takes the parameters that the module has afterwards. `save` refuses a module with parts.
 
-    Raises SpecError for a module that is not parallel, and for a mesh or a number of processes that does not fit.
+    Args:
+        gm: The parallel module.
+        mesh: The mesh, as `parallelize` takes it.
+
+    Returns:
+        `gm`.
+
+    Raises:
+        SpecError: The module is not parallel, or the mesh or number of processes does not fit.
     """
     collectives = [module for module in gm.modules() if isinstance(module, Collective)] if isinstance(gm, nn.Module) else []
     if not collectives:

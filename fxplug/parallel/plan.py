@@ -253,7 +253,17 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
     the first call. One graph serves every process. With one process along every axis it is the same graph again. Of weights
     that `tensor` splits, a process with a position keeps only its part, see `localize`.
 
-    Raises SpecError for a plan of another graph, and for a mesh or a number of processes that does not fit.
+    Args:
+        gm: The module that the plan was made for.
+        plan: The plan.
+        mesh: A mesh that has the plan's axes by name; None makes one of all processes of torch.distributed, when there are
+            some, else at the first call.
+
+    Returns:
+        The parallel module.
+
+    Raises:
+        SpecError: The plan is for another graph, or the mesh or number of processes does not fit.
     """
     gm = _written(gm, plan)
     if mesh is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):

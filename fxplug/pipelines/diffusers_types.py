@@ -150,7 +150,7 @@ def _check_call(kind: type) -> None:
 
 
 def pipeline_part(gm: TracedModule, model: nn.Module | None = None, limit: int = LIMIT) -> PipelinePart:
-    """Make a traced module a part of a diffusers pipeline, on the same weights: `pipe.unet = fxplug.pipeline_part(gm, unet)`.
+    """Make a traced module a part of a diffusers pipeline: `pipe.unet = fxplug.pipeline_part(gm, unet)`.
 
     `isinstance` says it is of its model's class, and the pipeline's methods for adapters, `save_pretrained` and
     `from_pretrained` work with it. With the `model` that it was traced from it accepts other forms of call as well, as

@@ -42,7 +42,16 @@ def rewrite_pipeline(
     related methods work as usual. `join` and `variants` are those of `trace_pipeline`. Without passes and adapters every model
     that the call calls is traced and put in.
 
-    Modular pipelines of diffusers (`blocks.init_pipeline()`) are pipelines, too.
+    Args:
+        pipe: The pipeline.
+        passes: One pass or several for each model, by the name that it has in the pipeline.
+        adapters: Files by the names that the adapters shall have: they are put in slots of the models that they have layers
+            for, all of them in use, in full; a file that does not say for what its layers are is for the `unet` or the
+            `transformer`.
+        slots: How many slots there are; None is as many as files.
+        join: As in `trace_pipeline`.
+        variants: As in `trace_pipeline`.
+        **call: The arguments of one call of the pipeline.
 
     Raises SpecError for other arguments, and for a pipeline whose call changes attention processors, or has a guider that hooks
     layers; TraceError as `trace_pipeline` does, ArtifactError for a file that cannot be read or has layers for a model that is

@@ -35,7 +35,19 @@ def report(
     the hashes of its files, and the run. `out` is the file to write: HTML, or the page's contents as JSON if it ends with
     `.json`. Returns the contents. Nothing is run and no value of a weight is read.
 
-    Raises SpecError for what is no traced module, for a file of another kind, and for one that cannot be written.
+    Args:
+        base: The module before the rewrite; None takes what a rewrite kept with a saved one.
+        new: The rewritten module.
+        out: The file to write: HTML, or the page's contents as JSON where it ends with `.json`; None writes nothing.
+        checks: What `verify` gave; None takes what was kept with the module.
+        folder: Where the module was saved, or the folder of its training run: the page then has the hashes of its files, and
+            the run.
+
+    Returns:
+        The contents of the page.
+
+    Raises:
+        SpecError: A module is no traced one, the file is of another kind, or it cannot be written.
     """
     for what, module in (("base", base), ("new", new)):
         if not isinstance(module, TracedModule) and not (module is None and what == "base"):

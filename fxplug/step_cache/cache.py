@@ -104,6 +104,17 @@ class StepCache(Stepped):
         return self._part("short")
 
     def graphs_of(self, name: str) -> dict[bool, Graph]:
+        """Give the graphs of a part.
+
+        Args:
+            name: The part, one of "full", "shallow", "first", "rest" and "short".
+
+        Returns:
+            A graph for training (True) and evaluation (False), as the module has them.
+
+        Raises:
+            SpecError: The policy needs a gauge, and no pass has marked one.
+        """
         if name in GAUGED:
             self._check_gauges()
         return {mode: getattr(cut, name)() for mode, cut in self._cuts.items()}

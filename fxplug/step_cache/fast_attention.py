@@ -97,6 +97,14 @@ class FastAttention(Stepped):
         return self._part(name)
 
     def graphs_of(self, name: str) -> dict[bool, Graph]:
+        """Give the graphs of a part.
+
+        Args:
+            name: The part, as `part` has named it.
+
+        Returns:
+            A graph for training (True) and evaluation (False), as the module has them.
+        """
         return {mode: written(graph, self.module, self._rows[name], self.side) for mode, graph in self.module.graphs.items()}
 
     @property

@@ -86,7 +86,14 @@ class TeaCache:
         object.__setattr__(self, "coefficients", tuple(map(float, self.coefficients)))
 
     def rescaled(self, move: float) -> float:
-        """Evaluate the polynomial."""
+        """Evaluate the polynomial.
+
+        Args:
+            move: The relative change of the gauge from one step to the next.
+
+        Returns:
+            The change of the output that it foretells.
+        """
         found = 0.0
         for coefficient in self.coefficients:
             found = found * move + coefficient

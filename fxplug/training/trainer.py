@@ -481,7 +481,14 @@ class Trainer:
             self.watch.samples(self.progress.step, images)
 
     def moved(self, batch: Batch) -> Batch:
-        """Move a batch to the device of the run."""
+        """Move a batch to the device of the run.
+
+        Args:
+            batch: Tensors and other values by name.
+
+        Returns:
+            The same, with its tensors on the device.
+        """
         return moved(batch, self.accelerator.device)
 
 

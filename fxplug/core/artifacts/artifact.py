@@ -69,13 +69,23 @@ def save(
 ) -> Path:
     """Write a traced or rewritten module into a folder, which `load` reads back without the model's own code.
 
-    The folder gets `model.safetensors`, one `<pass>.safetensors` for each applied pass, `graph.json`, `graph.txt` for
-    reading, `config.yaml` if `config` is given, and `manifest.json` with a hash of each. Saving the same module twice
-    gives the same bytes. Of a lowered module what it was made from is saved, `meta["source"]`, with the weights and adapters
-    that it has now: load it and lower it again. A folder that is replaced is swapped whole, so that a crash leaves the old or
-    the new one; what else lay in it stays. Weights on the meta device are saved as shapes.
+    The folder gets `model.safetensors`, one `<pass>.safetensors` for each applied pass, `graph.json`, `graph.txt` for reading,
+    `config.yaml` if `config` is given, and `manifest.json` with a hash of each. Saving the same module twice gives the same
+    bytes. Of a lowered module what it was made from is saved, `meta["source"]`, with the weights and adapters that it has now:
+    load it and lower it again. A folder that is replaced is swapped whole, so that a crash leaves the old or the new one; what
+    else lay in it stays. Weights on the meta device are saved as shapes.
 
-    Raises ArtifactError for what cannot be saved, and for a folder that holds something else.
+    Args:
+        module: The traced module.
+        folder: The folder to write.
+        config: A configuration in plain values, to be kept with it.
+        overwrite: Whether an artifact that is there is replaced.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ArtifactError: Something of the module cannot be saved, or the folder holds something else.
     """
     if not isinstance(module, TracedModule):
         raise ArtifactError(
@@ -105,18 +115,27 @@ def load(
 ) -> TracedModule:
     """Read a folder that `save` wrote. Nothing is unpickled, and only torch, fxplug and what `allow` names is imported.
 
-    `allow` lists modules or packages whose classes may be imported: of result classes, which `ops.Record` stands in
-    for otherwise, and of modules that were kept whole or put in by a pass. `device` is where the weights go. A folder that
-    another process replaces meanwhile is read as it was before or as it is after. With `digest`, as `fxplug.digest` gives it of
-    the folder, any other folder is refused, and one of which a byte was changed.
+    A folder that another process replaces meanwhile is read as it was before or as it is after.
 
-    What a folder asks of the reader is bounded by `limits`. A call of what was loaded calculates with tensors, as any model
-    does, and takes the memory and the time that they need: whoever does not know where a graph comes from gives its process
-    a limit of its own. What else it can do is bounded: it calls functions of a closed list, reads nothing but its tensors,
-    and its whole numbers have an end.
+    A call of what was loaded calculates with tensors, as any model does, and takes the memory and the time that they need:
+    whoever does not know where a graph comes from gives its process a limit of its own. What else it can do is bounded: it
+    calls functions of a closed list, reads nothing but its tensors, and its whole numbers have an end.
 
-    Raises ArtifactError for a folder that is damaged, incomplete, newer than this version, or asks for more, and for one with
-    another digest; SpecError for a `digest` that is none.
+    Args:
+        folder: The folder.
+        allow: Modules or packages whose classes may be imported: of result classes, which `ops.Record` stands in for otherwise,
+            and of modules that were kept whole or put in by a pass.
+        device: Where the weights go; None is the CPU.
+        limits: Bounds of what the folder may ask of the reader.
+        digest: What `fxplug.digest` gave of the folder: any other one is refused, and one of which a byte was changed.
+
+    Returns:
+        The module, in the mode in which it was saved.
+
+    Raises:
+        ArtifactError: The folder is damaged, incomplete, newer than this version, has another digest, or asks for more than is
+            allowed.
+        SpecError: `digest` is none.
     """
     if isinstance(allow, str):
         allow = [allow]

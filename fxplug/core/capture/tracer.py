@@ -50,25 +50,35 @@ def trace(
 ) -> TracedModule:
     """Record one call `model(*args, **kwargs)` as a graph that gives `torch.equal` results for every input its guards admit.
 
-    The example tensors may lie on any device, meta included, and may have any batch size, 1 included; the weights too.
     Tensors are fake while tracing: nothing is computed and no memory is taken. A model that reads numbers out of its data
-    (`.item()`, `.tolist()`, `nonzero`), or calls what knows no fake tensors, is traced on its real tensors instead, which a
-    warning tells, and what it read is a guard. `real=True` asks for that from the start and also admits branches on measured
-    (floating-point) values; `real=False` forbids it.
+    (`.item()`, `.tolist()`, `nonzero`), or calls what knows no fake tensors, is traced on its real tensors instead, with a
+    warning, and what it read is a guard.
 
-    `leaf` names modules (paths or patterns) to keep whole as one call, beside torch.nn's own.
-
-    The graph is then checked against the model: both are called twice on copies of the inputs, in evaluation and training
-    where that matters, and must give and leave behind the same; without values (meta tensors) nothing is called. In a mode
-    where the two differ, `train()` or `eval()` of the result raises. `check=False` leaves that out.
+    The graph is then checked against the model: both are called twice on copies of the inputs, in evaluation and training where
+    that matters, and must give and leave behind the same; without values (meta tensors) nothing is called. In a mode where the
+    two differ, `train()` or `eval()` of the result raises.
 
     The module answers the calls that its guards admit. Another (a number for a tensor, another dtype, an optional input) is a
     GuardError that names the argument: trace such a call, or let `fxplug.variants(module, model)` do that when one comes.
 
     One trace runs at a time in a process; modules, modes of torch and random states are left as they were.
 
-    Raises TraceError, with file and line of the model's code, for what cannot be a graph, and SpecError where `kwargs` is no
-    mapping.
+    Args:
+        model: The module to trace, on any device, meta included.
+        args: Example inputs by position: a tuple or list, or one tensor. Any shapes that `forward` takes, with any batch size,
+            1 included.
+        kwargs: Example inputs by name.
+        leaf: Paths or patterns of modules to keep whole as one call, beside torch.nn's own.
+        real: True traces on the real tensors from the start and also admits branches on measured (floating-point) values; False
+            forbids real tensors; None takes them where fake ones cannot do.
+        check: Whether the graph is run beside the model.
+
+    Returns:
+        The traced module, on the model's own parameters and buffers, with its `state_dict` keys.
+
+    Raises:
+        TraceError: What `forward` does cannot be a graph; with file and line of the model's code.
+        SpecError: `kwargs` is no mapping.
     """
     if not isinstance(model, nn.Module):
         raise TraceError(f"trace takes an nn.Module, not {type(model).__name__}")

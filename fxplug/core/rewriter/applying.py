@@ -200,7 +200,19 @@ def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
     It freezes nothing: `requires_grad` of the base stays as it was, where PEFT would freeze it. `fxplug.trainable(new)` is what
     names what trains.
 
-    Raises MatchError, ClashError or SpecError, with the pass's file and line; nothing is changed then.
+    Args:
+        gm: The traced module.
+        *passes: Passes, or their sites as `find` gave them. They run in this order and each sees what the former left; all
+            sites of a pass are found before any edit.
+
+    Returns:
+        The rewritten module, which shares all weights of `gm`.
+
+    Raises:
+        MatchError: A rule has no place, or another number than it expects; with the pass's file and line, as all of these.
+            Nothing is changed then.
+        ClashError: Two passes want one place, or a pass is applied twice.
+        SpecError: A block cannot be made, or what was given is no pass.
     """
     check_traced(gm, "apply")
     derivation = extensions.derivation_of(gm)

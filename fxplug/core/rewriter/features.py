@@ -27,17 +27,23 @@ CLOSING = (ops.exit_grad, ops.exit_autocast)
 def features(gm: TracedModule, paths: str | Iterable[str]) -> TracedModule:
     """Give the values at some addresses as the result of a module on the same weights: a dict of them by address.
 
-    Addresses are those of passes: `blocks.3.attn` is what a forward hook on that module sees, `blocks.3:in` and
-    `blocks.3:in[1]` what enters it, `head:out[0]` a member of its result, `conv@1` its second call, `:out` the result of the
-    whole model; patterns (globs, slices, `re:`) stand for all regions that they match. What passes put behind a region is in
-    its value. Each is the value of the moment at which it passed there, also where the model writes into it later. A result
-    of several tensors is a tuple, or a dict by name, of them.
+    What passes put behind a region is in its value. Each is the value of the moment at which it passed there, also where the
+    model writes into it later. What the model runs up to the last of these values runs as in the model, whatever comes behind
+    is left out. Gradients flow through the values. The module can be compiled, saved and rewritten as any other.
 
-    What the model runs up to the last of these values runs as in the model, whatever comes behind is left out. Gradients
-    flow through the values. The module can be compiled, saved and rewritten as any other.
+    Args:
+        gm: The traced module.
+        paths: Addresses as in passes: `blocks.3.attn` is what a forward hook on that module sees, `blocks.3:in` and
+            `blocks.3:in[1]` what enters it, `head:out[0]` a member of its result, `conv@1` its second call, `:out` the result
+            of the whole model. Patterns (globs, slices, `re:`) stand for all regions that they match.
 
-    Raises MatchError for an address that there is not, with the nearest; SpecError for none at all, for parameters, and for a
-    module that was lowered or split over processes.
+    Returns:
+        A module with the inputs of `gm`, whose result is a dict from each address to its value: a tensor, or a tuple or a dict
+        of tensors where the region gives several.
+
+    Raises:
+        MatchError: There is no such address; with the nearest.
+        SpecError: There is no address at all, one is of a parameter, or the module was lowered or split over processes.
     """
     check_traced(gm, "features")
     asked = [paths] if isinstance(paths, str) else list(paths)

@@ -23,8 +23,16 @@ def remove(module: TracedModule, name: str) -> TracedModule:
     passes find these layers as before; hooks on them are an error, as no graph calls the layers themselves any more. Where that
     matters, trace the model again.
 
-    Raises SpecError for a name that is no pass here, for a pass that replaced something, which is no longer in the graph, and
-    where what it put in is read by another pass, which has to go first.
+    Args:
+        module: The rewritten module.
+        name: The name of the pass.
+
+    Returns:
+        The module without the pass.
+
+    Raises:
+        SpecError: No pass has this name, it replaced something, which is no longer in the graph, or another pass reads what it
+            put in and has to go first.
     """
     check_traced(module, "remove")
     if "unmerged" in module.meta:

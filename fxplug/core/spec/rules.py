@@ -145,7 +145,14 @@ class Rule:
         return self.name is not None and self.name in self.args
 
     def admits(self, count: int) -> bool:
-        """Say whether `expect` allows this many sites."""
+        """Say whether `expect` allows this many sites.
+
+        Args:
+            count: A number of sites.
+
+        Returns:
+            Whether it is one that the rule expects.
+        """
         return _COUNTS[self.expect[0]](count, self.expect[1])
 
     @property
@@ -249,7 +256,14 @@ class Pass:
         raise NotImplementedError
 
     def admits(self, count: int) -> bool:
-        """Say whether `expect` of the pass allows this many sites of all its rules together; its rules have their own."""
+        """Say whether `expect` of the pass allows this many sites of all its rules together; its rules have their own.
+
+        Args:
+            count: A number of sites.
+
+        Returns:
+            Whether it is one that the pass expects; True where it says nothing.
+        """
         sign, number = _check_expect(">=0" if self.expect is None else self.expect)
         return _COUNTS[sign](count, number)
 

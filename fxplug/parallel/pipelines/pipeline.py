@@ -98,7 +98,15 @@ class PipeFusion(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the next step of an image, for the arguments that the model takes.
 
-        Raises GuardError for others, and where those of the processes differ.
+        Args:
+            *args: Inputs by position.
+            **kwargs: Inputs by name.
+
+        Returns:
+            What the model returns.
+
+        Raises:
+            GuardError: The model does not take the arguments, or those of the processes differ.
         """
         inputs = self.bound(args, kwargs)
         run = self.begin(inputs)
@@ -152,7 +160,16 @@ class PipeFusion(nn.Module):
         return index >= steps - self.correct
 
     def step(self, run: ImageRun, inputs: list[Any], entire: bool) -> Any:
-        """Compute the result for all tokens, in one piece or patch by patch."""
+        """Compute the result for all tokens, in one piece or patch by patch.
+
+        Args:
+            run: The image.
+            inputs: The inputs in the signature's order.
+            entire: Whether the step is in one piece.
+
+        Returns:
+            What the model returns.
+        """
         if self.links is not None:
             self.links.device = self.device
         patches = 1 if entire else self.patches

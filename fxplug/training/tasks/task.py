@@ -71,11 +71,27 @@ class Task:
         """Raise SpecError if a batch of so many samples cannot be trained on; called before the training."""
 
     def check_samples(self, module: nn.Module) -> bool:
-        """Try what `samples` does, before the training, so that it fails there, and return whether there are pictures."""
+        """Try what `samples` does, before the training, so that it fails there.
+
+        Args:
+            module: The rewritten module.
+
+        Returns:
+            Whether there are pictures.
+        """
         return type(self).samples is not Task.samples
 
     def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor | tuple[Tensor, Mapping[str, float | Tensor]]:
-        """Compute the mean loss of a batch, a scalar in float32; numbers to be logged may come with it."""
+        """Compute the mean loss of a batch.
+
+        Args:
+            module: What to call, by keywords.
+            batch: `image` float32 [b, c, h, w], and what else the data has, see `Task`.
+            draw: What all random numbers of the step come from.
+
+        Returns:
+            A scalar in float32; or it, and numbers to be logged by name.
+        """
         raise NotImplementedError(f"{type(self).__name__} needs a method 'loss(module, batch, draw)'")
 
     @property
@@ -84,7 +100,14 @@ class Task:
         return 0.0
 
     def set_caption_dropout(self, share: float) -> None:
-        """Set that share, from 0 to 1, for the steps that follow. Raises SpecError for a task that has no such samples."""
+        """Set the share of samples without caption or label, for the steps that follow.
+
+        Args:
+            share: From 0 to 1.
+
+        Raises:
+            SpecError: The task has no such samples.
+        """
         raise SpecError(f"conditional_dropout is for the task denoise; {type(self).__name__} drops no captions or labels")
 
     def parts(self) -> dict[str, Any]:
@@ -94,13 +117,28 @@ class Task:
     def test(self, module: nn.Module, batches: Iterable[Batch]) -> Totals:
         """Sum each metric over the batches, with what it is a sum of; `means` makes the metrics of it.
 
-        The module is in evaluation and no gradients are kept. Several processes see a part of the test data each and add
-        their totals up. Empty where the task has no test.
+        The module is in evaluation and no gradients are kept. Several processes see a part of the test data each and add their
+        totals up.
+
+        Args:
+            module: What to call, by keywords.
+            batches: The test data.
+
+        Returns:
+            By metric a sum, and the number that it is divided by; empty where the task has no test.
         """
         return {}
 
     def samples(self, module: nn.Module, draw: Draws) -> Tensor | None:
-        """Draw pictures float32 [n, c, h, w] in [0, 1] of what the module can do, with fixed seeds; None for none."""
+        """Draw pictures of what the module can do, with fixed seeds.
+
+        Args:
+            module: What to call, by keywords.
+            draw: What all random numbers come from.
+
+        Returns:
+            Float32 [n, c, h, w] in [0, 1]; None for none.
+        """
         return None
 
     def beside_samples(self) -> tuple[Tensor | None, list[str]]:
