@@ -22,6 +22,7 @@ from torch.export import Dim, ExportedProgram
 from ..adapters.slots import Adapters
 from ..core.artifacts.value_json import portable
 from ..core.errors import FxplugError, brief_fields, did_you_mean, first_line, shown
+from ..core.ir.calls import call_code
 from ..core.ir.containers import Container, call_of, children, leaves, map_leaves
 from ..core.ir.graph import copy_graph, insert, replace
 from ..core.ir.traced_module import TracedModule, shell
@@ -226,7 +227,7 @@ def _program(module: TracedModule) -> tuple[nn.Module, tuple[str, ...]]:
     traced = TracedModule(tree, {module.training: graph})
     # torch.export interprets a GraphModule, and takes keyword arguments by position then; it calls other modules. Nothing
     # plainer: a module around this one would put its name before every weight's
-    kind = type(module.classes[0], (Container,), {"forward": type(traced).forward})
+    kind = type(module.classes[0], (Container,), {"forward": type(traced).forward, "_call_code": call_code})
     tree.__class__ = kind
     return tree, tuple(notes)
 

@@ -12,8 +12,9 @@ from torch import Tensor, fx, nn
 from ..core.clock import Clock
 from ..core.errors import SpecError
 from ..core.ir import ops
+from ..core.ir.calls import check_samples
 from ..core.ir.containers import leaves
-from ..core.ir.graph import Graph, check_samples, insert, meta_of
+from ..core.ir.graph import Graph, insert, meta_of
 from ..core.ir.traced_module import TracedModule, shell
 from ..core.locks import call_with_read_lock, choices_of, locks_of
 from ..core.torch_internals.modules import TABLES

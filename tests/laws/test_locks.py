@@ -17,6 +17,7 @@ import fxplug
 from fxplug.core import locks
 from fxplug.core.errors import SpecError
 from fxplug.core.locks import StateLock, call_with_read_lock, locks_of, read_lock, write_lock
+from fxplug.core.torch_internals.modules import leave_frame
 
 LONG = 60  # seconds that no test needs, so that one that hangs ends
 
@@ -304,6 +305,11 @@ def test_calls_see_one_state(form):
 @sweep("form", ["eager", "live merge", "compiled"], "eager")
 def test_without_locks_calls_are_torn(form, monkeypatch):
     """What is tried above can fail."""
-    monkeypatch.setattr("fxplug.core.ir.graph.call_with_read_lock", lambda _, call, *args, **kwargs: call(*args, **kwargs))
+
+    def call_without_lock(_, call, *args, **kwargs):
+        return call(*args, **kwargs)
+
+    leave_frame(call_without_lock.__code__)  # as those of the locks
+    monkeypatch.setattr("fxplug.core.ir.calls.call_with_read_lock", call_without_lock)
     row = fuzz_switching.stress(fuzz_switching.FORMS[form], 20_000, seed=3, until_torn=True, changes=12)
     assert row["torn"]

@@ -249,7 +249,8 @@ ELSEWHERE |= {"_blocks"}  # of a modular pipeline of diffusers, which has no oth
 # what else of torch a file may name; tests/test_torch_internals.py holds these as well
 REACHED = {
     # its class is a GraphModule, and keeps one of each for each mode; the others are its own, set by name
-    "core.ir.traced_module": {"_graph", "_code", "_apply", "_codes", "_forward_train", "_forward_eval"},
+    "core.ir.traced_module": {"_graph", "_code", "_apply", "_codes"},
+    "core.ir.calls": {"_forward_train", "_forward_eval"},
     "core.ir.graph": {"_graph"},  # the same graph in another GraphModule, which is not to be its owner
     "step_cache.steps": {"_apply"},  # a module that hands `to` and its kin on
     "lowerings.merging.live": {"_load_from_state_dict"},  # a module that is loaded otherwise

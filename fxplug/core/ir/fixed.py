@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -89,15 +90,16 @@ def refuse_without_call(part: nn.Module, name: str) -> None:
     raise SpecError(f"{_place(part, name)} has no effect: no graph calls this part, as its code is in the graph; {WAYS}")
 
 
-def check_own_forward(module: Any, hook: Any) -> None:
+def check_own_forward(module: Any, hook: Any, ours: CodeType) -> None:
     """Raises SpecError for a forward that is a module's own, but that of its class, which accelerate leaves when its hooks go.
 
-    It is bound to this module, and would be called in place of what a copy or a rewrite of it computes.
+    It is bound to this module, and would be called in place of what a copy or a rewrite of it computes. `ours` is the code of
+    the forward of every traced module.
     """
     if (forward := vars(module).get("forward")) is None:  # another thread was here
         return
     function = getattr(forward, "__func__", None)
-    of_graph = hasattr(module, "_wrap") and getattr(function, "__code__", None) is module._wrap(print).__code__
+    of_graph = getattr(function, "__code__", None) is ours
     if not (function is type(module).forward or of_graph and forward.__self__ is module):
         hook = hook or next(iter(getattr(vars(module).get("_diffusers_hook"), "hooks", {}).values()), None)
         kind = next(iter(getattr(module, "classes", ())), type(module).__name__)

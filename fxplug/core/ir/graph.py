@@ -1,4 +1,4 @@
-"""The graph of a traced module: an FX graph with the edges of regions, its code, its first checks, and its edits.
+"""The graph of a traced module: an FX graph with the edges of regions, its code, and its edits.
 
 What torch.fx offers for it is called in this file alone. Arguments may be nested as those of nodes are, in tuples, lists,
 dicts and slices; nothing here checks that what a node reads stands before it, `graph.lint()` does.
@@ -17,21 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .. import locks
 from ..errors import FxplugError, GuardError, shown
-from ..locks import call_with_read_lock, locks_of
-from ..torch_internals.modules import (
-    CONTEXT_VARIABLES,
-    break_graph,
-    call_uncompiled,
-    is_listening,
-    leave_frame,
-    leave_module,
-    refuses_hooks,
-    without_compiler,
-)
+from ..torch_internals.modules import refuses_hooks
 from . import ops
-from .containers import HOOKED, WATCHED, TracedPart, module_at
+from .containers import HOOKED, TracedPart, module_at
 
 # --- new nodes
 
@@ -231,14 +220,10 @@ def without_edges(graph: fx.Graph) -> fx.Graph:
 
 
 MODES = (ops.enter_grad, ops.enter_autocast)
-AROUND = (
-    "a program that is compiled around a module with slots does not see adapters.using(...): compile the module itself, or "
-    "remove fullgraph=True"
-)
 
 
-def guarded(forward: Any, switches: bool, tried: bool) -> Any:
-    """A forward whose errors leave nothing behind and are no answer of the model's.
+def restore_modes_on_error(forward: Any, switches: bool, tried: bool) -> Any:
+    """Wrap a forward so that its errors leave nothing behind and are no answer of the model's.
 
     Where it `switches` gradients or autocast, these get their modes back. Where it has operations that the model's code has
     `tried`, one that fails is a GuardError: the model may go on then, and no graph can.
@@ -272,156 +257,7 @@ def compile_graph(graph: fx.Graph) -> tuple[fx.GraphModule, Any, Any]:
     forward: Any = type(blank).forward
     switches = any(node.target in MODES for node in graph.nodes if node.op == "call_function")
     tried = bool(graph.find_nodes(op="call_function", target=ops.tried))
-    return blank, code, guarded(forward, switches, tried) if switches or tried else forward
-
-
-def in_turn(forward: Any) -> Any:
-    """A forward during which what is in the module's slots is not changed.
-
-    A compiler that is given the module runs this as it stands and compiles what is below; one that compiles something around
-    the module leaves it out.
-    """
-
-    @functools.wraps(forward)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            if CONTEXT_VARIABLES and locks.has_choice() and any("state_lock" in vars(module) for module in self.modules()):
-                break_graph(AROUND)
-            return forward(self, *args, **kwargs)
-        own = self.__dict__.get("_locks")
-        if own is None or self.__dict__.get("_block") is not None:
-            _begin(self, args, kwargs)
-        if own is None:
-            own = self.__dict__["_locks"] = locks_of(self)
-        run = forward
-        if _has_hooks(self):
-            from .offload import with_parts_loaded  # for few modules
-
-            run = with_parts_loaded(forward, self)
-        if "_tied" in self.__dict__:
-            check_tied(self)
-        return call_with_read_lock(own, _with_slots, run, self, args, kwargs) if own else run(self, *args, **kwargs)
-
-    return wrapper
-
-
-def _has_hooks(root: nn.Module) -> bool:
-    """Whether accelerate has put a hook on a part or layer whose code or weights the graphs have themselves."""
-    places = root.__dict__.get(WATCHED)
-    for parts, name in _watch(root) if places is None else places:
-        if HOOKED in getattr(parts.get(name), "__dict__", ()):
-            return True
-    return False
-
-
-@without_compiler
-def _watch(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Note these, and in whose `_modules` they are: a layer may be replaced."""
-    graphs = list(getattr(root, "graphs", {}).values())
-    called, read = targets(graphs, "call_module"), {name.rpartition(".")[0] for name in targets(graphs, "get_attr")}
-    root.__dict__[WATCHED] = found = [
-        (module._modules, name)
-        for path, module in root.named_modules()
-        for name in (module._modules if isinstance(module._modules, dict) else ())  # a scripted module's is not
-        if (at := f"{path}.{name}" if path else name) not in called or at in read
-    ]
-    return found
-
-
-def _with_slots(forward: Any, module: fx.GraphModule, args: Any, kwargs: Any) -> Any:
-    """A call of a module with slots, whose blocks look at what comes in and what goes out."""
-    if torch.compiler.is_dynamo_compiling():
-        return forward(module, *args, **kwargs)
-    graph, known = module.__dict__.get("_graph"), module.__dict__.get("_slots")
-    if graph is None:  # the plain module of an export
-        return forward(module, *args, **kwargs)
-    if known is None or known[0] is not graph:
-        known = module.__dict__["_slots"] = _slots(module)
-    _, tables, watchers = known
-    for table in tables:
-        if table.count_entries():
-            check_samples(module, args, kwargs)
-            break
-    out = forward(module, *args, **kwargs)
-    for watcher in watchers:
-        watcher.after_call(out)
-    return out
-
-
-@without_compiler
-def _slots(module: fx.GraphModule) -> tuple[fx.Graph, list[Any], list[Any]]:
-    """The graph, the blocks in it that may have an entry for each sample, and those that look at a result."""
-    graph = module.__dict__["_graph"]
-    tables = [module.get_submodule(str(node.target)) for node in _tables(graph, module)]
-    return graph, tables, [m for m in module.modules() if hasattr(type(m), "after_call")]
-
-
-def _tables(graph: fx.Graph, module: nn.Module) -> list[fx.Node]:
-    calls = graph.find_nodes(op="call_module")
-    return [node for node in calls if hasattr(type(module.get_submodule(str(node.target))), "count_entries")]
-
-
-@without_compiler
-def check_samples(module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises SpecError where blocks have an entry for each sample, and a call has another number of samples."""
-    graph = graph_of(module)
-    known: Any = module.__dict__.get("_samples")
-    if known is None or known[0] is not graph:
-        known = module.__dict__["_samples"] = graph, *_samples(graph, module)
-    _, tables, inputs = known
-    if inputs is None:
-        return
-    try:
-        values = inputs(*args, **kwargs)
-    except (TypeError, LookupError, AttributeError):  # of a call that the graph does not take, as it says itself
-        return
-    for table, value in zip(tables, values, strict=True):
-        table.check_samples(value)
-
-
-def _samples(graph: fx.Graph, module: nn.Module) -> tuple[list[Any], Callable[..., Any] | None]:
-    """The blocks that may have an entry for each sample, and a function from a call's arguments to their inputs."""
-    head, values = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        read = node.op == "call_function" and node.target in OF_INPUTS and all(n in values for n in node.all_input_nodes)
-        if node.op == "placeholder" or node.op == "get_attr" or read:
-            copy_nodes([node], head, values)
-    found = [(node, values[x]) for node in _tables(graph, module) for x in node.all_input_nodes if x in values]
-    insert(head, "output", "output", (tuple(value for _, value in found),))
-    head.eliminate_dead_code()
-    tables = [module.get_submodule(str(node.target)) for node, _ in found]
-    return tables, fx.GraphModule(module, head).forward if found else None
-
-
-def by_regions(forward: Any) -> Any:
-    """A forward of which a compiler that is given the module compiles outlined regions, and leaves the rest as it stands."""
-
-    @functools.wraps(forward)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or "nested" not in self.meta or not is_listening():
-            return forward(self, *args, **kwargs)
-        times = max(map(len, self.meta["nested"].values()))
-        return call_uncompiled(times, forward, self, *args, **kwargs)
-
-    return wrapper
-
-
-@without_compiler
-def _begin(module: fx.GraphModule, args: Any, kwargs: Any) -> None:
-    """What a block does before a call of the module that it is in; the first of those that do something."""
-    own = module.__dict__
-    if "_block" not in own:
-        own["_block"] = next((m for m in module.modules() if hasattr(type(m), "before_call")), None)
-    if own["_block"] is not None:
-        own["_block"].before_call(module, args, kwargs)
-
-
-# these frames are not compiled, what they call is; all wrappers have one code
-leave_frame(in_turn(nn.Module.forward).__code__)
-leave_frame(by_regions(nn.Module.forward).__code__)
-leave_frame(_with_slots.__code__)
-leave_frame(_has_hooks.__code__)
-leave_module(locks)
+    return blank, code, restore_modes_on_error(forward, switches, tried) if switches or tried else forward
 
 
 # --- one tensor or layer under several names, of which the graph reads one
@@ -493,3 +329,23 @@ def note_uncalled(tree: nn.Module, before: Collection[fx.Graph], after: Collecti
 def targets(graphs: Iterable[fx.Graph], op: str) -> set[str]:
     """What the nodes of some graphs with this operation have as targets."""
     return {str(node.target) for graph in graphs for node in graph.find_nodes(op=op, sort=False)}
+
+
+def find_tables(graph: fx.Graph, module: nn.Module) -> list[fx.Node]:
+    """Return the calls of blocks that may have an entry for each sample."""
+    calls = graph.find_nodes(op="call_module")
+    return [node for node in calls if hasattr(type(module.get_submodule(str(node.target))), "count_entries")]
+
+
+def find_samples(graph: fx.Graph, module: nn.Module) -> tuple[list[Any], Callable[..., Any] | None]:
+    """Return the blocks that may have an entry for each sample, and a function from a call's arguments to their inputs."""
+    head, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        read = node.op == "call_function" and node.target in OF_INPUTS and all(n in values for n in node.all_input_nodes)
+        if node.op == "placeholder" or node.op == "get_attr" or read:
+            copy_nodes([node], head, values)
+    found = [(node, values[x]) for node in find_tables(graph, module) for x in node.all_input_nodes if x in values]
+    insert(head, "output", "output", (tuple(value for _, value in found),))
+    head.eliminate_dead_code()
+    tables = [module.get_submodule(str(node.target)) for node, _ in found]
+    return tables, fx.GraphModule(module, head).forward if found else None

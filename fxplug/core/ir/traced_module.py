@@ -14,12 +14,13 @@ import torch
 from torch import fx, nn
 
 from .. import extensions
-from ..errors import LONGEST, GuardError, SpecError, TraceError, cut
+from ..errors import LONGEST, SpecError, TraceError, cut
 from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import count_parameters, is_transposed
-from ..torch_internals.modules import COMPILED, break_graph, leave_frame, without_compiler
+from ..torch_internals.modules import COMPILED, without_compiler
+from .calls import CHECKPOINTING, FORWARD, call_code, choose_by_gradients, choose_by_mode, make_forward
 from .containers import HOOKED, RESERVED, WATCHED, Container, SharedCode, TracedPart, child_of, module_at
-from .graph import OF_THE_ROOT, Graph, by_regions, compile_graph, copy_graph, in_turn, note_uncalled, still_tied
+from .graph import OF_THE_ROOT, Graph, compile_graph, copy_graph, note_uncalled, still_tied
 
 if TYPE_CHECKING:
     from .part_modes import PartModes
@@ -32,7 +33,6 @@ def check_traced(gm: Any, caller: str) -> None:
 
 
 TRAINED = "trained"  # the key in `meta` of the names of the base's parameters that were made trainable
-CHECKPOINTING = "checkpointing"  # the key in `meta` that says that regions are computed again in the backward pass
 BEFORE_TRAINING = "values_before_training"  # an attribute: what these were then, by name
 
 
@@ -106,7 +106,7 @@ def drop_forward(module: nn.Module, table: dict[str, Any] | None = None) -> None
     """Delete a forward of the class's that is a module's own attribute, too. Raises SpecError for another, such as a hook's."""
     if "forward" in (own := vars(module) if table is None else table):
         from . import fixed  # for few modules
-        fixed.check_own_forward(module, vars(module).get(HOOKED))
+        fixed.check_own_forward(module, vars(module).get(HOOKED), FORWARD)
         own.pop("forward", None)
 
 
@@ -214,9 +214,15 @@ class TracedModule(TracedPart, fx.GraphModule):
         if len(graphs) == 2:
             setattr(cls, FORWARDS[mode], forward)
         if len(graphs) == 2 or own.get("_parts"):
-            forward = _by_mode(forward, len(graphs) == 2)
-        cls.forward = self._wrap(forward)
+            forward = choose_by_mode(forward, len(graphs) == 2)
+        if own.get("meta", {}).get(CHECKPOINTING):
+            if CHECKPOINTING not in own:
+                own[CHECKPOINTING] = extensions.need_hook("checkpointed", "lowerings")(self)
+            forward = choose_by_gradients(forward)
+        cls.forward = make_forward(forward)
         return code
+
+    _call_code = call_code
 
     def _may_differ(self, graphs: int) -> bool:
         """Whether it matters to so many graphs that a part is in another mode."""
@@ -264,13 +270,6 @@ class TracedModule(TracedPart, fx.GraphModule):
         for name in FORWARDS.values():
             if name in vars(cls):
                 delattr(cls, name)
-
-    def _wrap(self, forward: Any) -> Any:
-        if vars(self).get("meta", {}).get(CHECKPOINTING):
-            if CHECKPOINTING not in vars(self):
-                vars(self)[CHECKPOINTING] = extensions.need_hook("checkpointed", "lowerings")(self)
-            forward = _by_gradients(forward)
-        return in_turn(by_regions(forward))
 
     def bind(self, **inputs: Any) -> TracedModule:
         """Keep inputs in the module, for callers who do not know of them: `bind(cond=image, strength=0.7)`.
@@ -451,50 +450,3 @@ class TracedModule(TracedPart, fx.GraphModule):
 
 
 OF_THE_ROOT.update(RESERVED, OWN_STATE, dir(TracedModule), vars(fx.GraphModule(nn.Module(), fx.Graph())))
-
-
-AROUND_PARTS = "a program that is compiled around a module whose parts are in mixed modes: call the module once before"
-
-
-def _by_mode(only: Any, both: bool) -> Any:
-    """A forward that runs the graph of the mode that a module and its parts are in; `only` is the one for all, or of `both`."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for part in self._parts:
-            if part.training != self.training:
-                mixed = self._mixed.get((self.training, *[each.training for each in self._parts]))
-                if mixed is None:
-                    if torch.compiler.is_dynamo_compiling():
-                        break_graph(AROUND_PARTS)
-                    mixed = self._forward_of_parts()
-                return mixed(self, *args, **kwargs)
-        if not both:
-            return only(self, *args, **kwargs)
-        return self._forward_train(*args, **kwargs) if self.training else self._forward_eval(*args, **kwargs)
-
-    forward.__signature__ = inspect.signature(only)  # type: ignore[attr-defined]
-    return forward
-
-
-MIXED_CHECKPOINTS = (
-    "gradient checkpointing computes whole regions again in one mode, and a part of this module is in another mode than the "
-    "module: call disable_gradient_checkpointing(), or train() or eval() of the module"
-)
-
-
-def _by_gradients(signed: Any) -> Any:
-    """A forward, with the signature of one, that computes regions again in the backward pass where there will be one."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_exporting():
-            if any(part.training != self.training for part in self.__dict__.get("_parts") or ()):
-                raise GuardError(MIXED_CHECKPOINTS)
-            return vars(self)[CHECKPOINTING](*args, **kwargs)
-        return signed(self, *args, **kwargs)
-
-    forward.__signature__ = inspect.signature(signed)  # type: ignore[attr-defined]
-    return forward
-
-
-leave_frame(_by_mode(nn.Module.forward, True).__code__)  # as those of the other wrappers
-leave_frame(_by_gradients(nn.Module.forward).__code__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import traceback
@@ -18,6 +17,7 @@ from ..extensions import note_unrepeatable
 from ..locks import locks_of
 from ..torch_internals.modules import TABLES, is_listening, leave_frame, without_compiler
 from . import ops
+from .calls import Code, call_code
 from .comparison import equal
 from .containers import Container, SharedCode, tensor_at
 from .entry_checks import refusal, repeatable
@@ -133,8 +133,29 @@ class Variants(TracedModule):
             self._variants = VariantCache(self._variants.retrace, self._variants.limit)
         return super().recompile()
 
-    def _wrap(self, forward: Any) -> Any:
-        return _by_form(super()._wrap(forward))
+    def _call_code(self, code: Code, args: Args, kwargs: Kwargs) -> Any:
+        """Call the code of the first graph that holds for a call: another one where a check refuses the call, at the beginning
+        or later, as long as nothing was written or drawn. Raises GuardError where there is none and none can be made.
+        """
+        if is_listening():  # a check that fails is the end of what a compiler compiles
+            found = module_for(self, args, kwargs)
+            return call_code(self, code, args, kwargs) if found is self else found.forward(*args, **kwargs)
+        why = refusal(self, args, kwargs)
+        if why is None:
+            try:
+                return call_code(self, code, args, kwargs)
+            except GuardError as error:
+                if isinstance(error, (ops.AddedInput, MixedModes)) or not repeatable(self):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # they hold what was computed so far
+                why = str(error)
+        for variant in _admitting(self, args, kwargs, why):
+            try:
+                return variant.forward(*args, **kwargs)
+            except GuardError:
+                if not repeatable(variant):
+                    raise
+        raise GuardError(why)
 
     def _copy_on(self, tree: nn.Module) -> TracedModule:
         new = super()._copy_on(tree)
@@ -207,22 +228,7 @@ def _stepped(module: TracedModule, steps: Iterable[Step]) -> TracedModule:
 # --- calling
 
 
-def _by_form(forward: Any) -> Any:
-    """A forward that lets a variant answer a call which the graph does not hold for."""
-
-    @functools.wraps(forward)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return forward(self, *args, **kwargs)
-        if is_listening():  # a check that fails is the end of what a compiler compiles
-            found = module_for(self, args, kwargs)
-            return forward(self, *args, **kwargs) if found is self else found.forward(*args, **kwargs)
-        return _answer(self, forward, args, kwargs)
-
-    return wrapper
-
-
-leave_frame(_by_form(nn.Module.forward).__code__)
+leave_frame(Variants._call_code.__code__)
 
 
 @without_compiler
@@ -231,28 +237,6 @@ def module_for(module: TracedModule, args: Args, kwargs: Kwargs) -> TracedModule
     if not isinstance(module, Variants) or (why := refusal(module, args, kwargs)) is None:
         return module
     return next(_admitting(module, args, kwargs, why))
-
-
-def _answer(module: Variants, forward: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The result of the first graph that holds for a call: another one where a check refuses the call, at the beginning or
-    later, as long as nothing was written or drawn. Raises GuardError where there is none and none can be made.
-    """
-    why = refusal(module, args, kwargs)
-    if why is None:
-        try:
-            return forward(module, *args, **kwargs)
-        except GuardError as error:
-            if isinstance(error, (ops.AddedInput, MixedModes)) or not repeatable(module):
-                raise
-            traceback.clear_frames(error.__traceback__)  # they hold what was computed so far
-            why = str(error)
-    for variant in _admitting(module, args, kwargs, why):
-        try:
-            return variant.forward(*args, **kwargs)
-        except GuardError:
-            if not repeatable(variant):
-                raise
-    raise GuardError(why)
 
 
 def _admitting(module: Variants, args: Args, kwargs: Kwargs, why: str) -> Iterator[TracedModule]:

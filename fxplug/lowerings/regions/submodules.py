@@ -11,12 +11,13 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from ...core.errors import FxplugError, MatchError, SpecError
+from ...core.ir.calls import CHECKPOINTING
 from ...core.ir.containers import Container, named_tensors, tensor_at
 from ...core.ir.functions import REGION
 from ...core.ir.graph import copy_graph, erase_unused
 from ...core.ir.regions import regions_of
 from ...core.ir.subgraphs import RegionCut, changed_input, extract, members, plan, unique_names, written
-from ...core.ir.traced_module import CHECKPOINTING, TracedModule, class_names, shell
+from ...core.ir.traced_module import TracedModule, class_names, shell
 from ...core.rewriter.near_misses import misses
 from ...core.spec.addresses import select
 from ...core.spec.rules import Match
