@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -24,9 +24,6 @@ from ..torch_internals.modules import (
 )
 from .containers import HOOKED, WATCHED
 from .graph import check_tied, find_samples, find_tables, graph_of, targets
-
-if TYPE_CHECKING:
-    from .traced_module import TracedModule
 
 Code = Callable[..., Any]  # of a graph: takes the module, and what the module takes
 CHECKPOINTING = "checkpointing"  # where a module has the view of it whose regions are computed again in the backward pass
@@ -50,7 +47,7 @@ def make_forward(code: Code) -> Any:
     return forward
 
 
-def call_code(module: TracedModule, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_code(module: fx.GraphModule, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the code of a module's graphs, with the steps around it.
 
     Processes compare what they are called with; names of one tensor are still of one; while the slots are not changed, the
@@ -75,7 +72,7 @@ def call_code(module: TracedModule, code: Code, args: tuple[Any, ...], kwargs: d
     return call_with_read_lock(own["_locks"], _call_with_slots, module, code, args, kwargs)
 
 
-def _call_with_slots(module: TracedModule, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_with_slots(module: fx.GraphModule, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the code of a module with slots, whose blocks look at what comes in and what goes out."""
     graph, known = vars(module).get("_graph"), vars(module).get("_slots")
     if graph is None:  # the plain module of an export
@@ -94,7 +91,7 @@ def _call_with_slots(module: TracedModule, code: Code, args: tuple[Any, ...], kw
 
 
 @without_compiler
-def _note_steps(module: TracedModule) -> None:
+def _note_steps(module: fx.GraphModule) -> None:
     """Note what the steps of a module's calls need: its locks, and the first block that does something before a call."""
     vars(module)["_block"] = next((m for m in module.modules() if hasattr(type(m), "before_call")), None)
     vars(module)["_locks"] = locks_of(module)
@@ -129,7 +126,7 @@ def _watch(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 @without_compiler
-def _find_slots(module: TracedModule) -> tuple[fx.Graph, list[Any], list[Any]]:
+def _find_slots(module: fx.GraphModule) -> tuple[fx.Graph, list[Any], list[Any]]:
     """Return the graph, the blocks in it that may have an entry for each sample, and those that look at a result."""
     graph = vars(module)["_graph"]
     tables = [module.get_submodule(str(node.target)) for node in find_tables(graph, module)]
@@ -137,7 +134,7 @@ def _find_slots(module: TracedModule) -> tuple[fx.Graph, list[Any], list[Any]]:
 
 
 @without_compiler
-def check_samples(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_samples(module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises SpecError where blocks have an entry for each sample, and a call has another number of samples."""
     graph = graph_of(module)
     known: Any = vars(module).get("_samples")
