@@ -78,6 +78,21 @@ class Drawn:
         self.values: dict[Any, Tensor] = {}
 
 
+class RunDraws:
+    """The random numbers of a run: the `Draws` of each step and micro batch, in a process that has part `rank` of `world`."""
+
+    def __init__(self, seed: int, *, rank: int = 0, world: int = 1, device: torch.device | str = "cpu") -> None:
+        self.seed, self.where = seed, {"rank": rank, "world": world, "device": device}
+        self._drawn = Drawn(seed, 0)  # of the step at hand
+
+    def of(self, step: int, micro: int = 0, micros: int = 1) -> Draws:
+        """Begin the draws of a micro batch; those of one step are asked for in their order."""
+        if micro == 0:
+            self._drawn = Drawn(self.seed, step)
+        where: dict[str, Any] = self.where
+        return Draws(self.seed, step, micro, micros, **where, drawn=self._drawn)
+
+
 def mixed(*numbers: int) -> int:
     """Mix several numbers into one 63-bit seed, so that those of neighbouring steps are unrelated (splitmix64, Steele 2014)."""
     mixed = 0

@@ -14,7 +14,7 @@ from ..core.spec.train_section import Train
 from ..lowerings.frozen_norms import freeze_norms
 from .diagnosis import first_not_finite, misfit
 from .distributed import set_mode
-from .random_draws import Drawn, Draws
+from .random_draws import RunDraws
 from .shared_samples import called
 from .tasks.task import Batch, Task
 
@@ -22,8 +22,7 @@ from .tasks.task import Batch, Task
 class RunLoss:
     """The loss of micro batches in the precision of a run, with random numbers that the seed and the step decide.
 
-    `module` is what was traced, `runner` the same lowered, compiled, in DDP. This process has part `rank` of `world` of the
-    samples; `frozen` is a predicate on names of parameters.
+    `module` is what was traced, `runner` the same lowered, compiled, in DDP; `frozen` is a predicate on names of parameters.
     """
 
     def __init__(
@@ -33,22 +32,18 @@ class RunLoss:
         task: Task,
         settings: Train,
         accelerator: Accelerator,
-        *,
-        seed: int,
-        rank: int,
-        world: int,
+        draws: RunDraws,
         frozen: Callable[[str], bool],
     ) -> None:
-        self.module, self.runner, self.task, self.settings, self.accelerator = module, runner, task, settings, accelerator
-        self.seed, self.rank, self.world, self.frozen = seed, rank, world, frozen
-        self._drawn = Drawn(0, 0)  # of the step at hand
+        self.module, self.runner, self.task, self.settings = module, runner, task, settings
+        self.accelerator, self.draws, self.frozen = accelerator, draws, frozen
 
     def __call__(self, batch: Batch, step: int, micro: int, micros: int) -> tuple[Tensor, dict[str, float]]:
         """Compute the mean loss, a scalar, and what the task reports, of micro batch `micro` of `micros`.
 
         Raises TrainError for a batch that the graph does not take, and for a loss that is not one number, or of no parameter.
         """
-        draws = self._draws(step, micro, micros)
+        draws = self.draws.of(step, micro, micros)
         try:
             with self.accelerator.autocast():
                 found = self.task.loss(self.runner, batch, draws)
@@ -66,19 +61,13 @@ class RunLoss:
             )
         return loss, {key: float(v.detach() if isinstance(v, Tensor) else v) for key, v in report.items()}
 
-    def _draws(self, step: int, micro: int, micros: int) -> Draws:
-        if micro == 0:
-            self._drawn = Drawn(self.seed, step)
-        where = {"rank": self.rank, "world": self.world, "device": self.accelerator.device}
-        return Draws(self.seed, step, micro, micros, **where, drawn=self._drawn)
-
     def diagnose(self, finding: str, batch: Batch, step: int, micro: int, micros: int) -> str:
         """Add to a finding the batch and the first region that went non-finite, by one forward as in training."""
         cause = "a sharded run cannot find the region: run one process without 'shard' to see it"
         if not self.settings.shard:
             watched = freeze_norms(self.module, self.frozen)
             set_mode(watched, self.module, self.settings.mode)
-            args, kwargs = called(self.task, batch, self._draws(step, micro, micros), self.accelerator)
+            args, kwargs = called(self.task, batch, self.draws.of(step, micro, micros), self.accelerator)
             with torch.no_grad(), self.accelerator.autocast():
                 found = first_not_finite(watched, args, kwargs)
             cause = found or "every value in the forward pass is finite, so the loss or the backward pass is not"

@@ -43,7 +43,7 @@ from .param_groups import (
 )
 from .plugins import Plugins, RunStart, load_plugins
 from .progress import Progress
-from .random_draws import Draws, mixed, preserve_random_state, read_random_state, seeded
+from .random_draws import Draws, RunDraws, mixed, preserve_random_state, read_random_state, seeded
 from .run_folder import RunFolder
 from .run_loss import RunLoss
 from .run_outputs import RunOutputs, buffers_of, buffers_of_sharded
@@ -117,6 +117,7 @@ class Trainer:
         if any((t.device.type, t.device.index or 0) != (place.type, place.index or 0) for t in tensors):
             module.to(place)  # which torch refuses for packed weights that compiled code looks at, even where nothing moves
         self.rank, self.world = share(self.accelerator, self.settings)
+        self.draws = RunDraws(seed, rank=self.rank, world=self.world, device=place)
         common: dict[str, Any] = {"batch": self.settings.batch, "seed": seed, "rank": self.rank, "world": self.world}
         self.data = loader_of(data, train=True, hooks=self.plugins if self.plugins.transforms else None, **common)
         self.tests = None if test is None else loader_of(test, train=False, hooks=None, **common)
@@ -175,8 +176,7 @@ class Trainer:
             with contextlib.suppress(Exception):  # the data set's own, which the first step tells
                 batch = self.data.peek()
         set_mode(self.module, self.module, self.settings.mode)
-        draws = Draws(self.seed, 1, rank=self.rank, world=self.world, device=self.accelerator.device)
-        return batch and self.moved(batch), draws
+        return batch and self.moved(batch), self.draws.of(1)
 
     def _check_first_batch(self) -> None:
         """Raise TrainError if the first batch does not fit the graph, unless a plugin may still change it."""
@@ -234,8 +234,7 @@ class Trainer:
             self.trained, buffers, made, self.schedule, self.progress, ema=self.ema, scaler=self.accelerator.scaler
         )
         self.held = HeldBuffers(frozen_buffers(self.module, self.frozen), self.state.first_buffers)
-        draws = {"seed": self.seed, "rank": self.rank, "world": self.world}
-        loss = RunLoss(self.module, self.runner, self.task, self.settings, self.accelerator, frozen=self.frozen, **draws)
+        loss = RunLoss(self.module, self.runner, self.task, self.settings, self.accelerator, self.draws, self.frozen)
         self.take_step = Stepper(loss, self.optimizer, self.trained, self.settings.clip, self.plugins, self._look_at_gradients)
         both = self.divided.twin_error == self.module.twin_error  # else only one mode can be divided
         shown = self.sharded or (self.divided if both else self.module)
