@@ -7,7 +7,7 @@ import functools
 import itertools
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -303,18 +303,8 @@ class Trainer:
                 self.watch.note(line)
             return self.history
 
-    def _resume(self, path: Path) -> None:
-        """Restore the run from a checkpoint. Raises TrainError, with the differences, for one of another run."""
-        random = self.outputs.resume(path)
-        self.take_step.checked = True
-        if len(random) == self.accelerator.num_processes:
-            read_random_state(random[self.accelerator.process_index])
-            self.state.end_step()
-        else:
-            self.watch.note("the number of processes differs from before: dropout draws other numbers from here on")
-
     def _run(self) -> None:
-        """Run from the first step to the last, and write the results."""
+        """Take all steps and write what is learnt, also where an error ends the run."""
         length = {"steps": self.steps, "epochs": self.epochs, "global_step": self.progress.seen}
         self.plugins.call("on_training_start", optimizer=self.optimizer, config=self.config, **length)
         try:
@@ -322,8 +312,7 @@ class Trainer:
                 self.take_step.asked = lambda: bool(asked)
                 if self.settings.log.samples and not self.progress.step:
                     self._pictures()
-                while self.progress.step < self.steps and not self.take_step.stop and not self._waits():
-                    self._epoch()
+                self._train()
             if self.take_step.stop:
                 self.outputs.keep()
                 end = KeyboardInterrupt(f"stopped after step {self.progress.step}")
@@ -340,12 +329,21 @@ class Trainer:
         finally:
             self._close()
 
-    def counts(self) -> tuple[int, int]:
-        """Return the numbers of trainable and of all parameters."""
-        every = (p.numel() for part in self.parts.values() for p in part.parameters())
-        return sum(p.numel() for p in self.trained.values()), sum(every)
+    def _train(self) -> None:
+        """Take the steps of one epoch after the other, until the run is done, told to stop, or waits in vain."""
+        progress = self.progress
+        while progress.step < self.steps and not self.take_step.stop and not self._waits():
+            self._begin_epoch()
+            before = time.perf_counter()
+            for batches in self._batches():
+                record = self._step(batches)
+                self._after({**record, "seconds": time.perf_counter() - before}, batches[-1])
+                before = time.perf_counter()
+            if progress.done >= progress.batches:
+                self._end_epoch()
 
-    def _epoch(self) -> None:
+    def _begin_epoch(self) -> None:
+        """Tell plugins of an epoch, unless only its end is left, and put what trains into its mode."""
         progress = self.progress
         if progress.done < progress.batches:  # else the checkpoint is of the moment before the end of an epoch
             place = {"epoch": progress.epoch, "global_step": progress.seen, "arg_update_callback": progress.update}
@@ -356,20 +354,17 @@ class Trainer:
             self.watch.note(line)
             self.watch.steps, self.watch.epochs = self.steps, self.epochs
         set_mode(self.runner, self.module, self.settings.mode)
-        batches = self.data.epoch(progress.epoch, start=progress.done)
-        before = time.perf_counter()
+
+    def _batches(self) -> Iterator[list[Batch]]:
+        """Yield the micro batches of each step that the epoch still has, on the device and as plugins see them."""
+        progress, batches = self.progress, self.data.epoch(self.progress.epoch, start=self.progress.done)
         while progress.done < progress.batches and progress.step < self.steps and not self.take_step.stop:
             following = itertools.islice(batches, progress.next_batches())
-            taken = [self.plugins.see_batch(self.moved(batch)) for batch in following]
-            record = self._step(taken)
-            after = time.perf_counter()
-            self._after({**record, "seconds": after - before}, taken[-1])
+            yield [self.plugins.see_batch(self.moved(batch)) for batch in following]
             self.take_step.stop |= self.accelerator.num_processes == 1 and self.take_step.asked()
-            before = time.perf_counter()
-        if progress.done >= progress.batches:
-            self._end_epoch()
 
     def _step(self, batches: list[Batch]) -> dict[str, Any]:
+        """Take one step, and the averages and rates with it, and return its record."""
         progress = self.progress
         place = {"epoch": progress.epoch, "global_step": self.progress.seen, "local_step": progress.done}
         lr = self.optimizer.param_groups[0]["lr"]
@@ -389,18 +384,6 @@ class Trainer:
             raise
         self._end_step()
         return {"step": progress.step, "epoch": progress.epoch, "loss": report.pop("loss"), "lr": lr, **report}
-
-    def _end_step(self) -> None:
-        self.take_step.whole = True
-        self.state.end_step()
-
-    def _close(self) -> None:
-        """Shut down the workers, note unreadable images, and close the monitor."""
-        for loader in (self.data, self.tests) if self.tests else (self.data,):
-            loader.close()
-            if loader.skipped:
-                self.watch.note(f"{len(loader.skipped)} images could not be read: {too_many(loader.skipped)}")
-        self.watch.close(self.history)
 
     def _after(self, record: dict[str, Any], batch: Batch) -> None:
         """Record a step, call the plugins, draw pictures, and write a checkpoint if one is due."""
@@ -433,17 +416,6 @@ class Trainer:
         place = {"epoch": epoch, "global_step": self.progress.seen, "arg_update_callback": self.progress.update}
         self.plugins.call("on_epoch_end", loss=loss, metrics=metrics, **place)
 
-    def _judge(self, metrics: dict[str, float]) -> None:
-        """Keep the best tested weights, and count the tests since."""
-        wanted = self.settings.test
-        if metrics and (wanted.best or wanted.patience) and self.progress.judge(metrics, self.task.best) and wanted.best:
-            self.outputs.keep_best()
-
-    def _waits(self) -> bool:
-        """Return whether `patience` tests have passed without a better one, so that the run ends early."""
-        patience = self.settings.test.patience
-        return patience is not None and self.progress.waited >= patience
-
     def _finish(self) -> None:
         """Draw the last pictures, and write the last checkpoint and the trained module."""
         if self.tests and self.progress.done:  # the run ended within an epoch
@@ -455,6 +427,44 @@ class Trainer:
         self._pictures()
         self.outputs.export()
         self.accelerator.wait_for_everyone()  # a process that ended while the first one writes would take it with it
+
+    def _resume(self, path: Path) -> None:
+        """Put the run back to a checkpoint. TrainError, with what differs, for one of another run."""
+        random = self.outputs.resume(path)
+        self.take_step.checked = True
+        if len(random) == self.accelerator.num_processes:
+            read_random_state(random[self.accelerator.process_index])
+            self.state.end_step()
+        else:
+            self.watch.note("the number of processes differs from before: dropout draws other numbers from here on")
+
+    def counts(self) -> tuple[int, int]:
+        """Count the parameters that train, and all."""
+        every = (p.numel() for part in self.parts.values() for p in part.parameters())
+        return sum(p.numel() for p in self.trained.values()), sum(every)
+
+    def _end_step(self) -> None:
+        self.take_step.whole = True
+        self.state.end_step()
+
+    def _judge(self, metrics: dict[str, float]) -> None:
+        """Keep what has tested best, and count the tests since."""
+        wanted = self.settings.test
+        if metrics and (wanted.best or wanted.patience) and self.progress.judge(metrics, self.task.best) and wanted.best:
+            self.outputs.keep_best()
+
+    def _waits(self) -> bool:
+        """Whether no test is awaited that could be better: the run ends early."""
+        patience = self.settings.test.patience
+        return patience is not None and self.progress.waited >= patience
+
+    def _close(self) -> None:
+        """End the workers, say what they could not read, and finish what is watched."""
+        for loader in (self.data, self.tests) if self.tests else (self.data,):
+            loader.close()
+            if loader.skipped:
+                self.watch.note(f"{len(loader.skipped)} images could not be read: {too_many(loader.skipped)}")
+        self.watch.close(self.history)
 
     # --- looking at what was learnt
 
