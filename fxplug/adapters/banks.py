@@ -48,50 +48,51 @@ class Bank:
 
     @classmethod
     def of(cls, site: Mapping[str, Any]) -> Bank:
-        """The bank of a site, as `apply` wrote it down."""
+        """Return the bank of a site, as recorded by `apply`."""
         values: dict[str, Any] = dict(site["bank"])
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         return cls(site["path"].partition("@")[0], site["block"], **values)
 
     @property
     def update_kind(self) -> UpdateKind:
-        """The kind of update that it holds."""
+        """Kind of update that the bank holds."""
         found = update_kinds().get(self.kind)
         if found is None and ":" in self.kind:
             raise SpecError(f"the slots at '{self.path}' are of {shown(self.kind)}, whose module is not imported: import it")
         return found or Lora.update_kind
 
     def plainly(self) -> dict[str, Any]:
-        """Its fields, as plain values."""
+        """Return the fields as plain values."""
         return {key: value for key, value in vars(self).items() if key != "options"}
 
     @property
     def names(self) -> dict[str, str]:
-        """The names of its parameters in the state dict."""
+        """State dict names of the parameters."""
         return {key: f"{self.block}.{self.update_kind.state.get(key, key)}" for key in self.parameters}
 
     @property
     def key(self) -> str:
-        """What the place is called: the layer's path, with the parameter's name where that is another than the weight."""
+        """Key of the place: the layer's path, followed by the parameter's name unless it is the weight."""
         return f"{self.path}.{self.param}".lstrip(".") if self.maps and self.param != "weight" else self.path
 
     @property
     def biased(self) -> bool:
-        """Whether its update has a bias."""
+        """Return whether the update has a bias."""
         return "bias" in self.parameters
 
     @property
     def gates(self) -> bool:
-        """Whether it is around its layer, whose bias it changes with the weight."""
+        """Return whether the block wraps its layer and changes the bias along with the weight."""
         return self.update_kind.place == "after" and bool(self.update_kind.method)
 
     @property
     def maps(self) -> bool:
-        """Whether it maps the weight itself, so that its parameters have the slots as their first dimension."""
+        """Return whether the block maps the weight itself, so that the slots are the first dimension of its parameters."""
         return self.update_kind.slots == "first"
 
     def views(self, name: str, tensor: Tensor, slot: int) -> Tensor:
-        """One slot of one of the bank's tensors: a view, in groups (groups, rank, ...) for a convolution's `down`."""
+        """Return a view of one slot of one of the bank's tensors; (groups, rank, ...) for the `down` of a grouped
+        convolution."""
         if self.update_kind.slots != "inner" or name == "bias":
             return tensor[slot] if self.slots else tensor
         turned = name == "up" or self.kind == "Embedding"
@@ -129,12 +130,14 @@ def check_name(name: Any, room: int) -> None:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value is a number that a float can hold: no bool, no NaN, no infinity, and no whole number beyond them."""
+    """Return whether a value is a finite number that a float can represent: no bool, NaN or infinity, and no integer out of
+    range."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict[str, Tensor]]:
-    """An entry's rank and its tensors as a bank holds them, not scaled yet. Raises SpecError for another kind.
+    """Return an entry's rank and its tensors in the bank's layout, not scaled yet. Raises SpecError for another kind. Raises
+    SpecError for another kind.
 
     `base` are the values of the parameter, if they are at hand.
     """
@@ -185,7 +188,8 @@ def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict
 
 
 def _as_is(bank: Bank, entry: Entry) -> dict[str, Tensor]:
-    """The tensors of an entry for a block of its own method. Raises SpecError where that was made with other options."""
+    """Return the tensors of an entry for a block with its own method. Raises SpecError if its options differ from the
+    block's."""
     wrong = {key: entry.options[key] for key, value in bank.options.items() if entry.options.get(key, value) != value}
     if wrong:
         settings = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
@@ -198,7 +202,8 @@ def _as_is(bank: Bank, entry: Entry) -> dict[str, Tensor]:
 
 
 def _change(bank: Bank, entry: Entry, base: Tensor | None) -> Tensor:
-    """What an entry of any kind adds to a parameter: as the file has it, or in float32 by the parameter's own values."""
+    """Return the change that an entry of any kind makes to a parameter: as in the file, or in float32 from the parameter's
+    values."""
     if entry.method == "diff":
         return entry.tensors["delta"].reshape(bank.shape)
     where = f"'{entry.name}' is {entry.method or entry.kind}, a function of the weight of '{bank.path}'"
@@ -217,9 +222,10 @@ def _change(bank: Bank, entry: Entry, base: Tensor | None) -> Tensor:
 
 
 def candidate_banks(entry: Entry, banks: Sequence[Bank]) -> list[int]:
-    """Which of several homes at a place an entry may go to: those of its own kind first, then those that have room for it.
+    """Return the indices of the banks at a place that may take an entry: those of its own kind first, then those with room for
+    it.
 
-    Any low-rank product goes where a plain one does, and everything into a change of the whole.
+    Any low-rank product fits a bank of plain ones, and everything fits a bank of whole changes.
     """
     base, *more = entry.kind.split("+")
     word, _, side = base.partition(" ")
@@ -264,7 +270,7 @@ def parted(placed: Mapping[str, Entry], homes: Mapping[str, Sequence[Bank]]) -> 
 
 
 def no_home(entry: Entry, key: str, banks: Sequence[Bank]) -> SpecError:
-    """What is said of an entry that nothing here has room for: the pass that has it."""
+    """Return the error for an entry that no bank here can take; it names a pass that could."""
     here = f"the slots here are for {' and '.join(sorted({bank.update_kind.name for bank in banks}))}" if banks else (
         "no pass here has slots for it"
     )
@@ -283,7 +289,7 @@ def no_home(entry: Entry, key: str, banks: Sequence[Bank]) -> SpecError:
 def rows_for(
     all_banks: Mapping[str, Sequence[Bank]], placed: Mapping[str, Entry], there: Callable[[str], Tensor | None]
 ) -> dict[str, list[tuple[Bank, str, str, Tensor]]]:
-    """What is to be written, by pass: bank, parameter, its name, values. Raises SpecError for what does not fit."""
+    """Return the values to write, by pass: bank, parameter, its name, values. Raises SpecError if an entry does not fit."""
     ready: dict[str, list[tuple[Bank, str, str, Tensor]]] = {}
     homes: dict[str, list[Bank]] = {}
     owner: dict[str, str] = {}
@@ -333,9 +339,9 @@ def rows_for(
 def _first_fitting(
     banks: Sequence[Bank], entry: Entry, there: Callable[[str], Tensor | None]
 ) -> list[tuple[Bank, str, str, Tensor]] | int:
-    """What is to be written into the first of some homes that an entry fits; its rank, where that is above theirs.
+    """Return the values to write into the first bank that an entry fits; its rank, if that exceeds theirs.
 
-    Raises SpecError as the first one does, where none takes it.
+    Raises SpecError as the first bank does if none takes it.
     """
     failed: SpecError | None = None
     high = 0
@@ -359,9 +365,9 @@ def _first_fitting(
 
 
 def _shape_without_factors(bank: Bank, entry: Entry, name: str) -> list[int]:
-    """The shape of a factor that the file has decomposed and the bank has whole: only the second has the kernel.
+    """Return the shape of a factor that is decomposed in the file and whole in the bank: only the second one has the kernel.
 
-    Empty where it cannot have one."""
+    Empty if there is no such shape."""
     a, b = entry.tensors[f"{name}_a"].shape[0], entry.tensors[f"{name}_b"].shape[1]
     kernel = list(bank.shape[2:]) if name == bank.update_kind.factors[-1] else []
     return [] if b % math.prod(kernel) else [a, b // math.prod(kernel), *kernel]

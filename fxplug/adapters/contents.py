@@ -46,7 +46,7 @@ class AdapterContents:
 
 
 def layers_of(module: nn.Module, dims: int = 2) -> dict[str, ModelLayer]:
-    """The layers of a module that have a weight of `dims` or more dimensions, by path; not those that passes put in."""
+    """Return the layers of a module whose weight has `dims` or more dimensions, by path, without those that passes inserted."""
     found = {}
     added = {entry["name"] for entry in getattr(module, "meta", {}).get("passes", [])}
     for path, layer in module.named_modules():
@@ -85,7 +85,7 @@ def in_slots(
 
 
 def _in_slot(bank: Bank, own: dict[str, Tensor], p: str, table: bool) -> Entry | None:
-    """The update that one slot of a bank has in its tensors; None where these are empty."""
+    """Return the update in one slot of a bank's tensors; None if the slot is empty."""
     telling = [own["magnitude"]] if "magnitude" in own else own.values()
     if not any(value.any() for value in telling):
         return None  # a layer that the adapter has nothing for
@@ -113,7 +113,7 @@ def _entry(bank: Bank, values: dict[str, Tensor], scale: float, p: str, table: b
 
 
 def _reach(value: Tensor, dim: int) -> int:
-    """How far along a dimension there is anything but zeros."""
+    """Return the index after the last nonzero entry along a dimension."""
     used = value.movedim(dim, 0).flatten(1).any(1).nonzero()
     return int(used.max()) + 1 if len(used) else 0
 
@@ -128,12 +128,12 @@ def _cut(value: Tensor, dims: Iterable[int], rank: int) -> Tensor:
 
 
 def trained(module: Any, passes: Sequence[str] | None = None, *, strict: bool = True) -> AdapterContents:
-    """The updates that passes without slots hold, and the layers of the base that trained with them, whole.
+    """Return the updates of passes without slots, and the layers of the base model that were trained with them, whole.
 
-    `passes` names some of the passes, None is all that have any.
+    `passes` selects passes by name; None selects all that have updates.
 
-    Raises SpecError for a name that is no pass here, for one with slots, and where there is none; with `strict` where none has
-    an update that a file has a form for, too.
+    Raises SpecError for an unknown name, for a pass with slots, and if there is none; with `strict` also if no update can be
+    represented in a file.
     """
     wanted = without_slots(module, passes)
     entries: dict[str, Entry] = {}
@@ -170,7 +170,7 @@ def trained(module: Any, passes: Sequence[str] | None = None, *, strict: bool = 
 
 
 def _of_block(module: nn.Module, site: Mapping[str, Any], path: str, name: str) -> Entry | None:
-    """The update of one block; None for a change that is zero."""
+    """Return the update of one block; None for a change that is zero."""
     block: Any = module.get_submodule(site["block"])
     if shared := block.update_kind.shared:
         own = block.product(*(module.get_buffer(f"{name}.{one}").detach().cpu() for one in shared))

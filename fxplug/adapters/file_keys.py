@@ -89,9 +89,9 @@ class LayerKeys:
 
 
 def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set[str]) -> LayerKeys | None:
-    """The layer of a key of a file and what it is there; an empty one for a key of another adapter; None for any other key.
+    """Return the layer of a file's key with the key's role; an empty one for a key of another adapter; None for any other key.
 
-    `state` is the whole file, and `adapter` the one that is wanted. The names of adapters that are met go into `adapters`.
+    `state` is the whole file, and `adapter` the requested one. Names of adapters that are found are added to `adapters`.
     """
     kinds = keys_of(*update_kinds().values())
     own = kinds.own.match(key if "." in key else "")
@@ -142,7 +142,7 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
 
 
 def _saved_beside(param: str, owners: Sequence[str], config: Mapping[str, Any]) -> bool:
-    """Whether PEFT saves a weight or bias whole for another reason than `modules_to_save`."""
+    """Return whether PEFT saves a weight or bias whole for another reason than `modules_to_save`."""
     bias = config.get("bias")
     return (
         (param == "bias" and isinstance(bias, str) and bias != "none")
@@ -153,10 +153,11 @@ def _saved_beside(param: str, owners: Sequence[str], config: Mapping[str, Any]) 
 
 
 def find_saved_module(key: str, config: Mapping[str, Any], state: Mapping[str, Any]) -> LayerKeys | None:
-    """The layer of a parameter that PEFT saved whole, as its configuration says; None for another key, an empty one for a copy.
+    """Return the layer of a parameter that PEFT saved whole, by its configuration; None for another key, an empty one for a
+    copy.
 
-    Those are what `modules_to_save` names, biases with `bias`, normalisations of LN tuning, and the base's own embedding. With
-    `bias` PEFT adds copies of the biases of `modules_to_save`, as its wrapper names them: the new one, and the base's.
+    These are the modules in `modules_to_save`, biases with `bias`, normalisations of LN tuning, and the base's own embedding.
+    With `bias` PEFT adds copies of the biases of `modules_to_save` under its wrapper's names: the new one, and the base's.
     """
     plain = WRAPPED.sub("", key)
     if ".original_module." in key or (plain != key and plain in state):

@@ -54,7 +54,8 @@ class LayerFacts:
     onetrainer: bool = False
 
     def get(self, kind: str, key: str, kinds: type | tuple[type, ...]) -> Any:
-        """A value of PEFT's configuration of a method. Raises ArtifactError without one, and for a value of another type."""
+        """Return a value of PEFT's configuration of a method. Raises ArtifactError without a configuration, and for a value of
+        another type."""
         if self.config is None:
             raise self.error(f"needs PEFT's configuration for its {key}: give config=, or the folder with adapter_config.json")
         value = self.config.get(key, METHODS[kind][key])
@@ -63,17 +64,17 @@ class LayerFacts:
         return value
 
     def error(self, finding: str) -> ArtifactError:
-        """What is said of the layer."""
+        """Return an error about the layer."""
         return ArtifactError(f"{self.where}: '{self.layer}' {finding}")
 
     def unfit(self, a: str, b: str, tensors: Tensors) -> ArtifactError:
-        """What is said of two tensors of sizes that do not go together."""
+        """Return the error for two tensors whose sizes do not match."""
         shapes = f"{list(tensors[a].shape)} and {list(tensors[b].shape)}"
         both = f"'{self.keys[a]}' and '{self.keys[b]}'"
         return ArtifactError(f"{self.where}: {both} do not fit each other: their shapes are {shapes}")
 
     def entry(self, kind: str, method: str, tensors: Tensors, options: Mapping[str, Any] | None = None, **more: Any) -> Entry:
-        """What one parameter of the layer gets; `more` are further fields of an entry."""
+        """Return the entry of one parameter of the layer; `more` are further fields of `Entry`."""
         _, part, path = split_part(self.layer)
         more = {"scale": 1.0, "rank": 0, "flat": "." not in self.layer, **more}
         return Entry(self.layer, path, part, kind, tensors, method=method, options=options or {}, **more)
@@ -113,7 +114,7 @@ class LayerForm:
 
 
 def _conflict(role: str, names: list[str], tensor: Tensor, known: dict[str, tuple[Any, str]], facts: LayerFacts) -> str:
-    """The role of the tensor that has other sizes by these names, an empty text for none; new ones are noted in `known`."""
+    """Return the role of the tensor whose sizes contradict `known`, or "" if none does; new sizes are added to `known`."""
     shape = tuple(tensor.shape)
     rest = names.pop() if names[-1].startswith("...") else ""
     if not len(names) <= len(shape) <= (5 if rest else len(names)) or (not tensor.numel() and role not in INTEGERS):
@@ -150,7 +151,7 @@ def nearest_form(tensors: Tensors) -> LayerForm:
 
 
 def changes_of(facts: LayerFacts, tensors: dict[str, Tensor]) -> list[Entry]:
-    """The whole changes among a layer's tensors, which are taken out. Raises ArtifactError for one of nothing."""
+    """Pop the whole changes from a layer's tensors and return them as entries. Raises ArtifactError for an empty one."""
     made = []
     whole = sorted((role for role in tensors if role.startswith(WHOLE_OF)), reverse=True)  # the weight before the bias
     for role in [*(role for role in (*WHOLE, *SET) if role in tensors), *whole]:
@@ -250,9 +251,10 @@ def _miss(t: Tensors, facts: LayerFacts) -> list[Entry]:
 
 
 def _plain(method: str, ranked: str = "", dim: int = 0, **options: tuple[str, Any]) -> Make:
-    """The tensors of a method as they are, without its name before theirs, of which `ranked` has the rank in dimension `dim`.
+    """Return a function that makes the entry of a method from its tensors, without the method's name in front of theirs.
 
-    `options` are its own by the keys that PEFT's configuration has for them, with their types.
+    The size of `ranked` in dimension `dim` is the rank. `options` are the method's own, with PEFT's configuration keys and
+    their types.
     """
 
     def make(t: Tensors, facts: LayerFacts) -> list[Entry]:

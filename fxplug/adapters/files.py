@@ -153,7 +153,8 @@ class _AdapterFileReader:
                 found.name = f"{found.name}{WRAPPED}{key.count('.base_layer')}"
 
     def wrapped(self, layer: LayerKeys, config: Mapping[str, Any]) -> Entry:
-        """The update of a parameter, which the model tells; a number of experts times the rank is what its tensors have."""
+        """Return the update of a wrapped parameter; its tensors have the size of the experts times the rank, which only the
+        model can separate."""
         name, _, depth = layer.name.partition(WRAPPED)
         tensors = {role: self.tensor(key) for role, key in layer.keys.items()}
         _, part, path = split_part(name)
@@ -204,7 +205,7 @@ class _AdapterFileReader:
         return f"has no layer of an adapter{f' (it is {kind})' if kind else ''}: {found}"
 
     def entries(self, layer: LayerKeys) -> list[Entry]:
-        """What a layer gets, a parameter each."""
+        """Return the entries of a layer, one for each parameter."""
         if WRAPPED in layer.name:
             return [self.wrapped(layer, self.configs[""])]
         keys = {role: key for role, key in layer.keys.items() if role not in ("alpha", "scale")}
@@ -240,7 +241,7 @@ class _AdapterFileReader:
         return made
 
     def product(self, layer: LayerKeys, form: LayerForm, tensors: dict[str, Tensor], facts: LayerFacts) -> list[Entry]:
-        """An update that is a product of its tensors."""
+        """Return the entry of an update that is a product of its tensors."""
         keys, kind = layer.keys, form.kind
         assert kind is not None
         base = kind.name
@@ -291,7 +292,8 @@ class _AdapterFileReader:
         return [Entry(layer.name, part_path[1], part_path[0], word, tensors, scale, rank, embedding, flat, assumed)]
 
     def embedding(self, layer: LayerKeys, tensors: Mapping[str, Tensor]) -> bool | None:
-        """Whether it is an Embedding's, in whose `blocks.Lora` the rank is the last dimension of `down`; None: may be."""
+        """Return whether the layer is an Embedding, for which `blocks.Lora` has the rank in the last dimension of `down`; None
+        if unknown."""
         if layer.own is not Lora.update_kind or not tensors["down"].dim() == tensors["up"].dim() == 2:
             return layer.embedding
         (rows, columns), rank = tensors["down"].shape, tensors["up"].shape[1]
@@ -309,7 +311,7 @@ class _AdapterFileReader:
         return kind == "Embedding" if kind else None
 
     def tensor(self, key: str) -> Tensor:
-        """The tensor of a key, checked."""
+        """Return the tensor of a key after checking it."""
         value = self.state[key]
         if not isinstance(value, Tensor):
             raise ArtifactError(f"{self.where}: '{key}' is a {type(value).__name__}, not a tensor")
@@ -350,7 +352,8 @@ class _AdapterFileReader:
         return _number(value, f"{self.where}: '{key}'")
 
     def scale(self, layer: LayerKeys, tensors: Mapping[str, Tensor], rank: int, part: str) -> float | None:
-        """What the product is multiplied by: the file's own word, alpha / rank, or PEFT's configuration; None if none says."""
+        """Return the factor of the product: the file's own scale, alpha / rank, or PEFT's configuration; None if none is
+        given."""
         if "scale" in layer.keys:
             return self.number(layer.keys["scale"])
         if "alpha" in layer.keys:
@@ -382,19 +385,20 @@ class _AdapterFileReader:
         return low_rank.scaling(rank, alpha, config.get("use_rslora") is True)
 
     def pattern_value(self, part: str, key: str, layer: LayerKeys, default: Any) -> Any:
-        """The value of the first of PEFT's patterns that a layer's name matches."""
+        """Return the value of the first of PEFT's patterns that matches a layer's name."""
         found = self.chosen[part, key]
         return next((found[name] for name in self.peft_names(layer) if name in found), default)
 
     def peft_names(self, layer: LayerKeys) -> list[str]:
-        """What PEFT may call a layer of a file: an attention's out_proj like the attention, a parameter by its own name."""
+        """Return PEFT's possible names of a layer: an attention's out_proj is named like the attention, a parameter by its own
+        name."""
         name = layer.name.removesuffix(".out_proj") if is_inner(layer) else layer.name
         names = [split_part(name)[2], name.removeprefix("base_model.model.")]
         return [f"{one}.weight" if any(f".{one}.weight".endswith(f".{by}") for by in self.weights) else one for one in names]
 
 
 def is_inner(layer: LayerKeys) -> bool:
-    """Whether it is the out_proj within PEFT's wrapper around a MultiheadAttention."""
+    """Return whether the layer is the out_proj within PEFT's wrapper around a MultiheadAttention."""
     return f"{INNER}." in layer.keys.get("down", "")
 
 
@@ -424,7 +428,7 @@ def _number(value: Any, what: str) -> float:
 
 
 def _packed(about: Mapping[str, Any], where: str, limits: Limits) -> dict[str, dict[str, Any]]:
-    """The configurations that diffusers keeps in a file's metadata, by part of the pipeline."""
+    """Return the configurations that diffusers stores in a file's metadata, by part of the pipeline."""
     text = about.get("lora_adapter_metadata")
     made: dict[str, dict[str, Any]] = {}
     if not isinstance(text, str):

@@ -33,7 +33,7 @@ CONFIGURED = ("peft", "diffusers")  # what says ranks and alphas in a configurat
 
 
 def part_of(classes: Sequence[str]) -> str:
-    """The part of a pipeline that a model is, by the names of its classes."""
+    """Return the pipeline component (unet, text_encoder or transformer) of a model, judged by the names of its classes."""
     name = next(iter(classes), "")
     if "UNet" in name:
         return "unet"
@@ -41,13 +41,13 @@ def part_of(classes: Sequence[str]) -> str:
 
 
 def start_of(as_: str, part: str) -> str:
-    """What a format puts before the names of the layers of a part of a pipeline."""
+    """Return a format's prefix for the layer names of a pipeline component."""
     row = FORMATS[as_]
     return str(row.get("parts", {}).get(part, row["start"])).replace("{part}", part)
 
 
 def format_of(entry: Entry) -> str:
-    """The format whose names the layer of an update has; empty where several have such."""
+    """Return the format that the name of an update's layer belongs to; "" if several formats share it."""
     if entry.flat:
         return "" if ":" in entry.name else "lycoris" if entry.name.startswith(start_of("lycoris", "")) else "kohya"
     named = next((as_ for as_ in ("peft", "comfy") if entry.name.startswith(start_of(as_, "unet"))), "")
@@ -57,7 +57,7 @@ def format_of(entry: Entry) -> str:
 def named(
     entries: Sequence[Entry], as_: str, layers: Mapping[str, ModelLayer], part: str
 ) -> tuple[list[tuple[str, Entry]], dict[str, str]]:
-    """Each update with what the format calls its layer, and what it has no name for, by path, with the reason."""
+    """Return each update with its layer's name in the format, and the ones without such a name, by path, with the reason."""
     start = start_of(as_, part)
     if as_ in ("peft", "diffusers"):
         return [(start + entry.options.get("key", entry.path), entry) for entry in entries], {}
@@ -151,12 +151,13 @@ def refused(entry: Entry, as_: str, layer: ModelLayer | None) -> str:
 
 
 def _names(as_: str, kind: UpdateKind) -> Mapping[str, str] | None:
-    """The names of an update's tensors in a format, where they are not its own; None where it has none of this kind."""
+    """Return a format's names of an update's tensors if they differ from its own; None if the format does not have this
+    kind."""
     return kind.state if as_ == "fxplug" else kind.formats.get(as_)
 
 
 def _has_form(as_: str, entry: Entry) -> bool:
-    """Whether a format has a form for all that an update is."""
+    """Return whether a format can represent everything in an update."""
     kind = entry.update_kind
     names = _names(as_, kind)
     by_input = not entry.kind.endswith("by input") or bool(FORMATS[as_].get("by_input"))
@@ -164,7 +165,7 @@ def _has_form(as_: str, entry: Entry) -> bool:
 
 
 def alpha_of(entry: Entry) -> float:
-    """The alpha of which an update's scale is the quotient by its rank, with as many digits as a float32 has."""
+    """Return the alpha (scale times rank) of an update, to the precision of a float32."""
     return float(f"{entry.scale * entry.rank:.7g}")
 
 
@@ -173,7 +174,7 @@ _CHANGES = {("weight", False): "diff", ("bias", False): "diff_b", ("weight", Tru
 
 
 def biases_alone(entries: Sequence[Entry], as_: str) -> dict[str, str]:
-    """The changes of biases that LyCORIS would not read, as it has none beside another update, by place, with the reason."""
+    """Return the bias changes that LyCORIS would ignore because no other update is beside them, by place, with the reason."""
     whole = {entry.path for entry in entries if entry.method == "diff" and entry.param == "weight"}
     changes = [e for e in entries if e.method == "diff" and e.param != "weight"]
     why = f"has a change of a bias without a whole change of the weight, which tools ignore in {as_} files; use comfy"
@@ -184,7 +185,7 @@ def biases_alone(entries: Sequence[Entry], as_: str) -> dict[str, str]:
 
 
 def joined_biases(entries: Sequence[Entry]) -> list[Entry]:
-    """A bias beside a LoRA as the LoRA's own, which PEFT scales with it."""
+    """Return the entries with each bias change beside a LoRA merged into the LoRA, where PEFT scales it along."""
     own = {e.path: e for e in entries if e.kind == "lora" and e.scale}
     biases = {e.path: e for e in entries if e.method == "diff" and e.param == "bias" and e.path in own}
     made = []
@@ -198,7 +199,7 @@ def joined_biases(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def split_biases(entries: Sequence[Entry]) -> list[Entry]:
-    """The bias of a LoRA's own as a change of its layer's, which has a form where the other has none."""
+    """Return the entries with each LoRA's own bias as a bias change of its layer, for formats that only have the latter."""
     own = {entry.path for entry in entries if entry.kind == "lora+bias"}
     biases = {e.path: e for e in entries if e.method == "diff" and e.param == "bias" and e.path in own}
     made = []
@@ -218,7 +219,8 @@ def split_biases(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def tensors_of(as_: str, key: str, entry: Entry, layer: ModelLayer, biased: bool = False) -> dict[str, Tensor]:
-    """An update under the keys of a format, below `key`; `biased` says that each layer of the file has a bias."""
+    """Return an update's tensors under the keys of a format, below `key`; `biased` means that each layer of the file has a
+    bias."""
     t = dict(entry.tensors)
     if entry.method == "diff":
         return {f"{key}.{_CHANGES[entry.param, len(layer.shape) < 2]}": t["delta"]}
@@ -252,7 +254,7 @@ def tensors_of(as_: str, key: str, entry: Entry, layer: ModelLayer, biased: bool
 
 
 def _is_full_lokr(entry: Entry) -> bool:
-    """Whether an update is a LoKr of two full matrices, which have no rank of their own."""
+    """Return whether an update is a LoKr of two full matrices, which have no rank of their own."""
     return {"lokr_w1", "lokr_w2"} <= entry.tensors.keys()
 
 
@@ -260,7 +262,7 @@ def _is_full_lokr(entry: Entry) -> bool:
 
 
 def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) -> dict[str, Any]:
-    """What `adapter_config.json` says of the updates by path, all of one kind."""
+    """Return the `adapter_config.json` for the updates by path, all of one kind."""
     base = next(iter(rows))[1].kind.partition("+")[0].replace("dora", "lora")
     ranks, alphas = {}, {}
     rows = [row for row in rows if not row[1].options.get("key", "").endswith(INNER)]  # has the settings of what is around
@@ -299,7 +301,7 @@ def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) 
 
 
 def unlike(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) -> dict[str, str]:
-    """What of these updates one configuration of PEFT's cannot say with the others, by path, with the reason."""
+    """Return the updates that cannot share one PEFT configuration with the others, by path, with the reason."""
     if not rows:
         return {}
     left: dict[str, str] = {}
@@ -322,12 +324,13 @@ def unlike(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) 
 
 
 def full_lokr_rank(entry: Entry) -> int:
-    """A rank at which PEFT and LyCORIS decompose no factor of a LoKr."""
+    """Return a rank at which PEFT and LyCORIS decompose no factor of a LoKr."""
     return max(n for name, tensor in entry.tensors.items() if name.startswith("lokr_w") for n in tensor.shape)
 
 
 def _lokr_options(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, ModelLayer]) -> tuple[dict[str, Any], list[str]]:
-    """The options with which PEFT makes the factors of most of these LoKrs (peft.tuners.lokr), and the paths of the others."""
+    """Return the options with which PEFT makes the factors of most of these LoKrs (peft.tuners.lokr), and the paths of the
+    others."""
     made = {path: {name: tuple(tensor.shape) for name, tensor in entry.tensors.items()} for path, entry in rows}
     both, cores = (any(name in shapes for shapes in made.values()) for name in ("lokr_w1_a", "lokr_t2"))
 
@@ -346,9 +349,10 @@ def _exactly(path: str) -> str:
 
 
 def _targets(paths: Sequence[str], layers: Mapping[str, ModelLayer]) -> list[str] | str:
-    """The layers' paths; as one expression where a path is the end of another layer's, which PEFT would take as well.
+    """Return `target_modules`: the layers' paths, or a regular expression if a path is the suffix of another layer's.
 
-    So it is where one is a MultiheadAttention, which is not among the layers.
+    PEFT would match that layer as well. It is also an expression if one is a MultiheadAttention, which is not among the
+    layers.
     """
     others = set(layers) - set(paths)
     endings = {".".join(parts[at:]) for path in others for parts in [path.split(".")] for at in range(1, len(parts))}

@@ -25,7 +25,8 @@ NUMBER = re.compile(r"_\d+$")  # of a second block at one place
 
 
 def described(records: Sequence[Mapping[str, Any]], trained: Sequence[str]) -> str:
-    """What stands in the metadata of a file: the passes of these records, and the names of the base's parameters in it."""
+    """Return the description for a file's metadata: the passes of these records, and the names of the base's parameters in
+    it."""
     passes = [
         {"name": entry["name"], "sites": [[site["path"], site["place"], site["block"]] for site in entry["sites"]],
          "rules": entry.get("rules")}
@@ -35,7 +36,7 @@ def described(records: Sequence[Mapping[str, Any]], trained: Sequence[str]) -> s
 
 
 def description(file: AdapterFile, limits: Limits = DEFAULT) -> dict[str, Any]:
-    """What a file says of its passes. Raises ArtifactError for what is no such description."""
+    """Return a file's description of its passes. Raises ArtifactError if it is malformed."""
     where = f"{file.source}: its {OWN}"
     found = object_of(reading.parse_json(file.about[OWN], reading.about(where), limits), where)
     passes, trained = found.get("passes"), found.get("trained")
@@ -53,7 +54,7 @@ def _is_pass(entry: Any) -> bool:
 
 
 def checked(state: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    """The tensors of a file. Raises ArtifactError for one whose numbers cannot be read."""
+    """Return the tensors of a file. Raises ArtifactError for a tensor whose numbers cannot be read."""
     for key, value in state.items():
         if odd := unreadable(value):
             raise ArtifactError(f"{where}: '{key}' {odd}")
@@ -73,11 +74,11 @@ def check_no_own(file: AdapterFile, who: str) -> None:
 
 
 def pass_of(file: AdapterFile, name: str, chosen: Sequence[str] | None = None, limits: Limits = DEFAULT) -> Pass:
-    """The pass, called `name`, with the rules of all passes of a file, and a rule for each parameter of the base in it.
+    """Return a pass called `name` with the rules of all passes of a file, and a rule for each parameter of the base in it.
 
-    `chosen` names some of the passes; the parameters of the base are left out then.
+    `chosen` selects passes by name; the parameters of the base are then left out.
 
-    Raises ArtifactError for passes that no data says, and for blocks and networks that are not fxplug's own.
+    Raises ArtifactError for passes without a description, and for blocks and networks that are not fxplug's own.
     """
     found = description(file, limits)
     made: dict[str, Any] = {"rules": [], "inputs": {}, "networks": {}}
@@ -132,7 +133,7 @@ def _check_places(file: AdapterFile, passes: Sequence[Mapping[str, Any]]) -> Non
 
 
 def _named_code(rules: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The blocks and networks that the data of a pass names, and paths of files, which none may."""
+    """Return the blocks and networks that the data of a pass names, and file paths, which no pass may name."""
     found = []
     for key, rows in (("block", rules.get("rules")), ("network", rules.get("networks"))):
         for row in (rows.values() if isinstance(rows, dict) else rows) or ():
@@ -147,11 +148,11 @@ def _named_code(rules: Mapping[str, Any]) -> list[tuple[str, str]]:
 def homes_of(
     module: nn.Module, records: Mapping[str, Mapping[str, Any]], whole: Mapping[str, Tensor], file: AdapterFile
 ) -> list[tuple[Tensor, Tensor]]:
-    """The tensors of a module that a file has, each with its new value.
+    """Return the tensors of a module that a file has, each with its new value.
 
-    `records` are the passes without slots that may take them, `whole` what takes parameters of the base, by their names. A
-    pass is found by its name, or its blocks by their places, as `pass_for` puts all into one. Raises ArtifactError for what is
-    not here, and for what the file lacks.
+    `records` are the passes without slots that may take them, `whole` the parameters of the base that may, by name. A pass is
+    matched by its name, or its blocks by their places, as `pass_for` merges all into one. Raises ArtifactError for entries that
+    do not exist in the module, and for values missing from the file.
     """
     found = description(file)
     prefixes: dict[str, str] = {}
@@ -211,7 +212,8 @@ def homes_of(
 
 
 def of_pass(source: Any, records: Mapping[str, Mapping[str, Any]], limits: Limits) -> AdapterFile | None:
-    """A file whose tensors all have names of one pass here, as `<pass>.safetensors` of a saved folder has; None for another."""
+    """Return a file whose tensors all carry the name of one pass here, as in `<pass>.safetensors` of a saved folder; otherwise
+    None."""
     if not isinstance(source, (str, os.PathLike)):
         return None
     file = find(Path(source))
@@ -228,7 +230,7 @@ def _kind(block: str) -> str:
 
 
 def _renamed(key: str, prefixes: Mapping[str, str]) -> str:
-    """A key under the name that its owner has here; an empty text where its owner is not among these."""
+    """Return a key under its owner's name in this module; "" if its owner is not among these."""
     parts = key.split(".")
     for end in range(len(parts) - 1, 0, -1):
         before = ".".join(parts[:end]) + "."

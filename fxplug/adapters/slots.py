@@ -57,7 +57,7 @@ class AdapterChoice:
 
     @unwatched
     def backup(self, lock: StateLock) -> Callable[[], None]:
-        """A function that writes into these tables what they hold now."""
+        """Return a function that restores the present values of these tables."""
         before = {name: (tensor, tensor.clone()) for name, tensor in self._tensors(lock).items()}
 
         @unwatched
@@ -70,7 +70,7 @@ class AdapterChoice:
         return restore
 
     def _tensors(self, lock: StateLock) -> dict[str, Tensor]:
-        """The tables that have this lock, by name. While the module is traced they are fake, and hold nothing."""
+        """Return the tables with this lock, by name, without the fake ones that exist while the module is traced."""
         names = [f"{p}.gates.table.{name}" for p in self.adapters.passes_of(lock) for name in ("weights", "entries")]
         tensors = {name: self.adapters.tensor(name) for name in names}
         return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, FakeTensor)}
@@ -157,7 +157,7 @@ class Adapters:
 
     @contextmanager
     def _changing(self) -> Iterator[Write]:
-        """A change, all or nothing: gives the function that writes a number or a tensor into a tensor of the slots."""
+        """Apply a change, all or nothing: yields a function that writes a number or a tensor into a tensor of the slots."""
         before: list[tuple[Tensor, Tensor]] = []
 
         def write(target: Tensor, value: Any) -> None:
@@ -204,7 +204,7 @@ class Adapters:
         return f"{left}: adapters.use(...) computes them again"
 
     def _changed(self) -> None:
-        """What follows from the state of the slots is made anew."""
+        """Notify the watchers that the state of the slots changed."""
         for watcher in self.watchers:
             watcher.switched(self.module)
 
@@ -214,18 +214,18 @@ class Adapters:
 
     @property
     def names(self) -> list[str]:
-        """The adapters that are loaded, in the order of their slots."""
+        """Names of the loaded adapters, in the order of their slots."""
         with read_lock(self.locks):
             return list(dict.fromkeys(name for p in self.banks for name in self.names_of(p) if name))
 
     @property
     def slots(self) -> int:
-        """How many adapters there is room for."""
+        """Number of adapters that fit."""
         return max(self.tensor(f"{p}.gates.table.names").shape[0] for p in self.banks)
 
     @property
     def active(self) -> dict[str, float] | list[dict[str, float]]:
-        """What is used: the weight of each adapter that takes part, or that for each sample."""
+        """Weight of each active adapter, or one such dict for each sample."""
         with read_lock(self.locks, reads=True):
             tables = {p: (self._table(p, "weights"), int(self._table(p, "entries"))) for p in self.banks}
             named = {p: self.names_of(p) for p in self.banks}
@@ -322,7 +322,7 @@ class Adapters:
         return found
 
     def _check_new(self, name: Any, replace: bool) -> bool:
-        """Whether an adapter of this name is loaded. Raises SpecError for a name that cannot be taken."""
+        """Return whether an adapter of this name is loaded. Raises SpecError for a name that cannot be used."""
         check_name(name, self._table(next(iter(self.banks)), "names").shape[1])
         if (known := name in self.names) and not replace:
             raise SpecError(f"an adapter '{name}' is loaded already: unload it first, or load with replace=True")
@@ -430,7 +430,7 @@ class Adapters:
             yield
 
     def _rows(self, what: Any) -> tuple[list[dict[str, float]], bool]:
-        """The names with weights of each sample, or the one that is for all. Raises SpecError."""
+        """Return the names and weights for each sample, and whether one set applies to all. Raises SpecError."""
         if what is None or isinstance(what, (str, Mapping)):
             return [self._weights(what)], True
         return [self._weights(entry, i) for i, entry in self._entries(what)], False
@@ -475,7 +475,7 @@ class Adapters:
         yield from enumerate(what)
 
     def _weights(self, entry: Any, sample: int | None = None) -> dict[str, float]:
-        """An entry as names with weights."""
+        """Return an entry as names with weights."""
         where = "" if sample is None else f"sample {sample}: "
         if entry is None:
             return {}

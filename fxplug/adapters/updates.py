@@ -54,31 +54,32 @@ class Entry:
     base: Tensor | None = None  # the weight beside which it was trained, where the file has that
 
     def key(self, path: str) -> str:
-        """What a place at a layer is called: the layer's path for its weight, with the parameter's name for another."""
+        """Return the key of a place at a layer: the layer's path for its weight, followed by the parameter's name for
+        another."""
         return path if self.param == "weight" else f"{path}.{self.param}".lstrip(".")
 
     __repr__ = brief_fields
 
     @property
     def update_kind(self) -> UpdateKind:
-        """What the block of its kind says of it, without what is beside."""
+        """Update kind of the block, without what is beside it."""
         return kind_named(self.kind.partition("+")[0].partition(" ")[0])
 
     @property
     def is_low_rank(self) -> bool:
-        """Whether it is a low-rank product and nothing beside."""
+        """Return whether the update is a low-rank product and nothing beside."""
         return not self.method and self.update_kind.is_low_rank and self.kind == self.update_kind.name
 
     @property
     def experts(self) -> int:
-        """How many experts have an update of this rank in the tensors, as PEFT's `target_parameters` has them; 0 for none.
+        """Number of experts with an update of this rank in the tensors, as for PEFT's `target_parameters`; 0 for none.
 
-        `down` is (experts * rank, in) then, `up` (out, rank * experts).
+        `down` is then (experts * rank, in), `up` (out, rank * experts).
         """
         return int(self.options.get("experts", 0)) if self.kind == "lora" else 0
 
     def by_expert(self, transposed: bool) -> dict[str, Tensor]:
-        """The tensors as blocks.LoraWeight has them for a parameter (experts, out, in), or (experts, in, out)."""
+        """Return the tensors in the layout of blocks.LoraWeight for a parameter (experts, out, in), or (experts, in, out)."""
         if "by_expert" in self.options:
             return dict(self.tensors)
         down = torch.unflatten(self.tensors["down"], 0, (self.experts, self.rank))  # (experts, rank, in)
@@ -88,7 +89,7 @@ class Entry:
         return {"down": down.transpose(0, 1), "up": up}
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether this is an update of a weight of that shape; sizes of 1 at the end do not count."""
+        """Return whether this is an update of a weight of that shape; trailing sizes of 1 do not count."""
         if self.experts:
             if "by_expert" in self.options:
                 return tuple(shape) == (self.experts, len(self.tensors["up"]), self.tensors["down"].shape[2])
@@ -112,9 +113,9 @@ class Entry:
         return bool(shape) and out == shape[0] and inner in (low_rank.trimmed(shape[1:]), (math.prod(shape[1:]),))
 
     def shaped(self, shape: Sequence[int]) -> Entry:
-        """The same with the number of dimensions of a weight that it fits: a linear layer may be a 1x1 convolution.
+        """Return the update with the number of dimensions of a weight that it fits: a linear layer may be a 1x1 convolution.
 
-        A low-rank product of which the file has no halves gets them.
+        A low-rank product that the file stores without factors gets them.
         """
         if self.options.get("kernel_forwards") and len(shape) > 2:  # the rotation's transpose: what a sign is to its series
             options = {**self.options, "kernel_forwards": False}
@@ -152,7 +153,7 @@ class Entry:
         return (down.T, up) if self.embedding else (up, down.T)
 
     def update(self, shape: Sequence[int]) -> Tensor:
-        """The update of a weight of that shape, whole, in float32; without magnitude and bias."""
+        """Return the whole update of a weight of that shape in float32, without magnitude and bias."""
         t = {name: tensor.float() for name, tensor in self.tensors.items()}
         if "down" not in t:
             delta = self.update_kind.delta
@@ -166,9 +167,9 @@ class Entry:
         return self.scale * made.reshape(*shape)
 
     def changed(self, value: Tensor) -> Tensor:
-        """What is read in the place of a parameter with these values, in float32.
+        """Return the value that replaces a parameter with these values, in float32.
 
-        Raises ArtifactError for magnitudes of other channels than it has.
+        Raises ArtifactError if the magnitudes have another number of channels.
         """
         value = value.float()
         if (method := method_named(self.method)) is not None:
@@ -184,7 +185,7 @@ class Entry:
         return low_rank.decomposed(value + update, self.tensors["magnitude"].float().to(value.device), dim)
 
     def as_lora(self, shape: Sequence[int]) -> Entry:
-        """The same update of a weight of that shape as one of kind "lora", in float32, exact but for rounding.
+        """Return the same update of a weight of that shape as one of kind "lora", in float32, exact up to rounding.
 
         A Hadamard product of ranks r and s has rank r * s, and so has a Kronecker product, of which a factor that is not
         decomposed counts with its shorter side. Raises ArtifactError for a kind with a bias or magnitude.
@@ -206,9 +207,9 @@ class Entry:
         return replace(self, kind="lora", tensors=tensors, rank=up.shape[1])
 
     def as_one_group(self) -> Entry:
-        """A LoRA of a convolution in groups with one `down` for all of them, as LyCORIS has it: exact.
+        """Return the LoRA of a grouped convolution with one `down` for all groups, as in LyCORIS: exact.
 
-        Where each group has its own, the ranks add up, and each output has zeros for those of other groups.
+        If each group has its own, the ranks add up, and each output has zeros for those of other groups.
         """
         if "down" not in self.tensors or len(self.tensors["down"]) == self.rank or self.experts:
             return self
@@ -222,9 +223,10 @@ class Entry:
         return replace(self, tensors={**self.tensors, "up": up}, rank=groups * self.rank)
 
     def with_scale_in_factor(self) -> Entry:
-        """The same update with a scale of 1: in one of its factors, and in its bias, for readers that take alpha for the rank.
+        """Return the same update with a scale of 1, multiplied into a factor and the bias, for readers that take alpha for the
+        rank.
 
-        Exact for a power of two, and else but for rounding.
+        Exact for a power of two, otherwise up to rounding.
         """
         key = next((name for name in ("up", "hada_w1_a", "lokr_w1", "lokr_w1_a") if name in self.tensors), "")
         if self.scale == 1 or self.method or not key:
@@ -234,16 +236,16 @@ class Entry:
         return replace(self, tensors={**self.tensors, **scaled}, scale=1.0)
 
     def product_rank(self) -> int:
-        """The rank of the update as one low-rank product (`as_lora`), without making it."""
+        """Return the rank of the update as one low-rank product (`as_lora`) without computing it."""
         factors = self.update_kind.factors
         if self.method or not factors:
             return self.rank
         return math.prod(low_rank.inner_rank(self.tensors, name) for name in factors)
 
     def outputs(self, start: int, number: int) -> Entry:
-        """The same for some of the layer's outputs: that of a product that is not a plain LoRA becomes one.
+        """Return the update of some of the layer's outputs; a product that is not a plain LoRA becomes one.
 
-        Raises ArtifactError for what mixes them.
+        Raises ArtifactError for a method that mixes the outputs.
         """
         if self.method or self.kind.endswith("by input"):
             names = self._cut()
@@ -254,7 +256,7 @@ class Entry:
         return replace(entry, tensors=cut)
 
     def swapped(self) -> Entry:
-        """The same with the first half of the outputs behind the second."""
+        """Return the update with the two halves of the outputs swapped."""
         names = self._cut() if self.method else BY_OUTPUT
         half = (len(self.tensors[names[0]]) if self.method and names else self.sizes()[0] if not self.method else 0) // 2
         first, second = self.outputs(0, half), self.outputs(half, half)
@@ -262,7 +264,8 @@ class Entry:
         return replace(first, tensors=both)
 
     def _cut(self) -> tuple[str, ...]:
-        """The tensors of a method whose first dimension is the layer's outputs. Raises ArtifactError where it mixes them."""
+        """Return the tensors of a method whose first dimension is the layer's outputs. Raises ArtifactError if it mixes
+        them."""
         if self.method == "gate":
             return ("gate",) if self.options["side"] == "output" else ()
         method = method_named(self.method)
@@ -276,7 +279,7 @@ class Entry:
         return found
 
     def sizes(self) -> tuple[int, tuple[int, ...]]:
-        """The output width, and the weight's other sizes: (in, *kernel), or their product alone where only that is known."""
+        """Return the output width and the weight's other sizes: (in, *kernel), or only their product if no more is known."""
         t = self.tensors
         if "down" in t:
             return t["up"].shape[0], low_rank.trimmed(t["down"].shape[1:])
@@ -301,15 +304,15 @@ class AdapterFile:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of a pipeline that the file has layers for."""
+        """Pipeline components that the file has layers for."""
         return tuple(dict.fromkeys(entry.part for entry in self.entries))
 
 
 def joined(entries: Mapping[str, Entry], widths: Mapping[str, int]) -> Entry:
-    """The LoRAs of some of several layers as one of the layer whose outputs are all of theirs, one after the other.
+    """Return the LoRAs of several layers as one LoRA of a layer whose outputs are theirs, concatenated.
 
-    With one `down` and scale for all it is that one; else the ranks add up, and `up` has a block for each. Exact, but for the
-    rounding of a block whose scale is not the largest.
+    If all have the same `down` and scale, that `down` is kept; otherwise the ranks add up, and `up` has a block for each.
+    Exact, up to the rounding of a block whose scale is not the largest.
     """
     entries = {path: entries[path] for path in widths if path in entries}  # a file may have them in another order
     first = max(entries.values(), key=lambda entry: abs(entry.scale))
@@ -353,7 +356,8 @@ def kind_named(word: str) -> UpdateKind:
 
 
 def has_lokr_of_3_dims(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a Kronecker product is of a Conv1d's kernels, with which PEFT 0.21 makes another weight than LyCORIS."""
+    """Return whether a Kronecker product has the kernels of a Conv1d, from which PEFT 0.21 computes another weight than
+    LyCORIS."""
     return any(tensors[name].dim() == 3 for name in ("lokr_w2", "lokr_t2") if name in tensors)
 
 
