@@ -149,7 +149,7 @@ def hadamard_halves(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> t
 
 
 def kronecker_halves(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> tuple[Tensor, Tensor]:
-    """The Kronecker product of (out, r) @ (r, in) and (m, s) @ (s, n) as (out * m, r * s) and (r * s, in * n)."""
+    """Return the Kronecker product of (out, r) @ (r, in) and (m, s) @ (s, n) as (out * m, r * s) and (r * s, in * n)."""
     return kronecker(up1, up2), kronecker(down1, down2)
 
 

@@ -77,7 +77,7 @@ class Oft(Block):
         return cls(rotatable_shape(site), block_size, blocks, share, terms)
 
     def bank(self) -> dict[str, Any]:
-        """What tells where an adapter goes, and what its tensors mean here; see `adapters.banks.Bank`."""
+        """Return the description of the bank: its place, and the meaning of its tensors; see `adapters.banks.Bank`."""
         options = {"size": self.size, "share": self.share, "terms": self.terms}
         return {"kind": kind_key(type(self)), "slots": 0, "rank": 1, "shape": self.shape, "options": options}
 
@@ -136,7 +136,7 @@ class Boft(Block):
         return cls(rotatable_shape(site), block_size, blocks, levels)
 
     def bank(self) -> dict[str, Any]:
-        """What tells where an adapter goes; see `adapters.banks.Bank`."""
+        """Return the description of the bank and its place; see `adapters.banks.Bank`."""
         return {"kind": kind_key(type(self)), "slots": 0, "rank": 1, "shape": self.shape}
 
     def forward(self, value: Tensor) -> Tensor:

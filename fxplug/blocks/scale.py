@@ -55,7 +55,7 @@ class Scale(Block):
         return cls(*width(site, site.args[0], dim))
 
     def bank(self) -> dict[str, Any]:
-        """What tells where an adapter goes; see `adapters.banks.Bank`."""
+        """Return the description of the bank and its place; see `adapters.banks.Bank`."""
         return {"kind": kind_key(type(self)), "slots": 0, "rank": 1, "shape": [self.width]}
 
     def forward(self, y: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ EXTENSION = Extension(
 
 
 def check_ranks(subject: Subject) -> str | None:
-    """The check of `verify` for modules that several processes run together."""
+    """Check modules that several processes run together, as a check of `verify`."""
     if not any(isinstance(part, DistributedPart) for part in subject.new.modules()):
         return None
     from .comparison import check_subject

@@ -53,11 +53,11 @@ def check_pretended(
     gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], every: bool = False,
     modes: Iterable[bool] | None = None,
 ) -> float:  # fmt: skip
-    """The largest difference of an output between one process and pretended ones, over the output's largest value.
+    """Compare one process with simulated ones and return the largest difference of an output, relative to its largest value.
 
-    In each mode that has a graph, or in these `modes`. With `every` all values within the model are compared too, of those in
-    parts the numbers that the processes have together. Raises VerifyError for an output that differs by more than rounding may
-    make of the dtypes it was computed in (`fxplug.core.ir.comparison`), with the first value that does.
+    Runs each mode that has a graph, or these `modes`. With `every` all values within the model are compared too; of sharded
+    values, the numbers that the processes have together. Raises VerifyError for an output that differs by more than rounding
+    explains for the dtypes it was computed in (`fxplug.core.ir.comparison`), with the first such value.
     """
     worst = 0.0
     for mode in gm.graphs if modes is None else modes:
@@ -122,7 +122,8 @@ def pretending(world: World) -> Iterator[None]:
 
 
 def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> tuple[Outcome, list[Outcome]]:
-    """What one process gives, and each of the pretended ones; with `keep` their states are the values of all nodes."""
+    """Return the result of one process, and those of the simulated ones; with `keep` their states are the values of all
+    nodes."""
     try:
         with pretending(alone()):
             one = _result(gm, mode, args, kwargs, keep)

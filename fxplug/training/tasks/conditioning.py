@@ -293,7 +293,7 @@ class FolderText:
 
 
 def _refused(p: Pass) -> str:
-    """Why a pass cannot be in a text encoder that trains; an empty text where it can."""
+    """Return why a pass cannot be used in a trainable text encoder; "" if it can."""
     if isinstance(p, ParallelPass):
         return "splits a model over processes, and the text encoder is whole in one process"
     if p.inputs:
