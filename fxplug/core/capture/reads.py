@@ -59,7 +59,7 @@ class Dtypes:
         self.last: dict[tuple[int, Place | str], Read] = {}  # by frame, and expression or name
 
     def read(self, tensor: torch.Tensor, answer: torch.dtype, frame: FrameType) -> torch.dtype:
-        """`frame` reads the dtype of a tensor."""
+        """Record that `frame` reads the dtype of a tensor, and return the dtype."""
         recording, user = self.recording, asker(frame)
         known = recording.recorded(tensor) is not None or id(tensor) in recording.parameters
         if user is None or not known or decides_nothing(user):
@@ -78,7 +78,7 @@ class Dtypes:
         return answer
 
     def dtype_argument(self, dtype: torch.dtype) -> Any:
-        """A dtype among the arguments of a call: the node that reads it, or the dtype where none is known."""
+        """Return the node that reads a dtype among the arguments of a call; the dtype itself if no such node is known."""
         frame = user_frame()
         place = None if frame is None else position(frame)
         if frame is None or place is None:
@@ -91,7 +91,7 @@ class Dtypes:
         return dtype
 
     def decided(self) -> Iterable[Read]:
-        """Reads that went anywhere else, the first of each node."""
+        """Return the reads that are not passed straight to a torch function, the first of each node."""
         return {read.node: read for read in reversed(self.all) if not read.given}.values()
 
 
@@ -128,7 +128,7 @@ def _reads(file: str) -> SourceDtypes:
 
 
 def _uses(call: ast.Call) -> list[DtypeUse]:
-    """The dtypes among the arguments of a call that converts or makes a tensor."""
+    """Return the dtypes among the arguments of a call that converts or creates a tensor."""
     function = call.func
     if not isinstance(function, ast.Attribute):
         return []
@@ -148,7 +148,7 @@ def _uses(call: ast.Call) -> list[DtypeUse]:
 
 
 def _find_dtype_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[Place, str]:
-    """Reads that go into a name which is set once, and then given to torch functions only."""
+    """Return the dtype reads that are assigned to a name which is set once and then only passed to torch functions."""
     inside = list(ast.walk(function))
     reads = [n for n in inside if isinstance(n, ast.Assign) and isinstance(n.value, ast.Attribute) and n.value.attr == "dtype"]
     if not reads:
@@ -169,20 +169,21 @@ class RecordedNumbers(Nodes):
     """A graph that grows, with the numbers that are read out of its tensors."""
 
     def shape(self, tensor: torch.Tensor) -> torch.Size:
-        """The shape of a tensor in recorded numbers, that of a weight in plain ones."""
+        """Return a tensor's shape in recorded numbers; a weight's in plain ones."""
         node = self.recorded(tensor)
         if node is None:
             return tensor.shape  # a weight has the size it has
         return torch.Size([self.size_of(node, "size", s, d) for d, s in enumerate(tensor.shape)])
 
     def size_of(self, node: fx.Node, method: str, value: int, dim: int | None = None) -> Any:
-        """A size of a tensor, read from the node by a method: `x.size(1)`, `x.numel()`."""
+        """Return a size of a tensor as a recorded number, read from the node by a method: `x.size(1)`, `x.numel()`."""
         args = (node,) if dim is None else (node, dim)
         name = f"{node.name}_{method}" + ("" if dim is None else f"_{dim}")
         return self.memo((node, method, dim), "call_method", method, args, value, name)
 
     def size(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """What a method such as `size`, `stride` or `numel` gives, in recorded numbers unless the tensor is a weight."""
+        """Return the result of a method such as `size`, `stride` or `numel`, in recorded numbers unless the tensor is a
+        weight."""
         tensor = args[0]
         with DisableTorchFunction():
             plain, _ = self.lower(args[1:])
@@ -200,13 +201,13 @@ class RecordedNumbers(Nodes):
         return self.size_of(node, "numel" if name == "nelement" else name, out)
 
     def memo(self, key: Any, op: str, target: Any, args: Any, value: Any, name: str) -> Any:
-        """A number whose node is made once for all that ask with the same key."""
+        """Return a recorded number; its node is created once per key."""
         if key not in self.numbers:
             self.numbers[key] = self.node(op, target, args, {}, name)
         return self.wrap_number(self.numbers[key], value)
 
     def number(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
-        """`target(*args)` on recorded numbers."""
+        """Return `target(*args)` on recorded numbers."""
         value = value.item() if isinstance(value, np.generic) else value
         if type(value) not in NUMBERS:
             for number in args:
@@ -217,13 +218,13 @@ class RecordedNumbers(Nodes):
         return self.memo(key, "call_function", target, nodes, value, self.named(functions.short_name(target)))
 
     def decide(self, number: Any) -> Any:
-        """Python needs the plain value of a number: hold it by a guard."""
+        """Return the plain value of a number that Python needs, and guard it."""
         if not isinstance(number, Number):
             return number
         return self.settle(number.fx_node, number.value) if number.recorder is self else number.value
 
     def settle(self, node: fx.Node, value: Any) -> Any:
-        """Python needs the plain value of a node: hold it by a guard, unless nothing hangs on it."""
+        """Return the plain value of a node that Python needs, and guard it unless nothing depends on it."""
         if node not in self.guards:
             frame = user_frame()
             if frame is None or not decides_nothing(frame):
@@ -231,7 +232,7 @@ class RecordedNumbers(Nodes):
         return value
 
     def guard(self, node: fx.Node, expected: Any, does: str = "branches on a value that it computes") -> None:
-        """Hold a number to what it is now."""
+        """Guard a number to its present value."""
         if node in self.guards:
             return
         self.guards.add(node)
@@ -243,7 +244,7 @@ class RecordedNumbers(Nodes):
         self.node("call_function", ops.guard, (node, expected, decision), {}, self.named("guard"), effect=True)
 
     def assigned(self, leaves: set[str]) -> None:
-        """Record the buffers that forward assigned anew: their values go into the memory that they have."""
+        """Record the buffers that forward assigned anew: their values are copied into the existing memory."""
         for name, module, before in self.buffers:
             path, _, key = name.rpartition(".")
             now = module._buffers.get(key)
@@ -267,9 +268,9 @@ class RecordedNumbers(Nodes):
             self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
 
     def guard_parts(self, func: Any, name: str, node: fx.Node, out: Any, call: Any, frame: FrameType) -> None:
-        """Hold how many results, or dimensions, a function gives where sizes decide that, and no list among its arguments.
+        """Guard the number of results, or of dimensions, of a function if sizes decide it without a list among the arguments.
 
-        Of operators and functions that are not torch's everything is held that Python can see.
+        For operators and functions that are not torch's, everything that Python can see is guarded.
         """
         foreign = isinstance(func, (OpOverload, OpOverloadPacket)) and not str(func).startswith(("aten.", "prims."))
         if foreign or ops.is_applied(func) or name in functions.BY_SIZES:
@@ -285,19 +286,19 @@ class RecordedNumbers(Nodes):
             self.guard_after(dims, out.dim(), decision_at(dims))
 
     def guard_structure(self, node: fx.Node, out: Any) -> None:
-        """Hold all that Python can see of a result beside the numbers in it."""
+        """Guard all that Python can see of a result besides the numbers in it."""
         with DisableTorchFunction():
             structure = ops.structure_of(out)
         self.guard_answer(ops.structure_of, node, structure)
 
     def guard_answer(self, question: Callable[..., Any], node: fx.Node, answer: Any) -> None:
-        """Hold what a function of ours says of a result."""
+        """Guard the answer of one of our functions about a result."""
         asked = self.node("call_function", question, (node,), {}, f"{node.name}_{question.__name__}", after=node)
         asked.meta["value"] = answer
         self.guard_after(asked, answer, decision_at(asked))
 
     def value(self, func: Any, name: str, args: Any) -> Any:
-        """A number read out of a tensor: recorded where it depends on the inputs, else known."""
+        """Return a number read out of a tensor: recorded if it depends on the inputs, otherwise plain."""
         tensor = args[0]
         try:
             out = func(*args)
@@ -323,7 +324,7 @@ class RecordedNumbers(Nodes):
         return number if name == "item" else type(out)(number)
 
     def refuse_drawn(self, node: fx.Node) -> None:
-        """A branch on a random number has another outcome at each call."""
+        """Raise TraceError for a branch on a random number, whose outcome differs between calls."""
 
         def look(current: fx.Node, short: str) -> list[fx.Node]:
             if short in functions.DRAWS:
@@ -333,7 +334,7 @@ class RecordedNumbers(Nodes):
         functions.computed_by(node, look)
 
     def refuse_measured(self, node: fx.Node, does: str) -> None:
-        """A branch on masks, counts or equality is a property of the input; one on a measured value is not."""
+        """Raise TraceError for a branch on a measured value; one on masks, counts or equality is a property of the input."""
 
         def look(current: fx.Node, short: str) -> list[fx.Node]:
             given = [a for a in current.args if isinstance(a, fx.Node)]
@@ -347,7 +348,7 @@ class RecordedNumbers(Nodes):
         functions.computed_by(node, look)
 
     def refuse_way(self, does: str, more: str = "") -> None:
-        """Raises TraceError: what the model `does` here goes one way or another."""
+        """Raise TraceError because what the model `does` here depends on a value."""
         where, line = source_line()
         raise TraceError(
             f"{self.region()} {does} ({where}: {line}), and a graph records one branch only; {self.way_out()}{more}"
@@ -422,7 +423,7 @@ Type: Any = _TypeStandIn("type", (type,), {"classes": {int: Int, float: Float, s
 
 
 def _is_value(number: Any) -> bool:
-    """Whether a number was read out of a tensor's values: what Python asks of it is a part of the graph, and not a guard."""
+    """Return whether a number was read out of a tensor's values: what Python asks of it is recorded, not guarded."""
     todo = [number.fx_node] if isinstance(number, Number) and number.recorder.active else []
     while todo:
         node = todo.pop()
@@ -435,7 +436,7 @@ def _is_value(number: Any) -> bool:
 
 
 def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`max` or `min`, recorded for numbers that were read out of a tensor's values."""
+    """Wrap `max` or `min` to record it for numbers that were read out of a tensor's values."""
 
     def extreme(*args: Any, **kwargs: Any) -> Any:
         items = list(args[0]) if len(args) == 1 and isinstance(args[0], (list, tuple)) and not kwargs else args
@@ -447,7 +448,7 @@ def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def length(value: Any) -> Any:
-    """`len`, recorded for a tensor, and for a set of numbers that were read out of one."""
+    """Return `len`, recorded for a tensor, and for a set of numbers that were read out of one."""
     if type(value) is Distinct:
         return value.count
     return len(value) if not isinstance(value, torch.Tensor) else value.__len__()  # type: ignore[no-untyped-call]

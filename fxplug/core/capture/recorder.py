@@ -104,7 +104,7 @@ class Recording(RecordedNumbers):
         return self.call(func, name, args, kwargs)
 
     def copied(self, tensor: torch.Tensor) -> Any:
-        """A copy of its own: gradients reach it and not the tensor."""
+        """Return a recorded copy of a tensor as a new leaf: gradients reach it and not the tensor."""
         new = self.call(torch.clone, None, (tensor,), {})
         new = self.call(torch.Tensor.detach, "detach", (new,), {})
         if not tensor.is_floating_point():
@@ -114,7 +114,7 @@ class Recording(RecordedNumbers):
         return self.mark(new, self.node("call_method", "requires_grad_", (self.lookup(new), asked), {}, "copied"))
 
     def text(self, frame: types.FrameType) -> None:
-        """Text that is made of a tensor's values: what people read may be told, anything else hangs on them."""
+        """Check text made from a tensor's values. Raises TraceError unless it only goes into a message."""
         user = asker(frame)
         if user is not None and not is_text_for_people(user):
             raise TraceError(
@@ -122,7 +122,8 @@ class Recording(RecordedNumbers):
             )
 
     def attribute(self, func: Any, tensor: torch.Tensor, *rest: Any) -> Any:
-        """What reading an attribute of a tensor gives. Raises TraceError where a graph cannot say it, as for setting one."""
+        """Return the value of an attribute of a tensor. Raises TraceError if a graph cannot represent it, and for setting
+        one."""
         name = func.__self__.__name__
         if func.__name__ != "__get__":
             raise TraceError(f"{self.place()}: sets Tensor.{name}, which cannot be captured in a graph; {self.way_out()}")
@@ -243,12 +244,12 @@ class Recording(RecordedNumbers):
         return self.bind(out, node)
 
     def guard_itself(self, node: fx.Node, out: torch.Tensor, given: torch.Tensor) -> None:
-        """Hold whether an operation gives its argument itself, which code with `a is b` can tell from a copy."""
+        """Guard whether an operation returns its argument itself, which code with `a is b` can tell from a copy."""
         same = self.node("call_function", ops.is_same, (node, self.lookup(given)), {}, f"{node.name}_itself")
         self.guard_after(same, out is given, (*source_line(), "whether it returns its argument itself"))
 
     def leave_torch(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor's values go where they cannot be followed: a few of them can be held by a guard."""
+        """Guard the values of a small tensor that are converted to numpy. Raises TraceError for other conversions."""
         if self.fake:
             raise NeedsValues(self.needs_values())
         if name not in ("numpy", "__array__") or tensor.numel() > MANY:
@@ -268,7 +269,7 @@ class Recording(RecordedNumbers):
         super().finish()
 
     def query_autograd(self, tensor: torch.Tensor, question: str) -> Any:
-        """What autograd knows of a tensor: an answer that holds as long as it is the same."""
+        """Return what autograd knows of a tensor, and guard the answer."""
         if not self.autograd:
             raise NeedsAutograd
         root = tensor
@@ -284,7 +285,7 @@ class Recording(RecordedNumbers):
         return answer
 
     def state(self, name: str, args: tuple[Any, ...], value: Any) -> Any:
-        """What a function of torch says about its modes: an answer that holds as long as it is the same."""
+        """Return what a torch function says about its modes, and guard the answer."""
         frame = user_frame()
         key = (name, args, self.switched)
         if key not in self.states and (frame is None or not decides_nothing(frame)):
@@ -295,7 +296,7 @@ class Recording(RecordedNumbers):
         return value
 
     def target(self, func: Any, method: str | None, nodes: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
-        """A public name for what was called: FX op, target, and the arguments in that target's order."""
+        """Return a public name for a called function: FX op, target, and the arguments in that target's order."""
         if ops.is_applied(func):
             return "call_function", func, nodes
         if listed := functions.listed(func):
@@ -322,13 +323,13 @@ class Recording(RecordedNumbers):
         )
 
     def reshaped(self, func: Any, tensor: torch.Tensor, rest: Any, kwargs: Any) -> None:
-        """A tensor changed its shape in place: so did what it is an alias of."""
+        """Repeat an in-place change of a tensor's shape on the tensors that it is an alias of."""
         self.numbers.clear()
         while (tensor := getattr(tensor, "_fxplug_of", None)) is not None:  # type: ignore[assignment]
             func(tensor, *rest, **kwargs)
 
     def made_constant(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A tensor made from Python or numpy data: small ones are made anew at each call, others become a buffer."""
+        """Return a tensor made from Python or numpy data as a buffer; None for a small one, which each call makes anew."""
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         if not isinstance(data, (list, tuple, np.ndarray)) or (
             not isinstance(data, np.ndarray) and np.asarray(data, dtype=object).size <= SMALL
@@ -341,11 +342,11 @@ class Recording(RecordedNumbers):
         return self.fresh(real)
 
     def reads_default_dtype(self) -> None:
-        """Hold the default dtype, in which a constant is made, to what it is now."""
+        """Guard the default dtype, in which a constant is made."""
         self.state("torch.get_default_dtype", (), default_dtype())
 
     def fresh(self, real: torch.Tensor) -> torch.Tensor:
-        """A constant as the new tensor that each call gets."""
+        """Return a constant as a new tensor, cloned at each call."""
         with DisableTorchFunction():
             if self.journal is not None:
                 self.journal.forget(real)
@@ -354,9 +355,9 @@ class Recording(RecordedNumbers):
             return self.mark(self.mode.from_tensor(real) if self.mode is not None else real.clone(), node)
 
     def function_apply(self, original: Any) -> Any:
-        """What stands for `torch.autograd.Function.apply`: a call of the class, whose backward the graph has so.
+        """Wrap `torch.autograd.Function.apply` to record a call of the class, so that the graph has its backward.
 
-        torch's own checkpoint, which is given code to run, is recorded as what that code does.
+        torch's own checkpoint, which takes code to run, is recorded as what that code does.
         """
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -394,7 +395,7 @@ class Recording(RecordedNumbers):
         return tuple(parts) if several is out else parts[0]
 
     def checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands for what runs a checkpoint that is not reentrant."""
+        """Wrap the function that runs a non-reentrant checkpoint to note its place."""
 
         def begin(*args: Any, **kwargs: Any) -> Any:
             if self.recording_here():
@@ -404,7 +405,7 @@ class Recording(RecordedNumbers):
         return begin
 
     def script_function(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands for the call of a scripted function: its Python code, which torch.compile takes, too."""
+        """Wrap the call of a scripted function to run its Python code, as torch.compile does."""
 
         def call(script: Any, *args: Any, **kwargs: Any) -> Any:
             code = getattr(script, SCRIPTED, None) if self.recording_here() else None
@@ -413,7 +414,7 @@ class Recording(RecordedNumbers):
         return call
 
     def instance_check(self, original: Callable[..., bool]) -> Callable[..., bool]:
-        """What stands for the `isinstance` of nn.Parameter, which the model may ask of an input."""
+        """Wrap the `isinstance` check of nn.Parameter, which the model may ask of an input, to guard the answer."""
 
         def check(cls: Any, value: Any) -> bool:
             found = original(cls, value)
@@ -428,7 +429,7 @@ class Recording(RecordedNumbers):
         return check
 
     def from_numpy(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands for a function that makes a tensor and does not report to torch."""
+        """Wrap a function that makes a tensor without reporting to torch, to record its result as a constant."""
 
         def make(*args: Any, **kwargs: Any) -> Any:
             if not self.recording_here():

@@ -73,9 +73,9 @@ MISSING = object()
 
 
 def is_foreign(cls: type) -> bool:
-    """Whether a class is torch's, Python's own or ours, and none of a model's.
+    """Return whether a class is torch's, Python's own or ours, and none of a model's.
 
-    One that was run from text in a namespace without a name is a model's, though Python says that it is of `builtins`.
+    A class executed from text in a namespace without a name is a model's, though Python says that it is of `builtins`.
     """
     return _is_foreign_name(cls.__module__) and not (cls.__module__ == "builtins" and cls.__flags__ & HEAP_TYPE)
 
@@ -86,7 +86,7 @@ def _is_foreign_name(module: object) -> bool:
 
 
 def is_user_code(frame: FrameType) -> bool:
-    """Whether a frame runs the model's own code, not torch, numpy, fxplug or the standard library."""
+    """Return whether a frame runs the model's own code, not torch, numpy, fxplug or the standard library."""
     file = frame.f_code.co_filename
     if file.startswith("<"):  # no file: typed at a prompt, run from text, or made by Python itself
         return not _is_foreign_name(frame.f_globals.get("__name__"))
@@ -94,9 +94,10 @@ def is_user_code(frame: FrameType) -> bool:
 
 
 def asker(frame: FrameType | None) -> FrameType | None:
-    """The frame of the model's own code that asks, seen from `frame`, or None where torch, a library, a log or an error does.
+    """Return the frame of the model's own code that asks, starting from `frame`; None if torch, a library, a log or an error
+    asks.
 
-    Standard functions in between, such as `json.dumps`, ask for the model.
+    Standard functions in between, such as `json.dumps`, ask on the model's behalf.
     """
     kept = False
     while frame is not None:
@@ -111,12 +112,12 @@ def asker(frame: FrameType | None) -> FrameType | None:
 
 
 def is_text_for_people(frame: FrameType) -> bool:
-    """Whether the text that a frame is making goes into a check, a log or an error, and nothing else hangs on it."""
+    """Return whether the text that a frame is making goes only into a check, a log or an error."""
     return any(function is None or _is_for_people(frame, function) for function in _around(frame, _texts))
 
 
 def _is_for_people(frame: FrameType, function: ast.expr) -> bool:
-    """Whether a call tells people something, and not a text in memory or a class of the model's."""
+    """Return whether a call writes for people, and not to a text in memory or a class of the model's."""
     logger = _resolved(frame, function.value) if isinstance(function, ast.Attribute) else logging.root
     while isinstance(logger, logging.Logger):
         if any(map(_keeps, logger.handlers)):
@@ -127,13 +128,13 @@ def _is_for_people(frame: FrameType, function: ast.expr) -> bool:
 
 
 def _keeps(handler: logging.Handler) -> bool:
-    """Whether the model can read again what a handler of a log is given."""
+    """Return whether the model can read again what a log handler receives."""
     in_memory = type(handler) is logging.StreamHandler and isinstance(handler.stream, io.StringIO)
     return in_memory or not is_foreign(type(handler))
 
 
 def _is_kept(frame: FrameType | None) -> bool:
-    """Whether a frame makes the text of a log for a handler that keeps it."""
+    """Return whether a frame formats a log record for a handler that keeps the text."""
     while frame is not None:
         if isinstance(handler := frame.f_locals.get("self"), logging.Handler):
             return _keeps(handler)
@@ -144,12 +145,12 @@ def _is_kept(frame: FrameType | None) -> bool:
 
 
 def decides_nothing(frame: FrameType) -> bool:
-    """Whether a frame is at a test that cannot matter.
+    """Return whether a frame is at a test without influence on the result.
 
-    Either an `if` that does no more than make tensors contiguous: both ways give the same values (diffusers' upsampling does
-    so above a batch of 64, because of a kernel that was wrong once). Or one part of `a and self.flag`, where the flag is off:
-    the whole is false whatever `a` is, as where diffusers asks for gradients to checkpoint. Only the plainest of such tests,
-    in which nothing can keep the answer, see `_is_plain`.
+    Either an `if` that only makes tensors contiguous: both branches give the same values (diffusers' upsampling does so above a
+    batch of 64, because of a kernel that was wrong once). Or one part of `a and self.flag` with the flag off: the whole is
+    false whatever `a` is, as where diffusers checks for gradient checkpointing. Only the plainest of such tests, in which
+    nothing can keep the answer, see `_is_plain`.
     """
     if any(_around(frame, _layout_tests)):
         return True
@@ -163,7 +164,8 @@ def decides_nothing(frame: FrameType) -> bool:
 
 
 def is_tried(frame: FrameType | None, error: str = "") -> bool:
-    """Whether a frame is in a `try` whose handlers let the code go on; with `error` in one that has a handler of that name."""
+    """Return whether a frame is in a `try` whose handlers let the code go on; with `error`, in one with a handler of that
+    name."""
     if frame is None or not _lines_in_try(frame.f_code.co_filename):
         return False
     return any(error in ("", *names) and _swallows(frame, items) for items, names in _around(frame, _lines_in_try))
@@ -171,9 +173,10 @@ def is_tried(frame: FrameType | None, error: str = "") -> bool:
 
 @lru_cache(maxsize=64)
 def _lines_in_try(file: str) -> list[Any]:
-    """What stands in each `try` with a handler that does not end by raising, with the names of what is handled.
+    """Return the statements in each `try` with a handler that does not end by raising, with the names of the handled errors.
 
-    And in each `with` whose manager may swallow an error, as `suppress` does: all that are not known to pass errors on.
+    Also those in each `with` whose manager may swallow an error, as `suppress` does: all that are not known to pass errors
+    on.
     """
     tries = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.Try)]
     passing = [n for n in tries if not all(isinstance(handler.body[-1], ast.Raise) for handler in n.handlers)]
@@ -185,7 +188,7 @@ def _lines_in_try(file: str) -> list[Any]:
 
 
 def _names(items: list[ast.withitem]) -> list[str]:
-    """The names among the arguments of context managers."""
+    """Return the names among the arguments of context managers."""
     return [
         n.id
         for item in items
@@ -197,7 +200,7 @@ def _names(items: list[ast.withitem]) -> list[str]:
 
 
 def _swallows(frame: FrameType, items: list[ast.withitem] | None) -> bool:
-    """Whether a `try`, or one of these context managers, may let the code go on behind an error; torch's own do not."""
+    """Return whether a `try`, or one of these context managers, may continue after an error; torch's own do not."""
     if items is None:
         return True
     for item in items:
@@ -211,13 +214,14 @@ def _swallows(frame: FrameType, items: list[ast.withitem] | None) -> bool:
 
 @cache
 def gives_types(file: str) -> bool:
-    """Whether a source file gives `int` or `float` as a dtype, for which torch takes no other class, in any thread."""
+    """Return whether a source file passes `int` or `float` as a dtype, for which torch accepts no other class, in any
+    thread."""
     return bool(re.search(r"(dtype\s*=|\.(to|type)\()\s*(int|float)\b", _text(file)))
 
 
 @cache
 def says(file: str, names: frozenset[str]) -> frozenset[str]:
-    """Which of some names of Python stand in a source file; all where that is not known."""
+    """Return which of some Python names occur in a source file; all of them if that is unknown."""
     words = set(re.findall(r"\w+", _text(file)))
     return names if not words or words & {"exec", "eval", "compile"} else names & words
 
@@ -230,13 +234,13 @@ def _text(file: str) -> str:
 
 
 def tells_apart(frame: FrameType | None) -> bool:
-    """Whether a frame is in a function that asks of two values whether they are one."""
+    """Return whether a frame is in a function that compares two values by identity."""
     return frame is not None and bool(_identities(frame.f_code.co_filename)) and any(_around(frame, _identities))
 
 
 @lru_cache(maxsize=64)
 def _identities(file: str) -> list[Any]:
-    """The functions with an `a is b` in which neither is a constant."""
+    """Return the functions with an `a is b` in which neither is a constant."""
     functions = [n for n in ast.walk(tree_of(file)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
     return [_place(f, True) for f in functions if any(map(_asks_identity, ast.walk(f)))]
 
@@ -248,7 +252,8 @@ def _asks_identity(node: ast.AST) -> bool:
 
 
 def position(frame: FrameType) -> tuple[int, int, int, int] | None:
-    """The expression that a frame is at: line, column, last line, last column; columns in bytes, as Python counts them."""
+    """Return the position of the expression that a frame is at: line, column, last line, last column; columns in bytes, as in
+    Python."""
     first, last, start, end = _positions(frame.f_code)[frame.f_lasti // 2]
     return None if first is None or last is None or start is None or end is None else (first, start, last, end)
 
@@ -259,21 +264,22 @@ def _positions(code: CodeType) -> list[tuple[int | None, int | None, int | None,
 
 
 def counts_distinct(frame: FrameType) -> bool:
-    """Whether a frame is at the inner call of `len(set(...))`."""
+    """Return whether a frame is at the inner call of `len(set(...))`."""
     at = position(frame)
     return at is not None and at in _counted_sets(frame.f_code.co_filename)
 
 
 @lru_cache(maxsize=64)
 def _counted_sets(file: str) -> set[tuple[int, int, int, int]]:
-    """The places of the calls of `set` of which nothing but the length is asked."""
+    """Return the positions of the calls of `set` of which only the length is used."""
     counts = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "len" and n.args]
     sets: list[Any] = [n.args[0] for n in counts if isinstance(n.args[0], ast.Call) and _called(n.args[0]) == "set"]
     return {(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset) for n in sets}
 
 
 def unpacked(frame: FrameType) -> int | None:
-    """Into how many names a frame takes what it is calling apart, `a, b = x.chunk(2)`; None where it does something else."""
+    """Return the number of names that a frame unpacks the result of its present call into, `a, b = x.chunk(2)`; otherwise
+    None."""
     return _unpacking(frame.f_code).get(frame.f_lasti)
 
 
@@ -284,7 +290,7 @@ def _unpacking(code: CodeType) -> dict[int, int]:
 
 
 def _around(frame: FrameType, find: Any) -> list[Any]:
-    """What `find` notes of the places in a source file around the expression that a frame is at."""
+    """Return the notes of `find` on the places in a source file around the expression that a frame is at."""
     at = position(frame)
     if at is None:
         return []
@@ -294,13 +300,13 @@ def _around(frame: FrameType, find: Any) -> list[Any]:
 
 
 def _place(part: Any, note: Any) -> tuple[Any, Any, Any]:
-    """Where an expression stands: from (line, column) to (line, column), in bytes as Python counts them."""
+    """Return the position of an expression: from (line, column) to (line, column), columns in bytes as in Python."""
     return (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset), note
 
 
 @lru_cache(maxsize=64)
 def tree_of(file: str) -> Any:
-    """The tree of a source file; an empty one where there is no source."""
+    """Return the syntax tree of a source file; an empty one if there is no source."""
     try:
         return syntax_tree("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
@@ -309,7 +315,7 @@ def tree_of(file: str) -> Any:
 
 @lru_cache(maxsize=64)
 def _layout_tests(file: str) -> list[Any]:
-    """The tests of each `if` that makes tensors contiguous."""
+    """Return the tests of each `if` that makes tensors contiguous."""
     ifs = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.If) and not n.orelse and all(map(_makes_contiguous, n.body))]
     return [_place(n.test, True) for n in ifs if _is_plain(n.test)]
 
@@ -319,7 +325,8 @@ PLAIN += (ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context)  #
 
 
 def _is_plain(test: ast.expr) -> bool:
-    """Whether a test is made of names, numbers, comparisons and calls without arguments: its answer goes nowhere else."""
+    """Return whether a test consists of names, numbers, comparisons and calls without arguments, so that its answer goes
+    nowhere else."""
     parts = list(ast.walk(test))
     calls = [n for n in parts if isinstance(n, ast.Call)]
     if any(n.keywords or not all(isinstance(a, ast.Constant) for a in n.args) for n in calls):
@@ -328,7 +335,7 @@ def _is_plain(test: ast.expr) -> bool:
 
 
 def _makes_contiguous(statement: ast.stmt) -> bool:
-    """`x = x.contiguous()`"""
+    """Return whether a statement is `x = x.contiguous()`."""
     if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.value, ast.Call)):
         return False
     function = statement.value.func
@@ -338,9 +345,9 @@ def _makes_contiguous(statement: ast.stmt) -> bool:
 
 @lru_cache(maxsize=64)
 def _operands(file: str) -> list[Any]:
-    """The plain parts of each `and` and `or` that is a test, with what settles the whole and the names that follow.
+    """Return the plain parts of each `and` and `or` in a test, with the value that decides the whole and the names that follow.
 
-    Elsewhere such an expression gives one of its parts, so that only those which are true or false may be left out.
+    Elsewhere such an expression returns one of its parts, so that only parts which are true or false may be left out.
     """
     tree = tree_of(file)
     tests = {
@@ -362,13 +369,13 @@ def _operands(file: str) -> list[Any]:
 
 
 def _tested(test: ast.expr) -> list[ast.expr]:
-    """The parts of a test of which nothing matters but whether they are true."""
+    """Return the parts of a test of which only the truth value matters."""
     inner = test.values if isinstance(test, ast.BoolOp) else [test.operand] if isinstance(test, ast.UnaryOp) else []
     return [test, *(part for value in inner for part in _tested(value))]
 
 
 def _is_truth(part: ast.expr) -> bool:
-    """Whether an expression gives True or False."""
+    """Return whether an expression evaluates to True or False."""
     return (
         isinstance(part, ast.Compare)
         or (isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not))
@@ -378,7 +385,7 @@ def _is_truth(part: ast.expr) -> bool:
 
 @lru_cache(maxsize=64)
 def _texts(file: str) -> list[Any]:
-    """Texts that are made for what `raise` raises, and texts in calls that stand alone, with the function called."""
+    """Return texts made for `raise`, and texts in calls that are statements, with the called function."""
     found = []
     tries = [t for t in ast.walk(tree_of(file)) if isinstance(t, ast.Try) and t.handlers]
     caught = {id(n) for t in tries for part in t.body for n in ast.walk(part)}  # a text that may be read again
@@ -403,12 +410,12 @@ def _texts(file: str) -> list[Any]:
 
 
 def _is_stream(keyword: ast.keyword) -> bool:
-    """`file=...`, which may be a text that is read again, as those of a process are not."""
+    """Return whether a keyword is `file=...` with a stream other than those of the process, which may be read again."""
     return keyword.arg == "file" and ast.unparse(keyword.value) not in ("None", "sys.stdout", "sys.stderr")
 
 
 def _resolved(frame: FrameType, name: ast.expr) -> Any:
-    """What a name such as `self.flag` stands for in a frame, found without running anything; MISSING where that is not said."""
+    """Return the value of a name such as `self.flag` in a frame, found without running anything; MISSING if unknown."""
     if isinstance(name, ast.Name):
         for space in (frame.f_locals, frame.f_globals, vars(builtins)):
             if name.id in space:
@@ -430,7 +437,7 @@ def _resolved(frame: FrameType, name: ast.expr) -> Any:
 
 
 def _speaks(function: Any) -> bool:
-    """Whether a function tells people something, or checks a condition: its text goes nowhere else."""
+    """Return whether a function writes for people, or checks a condition: its text goes nowhere else."""
     if function is builtins.print or (callable(function) and function in vars(logging.Logger).values()):
         return True
     module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
@@ -438,13 +445,13 @@ def _speaks(function: Any) -> bool:
 
 
 def _called(node: ast.AST) -> str:
-    """The last name of what a call calls."""
+    """Return the last name of the function that a call calls."""
     function = getattr(node, "func", None) if isinstance(node, ast.Call) else None
     return str(getattr(function, "attr", getattr(function, "id", "")))
 
 
 def source_line(error: BaseException | None = None) -> tuple[str, str]:
-    """File:line and text of the innermost line of the user's code that is running, or that raised an error."""
+    """Return file:line and text of the innermost line of the user's code that is running, or that raised an error."""
     if error is not None:
         ran = [(frame, line) for frame, line in walk_tb(error.__traceback__) if is_user_code(frame)]
         return line_of(*ran[-1]) if ran else ("?", "?")
@@ -453,14 +460,14 @@ def source_line(error: BaseException | None = None) -> tuple[str, str]:
 
 
 def decision_at(node: Any) -> tuple[str, str, str]:
-    """File:line and text of the line of the user's code that is running, and what the number of a node is, for a guard."""
+    """Return file:line and text of the running line of the user's code, and a description of a node's number, for a guard."""
     from .descriptions import describe  # for few models
 
     return (*source_line(), describe(node))
 
 
 def user_frame() -> FrameType | None:
-    """The innermost frame of the user's code that is running."""
+    """Return the innermost frame of the user's code that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != CALLER:
         if is_user_code(frame):
@@ -470,12 +477,12 @@ def user_frame() -> FrameType | None:
 
 
 def line_of(frame: FrameType, number: int) -> tuple[str, str]:
-    """File:line of a frame, and the text that stands there."""
+    """Return file:line of a frame, and the text of the line."""
     file = frame.f_code.co_filename
     return f"{short_path(file)}:{number}", shortened(linecache.getline(file, number).strip(), 70)
 
 
 def short_path(file: str) -> str:
-    """A source path without the part that differs between machines."""
+    """Return a source path without the part that differs between machines."""
     file = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
     return re.sub(r"^.*(?:site-packages|dist-packages)/", "", file)
