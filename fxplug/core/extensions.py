@@ -58,7 +58,7 @@ class Extension:
 
 @cache
 def extensions() -> dict[str, Extension]:
-    """The extensions that can be used, by name."""
+    """Return the usable extensions by name."""
     return _read()[0]
 
 
@@ -96,7 +96,7 @@ def _read() -> tuple[dict[str, Extension], dict[str, str]]:
 
 @cache
 def _entry_points() -> list[EntryPoint]:
-    """The entry points of the group, sorted by name; those of a checkout that is not installed are read from its setup.cfg."""
+    """Return the entry points of the group, sorted by name; for a checkout that is not installed, from its setup.cfg."""
     points = {(point.name, point.value): point for point in entry_points(group=GROUP)}
     if not any(value.startswith("fxplug.") for _, value in points):
         config = configparser.ConfigParser()
@@ -108,12 +108,13 @@ def _entry_points() -> list[EntryPoint]:
 
 
 def others() -> bool:
-    """Whether a package that is not fxplug's own registers an extension. Imports none."""
+    """Return whether a package other than fxplug registers an extension. Imports none."""
     return any(not point.value.startswith("fxplug.") for point in _entry_points())
 
 
 def parts(kind: str) -> dict[str, str]:
-    """All that the extensions bring of a kind, one of `KINDS`, by name. Raises ClashError where two bring the same name."""
+    """Return everything that the extensions define of a kind, one of `KINDS`, by name. Raises ClashError for a duplicate
+    name."""
     found: dict[str, tuple[str, str]] = {}
     for name, extension in extensions().items():
         for key, path in getattr(extension, kind).items():
@@ -127,7 +128,7 @@ def parts(kind: str) -> dict[str, str]:
 
 
 def import_part(kind: str, key: str) -> Any:
-    """What the extensions bring under a name; None where none does. Raises FxplugError where it cannot be imported."""
+    """Import and return what the extensions define under a name; None if none does. Raises FxplugError if the import fails."""
     path = parts(kind).get(key)
     if path is None:
         return None
@@ -141,7 +142,7 @@ def import_part(kind: str, key: str) -> Any:
 
 
 def need_hook(key: str, owner: str) -> Any:
-    """The hook of that name. Raises SpecError, which names the extension that brings it, where there is none."""
+    """Return the hook of that name. Raises SpecError, which names the extension that defines it, if there is none."""
     hook = import_part("hooks", key)
     if hook is None:
         raise SpecError(f"this needs fxplug.{owner}{unusable_note(owner) or f' (pip install fxplug[{owner}])'}")
@@ -149,13 +150,13 @@ def need_hook(key: str, owner: str) -> Any:
 
 
 def unusable_note(name: str | None = None) -> str:
-    """A clause for errors that says which extensions cannot be used and why; nothing where all can."""
+    """Return a clause for errors about the extensions that cannot be used and why; "" if all can."""
     rows = {key: why for key, why in unusable().items() if name in (None, key)}
     return "".join(f"; the extension '{key}' cannot be used: {why}" for key, why in rows.items())
 
 
 def block_packages() -> Iterator[str]:
-    """The packages of extensions whose blocks an artifact may name."""
+    """Yield the packages of extensions whose blocks an artifact may name."""
     for extension in extensions().values():
         yield from extension.blocks
 

@@ -80,17 +80,17 @@ class LockRequest:
         self.task = _current_task() if kind == "change" else None
 
     def shares(self, other: LockRequest) -> bool:
-        """Whether both are of the same state."""
+        """Return whether both requests are for the same state."""
         return any(lock in other.locks for lock in self.locks)
 
     def differs(self, other: LockRequest) -> bool:
-        """Whether both are calls that take different choices of the same state."""
+        """Return whether both are calls with different choices for the same state."""
         if not (self.choices or other.choices) or self.kind != "call" or other.kind != "call":
             return False
         return any(lock in other.locks and self.choices.get(lock) != other.choices.get(lock) for lock in self.locks)
 
     def excludes(self, other: LockRequest) -> bool:
-        """Whether the two, of different threads, cannot be inside at once."""
+        """Return whether the two requests, of different threads, exclude each other."""
         if self.thread == other.thread:
             return False
         return self.shares(other) if "change" in (self.kind, other.kind) else self.differs(other)
@@ -166,7 +166,7 @@ def choices_of(locks: tuple[StateLock, ...]) -> Mapping[StateLock, Choice]:
 
 
 def has_choice() -> bool:
-    """Whether some state's calls take a choice here; compiled code may ask."""
+    """Return whether calls have a choice for some state here; compiled code may call this."""
     return _chosen.get() is not NO_CHOICE
 
 
@@ -217,7 +217,7 @@ def write_lock(locks: tuple[StateLock, ...]) -> Iterator[None]:
 
 
 def holds_lock(locks: tuple[StateLock, ...]) -> bool:
-    """Whether this thread is in a call, hold or change of one of these states."""
+    """Return whether this thread is in a call, hold or change of one of these states."""
     return bool(_own(LockRequest(locks, "hold")))
 
 

@@ -69,14 +69,15 @@ class Header:
     start: bytes
 
     def in_file(self) -> list[tuple[str, TensorEntry]]:
-        """The records by where their bytes are."""
+        """Return the records sorted by the position of their bytes."""
         return sorted(self.records.items(), key=lambda item: (item[1].offset, item[1].size))
 
 
 def read(
     path: str | PathLike[str], *, raises: Raises | None = None, most: float = math.inf, limits: Limits = DEFAULT
 ) -> tuple[Any, dict[str, str]]:
-    """The value of a file of weights on the CPU, and its metadata: tensors by name for safetensors, any value of `torch.save`.
+    """Read a file of weights on the CPU, and its metadata: tensors by name for safetensors, any value of `torch.save`. tensors
+    by name for safetensors, any value of `torch.save`.
 
     Tensors of more than `most` bytes are meta tensors of the same shapes, and not read; with -1 all are. Raises what `raises`
     makes (an ArtifactError that names the path) for a file that cannot be read, is damaged or something else, or is beyond
@@ -105,9 +106,9 @@ def read(
 
 
 def header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Header:
-    """The header of a safetensors file, checked: every byte behind it belongs to one tensor, whose shape takes just so many.
+    """Read and check the header of a safetensors file: each byte after it belongs to exactly one tensor, of matching shape.
 
-    The file is left where the bytes of the first tensor begin.
+    The file is positioned at the first tensor's bytes.
     """
     total = file.seek(0, io.SEEK_END)
     file.seek(0)
@@ -142,10 +143,11 @@ def header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Header:
 def tensors(
     file: BinaryIO, head: Header, raises: Raises, seen: Callable[[memoryview], object] = len, most: float = math.inf
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a safetensors file that `header` read, in the order of their bytes, on the CPU and in memory of their own.
+    """Yield the tensors of a safetensors file with the header `head`, in the order of their bytes, on the CPU, in their own
+    memory.
 
-    Those of more than `most` bytes are meta tensors, and not read. `seen` is called with all that is read, piece by piece.
-    Raises what `raises` makes for a file that became shorter.
+    Those of more than `most` bytes are meta tensors, and not read. `seen` is called with everything that is read, piece by
+    piece. Raises what `raises` makes for a file that became shorter.
     """
     for name, record in head.in_file():
         if record.size > most:
@@ -189,9 +191,9 @@ def _record(name: str, entry: Any, start: int, raises: Raises, limits: Limits) -
 
 
 def _load_saved(file: BinaryIO, path: str | PathLike[str], raises: Raises, most: float) -> Any:
-    """The value of a file of `torch.save`: tensors on the CPU, or meta, in dicts, lists and tuples, and plain values.
+    """Read a file of `torch.save`: tensors on the CPU, or meta, in dicts, lists and tuples, and plain values.
 
-    torch's own reader makes it, of weights only. Where tensors are left out, the file is mapped into memory and their bytes are
+    torch's own reader is used, with weights only. If tensors are left out, the file is mapped into memory and their bytes are
     not read; otherwise all of it is copied, so that the file may change later. Raises what `raises` makes.
     """
     file.seek(0)
@@ -233,10 +235,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _plain_value(value: Any, raises: Raises, most: float, room: int) -> Any:
-    """What torch read with plain dicts, lists and tuples, and tensors that have numbers and nothing else.
+    """Return the value that torch read with plain dicts, lists and tuples, and tensors that have numbers and nothing else.
 
-    `most` is as for `read`, `room` how many bytes all tensors may have together: torch gives a tensor the shape that the file
-    says, whatever the file has.
+    `most` is as for `read`, `room` the number of bytes that all tensors may have together: torch gives a tensor the shape in
+    the file, whatever data the file has.
     """
     made: dict[int, Any] = {}  # a value may be in many places
 
@@ -269,7 +271,8 @@ def _plain_value(value: Any, raises: Raises, most: float, room: int) -> Any:
 
 
 def onnx_model(data: bytes, raises: Raises) -> Any:
-    """The `onnx.ModelProto` of a file's bytes. Raises what `raises` makes for other bytes, and without the package onnx."""
+    """Return the `onnx.ModelProto` of a file's bytes. Raises what `raises` makes for other bytes, and without the package
+    onnx."""
     try:
         import onnx
     except ImportError:
@@ -283,9 +286,9 @@ def onnx_model(data: bytes, raises: Raises) -> Any:
 
 
 def onnx_tensor(proto: Any, raises: Raises, beside: tuple[str, BinaryIO] | None = None) -> Tensor:
-    """The value of an `onnx.TensorProto`, in memory of its own; its data may lie in the file `beside` (name, opened).
+    """Return the value of an `onnx.TensorProto`, in its own memory; its data may lie in the file `beside` (name, opened).
 
-    onnx itself opens whatever file a model names. Raises what `raises` makes for another one, and for what is no tensor.
+    onnx itself opens whatever file a model names. Raises what `raises` makes for another one, and for malformed tensors.
     """
     from onnx import numpy_helper
 
@@ -305,10 +308,10 @@ def onnx_tensor(proto: Any, raises: Raises, beside: tuple[str, BinaryIO] | None 
 
 
 def read_onnx(path: Path, raises: Raises, *, meta: bool = False) -> dict[str, Tensor]:
-    """The initializers of an ONNX graph by name, on the CPU or as meta tensors. Raises what `raises` makes.
+    """Read the initializers of an ONNX graph by name, on the CPU or as meta tensors. Raises what `raises` makes.
 
     The exporter renames a transposed weight `onnx::MatMul_7`: its name is taken from the node that uses it,
-    `/blocks.0/mlp/fc1/MatMul`, and it is turned back: `blocks.0.mlp.fc1.weight`.
+    `/blocks.0/mlp/fc1/MatMul`, and it is transposed back: `blocks.0.mlp.fc1.weight`.
     """
     with opened(path, raises=raises) as file, _one_error(raises, "cannot be read: it is a damaged ONNX file"):
         graph = onnx_model(file.read(), raises).graph
@@ -332,12 +335,12 @@ def read_onnx(path: Path, raises: Raises, *, meta: bool = False) -> dict[str, Te
 
 
 def scale_of_weights(names: Iterable[str]) -> str:
-    """The first of some tensors' names that is the scale of a quantised weight; empty for none."""
+    """Return the first name that is the scale of a quantised weight; "" if there is none."""
     return min((name for name in names if name.endswith(SCALES)), default="")
 
 
 def separate(tensor: Tensor, storages: set[int]) -> Tensor:
-    """A tensor as a file takes it: on the CPU, contiguous, and alone in a storage that is none of `storages`, which get it."""
+    """Return a tensor for saving: on the CPU, contiguous, and alone in its storage, which is added to `storages`."""
     value = tensor.detach().cpu().contiguous()
     storage = value.untyped_storage()
     if storage.data_ptr() in storages or storage.nbytes() != value.nbytes:

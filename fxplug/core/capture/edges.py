@@ -115,7 +115,7 @@ class RegionEdges:
         return self.region(module, key, args, kwargs)
 
     def replaced(self, module: nn.Module) -> bool:
-        """Whether a module has other tensors than its own for the moment, as `torch.func.functional_call` gives it."""
+        """Return whether a module has other tensors than its own at present, as within `torch.func.functional_call`."""
         recording = self.recording
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in recording.parameters:
@@ -227,13 +227,14 @@ class RegionEdges:
 
 
 def _members(value: Any) -> Any:
-    """The shape of nested lists and dicts, with the identity of what is in them."""
+    """Return the structure of nested lists and dicts, with the ids of the members."""
     found = children(value) if isinstance(value, (tuple, list, dict)) else None
     return id(value) if found is None else [(key, _members(member)) for key, member in found]
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a module is kept whole without being named: torch.nn's own, quantised ones, and blocks that passes put in."""
+    """Return whether a module is a leaf without being named: torch.nn's own, quantised ones, and blocks that passes
+    inserted."""
     kind = type(module)
     if getattr(kind, "is_block", False) or isinstance(module, torch.jit.ScriptModule):
         return True
@@ -313,7 +314,7 @@ class _InputBinding:
         self.containers: list[tuple[fx.Node, Any, Any, str]] = []  # outermost last; each with what it held
 
     def bind(self, signature: inspect.Signature, given: dict[str, Any]) -> dict[str, Any]:
-        """A placeholder for each parameter; the values as the model will see them."""
+        """Create a placeholder for each parameter, and return the values for the model."""
         recording = self.recording
         nodes, examples = {}, {}
         for name, parameter in signature.parameters.items():
@@ -330,7 +331,7 @@ class _InputBinding:
         return {name: self.input(value, nodes[name], name) for name, value in examples.items()}
 
     def input(self, value: Any, node: fx.Node, name: str) -> Any:
-        """An example as the model will see it, bound to its node; members of containers by `getitem`."""
+        """Return an example for the model, bound to its node; members of containers are bound by `getitem`."""
         if isinstance(value, torch.Tensor):
             if own := ops.attributes(value):
                 raise TraceError(
@@ -370,7 +371,7 @@ class _InputBinding:
         return self.contained(node, rebuilt(value, new), name)
 
     def contained(self, node: fx.Node, value: Any, name: str) -> Any:
-        """An input as the model will see it; what a list or dict holds is noted."""
+        """Return an input for the model; the members of a list or dict are noted."""
         if isinstance(value, (list, dict)):
             self.containers.append((node, value, frozen(value) if not has_tensor(value) else dict(children(value) or ()), name))
         return value
@@ -390,7 +391,7 @@ class _InputBinding:
             self.recording.node("call_function", ops.put_members, args, {}, "put_members", effect=True)
 
     def example(self, value: torch.Tensor) -> torch.Tensor:
-        """An example tensor that the run may use up: fake, or a copy."""
+        """Return an example tensor that the run may modify: fake, or a copy."""
         recording = self.recording
         with DisableTorchFunction():
             if recording.mode is None:
@@ -400,7 +401,7 @@ class _InputBinding:
             return new.requires_grad_(value.requires_grad) if recording.autograd else new
 
     def opaque(self, value: torch.Generator, node: fx.Node, name: str) -> Any:
-        """A random generator: what the model is given is a copy, so that the run takes nothing out of it."""
+        """Return a copy of a random generator for the model, so that the run does not advance the original."""
         args = (node, value.device.type, name)
         self.recording.node("call_function", ops.check_generator, args, {}, "check_generator", effect=True)
         mine = value.clone_state()
@@ -434,7 +435,7 @@ def _printable(value: Any) -> bool:
 
 
 def _as_plain(value: Any) -> Any:
-    """A plain value in tuples, lists and dicts of Python's own, which code can be written of."""
+    """Return a plain value in Python's own tuples, lists and dicts, which can be written as code."""
     if isinstance(value, dict):
         return {key: _as_plain(member) for key, member in value.items()}
     if isinstance(value, (tuple, list)):
@@ -443,7 +444,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def _described(value: Any, odd: Any) -> str:
-    """An argument that cannot be an input, what in it is the reason, and what can be given in its place."""
+    """Return the description of an argument that cannot be an input, with the offending member and what to pass instead."""
     kind = f"a {type(value).__name__}" + (f" with a {type(odd).__name__}" if odd is not value else "")
     plain = odd.item() if isinstance(odd, np.generic) else odd
     same = next((k for k in (bool, int, float, str) if isinstance(plain, k)), None)
@@ -451,9 +452,9 @@ def _described(value: Any, odd: Any) -> str:
 
 
 def _result(recording: Recording, value: Any, path: str = "") -> Any:
-    """The model's result as the argument of the output node; a result class becomes a call of that class.
+    """Return the model's result as the argument of the output node; a result class becomes a call of that class.
 
-    `path` says where in the result a value is.
+    `path` is the position of the value in the result.
     """
     if isinstance(value, torch.Tensor):
         return recording.lookup(value)

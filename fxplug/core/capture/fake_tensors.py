@@ -61,7 +61,7 @@ class Number:
         self.node = Node(self)
 
     def plain(self) -> Any:
-        """The plain value; while the recording goes on it is asked of `decide` of its recorder."""
+        """Return the plain value; during the recording it is requested from the recorder's `decide`."""
         return self.recorder.decide(self) if self.recorder.active else self.value
 
     def __bool__(self) -> bool:
@@ -222,7 +222,8 @@ class Tries:
     stand_ins: bool = True
 
     def learn(self, error: Exception) -> bool:
-        """Whether another try can help: code that failed on a recorded number gets plain ones, or Python's own classes."""
+        """Return whether another try can help: code that failed on a recorded number gets plain ones, or Python's own
+        classes."""
         if "StandIn" not in str(error) and (NUMBER_KIND if isinstance(error, TypeError) else NUMBER).search(str(error)):
             frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame)]
             new = next((f.f_code for f in reversed(frames) if f.f_code not in self.plain), None)
@@ -247,9 +248,9 @@ class NeedsValues(Exception):
 
 
 def lacks_values(error: BaseException | None) -> bool:
-    """Whether an error came of tensors without values, fake ones or those on the meta device, and real ones may cure it.
+    """Return whether an error was caused by tensors without values, fake or on the meta device, so that real ones may help.
 
-    The model's own errors, wrong sizes and our own mistakes are none of these.
+    The model's own errors, wrong sizes and our own mistakes do not count.
     """
     while error is not None:
         if isinstance(error, (NeedsValues, DataDependentOutputException, DynamicOutputShapeException)):
@@ -263,7 +264,7 @@ def lacks_values(error: BaseException | None) -> bool:
 
 
 def fake(like: torch.Tensor, mode: FakeTensorMode, device: torch.device, constant: Any = None) -> FakeTensor:
-    """A fake tensor of the size, strides and dtype of `like`, made without a dispatch."""
+    """Return a fake tensor of the size, strides and dtype of `like`, made without a dispatch."""
     with DisableTorchFunction():
         geometry = like.shape, like.stride(), like.dtype, device
     return fake_of(geometry, mode, constant)
@@ -304,9 +305,9 @@ class Results:
         self.reads_training = False  # whether a layer asked for its mode when it was called
 
     def key(self, function: Any, args: Any, kwargs: Any, views: tuple[bool, ...] = ()) -> Hashable:
-        """A key for a call, or None where its result may depend on more than the geometry of its arguments.
+        """Return a key for a call; None if its result may depend on more than the geometry of its arguments.
 
-        `views` says which tensors among them are in the memory of a parameter, as a result may be then.
+        `views` marks the tensors among them that share memory with a parameter, as a result then may, too.
         """
         if not self.remember:
             return None
@@ -345,7 +346,7 @@ def _geometry(tensor: torch.Tensor) -> Geometry:
 
 
 def _surroundings() -> Hashable:
-    """What else decides the dtype of a result."""
+    """Return the settings that also affect the dtype of a result."""
     casts = [get_autocast_dtype(d) if is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
     return (*casts, get_default_dtype())
 
@@ -367,7 +368,7 @@ def _key(value: Any) -> Hashable:
 
 
 def layer_key(module: nn.Module) -> Hashable:
-    """What decides the geometry of a layer's results beside its arguments: layers that are alike have one key."""
+    """Return a key for all that affects the geometry of a layer's results besides its arguments; equal layers share one key."""
     if module._modules or "forward" in vars(module) or any(forward_hooks(module)):
         return module
     try:
@@ -392,7 +393,7 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A failing fake operation of this thread logs no traceback, as the error that is raised says it better."""
+    """Suppress the traceback that torch logs for a failing fake operation of this thread; the raised error is clearer."""
     log, thread = logging.getLogger(FAKE_TENSOR_LOG), threading.get_ident()
 
     def others(record: logging.LogRecord) -> bool:

@@ -77,7 +77,7 @@ class FloatInfo(TensorClass):
 
 
 def tensor_classes(is_recording: Callable[[], bool], reads_default_dtype: Callable[[], None]) -> Iterator[tuple[Any, str, Any]]:
-    """What stands for torch's classes where the model's own code calls them: owner, name and value."""
+    """Yield replacements for torch's classes where the model's own code calls them: owner, name and value."""
     original = torch.Tensor.__new__
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,7 @@ class Nodes(TorchFunctionMode):
         self.modules = [model]
 
     def recording_here(self) -> bool:
-        """Whether the running code is the model's own: not torch's inside, not a leaf's, not another thread's."""
+        """Return whether the running code is the model's own: not torch's internals, a leaf's, or another thread's."""
         return (
             not self.paused
             and threading.get_ident() == self.thread
@@ -196,9 +196,9 @@ class Nodes(TorchFunctionMode):
     def node(
         self, op: str, target: Any, args: Any, kwargs: Any, name: str, effect: bool = False, after: fx.Node | None = None
     ) -> fx.Node:
-        """A new node, in the region that runs, at the end or `after` another.
+        """Create a node in the running region, at the end or `after` another.
 
-        With `effect` it is no dead code though nothing reads it.
+        With `effect` it is not dead code though nothing reads it.
         """
         if target is operator.pow and not isinstance(args[0], fx.Node):
             target = pow  # FX writes `-1 ** x`, which is -(1 ** x)
@@ -210,7 +210,7 @@ class Nodes(TorchFunctionMode):
         return node
 
     def named(self, short: str) -> str:
-        """A name for a node: this one behind the path of the region that runs."""
+        """Return a name for a node, prefixed with the path of the running region."""
         return f"{self.frame.flat}_{short}" if self.frame.flat else identifier(short)
 
     def mark(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
@@ -232,12 +232,12 @@ class Nodes(TorchFunctionMode):
         self.marked.clear()
 
     def recorded(self, tensor: torch.Tensor) -> fx.Node | None:
-        """The node of a tensor that this run computed."""
+        """Return the node of a tensor that this run computed, or None."""
         node = getattr(tensor, "_fxplug", None)
         return node if node is not None and node.graph is self.graph else None
 
     def lookup(self, tensor: torch.Tensor) -> fx.Node:
-        """The node that computes a tensor: recorded, a weight, or a constant of the trace."""
+        """Return the node that computes a tensor: recorded, a weight, or a constant of the trace."""
         node = self.recorded(tensor) or self.weights.get(id(tensor))
         if node is None:
             held = self.parameters.get(id(tensor))
@@ -275,7 +275,8 @@ class Nodes(TorchFunctionMode):
         return name
 
     def attribute_name(self, tensor: torch.Tensor) -> str | None:
-        """The path of the attribute in which a module that runs holds this tensor, the innermost first; else None."""
+        """Return the path of the attribute under which a running module keeps this tensor, the innermost first; None if there
+        is none."""
         for module in reversed(self.modules):
             path = self.paths.get(id(module))
             for key, value in vars(module).items():
@@ -284,7 +285,7 @@ class Nodes(TorchFunctionMode):
         return None
 
     def lower(self, value: Any) -> tuple[Any, Any]:
-        """An argument twice: plain, to run the function with, and as nodes, to record."""
+        """Return an argument twice: plain, to run the function with, and as nodes, to record."""
         if isinstance(value, torch.Tensor):
             return value, self.lookup(value)
         if isinstance(value, Number):
@@ -328,11 +329,11 @@ class Nodes(TorchFunctionMode):
         )
 
     def dynamic_dtype(self, dtype: torch.dtype) -> Any:
-        """A dtype among arguments: as it is, or the node that reads it of a tensor."""
+        """Return a dtype among arguments: unchanged, or as the node that reads it from a tensor."""
         return dtype
 
     def dynamic_device(self, device: torch.device) -> Any:
-        """A node that asks a tensor for its device in the stead of one of the model's kind; another device as it is."""
+        """Return a node that reads a tensor's device in place of a device of the model's type; another device unchanged."""
         # a graph that is traced here must run wherever its inputs are moved later
         if device.type != self.device.type or self.first_tensor is None:
             return device
@@ -367,7 +368,7 @@ class Nodes(TorchFunctionMode):
         return type(out)(*new.values()) if type(out) is not tuple else tuple(new.values())
 
     def wrap_number(self, node: fx.Node, value: Any) -> Any:
-        """A plain value that a node gives, as Python gets it: numbers remember their node, what is true or false is decided."""
+        """Return a node's plain value for Python: numbers remember their node, booleans are decided."""
         node.meta["value"] = value
         kind = KINDS.get(type(value))
         frame = user_frame() if self.plain else None
@@ -380,7 +381,7 @@ class Nodes(TorchFunctionMode):
         raise NotImplementedError
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values as another tensor object, which can have a node of its own."""
+        """Return the same values as another tensor object, which can have its own node."""
         with DisableTorchFunction():
             if type(tensor) is not FakeTensor or tensor.requires_grad:
                 new: torch.Tensor = torch.ops.aten.alias.default(tensor)
@@ -401,19 +402,19 @@ class Nodes(TorchFunctionMode):
             self.kept.append(storage)
 
     def parameter_of(self, tensor: torch.Tensor) -> str | None:
-        """The parameter that would be written with a tensor: itself, or what it is a view of."""
+        """Return the parameter that writing to a tensor would change: itself, or the one that it is a view of."""
         if id(tensor) not in self.parameters and self.recorded(tensor) not in self.views:
             return None  # asking for memory is dear
         storage = storage_of(tensor)
         return None if storage is None else self.memory.get(memory_id(storage))
 
     def is_view_of_parameter(self, out: Any) -> bool:
-        """Whether what a function gave, or a member of it, is in the memory of a parameter."""
+        """Return whether a function's result, or a member of it, shares memory with a parameter."""
         storages = map(storage_of, out if isinstance(out, (tuple, list)) else (out,))
         return any(storage is not None and memory_id(storage) in self.memory for storage in storages)
 
     def computed(self, value: torch.Tensor | fx.Node) -> bool:
-        """Whether a value depends on the inputs, and not on constants and weights alone."""
+        """Return whether a value depends on the inputs, and not on constants and weights alone."""
         todo = [value if isinstance(value, fx.Node) else self.lookup(value)]
         seen = set(todo)
         while todo:
@@ -427,22 +428,22 @@ class Nodes(TorchFunctionMode):
     # --- words for messages
 
     def region(self) -> str:
-        """The region that runs, as messages name it."""
+        """Return the name of the running region for messages."""
         return f"'{self.frame.key}'" if self.frame.key else type(self.model).__name__
 
     def place(self, error: BaseException | None = None) -> str:
-        """The region and the line of the model's code that is running, or that raised an error."""
+        """Return the region and the line of the model's code that is running, or that raised an error."""
         where, line = source_line(error)
         return f"the result of {self.region()}" if where == "?" else f"{self.region()} ({where}: {line})"
 
     def way_out(self) -> str:
-        """What messages advise in the region that runs: which module to keep whole."""
+        """Return the advice for messages in the running region: which module to make a leaf."""
         if not self.frame.key:
             return "move it into a submodule and keep that whole: leaf: [its path]"
         return f"keep that module whole: leaf: [{self.frame.key.partition('@')[0]}]"
 
     def needs_values(self, error: BaseException | None = None) -> str:
-        """The message about a value that is read out of fake data: where that is, and what to do."""
+        """Return the message about a value read from a fake tensor: where, and what to do."""
         where, line = source_line(error)
         return (
             f"{self.region()} reads a value from its data ({where}: {line}), and fake tensors have none; {self.way_out()}, or "

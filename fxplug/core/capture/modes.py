@@ -33,7 +33,7 @@ NAMES = frozenset(STAND_INS)
 
 
 def grad_patches(recording: Recording) -> Iterator[Patch]:
-    """What stands for the methods of torch's context managers during one run: class, name and function."""
+    """Yield replacements for the methods of torch's context managers during one run: class, name and function."""
     grad, modes = torch.autograd.grad_mode, (ops.enter_grad, ops.exit_grad)
     yield from _switches(recording, torch.autocast, "__enter__", (ops.enter_autocast, ops.exit_autocast))
     yield from _switches(recording, grad.no_grad, "__enter__", modes)
@@ -44,7 +44,7 @@ def grad_patches(recording: Recording) -> Iterator[Patch]:
 
 
 def _switches(recording: Recording, kind: type, first: str, nodes: tuple[Callable[..., Any], ...]) -> Iterator[Patch]:
-    """What stands for the method of a context manager that enters it, and for the one that leaves it."""
+    """Yield replacements for the methods that enter and leave a context manager."""
     begin, end = getattr(kind, first), kind.__exit__  # type: ignore[attr-defined]
     infers = kind is torch.inference_mode
 
@@ -131,10 +131,10 @@ LISTS = (
 
 
 def mode_patches(recording: Recording) -> Iterator[Patch]:
-    """What stands for functions of torch during one run: owner, name and value.
+    """Yield replacements for functions of torch during one run: owner, name and value.
 
-    They are replaced where they are defined, and in the source files of the model's packages that import them by name. What
-    a class or a closure has kept of them before is not seen.
+    They are replaced where they are defined, and in the source files of the model's packages that import them by name.
+    References that a class or a closure kept from before are not seen.
     """
     for listed in (*LISTS, functions.names):
         listed()
@@ -154,7 +154,7 @@ def mode_patches(recording: Recording) -> Iterator[Patch]:
 
 
 def _flex(recording: Recording, original: Any) -> Any:
-    """What stands for a function of flex attention, which is given Python functions."""
+    """Wrap a function of flex attention, which takes Python functions, to record its calls."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ def _replaced(recording: Recording) -> Iterator[Patch]:
 
 
 def _sources(recording: Recording) -> list[ModuleType]:
-    """The modules of Python that belong to the packages which the model's classes are from."""
+    """Return the Python modules of the packages that define the model's classes."""
     classes = {type(m) for m in recording.model.modules()}
     packages = frozenset(c.__module__.partition(".")[0] for kind in classes for c in kind.__mro__ if not is_foreign(c))
     known = _imported(packages, len(sys.modules), next(reversed(sys.modules)))
@@ -193,13 +193,13 @@ def _sources(recording: Recording) -> list[ModuleType]:
 
 @functools.lru_cache(maxsize=64)
 def _imported(packages: frozenset[str], count: int, last: str) -> list[str]:
-    """The modules of some packages, while as many are imported."""
+    """Return the names of the imported modules of some packages; cached while the number of imports is the same."""
     starts = tuple(f"{p}." for p in packages)
     return [name for name in list(sys.modules) if name.startswith(starts) or name in packages]
 
 
 def _asks(recording: Recording) -> bool:
-    """Whether the model's own code has called what stands for a function, two frames above this one."""
+    """Return whether the model's own code called a replaced function, two frames above this one."""
     return recording.recording_here() and asker(sys._getframe(2)) is not None
 
 
@@ -295,11 +295,11 @@ Derived = list[tuple[nn.Module, str]]  # modules, and names of their attributes
 
 
 def find_derived(model: nn.Module) -> Derived:
-    """What modules drop when their mode changes, and what Python keeps for them of a `functools.cached_property`.
+    """Return the values that modules drop when their mode changes, and those cached by a `functools.cached_property`.
 
-    timm's LeViT, TinyViT and EfficientFormer keep the biases of their attention so. A graph that had taken those for constants
-    would go on with them when the weights have changed. The model's mode is changed and changed back, and what is None or empty
-    then is what they drop; all is given back.
+    timm's LeViT, TinyViT and EfficientFormer cache the biases of their attention so. A graph with those as constants would keep
+    them after the weights have changed. The model's mode is changed and changed back; whatever is None or empty in between was
+    dropped; all is restored.
     """
     modules = list(model.modules())
     found = [(module, name) for module in modules for name in vars(module) if _is_cached_property(module, name)]

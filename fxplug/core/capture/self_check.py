@@ -39,7 +39,7 @@ UNCHECKED = "or skip this check: trace(..., check=False)"
 
 
 def has_values(weights: list[torch.Tensor], call: Any) -> bool:
-    """Whether weights and inputs are there to run a model, and not only their shapes."""
+    """Return whether weights and inputs have values to run a model with, and not only shapes."""
     tensors = [*weights, *(x for x in leaves(call) if isinstance(x, torch.Tensor))]
     return not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
 
@@ -77,13 +77,13 @@ def check(model: nn.Module, gm: TracedModule, call: Any, state: State, more_grad
 
 
 def value_changes(call: Any) -> list[str]:
-    """What `copied` may take as `other` for a call, what changes most first."""
+    """Return the options for `other` of `copied` for a call, the largest change first."""
     has_integers = any(isinstance(t, torch.Tensor) and is_integer(t) for t in leaves(call))
     return ["all", "numbers"] if has_integers else ["numbers"]
 
 
 def of_other_sizes(call: Any) -> Iterator[Any]:
-    """The inputs with one of their sizes changed, wherever it occurs: by one, and to a half."""
+    """Yield the inputs with one of their sizes changed, wherever it occurs: by one, and to a half."""
     sizes = {int(n) for t in leaves(call) if isinstance(t, torch.Tensor) for n in t.shape if n > 1}
     for size in sorted(sizes):
         for new in sorted({size // 2, size - 1, size + 1} - {0}):
@@ -99,7 +99,7 @@ def _resized(tensor: torch.Tensor, size: int, new: int) -> torch.Tensor:
 
 
 def tells_one_input_from_two(model: nn.Module, call: Any, state: State) -> bool:
-    """Whether a model gives something else for one tensor given twice than for two equal ones: it may ask `a is b`."""
+    """Return whether a model's result for one tensor passed twice differs from that for two equal ones: it may ask `a is b`."""
     tensors: dict[Any, torch.Tensor] = {}
     several = False
     for t in leaves(call):
@@ -272,7 +272,7 @@ class _Pair:
     # --- comparing
 
     def one_call_is_enough(self) -> bool:
-        """Whether model and graph give the same for the other inputs, and the model keeps nothing for a next call."""
+        """Return whether model and graph agree on the other inputs, and the model keeps no state for a next call."""
         theirs = self.call(self.model, 1)
         if theirs.error or theirs.memory or self.state.opaque or self.whole.opaque or self.state.changes():
             return False
@@ -281,7 +281,7 @@ class _Pair:
         return not ours.error and not ours.memory and self.unlike(theirs, ours, []) is None
 
     def compared(self, tries: int = 3) -> bool:
-        """Whether the two could be compared. Raises TraceError where they differ."""
+        """Return whether the two could be compared. Raises TraceError if they differ."""
         first = self.call(self.model, 0)
         if self.lean and first.error:
             return False
@@ -308,7 +308,7 @@ class _Pair:
         return True
 
     def unlike(self, a: _WatchedOutcome, b: _WatchedOutcome, places: list[StatePlace]) -> str | None:
-        """What the graph's call gave or left otherwise than the model's."""
+        """Return how the graph's result or state differs from the model's; None if it does not."""
         if a.error or b.error:
             if a.error and b.error:
                 return None  # neither takes these inputs
@@ -334,7 +334,7 @@ class _Pair:
         return None
 
     def memory(self, a: _WatchedOutcome, b: _WatchedOutcome) -> str | None:
-        """Which tensor that the model holds was written otherwise."""
+        """Return which tensor of the model was written differently; None if there is none."""
         if len(self.journal.kept) == 0:
             return None
         for held in self.state.tensors.values():
@@ -349,12 +349,12 @@ class _Pair:
         return None
 
     def buffer(self, place: StatePlace) -> str | None:
-        """The name among an outcome's state of a buffer that was assigned anew."""
+        """Return the name of a reassigned buffer among an outcome's state."""
         table = self.tables.get(id(place.owner))
         return None if table is None or place.key is None else f"the buffer '{table[0]}{place.key}'"
 
     def is_in_leaf(self, place: StatePlace) -> bool:
-        """Whether a module holds a place that is kept whole: the graph calls it, and it keeps what it keeps."""
+        """Return whether a place belongs to a leaf module: the graph calls it, so its state is its own."""
         try:
             return bool(path := place.path()) and not isinstance(self.gm.get_submodule(path), Container)
         except AttributeError:
@@ -454,7 +454,7 @@ def _text_of_kept(place: StatePlace) -> str:
 
 
 def _facts(given: list[torch.Tensor], out: Any) -> list[Any]:
-    """What values do not show of a result: strides, gradients, and which tensors share memory."""
+    """Return the properties of a result besides its values: strides, gradients, and which tensors share memory."""
     tensors = [x for x in leaves(out) if isinstance(x, torch.Tensor)]
     strided = [t.stride() if t.layout is torch.strided else None for t in tensors]
     gradients = [t.requires_grad for t in tensors]
@@ -471,6 +471,6 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _close(a: Any, b: Any) -> bool:
-    """Whether two results differ by no more than rounding, where a device adds up in another order each time."""
+    """Return whether two results differ only by rounding, for devices whose order of summation varies."""
     pairs = [(x, y) for x, y in zip(leaves(a), leaves(b), strict=True) if isinstance(x, torch.Tensor)]
     return all(equal(x, y) or (x.device.type != "cpu" and is_close(x, y, REPEATED)) for x, y in pairs)

@@ -29,7 +29,7 @@ def print_rows(listing: str) -> None:
 
 
 def diff_texts(diff: str, module: TracedModule, whole: bool) -> list[str]:
-    """A diff, what repeats in it once unless it is to be `whole`, and what it holds in one line."""
+    """Return a diff, with repeated parts once unless `whole`, and a one-line summary."""
     from ..ir.text import counted, folded
 
     return [diff if whole else folded(diff), counted(diff, [entry["name"] for entry in module.meta.get("passes", [])])]

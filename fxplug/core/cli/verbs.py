@@ -66,11 +66,11 @@ class RootVerbs(Verbs):
     """The verbs of `fxplug`: its own, and those of extensions, imported when they are called or listed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of all verbs. Raises ClashError where two extensions bring one of the same name."""
+        """Return the names of all verbs. Raises ClashError if two extensions define the same name."""
         return [*super().list_commands(ctx), *sorted(extensions.parts("verbs"))]
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """The verb of that name. Raises SpecError for an unknown one where an extension cannot be used."""
+        """Return the verb of that name. Raises SpecError for an unknown one if an extension cannot be used."""
         command = super().get_command(ctx, name)
         if command is None and (verb := extensions.import_part("verbs", name)) is not None:
             if not isinstance(verb, typer.Typer):
@@ -85,7 +85,7 @@ class RootVerbs(Verbs):
 
 
 def message(error: BaseException) -> str:
-    """The text for stderr about an error: what it says and its notes; of one that is not ours, its class too."""
+    """Return the text for stderr about an error: its message and notes; with the class if the error is not ours."""
     notes = "".join(f"  {note}\n" for note in getattr(error, "__notes__", []))
     if isinstance(error, FxplugError):
         return f"{error}\n{printable(notes)}"
@@ -100,13 +100,13 @@ LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platl
 
 
 def _is_users(file: str) -> bool:
-    """Whether what logs is a file of the user's, and neither of a library's nor compiled."""
+    """Return whether the source of a log record is a file of the user's, neither a library's nor compiled."""
     return Path(file).is_file() and not file.startswith(LIBRARIES)
 
 
 @contextmanager
 def users_logs() -> Iterator[None]:
-    """What the user's own files log is shown from INFO on, as are warnings of all others."""
+    """Show log records of the user's own files from INFO on, and warnings of all others."""
     handler, root = logging.StreamHandler(), logging.getLogger()
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or _is_users(record.pathname))
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
@@ -148,7 +148,7 @@ def _shipped(kind: str) -> list[str]:
 
 
 def complete_config(incomplete: str) -> list[str]:
-    """What a shell offers for a configuration: the names of shipped ones, and files and folders that are there."""
+    """Return the shell completions for a configuration: the names of shipped ones, and existing files and folders."""
     folder, _, last = incomplete.rpartition("/")
     here = sorted(Path(folder or ".").glob(f"{glob.escape(last)}*")) if Path(folder or ".").is_dir() else []
     files = [f"{path}/" if path.is_dir() else str(path) for path in here if path.is_dir() or path.suffix in (".yaml", ".yml")]
@@ -156,7 +156,7 @@ def complete_config(incomplete: str) -> list[str]:
 
 
 def complete_pass(incomplete: str) -> list[str]:
-    """What a shell offers for a pass: the names of shipped ones."""
+    """Return the shell completions for a pass: the names of shipped ones."""
     return [name for name in _shipped("passes") if name.startswith(incomplete)]
 
 
@@ -173,14 +173,14 @@ Subject = Annotated[
 
 
 def read_config(config: str, set: list[str] | None) -> Config:
-    """A configuration, read before torch is imported. What it imports may lie beside it, as with a script."""
+    """Read a configuration before torch is imported. Modules that it imports may lie beside it, as with a script."""
     found = load_config(config, set or [])
     sys.path.insert(0, str(found.base.absolute()))
     return found
 
 
 def rewritten(config: Config, **how: Any) -> Result:
-    """The result of a configuration's rewrite, with progress shown."""
+    """Run a configuration's rewrite with progress shown, and return the result."""
     with uncollected():
         rewrite = fxplug.rewrite  # which imports torch
     with uncollected() if how.get("dry_run") else nullcontext():
@@ -200,7 +200,7 @@ def uncollected() -> Iterator[None]:
 
 
 def load_saved(folder: str, set: list[str] | None, allow: list[str] | None, device: str | None = None) -> TracedModule:
-    """The module in the folder of a saved rewrite. Raises typer.BadParameter where `set` changes something."""
+    """Load the module from the folder of a saved rewrite. Raises typer.BadParameter if `set` changes something."""
     if set:
         raise typer.BadParameter("--set changes a configuration, and this is the folder of a saved rewrite: leave it out")
     return fxplug.load(folder, allow=allow or (), device=device)
@@ -214,7 +214,7 @@ def saved_call(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, ...
 
 
 def parameters(result: Result) -> str:
-    """How many numbers the module of a result has, and how many each pass added, as text."""
+    """Return the number of parameters of a result's module, and how many each pass added, as text."""
     from ..ir.containers import parameters as counted
 
     return counted(result.module)

@@ -57,7 +57,7 @@ def _set(held: dict[str, Any], name: str, value: torch.Tensor) -> None:
 def _value(
     module: TracedModule, name: str, value: Any, nodes: Mapping[str, fx.Node], held: torch.Tensor | None
 ) -> torch.Tensor:
-    """The value of an input as a tensor. Raises SpecError."""
+    """Return the value of an input as a tensor. Raises SpecError."""
     if name not in nodes or str(nodes[name].target).startswith("*"):
         near = did_you_mean(name, nodes)
         raise SpecError(f"bind: the model has no input '{name}'{near}; it has {', '.join(nodes)}")
@@ -76,7 +76,7 @@ def _value(
 
 
 def _with(module: TracedModule, values: Mapping[str, torch.Tensor]) -> TracedModule:
-    """The module with further inputs in it."""
+    """Return a copy of the module that contains further inputs."""
     made = module.copied()
     if HOME not in made._modules:
         made.add_module(HOME, Container((HOME,)))

@@ -318,7 +318,7 @@ def _plain_copies(value: Any) -> Any:
 
 
 def _memory(tensor: Tensor) -> Any:
-    """A key for the memory of an ordinary tensor, and for how it is read; None for any other."""
+    """Return a key for the memory of an ordinary tensor, and for how it is read; None for any other."""
     if type(tensor) not in (Tensor, nn.Parameter) or other_kind(tensor) or tensor.is_conj() or tensor.is_neg():
         return None
     return memory_id(tensor.untyped_storage()), tensor.dtype, tensor.device

@@ -54,7 +54,7 @@ class RegionCode:
                 self._stacks.setdefault(stack[-1], stack)
 
     def _around(self, node: fx.Node) -> tuple[str, ...]:
-        """The keys of the regions that a node is in, the innermost last."""
+        """Return the keys of the regions that a node is in, the innermost last."""
         if added(node):
             site = str(node.meta["pass"].get("site", ""))
             if site in self._layers:
@@ -86,11 +86,11 @@ class RegionCode:
         self.of[outer].append(node)
 
     def rows(self, key: str) -> list[Any] | None:
-        """The code of a region, for comparing it with that of the other mode; None where it has none."""
+        """Return the code of a region for comparison with the other mode's; None if it has none."""
         return [self.row(item) for item in self.of[key]] if key in self.of else None
 
     def row(self, item: fx.Node | RegionCall) -> Any:
-        """A part of a region's code, for comparing it with that of the other mode."""
+        """Return a part of a region's code for comparison with the other mode's."""
         if isinstance(item, RegionCall):
             return item
         args = fx.node.map_arg((item.args, item.kwargs), self.reference)
@@ -98,7 +98,7 @@ class RegionCode:
         return item.op, item.target, repr(args), str(item.meta.get("port", "")), repr(constants)
 
     def reference(self, node: fx.Node) -> Any:
-        """What stands for a node that is read, in the text of a region's code."""
+        """Return the reference to a node that is read, in the text of a region's code."""
         if node.op == "placeholder" or _is_free(node):
             return Reference(f"{node.op} {node.target}")
         if _is_edge(node):
@@ -113,7 +113,7 @@ class Reference(str):
 
 
 def _is_free(node: fx.Node) -> bool:
-    """Whether a node stands where it is first needed, whichever region that is in."""
+    """Return whether a node is placed where it is first needed, in whichever region."""
     return node.op == "get_attr" or node.target is ops.device_of
 
 
@@ -158,7 +158,7 @@ class PartModes:
         self.modules.update(self.outlined)
 
     def compose(self, root_mode: bool) -> Graph:
-        """A graph in which the code of each part is that of the mode that it is in. Raises MixedModes that names a part."""
+        """Return a graph in which each part has the code of its own mode. Raises MixedModes that names a part."""
         modes = {key: part.training for key, part in self.modules.items()}
         for reader, path in self.read:
             one, two = (modes.get(key, root_mode) for key in (reader, path))
@@ -177,14 +177,14 @@ class PartModes:
 
 
 def refused(key: str, mode: bool, why: str, todo: str = "") -> MixedModes:
-    """The error for a part in this mode."""
+    """Return the error for a part in this mode."""
     path = key.partition("@")[0]
     todo = todo or f"put the whole model into one mode, or keep the part whole when the model is traced: leaf: [{path}]"
     return MixedModes(f"'{path}' is in {NAMES[mode]} and what is around it is not, and no graph can follow: {why}; {todo}")
 
 
 def class_of(module: nn.Module) -> str:
-    """The name of a part's class in the model."""
+    """Return the name of a part's class in the model."""
     return module.classes[0] if isinstance(module, Container) else type(module).__name__
 
 
@@ -269,7 +269,7 @@ class _Composition:
                 raise refused(key, not mode, "the model calls it with other arguments in the two modes")
 
     def outside(self, node: fx.Node, mode: bool, key: str) -> fx.Node:
-        """What stands for a node outside of a region that reads it otherwise than through its edges."""
+        """Return the node that replaces one outside a region which reads it other than through its edges."""
         if node in self.values[mode]:
             return self.values[mode][node]
         if _is_free(node):
@@ -289,7 +289,7 @@ class _Composition:
         raise refused(key or home, self.modes.get(key or home, mode), why)
 
     def has_twin(self, node: fx.Node, mode: bool) -> bool:
-        """Whether the region that a number is computed in computes it in the other mode, too."""
+        """Return whether the region that computes a number computes it in the other mode, too."""
         home = self.parts.codes[mode].at[node][0]
         own, other = self.parts.codes[mode], self.parts.codes[not mode]
         row = own.row(node)
@@ -297,7 +297,7 @@ class _Composition:
 
 
 def _of_numbers(node: fx.Node) -> bool:
-    """Whether a node computes a number from shapes and numbers."""
+    """Return whether a node computes a number from shapes and numbers."""
     if "shape" in node.meta or node.meta.get("effect"):
         return False
     return node.target in OF_NUMBERS or getattr(node.target, "__module__", "") in ("_operator", "math")

@@ -26,9 +26,9 @@ ACTIVATIONS = {
 
 
 def last_layer(regions: Regions) -> str:
-    """The path of the Linear or convolution of whose result the model's own result is made by operations without weights.
+    """Return the path of the Linear or convolution from whose result the model's output is made by operations without weights.
 
-    Raises MatchError where that is no such layer, or several.
+    Raises MatchError if there is no such layer, or if there are several.
     """
     called: dict[fx.Node, Region] = {r.leaf: r for r in regions.by_key.values() if r.leaf is not None}
     called |= {node: r for r in regions.by_key.values() if r.leaf is None and _is_head(regions, r) for _, node in r.outputs}
@@ -48,7 +48,7 @@ def last_layer(regions: Regions) -> str:
 
 
 def _made_of(regions: Regions, result: fx.Node, called: dict[fx.Node, Region]) -> tuple[list[str], list[str]]:
-    """The layers of whose results a result is made without other weights, and what else it is made of."""
+    """Return the layers from whose results a result is made without other weights, and its other sources."""
     heads: dict[str, None] = {}
     others: dict[str, None] = {}
     todo, seen = [result], set[fx.Node]()
@@ -99,15 +99,15 @@ class Hit:
 
 
 def at(rule: Rule, name: str) -> str:
-    """How an error about a rule begins."""
+    """Return the prefix of an error about a rule."""
     return f"{rule.where}: {name}: " if str(rule.where) else f"{name}: "
 
 
 def hits(regions: Regions, match: Match) -> list[Hit]:
-    """The regions that a match admits, in the order of its patterns and of the run. `op` is not looked at.
+    """Return the regions that a match admits, in the order of its patterns and of the run. `op` is ignored.
 
-    A container that the model never calls (an `nn.ModuleList` of blocks) stands for the regions in it. A bare name that is
-    no path is the end of paths; `all-linear` is what PEFT means by it.
+    A container that the model never calls (an `nn.ModuleList` of blocks) represents the regions in it. A bare name that is no
+    path is matched as a suffix of paths; `all-linear` has PEFT's meaning.
     """
     found: dict[tuple[str, Port], Hit] = {}
     for number, pattern in enumerate(match.patterns):
@@ -143,7 +143,7 @@ def hits(regions: Regions, match: Match) -> list[Hit]:
 
 
 def composites(root: nn.Module) -> dict[str, nn.Module]:
-    """The modules of torch.nn that have layers within and are one call each, as MultiheadAttention, by path."""
+    """Return the torch.nn modules that contain layers but are called as one, such as MultiheadAttention, by path."""
     containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     return {
         path: module
@@ -153,17 +153,17 @@ def composites(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def catches_all(pattern: str) -> bool:
-    """Whether a pattern names no place, but means every one that the model calls."""
+    """Return whether a pattern names no place, but matches every region that the model calls."""
     return parse_port(pattern).path.lower() in ("*", "**", "re:.*", ALL_LINEAR)
 
 
 def of_any_class(match: Match) -> Match:
-    """A match of a rule that maps parameters, which looks at their modules' classes itself: see `admitted`."""
+    """Return the match without its module classes if its rule maps parameters, where `admitted` checks them."""
     return replace(match, module=()) if match.bare else match
 
 
 def admitted(regions: Regions, path: str, match: Match, pattern: str) -> list[str]:
-    """The parameters of a module that a rule with place `param` takes, by a pattern for their names."""
+    """Return the parameters of a module that a rule with place `param` maps, selected by a pattern for their names."""
     names = regions.parameters(path, pattern)
     if not match.bare or is_a(regions, path, match.module):
         return names
@@ -186,7 +186,7 @@ def all_linear(regions: Regions, names: Iterable[str]) -> dict[str, dict[str, st
 def _below(
     regions: Regions, names: Mapping[str, str], above: Mapping[str, dict[str, str]], within: Sequence[str | type]
 ) -> dict[str, dict[str, str]]:
-    """The layers of these classes at and below the paths above, with what the nearest of those caught."""
+    """Return the layers of these classes at and below the paths above, with the captures of the nearest of those."""
     found = {}
     for key, name in names.items():
         parts = name.partition("@")[0].split(".")
@@ -198,19 +198,19 @@ def _below(
 
 
 def is_a(regions: Regions, name: str, classes: Sequence[str | type]) -> bool:
-    """Whether the module of a region is of one of these classes, by name."""
+    """Return whether the module of a region is of one of these classes, by name."""
     known = regions.classes(name.partition("@")[0])
     return not classes or any((c if isinstance(c, str) else c.__name__) in known for c in classes)
 
 
 def operations(region: Region, match: Match) -> list[fx.Node]:
-    """The operations of a region that `op` names: by short name, as function or method, or by public name."""
+    """Return the operations of a region that `op` names: by short name, as function or method, or by public name."""
     wanted = {op if isinstance(op, str) else functions.short_name(op) for op in match.op or ()}
     return [n for n in region.nodes if functions.short_name(n.target) in wanted or functions.names().get(n.target) in wanted]
 
 
 def is_exact(match: Match, *names: str) -> bool:
-    """Whether a match names its places one by one, and one of these names among them."""
+    """Return whether a match lists its places one by one, one of these names among them."""
     paths = [parse_port(pattern).path for pattern in match.patterns]
     return not match.within and not {*names}.isdisjoint(paths) and not any(map(is_pattern, paths))
 
@@ -252,7 +252,7 @@ def unmatched_siblings(views: Sequence[Regions], p: Pass, matched: Iterable[tupl
 
 
 def _with(p: Pass, rules: Sequence[Rule], patterns: list[str]) -> str:
-    """How the one rule of a pass takes them too, as YAML has it."""
+    """Return how to extend the pattern of a pass's one rule to match them too, as YAML; "" if that is not possible."""
     if len(rules) != 1 or len(patterns) > SHOWN or any(isinstance(item, tuple) for item in rules[0].args):
         return ""
     key = "at" if "at" in p.params else "path"
@@ -261,7 +261,7 @@ def _with(p: Pass, rules: Sequence[Rule], patterns: list[str]) -> str:
 
 
 def _owner(regions: Regions, path: str) -> str:
-    """The nearest module around a layer that the model calls."""
+    """Return the path of the nearest module around a layer that the model calls."""
     above = path.rpartition(".")[0]
     while above and above not in regions.calls:
         above = above.rpartition(".")[0]
@@ -269,7 +269,7 @@ def _owner(regions: Regions, path: str) -> str:
 
 
 def _end(path: str) -> str:
-    """What a layer is called: its last part, from the last that is no number."""
+    """Return a layer's short name: the end of its path, starting with the last part that is not a number."""
     parts = path.split(".")
     at = next((index for index in range(len(parts) - 1, -1, -1) if not parts[index].isdigit()), 0)
     return ".".join(parts[at:])

@@ -39,7 +39,7 @@ from .probe import (
 
 
 def _knows_mode(module: TracedModule) -> bool:
-    """Whether training can be another thing than evaluation: by its graph, or by the code of a module that it calls."""
+    """Return whether training can differ from evaluation: by its graph, or by the code of a module that it calls."""
     if len(module.graphs) > 1:
         return True
     called = {str(n.target) for n in module.graph.nodes if n.op == "call_module"}
@@ -47,7 +47,7 @@ def _knows_mode(module: TracedModule) -> bool:
 
 
 def _is_inert(module: nn.Module) -> bool:
-    """Whether a layer of torch's drops nothing, or has no running statistics: training and evaluation are the same then."""
+    """Return whether a torch layer drops nothing, or has no running statistics: training and evaluation are then the same."""
     if isinstance(module, DropoutNd):
         return module.p == 0
     return isinstance(module, NormBase) and module.running_mean is None
@@ -55,7 +55,8 @@ def _is_inert(module: nn.Module) -> bool:
 
 @cache
 def _reads_mode(kind: type[nn.Module]) -> bool:
-    """Whether the code of a class names `training`; anybody's may come by it otherwise."""
+    """Return whether the code of a class mentions `training`; code that is not torch's or fxplug's may read it in other
+    ways."""
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         if base.__module__.partition(".")[0] not in ("torch", "fxplug"):
             return True
@@ -101,7 +102,7 @@ class CallMode:
     channels_last: bool = False
 
     def which(self, index: int) -> str:
-        """Which call it was, in words; nothing for a plain one."""
+        """Return a description of the call; "" for a plain one."""
         if index:
             return " on a second call, with gradients recorded"
         return f" {self.label}" if self.training or self.channels_last else ""
@@ -142,9 +143,11 @@ def first_difference(base: Sequence[_CallOutcome], new: Sequence[_CallOutcome]) 
 def check(
     gm: TracedModule, new: TracedModule, call: Call, entries: list[dict[str, Any]], written: set[str] | None
 ) -> str:
-    """What was compared, in words. `written` names the weights that a call writes, None where that is not known.
+    """Compare the two modules and return what was compared, in words.
 
-    Raises VerifyError that names the pass, or the model where that is at fault; Unchecked where there is nothing to compare.
+    `written` names the weights that a call writes, None if unknown.
+
+    Raises VerifyError that names the pass, or the model if that is at fault; Unchecked if there is nothing to compare.
     """
     added = {name for entry in entries for name in entry["inputs"]}
     names = ", ".join(e["name"] for e in entries) or "no pass"
@@ -194,7 +197,7 @@ class _Comparison:
         self.old_call: Call = (call[0], {k: v for k, v in call[1].items() if k not in added})
 
     def applies(self, mode: CallMode) -> bool:
-        """Whether calling this way can show what evaluation does not."""
+        """Return whether this way of calling can reveal differences that evaluation does not."""
         if mode.channels_last:
             tensors = (t for t in leaves(self.old_call) if isinstance(t, torch.Tensor))
             return any(_channels_last(t) is not t for t in tensors) and _has_space(self.new)
@@ -339,7 +342,7 @@ class _Comparison:
 
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with the channels innermost in memory; the tensor itself where that is no other."""
+    """Return the same values in channels_last memory format; the tensor itself if it already has it."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     if not tensor.is_floating_point() or tensor.dim() not in formats:
         return tensor
@@ -348,7 +351,8 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_space(module: TracedModule) -> bool:
-    """Whether passes map a parameter, or stand where a value has several dimensions of space, in some order of memory."""
+    """Return whether passes map a parameter, or are inserted at a value with spatial dimensions, for which memory formats
+    matter."""
     put_in = [n for n in module.graph.nodes if "pass" in n.meta]
     return any(n.meta["pass"].get("place") == "param" or len(n.meta.get("shape") or ()) > 3 for n in put_in)
 
@@ -357,9 +361,10 @@ def _has_space(module: TracedModule) -> bool:
 
 
 def _opened(gm: TracedModule, new: TracedModule) -> dict[str, str]:
-    """The classes of MultiheadAttentions and the like that are one call in the model and their code in the rewritten one.
+    """Return the classes of composites such as MultiheadAttention that are one call in the model and opened in the rewritten
+    one.
 
-    By path, the outer ones first. torch's own way through them depends on gradients, and on whether q, k and v are one object,
+    By path, the outer ones first. torch's own path through them depends on gradients, and on whether q, k and v are one object,
     which an argument of a graph is not.
     """
     put_in = [n.meta["pass"] for n in new.graph.nodes if n.meta.get("pass", {}).get("region")]
@@ -371,7 +376,7 @@ def _opened(gm: TracedModule, new: TracedModule) -> dict[str, str]:
 
 
 def _as_opened(gm: TracedModule, paths: Iterable[str]) -> TracedModule:
-    """The model with these composites opened, and nothing else done."""
+    """Return the model with these composites opened, and nothing else changed."""
     from .opening import opened  # which few models need
 
     for path in paths:

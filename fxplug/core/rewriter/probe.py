@@ -95,13 +95,13 @@ def placeholder_values(graph: fx.Graph, call: Any) -> list[Any]:
 
 
 def empty(tensor: torch.Tensor, device: str | None = None) -> torch.Tensor:
-    """A tensor of the same geometry without values; a fake one inside a fake mode, where meta ones pass for real."""
+    """Return an uninitialised tensor of the same geometry; a fake one inside a fake mode, where meta ones pass for real."""
     device = device or ("cpu" if tensor.is_meta else str(tensor.device))
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same geometry on the meta device."""
+    """Return a tensor of the same geometry on the meta device."""
     return empty(tensor, "meta")
 
 
@@ -144,7 +144,7 @@ def replaced(module: nn.Module, new: Mapping[int, torch.Tensor]) -> Iterator[Non
 
 
 def _functions_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """The functions of autograd that tensors come from, each once. Computes nothing."""
+    """Yield the autograd functions that tensors come from, each once. Computes nothing."""
     todo = [t.grad_fn for t in tensors]
     seen = {None, *todo}
     while todo:
@@ -156,18 +156,18 @@ def _functions_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def leaves_with_gradient(out: Any) -> set[int]:
-    """The ids of the leaf tensors that a gradient of a result would reach."""
+    """Return the ids of the leaf tensors that a gradient of a result would reach."""
     tensors = [t for t in leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
     return {id(t) for t in tensors} | {id(f.variable) for f in _functions_behind(tensors) if hasattr(f, "variable")}
 
 
 def has_gradient_path(out: torch.Tensor, goal: Any) -> bool:
-    """Whether a gradient of `out` comes to a function of autograd, or to a leaf."""
+    """Return whether a gradient of `out` reaches an autograd function, or a leaf."""
     return out is goal or any(f is goal or getattr(f, "variable", None) is goal for f in _functions_behind([out]))
 
 
 def find_gradient_cut(run: GraphRun, start: fx.Node) -> fx.Node | None:
-    """The first inserted node behind `start` through which no gradient comes back to it, of a graph that ran with gradients."""
+    """Return the first inserted node after `start` that stops its gradient, in a graph that ran with gradients."""
     reached = {start}
     node: fx.Node
     for node in run.graph.nodes:
@@ -184,7 +184,7 @@ def find_gradient_cut(run: GraphRun, start: fx.Node) -> fx.Node | None:
 
 
 def locate_error(run: GraphRun, error: Exception) -> VerifyError:
-    """A failure of propagation, told at the rule whose block caused it."""
+    """Return an error of propagation as a VerifyError that names the rule whose block caused it."""
     node = run.at
     assert node is not None
     text = str(error).split("\n")[0]
@@ -212,7 +212,7 @@ def locate_error(run: GraphRun, error: Exception) -> VerifyError:
 
 
 def changes(run: GraphRun, node: fx.Node) -> bool:
-    """Whether an inserted node gives a tensor of another shape or dtype than the one it stands for."""
+    """Return whether an inserted node's tensor has another shape or dtype than the one it replaces."""
     made, shape, dtype = run.env.get(node), node.meta.get("shape"), node.meta.get("dtype")
     if not isinstance(made, torch.Tensor) or shape is None:
         return False
@@ -220,7 +220,7 @@ def changes(run: GraphRun, node: fx.Node) -> bool:
 
 
 def inserted_source(run: GraphRun, node: fx.Node) -> fx.Node | None:
-    """The inserted node above another one that it fails for: the first of those next to it that changes shape or dtype."""
+    """Return the inserted node that makes a later one fail: the first of the nearest ones that changes shape or dtype."""
     if "pass" in node.meta and node.op == "call_module":
         return node
     seen, row, near = {node}, [node], None
@@ -238,7 +238,7 @@ def inserted_source(run: GraphRun, node: fx.Node) -> fx.Node | None:
 
 
 def is_differentiable(value: Any) -> bool:
-    """Whether a value is a tensor of numbers that a gradient can have."""
+    """Return whether a value is a tensor of numbers that can have a gradient."""
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
@@ -246,7 +246,7 @@ def is_differentiable(value: Any) -> bool:
 
 
 def _digest(value: Any) -> Any:
-    """What tells values of a node apart without keeping them: shapes, dtypes and a checksum, in which 0 and -0 are one."""
+    """Return a digest that distinguishes values of a node: shapes, dtypes and a checksum, in which 0 and -0 are equal."""
     rows = []
     for t in leaves(value):
         if isinstance(t, torch.Tensor):
@@ -295,8 +295,9 @@ class Recorder:
         return out
 
     def responsible_block(self, before: Mapping[str, Any]) -> tuple[fx.Node | None, fx.Node | None]:
-        """The first node of the model whose value is another than `before`, and the block behind that: the first above it whose
-        result is none of its inputs, else the nearest one."""
+        """Return the first node of the model whose value differs from `before`, and the responsible block.
+
+        That is the first block above it whose result is none of its inputs, else the nearest one."""
         known = [n for n in self.run.graph.nodes if n.name in before]
         first = next((n for n in known if self.digests.get(n.name) != before[n.name]), None)
         if first is None:
@@ -327,7 +328,7 @@ def check_writes(gm: TracedModule, new: TracedModule, call: Call) -> Iterator[No
 
 
 def constant_output_note(out: Any) -> str:
-    """What keeps a comparison from seeing much."""
+    """Return a note if the outputs make a comparison weak. Raises Unchecked if they are all NaN."""
     tensors = [t for t in leaves(out) if is_differentiable(t) and t.numel() > 1 and t.layout == torch.strided]
     if tensors and all(t.isnan().all() for t in tensors):
         raise Unchecked("every output of the model is NaN on these inputs, so there is nothing to compare")

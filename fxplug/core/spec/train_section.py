@@ -26,7 +26,7 @@ class Use(NamedTuple):
 
 
 def read_use(value: Any) -> Use:
-    """A `Use` from text or from a mapping of one name to its options. SpecError for anything else."""
+    """Read a `Use` from text or from a mapping of one name to its options. Raises SpecError for anything else."""
     if isinstance(value, Use):
         return value
     if isinstance(value, str) and value:
@@ -41,7 +41,7 @@ def read_use(value: Any) -> Use:
 
 
 def written(use: Use | None) -> Any:
-    """A `Use` as a configuration has it."""
+    """Return a `Use` in the form of a configuration."""
     return use and ({use.name: use.options} if use.options else use.name)
 
 

@@ -78,7 +78,7 @@ WEIGHT_LISTS = ("_flat_weights_names", "_all_weights", "_flat_weights", "_flat_w
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether something is called before or after a module's forward or backward; we need the four dicts of its hooks."""
+    """Return whether hooks are registered for a module's forward or backward; we need the four dicts of its hooks."""
     return any(_ALL_HOOKS(module))
 
 
@@ -97,7 +97,7 @@ def refuse_hooks(layer: nn.Module, refuse: Callable[[], None]) -> None:
 
 
 def refuses_hooks(layer: nn.Module | None) -> bool:
-    """Whether `refuse_hooks` was done to a layer."""
+    """Return whether `refuse_hooks` was applied to a layer."""
     return any(isinstance(vars(layer).get(name), _NoHooks) for name in _HOOK_TABLES) if layer is not None else False
 
 
@@ -163,7 +163,8 @@ def _functions(names: Mapping[str, Any], home: str) -> Iterator[FunctionType]:
 
 
 def without_compiler(function: F) -> F:
-    """A function that no compiler takes, nor what it calls, as `torch.compiler.disable` makes it, which imports dynamo."""
+    """Wrap a function so that no compiler traces it or what it calls, as `torch.compiler.disable` does, which imports
+    dynamo."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -181,7 +182,8 @@ def break_graph(message: str) -> None:
 
 
 def unwatched(function: F) -> F:
-    """A function that neither compilers nor modes, transforms or autograd see; we need that all of them come back in order."""
+    """Wrap a function so that compilers, modes, transforms and autograd do not see it; we need that all of them are restored in
+    order."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     @functools.wraps(function)
@@ -199,10 +201,11 @@ def unwatched(function: F) -> F:
 
 @functools.cache
 def constant_floats() -> Any:
-    """A context in which the numbers of layers (`eps`, `p`) are constants of a compiled program, also with `dynamic=True`; we
-    need that compiled code may enter it, as torch 2.15 cannot hand inputs of the program on to a nested region.
+    """Return a context in which the numbers of layers (`eps`, `p`) are constants of a compiled program, also with
+    `dynamic=True`.
 
-    Torch's own list of settings that such code may change does not have this one.
+    We need that compiled code may enter it, as torch 2.15 cannot pass inputs of the program on to a nested region. Torch's own
+    list of settings that such code may change does not have this one.
     """
     from torch._dynamo import config
     from torch._dynamo.decorators import DynamoConfigPatchProxy
@@ -211,7 +214,8 @@ def constant_floats() -> Any:
 
 
 def is_listening() -> bool:
-    """Whether frames that begin now are compiled; we need that dynamo has set a callback then, and neither None nor False."""
+    """Return whether frames that begin now are compiled; we need that dynamo has then set a callback, and neither None nor
+    False."""
     return callable(_listener())
 
 
@@ -235,7 +239,7 @@ def call_uncompiled(times: int, function: Callable[P, R], *args: P.args, **kwarg
 
 
 def is_compiling() -> bool:
-    """Whether what goes through `as_listened` now is compiled."""
+    """Return whether code that goes through `as_listened` now is compiled."""
     return getattr(_set_aside, "listener", None) is not None
 
 

@@ -44,12 +44,13 @@ lerp_all: Any = torch._foreach_lerp_
 
 
 def is_transforming() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is at work; we need functorch's stack and the level."""
+    """Return whether a transform of torch.func or forward-mode differentiation is active; we need functorch's stack and the
+    level."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
-    """What `register_hook` has put on a tensor, by number; we need them all, and no order."""
+    """Return the hooks that `register_hook` added to a tensor, by number; we need them all, and no order."""
     return dict(tensor._backward_hooks or {})
 
 
@@ -65,7 +66,7 @@ def set_version(tensor: torch.Tensor, number: int) -> None:
 
 
 def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that counts as an nn.Parameter, itself; we need that `isinstance` asks for this mark on any tensor."""
+    """Mark a tensor as an nn.Parameter and return it; we need that `isinstance` checks this mark on any tensor."""
     tensor._is_param = True
     return tensor
 
@@ -87,19 +88,19 @@ NATIVE: Any = torch._C
 
 
 def name_of(operator: OpOverload) -> str:
-    """The "library::name" of an operator, without its overload."""
+    """Return the "library::name" of an operator, without its overload."""
     return f"{operator.namespace}::{operator._opname}"
 
 
 def is_operator(name: str) -> bool:
-    """Whether there is an operator "library::name"; we need that asking for one that is missing is no error."""
+    """Return whether an operator "library::name" exists; we need that the query is no error if it does not."""
     return bool(torch._C._jit_get_schemas_for_operator(name))
 
 
 def is_watched() -> bool:
-    """Whether something but autograd sees the calls that are made now: a mode, a transform of torch.func, a compiler or tracer.
+    """Return whether a mode, a transform of torch.func, a compiler or tracer sees the calls that are made now.
 
-    We need that each of them is known to torch while it looks on.
+    We need that each of them is known to torch while it is active.
     """
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return True
@@ -110,7 +111,8 @@ def is_watched() -> bool:
 # of FakeTensor we need `fake_device` and `constant`; of FakeTensorMode that real tensors may go in; of the two errors that they
 # are raised for a number read from data and for a size that hangs on data; of the last that real tensors are made under it
 def fake_of(geometry: tuple[Any, ...], mode: FakeTensorMode, constant: Any = None) -> FakeTensor:
-    """A fake tensor of (size, stride, dtype, device) without a dispatch; we need the constructor, and promise no view of it."""
+    """Return a fake tensor of (size, stride, dtype, device) made without a dispatch; we need the constructor, and promise no
+    view of it."""
     size, stride, dtype, device = geometry
     with DisableTorchFunction(), DisableTorchDispatch():
         shadow = torch.empty_strided(size, stride, dtype=dtype, device="meta")
@@ -119,12 +121,13 @@ def fake_of(geometry: tuple[Any, ...], mode: FakeTensorMode, constant: Any = Non
 
 @cache
 def kept_on_fakes() -> frozenset[str]:
-    """The names of what torch itself keeps in the `__dict__` of a fake tensor."""
+    """Return the names of the attributes that torch itself keeps in the `__dict__` of a fake tensor."""
     return frozenset(vars(fake_of(((1,), (1,), torch.float32, torch.device("cpu")), FakeTensorMode())))
 
 
 def is_error_of_dynamo(error: BaseException) -> bool:
-    """Whether dynamo raised an error; we need one base class of its errors, in a file that it imports before it raises any."""
+    """Return whether dynamo raised an error; we need one base class of its errors, in a file that it imports before it raises
+    any."""
     # nothing plainer: importing dynamo takes a second
     dynamo = sys.modules.get("torch._dynamo.exc")
     return dynamo is not None and isinstance(error, dynamo.TorchDynamoException)
@@ -143,19 +146,19 @@ class Node:
         self.number = number  # with its `value` and its `recorder`, which says whether it is `active`
 
     def guard_int(self, file: str = "", line: int = 0) -> int:
-        """The value, decided, for a line of torch."""
+        """Return the decided value, for a line of torch."""
         return int(self.number)
 
     int_ = guard_int
 
     def guard_bool(self, file: str, line: int) -> bool:
-        """Whether it is not zero, decided, for a line of torch."""
+        """Return whether the decided value is not zero, for a line of torch."""
         return bool(self.number)
 
     expect_true = guard_or_true = guard_or_false = guard_size_oblivious = guard_bool
 
     def guard_float(self, file: str, line: int) -> float:
-        """The value, decided, for a line of torch."""
+        """Return the decided value, for a line of torch."""
         return float(self.number)
 
     def maybe_as_int(self) -> Any:
@@ -165,11 +168,11 @@ class Node:
     maybe_as_float = maybe_as_int
 
     def is_int(self) -> bool:
-        """Whether it is a whole number."""
+        """Return whether the value is an int."""
         return type(self.number.value) is int
 
     def is_float(self) -> bool:
-        """Whether it is a fraction."""
+        """Return whether the value is a float."""
         return type(self.number.value) is float
 
     def is_symbolic(self, *place: Any) -> bool:
@@ -186,7 +189,7 @@ class Node:
 
     @property
     def hint(self) -> Any:
-        """The value of the example inputs."""
+        """Value for the example inputs."""
         return self.number.value
 
     def _graph_repr(self) -> str:
@@ -194,7 +197,8 @@ class Node:
 
 
 def size_name(size: torch.SymInt) -> int | str | None:
-    """A number, the name of a free size, or None for one that follows from others; we need this of an exported program."""
+    """Return a number, the name of a dynamic size, or None for a size derived from others; we need this of an exported
+    program."""
     known = size.node.maybe_as_int()
     if known is not None:
         return int(known)
@@ -217,7 +221,8 @@ pad_sequence: Any = torch._C._nn.pad_sequence
 
 
 def flop_counter() -> Any:
-    """A FlopCounterMode that counts oneDNN's products, torch.nn's fast paths, and attention on a CPU (torch's from 2.15)."""
+    """Return a FlopCounterMode that counts oneDNN's products, torch.nn's fast paths, and attention on a CPU (torch's from
+    2.15)."""
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
     def flash(query: Any, key: Any, value: Any, *_: Any, **more: Any) -> int:
