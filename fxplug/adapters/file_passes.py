@@ -44,11 +44,13 @@ class Form:
 def forms_of(
     entry: Entry, layer: ModelLayer | None, called: bool | None, slots: bool, beside: bool = False
 ) -> list[Form] | str:
-    """The passes that hold an update as it is, or why there are none; `called` says that its layer is, rather than that its
-    weight is read, None that neither is.
+    """Return the passes that represent an update as it is, or the reason why there are none.
 
-    What is no low-rank product of a layer's weight is a change of the whole parameter, as the bias beside a LoRA is in slots. A
-    parameter that the file has whole is held as it is, where there are no slots and no update of its layer is `beside` it.
+    `called` is True if the update's layer is called, False if only its weight is read, None if neither.
+
+    An update that is no low-rank product of a layer's weight is a change of the whole parameter, as the bias beside a LoRA is
+    in slots. A parameter that the file stores whole is kept as it is if there are no slots and no update of its layer is
+    `beside` it.
     """
     if called is None:
         return "is never called, and nothing reads its weight, so no pass can change it"
@@ -87,7 +89,7 @@ class FormPlan:
     apart: Collection[str] = ()
 
     def as_pass(self, slots: int, name: str = "adapter", samples: str | None = None) -> Pass:
-        """The pass with so many slots. Raises ArtifactError or SpecError where there is nothing to hold."""
+        """Return the pass with this number of slots. Raises ArtifactError or SpecError if the files have nothing for it."""
         if not self.forms:
             for found in self.fits:
                 found.check()
@@ -112,7 +114,7 @@ class FormPlan:
 
 
 def make_replacement_rule(at: Sequence[str], param: str) -> Rule:
-    """What puts another value in the place of a parameter of these layers."""
+    """Return the rule that replaces a parameter of these layers."""
     return Rule(Match(tuple(at)), "fxplug.blocks:Head", place="param", port=param, options={"same": True})
 
 
@@ -121,7 +123,7 @@ def _escaped(path: str) -> str:
 
 
 def parameters_of(module: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of a module's parameters by name, without those that passes put in."""
+    """Return the shapes of a module's parameters by name, without those that passes inserted."""
     added = {entry["name"] for entry in getattr(module, "meta", {}).get("passes", [])}
     return {name: tuple(p.shape) for name, p in module.named_parameters() if name.partition(".")[0] not in added}
 
@@ -132,13 +134,12 @@ def plan_for(
     called: Mapping[str, bool] | None = None,
     slots: bool = True,
 ) -> FormPlan:
-    """Where the adapters of some files go in a module, and as what; beside each file its `part`, `partial` and `guess`.
+    """Return the plan for the adapters of some files in a module; beside each file are its `part`, `partial` and `guess`.
 
-    `called` are the layers that a pass can change, with whether they are called, rather than read by another; None is all,
-    called. `slots` says that the passes will have
-    some.
+    `called` maps the layers that a pass can change to whether they are called, rather than read by another; None means all,
+    called. `slots` is whether the passes will have slots.
 
-    Raises ArtifactError for layers that are not here and for updates that no pass with slots holds, but with `partial`.
+    Raises ArtifactError for layers that the module lacks and for updates that no pass with slots can take, unless `partial`.
     """
     layers = layers_of(module)
     named = parameters_of(module)
@@ -186,7 +187,8 @@ def plan_for(
 
 
 def _called(module: TracedModule) -> dict[str, bool]:
-    """The layers that a pass can change, with whether they are called, rather than read by another or within one call."""
+    """Return the layers that a pass can change, with whether they are called, rather than read by another or within one
+    call."""
     views = regions_of(module)
     within = {inner for regions in views for names in unopened(regions).values() for inner in names}
     read = {name.rpartition(".")[0] for regions in views for name in regions.readers}
@@ -295,10 +297,10 @@ class AdapterPass(Pass):
 
 
 def adapter_pass(given: Any, base: str | os.PathLike[str] | None = None) -> Pass:
-    """A pass out of what stands below `adapter:`, whose rules are made when its model is there.
+    """Return the pass for the value of `adapter:`, whose rules are made once its model is known.
 
     `file` (with `strength`, `adapter`, `part`, `partial`, `guess`) or `files`, these by name; `slots`, `samples` and the common
-    settings. Raises SpecError whose path or key is below the entry.
+    settings. Raises SpecError with a path or key below the entry.
     """
     if not isinstance(given, Mapping):
         given = {"file": given}
@@ -334,7 +336,7 @@ def _stem(file: Any) -> str:
 
 
 def _load(name: Any, given: Any, base: Any, single: bool) -> dict[str, Any]:
-    """One file's entry, checked."""
+    """Return one file's entry after checking it."""
     path: tuple[str, ...] = () if single else ("files", str(name))
     made = dict(given) if isinstance(given, Mapping) else {"file": given}
     for key in made:
@@ -356,7 +358,7 @@ def _load(name: Any, given: Any, base: Any, single: bool) -> dict[str, Any]:
 
 
 def _source(file: str) -> Source:
-    """The file, or what the function of that name gives."""
+    """Return the file, or the result of the function of that name."""
     if not is_target(file):
         return file
     made: Any = import_target(file)
@@ -364,7 +366,7 @@ def _source(file: str) -> Source:
 
 
 def sample() -> dict[str, torch.Tensor]:
-    """The file of the pass's page: a LoRA of rank 4 for two layers of timm's ViT-Ti."""
+    """Return the file for the pass's page: a LoRA of rank 4 for two layers of timm's ViT-Ti."""
     sizes = {"attn.qkv": (576, 192), "mlp.fc1": (768, 192)}
     return {
         f"base_model.model.blocks.0.{path}.lora_{half}.weight": torch.full(shape, 0.01)

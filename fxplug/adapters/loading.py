@@ -95,7 +95,7 @@ def load_adapter(
 
 
 def _read(source: Source, module: Any, adapter: str | None, config: Mapping[str, Any] | None, limits: Limits) -> AdapterFile:
-    """An adapter file; or one that `fxplug.save` wrote of a pass of any kind, which a pass of its name here takes."""
+    """Read an adapter file, or a file that `fxplug.save` wrote for any pass, for a pass of the same name here."""
     try:
         file = read(source, adapter=adapter, config=config, limits=limits)
         if not file.rest:
@@ -126,9 +126,9 @@ def _write(module: nn.Module, writes: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def without_slots(module: Any, passes: Sequence[str] | None) -> dict[str, Any]:
-    """The records of a module's passes without slots by name, of those that `passes` names or of all.
+    """Return the records of a module's passes without slots by name, of those in `passes` or of all.
 
-    Raises SpecError for a name that is no pass here, and for one with slots.
+    Raises SpecError for a name that is no pass here, and for a pass with slots.
     """
     if isinstance(passes, str):
         raise SpecError(f"passes must be a list of names, not text: write ['{passes}']")
@@ -143,7 +143,7 @@ def without_slots(module: Any, passes: Sequence[str] | None) -> dict[str, Any]:
 
 
 def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]]:
-    """What the blocks of passes without slots hold, by pass. Raises SpecError for another name, and where there is none."""
+    """Return the blocks of passes without slots as banks, by pass. Raises SpecError for another name, and if there are none."""
     made: dict[str, list[Bank]] = {}
     for name, entry in without_slots(module, passes).items():
         sites = {site["block"]: site for site in reversed(entry["sites"]) if site["block"] and not site.get("apart")}
@@ -157,7 +157,7 @@ def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]
 
 
 def bank_of(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
-    """The block of a site as a bank of one; None for a block that no adapter file has."""
+    """Return the block of a site as a bank of one; None for a block that adapter files cannot represent."""
     block: Any = module.get_submodule(site["block"])
     kind, path = kind_of(block), site["path"].partition("@")[0]
     if kind is None or not kind.neutral:
@@ -177,7 +177,7 @@ def bank_of(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
 
 
 def _new(bank: Bank, there: Callable[[str], Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-    """What makes a block change nothing: its tensors, and what is written into them."""
+    """Return the tensors that make a block neutral, each with its new value."""
     made: list[tuple[Tensor, Tensor]] = []
     base = there(f"{bank.path}.{bank.param}")
     for key, value in bank.update_kind.neutral.items():
@@ -206,32 +206,32 @@ def check_samples(p: str, banks: Sequence[Bank], slots: Sequence[int], tensor: C
 
 
 def module_at(module: Any, path: str) -> Any:
-    """A module by its path; None where there is none."""
+    """Return a module by its path; None if there is none."""
     for name in path.split(".") if path else ():  # get_submodule asks hasattr at each level, most of the time of a load
         module = None if module is None else module._modules.get(name)
     return module
 
 
 def is_table(module: Any, path: str) -> bool:
-    """Whether a layer is an Embedding, whose DoRA no layout of other tools has."""
+    """Return whether a layer is an Embedding, whose DoRA only fxplug's own layout can represent."""
     return isinstance(module_at(module, path), nn.Embedding)
 
 
 def tensor_of(module: Any, name: str) -> Tensor | None:
-    """A parameter or buffer by its name in the state dict; None where there is none of that name."""
+    """Return a parameter or buffer by its name in the state dict; None if there is none of that name."""
     path, _, last = name.rpartition(".")
     home = module_at(module, path)
     return None if home is None else home._parameters.get(last, home._buffers.get(last))
 
 
 def weights_of(module: nn.Module) -> dict[str, Sequence[int]]:
-    """The weights of a module's layers, by path."""
+    """Return the weight shapes of a module's layers, by path."""
     rows = [(path, m, m._parameters.get("weight")) for path, m in module.named_modules()]
     return {path: weight_shape(layer, weight) for path, layer, weight in rows if weight is not None}
 
 
 def tied(module: nn.Module) -> dict[str, list[str]]:
-    """The layers whose weight is that of other layers, by path, and these."""
+    """Return the layers that share their weight with other layers, by path, with these."""
     rows: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name.endswith(".weight"):
@@ -247,7 +247,7 @@ def fit_to(
     part: str | None,
     guess: bool,
 ) -> Fit:
-    """Where the entries of a file go among a module's homes: those of weights by layer, of other parameters by their names."""
+    """Match the entries of a file to a module's banks: those of weights by layer, of other parameters by their names."""
     homes = [bank for rows in banks.values() for bank in rows]
     file = _by_layer(file, homes) if file.own else file
     applied = getattr(module, "meta", {}).get("passes", [])
@@ -275,9 +275,10 @@ def fit_to(
 
 
 def _by_layer(file: AdapterFile, homes: Sequence[Bank]) -> AdapterFile:
-    """A file of passes by name with the updates of its layers, where all of it is DoRA in blocks that have homes; or itself.
+    """Return a file of passes by name as the updates of its layers, if all of it is DoRA in blocks that have banks; else
+    itself.
 
-    The DoRA of a table is such a file, as no other tool has it.
+    The DoRA of an Embedding is stored in such a file, as no other tool supports it.
     """
     banks = {bank.block.partition(".")[2]: bank for bank in homes if bank.update_kind.is_decomposed}
     entries: dict[str, Entry] = {}
@@ -295,7 +296,7 @@ def _by_layer(file: AdapterFile, homes: Sequence[Bank]) -> AdapterFile:
 
 
 def _with_shared(found: Fit, shared: Mapping[str, str]) -> Fit:
-    """A fit in which layers that share a weight, and so a block, with another are that one's.
+    """Return the fit with layers that share a weight, and so a block, with another layer assigned to that one.
 
     Raises ArtifactError for an update of its own. One without the other's is an update of something else.
     """
@@ -316,7 +317,8 @@ def _with_shared(found: Fit, shared: Mapping[str, str]) -> Fit:
 
 
 def _are_equal(one: Entry, other: Entry, shape: Sequence[int]) -> bool:
-    """Whether two updates of a weight are the same, which a file may have as those of a table and of a linear layer."""
+    """Return whether two updates of a weight are equal, which a file may store as those of an Embedding and of a linear
+    layer."""
     a, b = dict(one.tensors), dict(other.tensors)
     if one.kind == other.kind == "lora":
         a, b = {"update": one.update(shape)}, {"update": other.update(shape)}

@@ -80,7 +80,8 @@ class Content:
 
 
 def about_of(module: Any) -> About:
-    """What a traced module says of the model that it was traced from. Raises ArtifactError for one of which this is a part."""
+    """Return what a traced module records of the model it was traced from. Raises ArtifactError for a shard of a parallel
+    module."""
     if parts := getattr(module, "meta", {}).get("parts"):
         raise ArtifactError(
             f"this process has only its shard of {len(parts)} weights, such as '{parts[0]}': gather them with whole_state, and "
@@ -167,13 +168,14 @@ def save_parts(modules: Mapping[str, Any], path: str | os.PathLike[str]) -> Save
 
 
 def _content_of(module: Any, held: AdapterContents, as_: str, **given: Any) -> Content:
-    """The updates that a module holds in the form that a tool reads; `given` are arguments of `content`."""
+    """Return the updates of a module in a tool's format; `given` are arguments of `content`."""
     there = functools.partial(tensor_of, module)
     return content(held, as_, about_of(module), there=there, trained=trained_layers(module), **given)
 
 
 def _is_low_rank(module: Any, held: AdapterContents, passes: Sequence[str] | None) -> bool:
-    """Whether all that passes hold is updates of layers, which go into blocks of their kind at any place and of any rank."""
+    """Return whether passes contain only updates of layers, which fit into blocks of their kind at any place and of any
+    rank."""
     sites = [site for entry in without_slots(module, passes).values() for site in entry["sites"] if site["block"]]
     if held.left_out or held.heads or not held.entries:
         return False
@@ -186,7 +188,8 @@ def _is_low_rank(module: Any, held: AdapterContents, passes: Sequence[str] | Non
 def _by_name(
     module: Any, passes: Sequence[str] | None, dtype: torch.dtype | None, metadata: Mapping[str, str] | None
 ) -> Content:
-    """All that passes hold under the names that it has in the module, with what trained of the base, and the passes as data."""
+    """Return everything in passes under its names in the module, with the trained parameters of the base, and the passes as
+    data."""
     about_of(module)
     records = without_slots(module, passes)
     whole = trained_layers(module)
@@ -201,7 +204,7 @@ def _by_name(
 
 
 def list_skipped(left: Mapping[str, str], number: int = SHOWN) -> str:
-    """What was left out, the first of it by name."""
+    """Return what was left out as text, the first few by name."""
     some = [f"'{path}' {why}" for path, why in list(left.items())[:number]]
     return "; ".join([*some, *([f"and {len(left) - number} more"] if len(left) > number else [])])
 
@@ -219,10 +222,10 @@ def content(
     there: Callable[[str], Tensor | None] = lambda name: None,
     trained: Collection[str] = (),
 ) -> Content:
-    """The updates that are held in the form that a tool reads; see `save`. Nothing is written.
+    """Return the updates in a tool's format; see `save`. Nothing is written.
 
-    `there` gives the parameters of the model, of which PEFT's files have those whole that are changed whole; `trained` are
-    those of the base that were trained, whose values are not the base's.
+    `there` returns the parameters of the model, which PEFT's files store whole if they are changed whole; `trained` are the
+    trained parameters of the base, whose values differ from the base's.
     """
     if as_ not in FORMATS:
         raise SpecError(f"no adapter format '{as_}'{did_you_mean(as_, FORMATS)}; there are {', '.join(FORMATS)}")
@@ -334,7 +337,7 @@ def write(made: Content, path: str | os.PathLike[str], as_: str) -> Saved:
 
 
 def check_replaceable(target: Path, raises: Callable[[str], ArtifactError]) -> list[str]:
-    """The names of what an earlier adapter is in a folder, which a new one takes the place of. Raises for anything else."""
+    """Return the names of an earlier adapter's files in a folder, which a new one replaces. Raises for any other content."""
     if not os.path.lexists(target):
         return []
     if target.is_symlink() or not target.is_dir():
@@ -365,7 +368,7 @@ def _in_dtype(entry: Entry, dtype: torch.dtype | None) -> Entry:
 
 
 def _metadata(as_: str, rows: Sequence[tuple[str, Entry]], model: About, name: str) -> dict[str, str]:
-    """What kohya's tools say of their files, and the fields of modelspec 1.0.0 (github.com/Stability-AI/ModelSpec)."""
+    """Return the metadata that kohya's tools write, with the fields of modelspec 1.0.0 (github.com/Stability-AI/ModelSpec)."""
     if as_ == "fxplug":
         tables = {path for path, layer in model.layers.items() if layer.kind == "Embedding"}
         named = sorted(f"{entry.part or 'adapter'}.{key}" for key, entry in rows if entry.path in tables)
