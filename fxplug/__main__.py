@@ -219,7 +219,7 @@ MANY = {"--check", "measured", "--link=measured"}  # what `parallel` needs all p
 
 
 def main() -> None:
-    """The `fxplug` command."""
+    """Run the `fxplug` command."""
     if started():
         verb = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
         many = verb == "train" or (verb == "parallel" and bool(MANY & {*sys.argv}))

@@ -61,7 +61,7 @@ class Result:
 
     @property
     def folded(self) -> str:
-        """The listing with sites that are alike in one line: `blocks.{0:12}.attn.qkv  Linear  [...] -> [...]  x12`."""
+        """Listing with similar sites in one line: `blocks.{0:12}.attn.qkv Linear [...] -> [...] x12`."""
         return self._listed(_folded_rows)
 
     def _listed(self, rows: Callable[[Iterable[tuple[Site, str]]], Iterator[str]]) -> str:
@@ -70,7 +70,7 @@ class Result:
         return "\n".join([*_site_lines(self, rows), *plan, parameters(self.module)])
 
     def __str__(self) -> str:
-        """The listing where that is short, else how many sites each pass has, what it left, and the parameters."""
+        """Return the listing if it is short, else the number of sites of each pass, what it left out, and the parameters."""
         if sum(map(len, self.sites.values())) <= SHOWN and len(text := self.listing) <= LONGEST:
             return text
         rows = (f"{name}: {sites.summary}" for name, sites in self.sites.items())
@@ -149,7 +149,7 @@ def saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, .
 
 
 def saved_diff(folder: str | Path, module: TracedModule) -> str:
-    """What the rewrite that was saved in a folder had changed."""
+    """Return the diff of the rewrite that was saved in a folder. Raises SpecError if none was kept."""
     kept = remembered(module)
     if kept is None:
         raise SpecError(f"'{folder}' was not saved by `fxplug rewrite`, so the model before the rewrite is not known")
@@ -157,7 +157,8 @@ def saved_diff(folder: str | Path, module: TracedModule) -> str:
 
 
 def remembered(module: TracedModule) -> dict[str, Any] | None:
-    """What a saved rewrite keeps of the model before it: `text`, the diff, and `changes`; None where other passes were applied.
+    """Return a saved rewrite's record of the model before it: `text`, the diff, and `changes`; None if other passes were
+    applied. `text`, the diff, and `changes`; None where other passes were applied.
 
     `changes` are for pages, None without fxplug.reporting; `checks` is what verification had found, None where it was off. What
     older versions saved lacks both.
@@ -180,7 +181,7 @@ def remember(result: Result) -> None:
 
 
 def _plan(config: Config, step: Step) -> Result:
-    """The rewrite on meta tensors; on real ones, which a warning tells, for a model that reads values out of its data."""
+    """Rewrite on meta tensors; on real ones, with a warning, for a model that reads values out of its data."""
     try:
         traced = _traced(config, step, "meta")
     except Exception as error:  # the model's code may raise anything
@@ -207,7 +208,7 @@ def _traced(config: Config, step: Step, device: str | None) -> tuple[TracedModul
 
 
 def _later(config: Config) -> set[str]:
-    """The inputs that passes will add."""
+    """Return the inputs that passes will add."""
     return {called for p in config.passes for name in p.inputs for called in (name, f"{p.name}_{name}")}
 
 
@@ -269,7 +270,7 @@ def _site_lines(result: Result, rows: Callable[[Iterable[tuple[Site, str]]], Ite
 
 
 def _added(result: Result, block: str) -> str:
-    """A block's class, and how many parameters it has."""
+    """Return a block's class and its number of parameters, as text."""
     if not block:
         return ""
     count = sum(p.numel() for p in result.module.get_submodule(block).parameters())

@@ -28,9 +28,9 @@ from .sites import Site, Sites, input_name, own_inputs
 def make_block(
     tree: nn.Module, site: Site, p: Pass, owners: dict[Any, Any], weight: torch.Tensor | None
 ) -> tuple[str, nn.Module]:
-    """The block of a site, put into the module tree; calls of one module share one, other rules and ports do not.
+    """Create the block of a site in the module tree; calls of one module share one, other rules and ports do not.
 
-    Sites of one tied parameter share one as well. `weight` says device and dtype where the site has no weights of its own.
+    Sites of one tied parameter share one as well. `weight` gives device and dtype if the site has no weights of its own.
     """
     rule = site.rule
     kind = block_class(rule)
@@ -86,7 +86,7 @@ def _check_numbers(site: Site, p: Pass) -> None:
 
 
 def block_class(rule: Rule) -> type[nn.Module]:
-    """The class that a rule puts in. Raises SpecError for what is no class of blocks."""
+    """Return the class of a rule's block. Raises SpecError if it is not a block class."""
     assert rule.use is not None
     kind = rule.use if isinstance(rule.use, type) else import_target(rule.use, rule.where)
     if not isinstance(kind, type) or not issubclass(kind, nn.Module):
@@ -108,7 +108,7 @@ def _check_options(kind: Any, options: Mapping[str, Any]) -> None:
 
 
 def _make(kind: type[nn.Module], site: Site, weight: torch.Tensor | None, beside: Mapping[str, Any]) -> nn.Module:
-    """A block on the device and, for floating-point weights, in the dtype of the weights around it."""
+    """Create a block on the device and, for floating-point weights, in the dtype of the weights around it."""
     near = next((t for t in site.module.parameters() if t.is_floating_point()), weight)
     device = torch.device("cpu") if near is None else near.device
     with torch.device(device), torch.random.fork_rng(enabled=False):
@@ -127,7 +127,7 @@ def _make(kind: type[nn.Module], site: Site, weight: torch.Tensor | None, beside
 def record(
     gm: TracedModule, p: Pass, sites: list[Site], blocks: Mapping[int, tuple[str, nn.Module]]
 ) -> dict[str, Any]:
-    """What a module remembers of a pass: plain values, saved with it."""
+    """Return a module's record of a pass: plain values, saved with it."""
     named = [(s, blocks.get(id(s), ("", None))) for s in sites]
     made_new = all(spec.get("neutral") and is_target(spec["use"]) for spec in p.networks.values())
     return {
@@ -151,21 +151,20 @@ def record(
 
 
 def _apart(site: Site) -> dict[str, Any]:
-    """Whether a block is beside one call of several only, or reads something else than its region does: no adapter file says
-    so."""
+    """Return a mark for a block beside one of several calls, or with other inputs than its region's, as no adapter file has."""
     one = any("@" in pattern for pattern in site.rule.match.patterns)
     other = site.rule.place == "after" and tuple(site.rule.args[:2]) not in (("x", "y"), ("y",))
     return {"apart": True} if one or other else {}
 
 
 def _param(site: Site) -> dict[str, Any]:
-    """Which parameter a block maps, where that is not the weight."""
+    """Return the parameter that a block maps, unless it is the weight."""
     name = str(site.port.keys[0]) if site.port.side == "param" else "weight"
     return {} if name == "weight" else {"param": name}
 
 
 def _rates(block: nn.Module | None) -> dict[str, Any]:
-    """How parts of a block are trained that have an `lr` or `train` of their own, by the path in the block."""
+    """Return the training settings of parts of a block with their own `lr` or `train`, by the path in the block."""
     rates = getattr(block, "rates", None)
     return {"rates": {part: dict(given) for part, given in rates.items()}} if rates else {}
 
@@ -267,13 +266,13 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
 
 
 def _only_marks(given: Any) -> bool:
-    """Whether all that a pass puts in says where a step cache may cut."""
+    """Return whether a pass inserts only marks for a step cache."""
     rules = getattr(getattr(given, "p", given), "rules", [])
     return bool(rules) and all(r.use is not None and getattr(block_class(r), "is_mark", False) is True for r in rules)
 
 
 def _apply_to_variant(p: Pass, left: set[tuple[str, str]] | None, gm: TracedModule) -> TracedModule:
-    """The same pass on another graph of the model, at the same places. Raises MatchError."""
+    """Apply the same pass to another graph of the model, at the same places. Raises MatchError."""
     sites = find(gm, p)
     if left is not None:
         sites[:] = [site for site in sites if (str(site.port), site.node) in left]
@@ -304,7 +303,7 @@ def _looked_at(gm: TracedModule, p: Pass, sites: list[Site]) -> Iterator[None]:
 
 
 def _called(error: BaseException | None) -> Container | None:
-    """The part of a traced model whose call an error came of."""
+    """Return the part of a traced model whose call caused an error, or None."""
     while error is not None and not isinstance(error, CodeInGraph):
         error = error.__cause__ or error.__context__
     return error.module if error is not None else None

@@ -68,7 +68,7 @@ def features(gm: TracedModule, paths: str | Iterable[str]) -> TracedModule:
 
 
 def _expanded(regions: Regions, text: str) -> Iterator[tuple[str, Port]]:
-    """The ports that an address stands for, by name."""
+    """Yield the ports that an address denotes, by name."""
     port = parse_port(text)
     if port.side == "param":
         raise SpecError(f"features: '{text}' is a parameter, which is not a value of a call: use module.get_parameter")
@@ -96,7 +96,7 @@ class PortValue:
 
     @property
     def last_node(self) -> fx.Node:
-        """The last node that runs before it is taken."""
+        """Last node that runs before the value is taken."""
         return self.node if self.reader is None else self.reader.prev
 
 
@@ -117,7 +117,7 @@ def _give(graph: Graph, regions: Regions, ports: dict[str, Port], root: nn.Modul
 
 
 def _find_values(regions: Regions, port: Port, behind: dict[str, fx.Node]) -> Any:
-    """What is asked for at a port, in its structure."""
+    """Return the values at a port, in their structure."""
     region = region_of(regions, port)
     if port.side == "in":
         _, index, node = find_input(regions, region, port)
@@ -142,7 +142,7 @@ def _find_values(regions: Regions, port: Port, behind: dict[str, fx.Node]) -> An
 
 
 def _plain(value: Any) -> Any:
-    """A nested value of tuples and dicts alone."""
+    """Return a nested value of tuples and dicts only."""
     if isinstance(value, dict):
         return {key: _plain(member) for key, member in dict.items(value)}
     return tuple(map(_plain, value)) if isinstance(value, tuple) else value
@@ -190,13 +190,13 @@ class _SharedMemory:
             self.memory[node] = self.memory[node.all_input_nodes[0]] if shares and node.all_input_nodes else first
 
     def is_written_later(self, one: PortValue) -> bool:
-        """Whether the model writes in place into a value after it was taken."""
+        """Return whether the model writes in place into a value after it was taken."""
         last_node, memory = self.order[one.last_node], self.memory[one.node]
         return any(at > last_node and value is memory for at, value in self.writes)
 
 
 def _copied(one: PortValue) -> fx.Node:
-    """A copy of a value as it is when it is taken."""
+    """Return a copy of a value at the time when it is taken."""
     node, port = one.node, one.node.meta.get("port")
     stack = dict(node.meta.get("nn_module_stack", {}))
     if port is not None:
@@ -212,7 +212,7 @@ def _copied(one: PortValue) -> fx.Node:
 
 
 def _written(node: fx.Node, root: nn.Module) -> list[fx.Node]:
-    """The values that a node changes, or may change, in place."""
+    """Return the values that a node changes, or may change, in place."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         if not type(module).__module__.startswith(("torch.nn.modules.", "fxplug.blocks.")):

@@ -49,7 +49,8 @@ class Value:
 
     @property
     def path(self) -> str:
-        """The region at whose port the value is, `path@1` for a second call; "" for one of the model's own, or of no region."""
+        """Path of the region at whose port the value is, `path@1` for a second call; "" for one of the model's own, or of no
+        region."""
         return self.port.path if self.port is not None else ""
 
     def __str__(self) -> str:
@@ -84,7 +85,7 @@ class Site:
 
     @property
     def name(self) -> str:
-        """Where the block's parameters live, below the name of the pass."""
+        """Path of the block's parameters, below the name of the pass."""
         # a call of its own block only where the rule asked for that call, else all calls of a module share one
         own = any("@" in pattern for pattern in self.rule.match.patterns)
         path = self.path.replace("@", "_call") if own else self.path.partition("@")[0]
@@ -93,7 +94,7 @@ class Site:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter that a block with place 'param' maps, with its values."""
+        """Parameter that a block with place 'param' maps, with its values."""
         if self.port.side != "param":
             raise SpecError("it does not act on a parameter: set 'place: param' in its rule")
         found = self.module._parameters[str(self.port.keys[0])]
@@ -102,17 +103,17 @@ class Site:
 
     @property
     def operand(self) -> Port:
-        """The value that is changed at an operation: a tensor that it reads, its result, or a member of that."""
+        """Value that is changed at an operation: a tensor that it reads, its result, or a member of that."""
         return dataclasses.replace(self.port, keys=self.port.keys[1:])
 
     @property
     def where(self) -> str:
-        """What a listing calls it: the region's path, the parameter's address, or the operation's name."""
+        """Name for a listing: the region's path, the parameter's address, or the operation's name."""
         return str(self.port) if self.port.side == "param" else self.node or self.path or "(model)"
 
     @property
     def what(self) -> str:
-        """Its class, and the shapes of the region's first argument and result."""
+        """Class of the region, and the shapes of its first argument and result."""
         return f"{self.classes[0]}  {list(self.x.shape) if self.x else '?'} -> {list(self.y.shape) if self.y else '?'}"
 
     def __str__(self) -> str:
@@ -134,12 +135,12 @@ class Sites(list[Site]):
 
     @property
     def left(self) -> str:
-        """What the pass left of layers like those it takes, and a pattern that takes them too; an empty text for nothing."""
+        """Layers similar to the matched ones that the pass left out, with a pattern that matches them too; "" for none."""
         return unmatched_siblings(regions_of(self.joined), self.p, [(site.rule, site.path) for site in self])
 
     @property
     def unreached(self) -> str:
-        """Which weights a pattern that means everything leaves out, why, and what reaches them; an empty text for none."""
+        """Weights that a catch-all pattern leaves out, with the reason, and with what reaches them; "" for none."""
         from .unreached import unreached  # which only a listing needs
 
         taken = {str(site.port) if site.port.side == "param" else site.path.partition("@")[0] for site in self}
@@ -147,11 +148,11 @@ class Sites(list[Site]):
 
     @property
     def summary(self) -> str:
-        """How many sites there are, and what was left."""
+        """Number of sites, and what was left out."""
         return "; ".join(filter(None, [f"{len(self)} site{'s' * (len(self) != 1)}", self.left, self.unreached]))
 
     def __str__(self) -> str:
-        """The first sites and how many there are; `for site in sites` gives all."""
+        """Return the first sites and their number as text; `for site in sites` yields all."""
         more = [f"  ... {len(self) - SHOWN} more"] if len(self) > SHOWN else []
         return "\n".join([*(f"  {cut(str(site), 120)}" for site in self[:SHOWN]), *more, f"{self.p.name}: {self.summary}"])
 
@@ -175,7 +176,7 @@ class Sites(list[Site]):
 
 
 def input_name(gm: TracedModule, p: Pass, name: str) -> str:
-    """What an input of a pass is called in the model: with the pass's name before it where another pass has the name."""
+    """Return the name of a pass's input in the model: prefixed with the pass's name if another pass has the name."""
     taken = {str(n.target).lstrip("*"): n for n in gm.graph.nodes if n.op == "placeholder"}
     if name not in taken or ("pass" in taken[name].meta and taken[name].meta["pass"]["name"] == p.name):
         return name
@@ -185,7 +186,7 @@ def input_name(gm: TracedModule, p: Pass, name: str) -> str:
 
 
 def own_inputs(gm: TracedModule, p: Pass) -> dict[str, Any]:
-    """The inputs that a pass adds, without those entries that describe the model's own."""
+    """Return the inputs that a pass adds, without the entries that describe the model's own."""
     taken = {str(n.target).lstrip("*") for n in gm.graph.nodes if n.op == "placeholder" and "pass" not in n.meta}
     for name, spec in p.inputs.items():
         if name in taken and spec["shape"] is None:
@@ -194,7 +195,7 @@ def own_inputs(gm: TracedModule, p: Pass) -> dict[str, Any]:
 
 
 def local(address: str, p: Pass) -> str:
-    """An address with the name of one of the pass's networks in full: `cn:out[0]` is `controlnet.cn:out[0]`."""
+    """Return an address with the full name of the pass's network: `cn:out[0]` becomes `controlnet.cn:out[0]`."""
     first = re.split(r"[.:]", address, maxsplit=1)[0]
     return f"{p.name}.{address}" if first in p.networks else address
 
@@ -220,7 +221,7 @@ class ValueUse:
         self.beside = beside
 
     def users(self) -> list[fx.Node]:
-        """The nodes that read the value here."""
+        """Return the nodes that read the value here."""
         return list(self.value.users) if self.only is None else [self.only, *self.beside]
 
     def put(self, new: fx.Node, spare: set[fx.Node]) -> None:
@@ -239,9 +240,9 @@ class ValueUse:
 
 
 def beside(value: fx.Node, site: str) -> list[fx.Node]:
-    """The blocks behind a leaf or an operation that read a value that goes into it, such as a LoRA beside its layer.
+    """Return the blocks after a leaf or an operation that read its input, such as a LoRA beside its layer.
 
-    What is put before it changes what they read too, as at the edge of a module with code of its own: passes mean the same in
+    A block inserted before it changes what they read too, as at the edge of a module with its own code: passes mean the same in
     either order.
     """
     made = {"site": site, "place": "after"}
@@ -249,7 +250,8 @@ def beside(value: fx.Node, site: str) -> list[fx.Node]:
 
 
 def insertion_point(given: list[fx.Node], slots: list[ValueUse]) -> fx.Node:
-    """Where a block stands: behind the last of its values, and behind what writes into one before it is read."""
+    """Return the node after which a block is inserted: the last of its values, or a node that writes into one before it is
+    read."""
     last = max(given)
     readers = [slot.only for slot in slots if slot.only is not None]
     node = min(readers).prev if readers else last
@@ -261,14 +263,14 @@ def insertion_point(given: list[fx.Node], slots: list[ValueUse]) -> fx.Node:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node changes a value in place."""
+    """Return whether a node changes a value in place."""
     name = functions.short_name(node.target) if node.op in ("call_function", "call_method") else ""
     flagged = node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None
     return flagged or (name.endswith("_") and not name.endswith("__")) or name in (*functions.IN_PLACE, "setitem")
 
 
 def needed(inside: list[fx.Node]) -> set[fx.Node]:
-    """Those of a region's nodes that the rest of the graph still reads, and what works on their values."""
+    """Return the nodes of a region that the rest of the graph still reads, and those that work on their values."""
     own = set(inside)
     keep: set[fx.Node] = set()
     todo = [n for n in inside if any(u not in own for u in n.users)]
@@ -284,7 +286,7 @@ def needed(inside: list[fx.Node]) -> set[fx.Node]:
 
 
 def reaches(starts: list[fx.Node], goal: fx.Node) -> bool:
-    """Whether a value flows from one of these nodes to another."""
+    """Return whether a value flows from one of these nodes to another."""
     import networkx  # which a tenth of a dry run would wait for
 
     flow = networkx.DiGraph((node, user) for node in goal.graph.nodes for user in node.users)
@@ -292,10 +294,10 @@ def reaches(starts: list[fx.Node], goal: fx.Node) -> bool:
 
 
 def users_without_loop(slot: ValueUse, value: fx.Node) -> set[fx.Node]:
-    """The readers of a slot's value that the one which takes its place is computed from: they go on reading what was there.
+    """Return the readers of a slot's value that its replacement is computed from: they keep reading the original.
 
-    That is a network which reads a value and changes it. Where the slot is the edge of a region, they read what comes to
-    the edge, and the edge moves behind them.
+    That is a network which reads a value and changes it. If the slot is the edge of a region, they read what comes to the edge,
+    and the edge moves after them.
     """
     seen, todo = {value}, [value]
     while todo:  # what was computed before the slot's value cannot come from it
@@ -366,7 +368,7 @@ def check_order(site: Site, slot: ValueUse, args: list[Any], late: fx.Node, read
 
 
 def backward(site: Site, args: list[Any], late: fx.Node, first: str, early: list[fx.Node]) -> MatchError:
-    """What to say of an argument, `late` in it, that is computed behind the place where it is wanted."""
+    """Return the error for an argument, with `late` in it, that is computed after the place where it is needed."""
     index = next((i for i, arg in enumerate(args) if late in nodes_in(arg)), 0)
     where = f"{site.rule.where}: " if str(site.rule.where) else ""
     why = "depends on it" if reaches(early, late) else "is computed after that"
@@ -393,24 +395,25 @@ def check_flow(graph: fx.Graph, name: str) -> None:
 
 
 def nodes_in(value: Any) -> list[fx.Node]:
-    """The nodes in a nested value."""
+    """Return the nodes in a nested value."""
     return [n for n in leaves(value) if isinstance(n, fx.Node)]
 
 
 def flat_ports(value: Any, keys: tuple[int | str, ...] = ()) -> list[tuple[tuple[int | str, ...], Port]]:
-    """The ports in a nested value, each behind the keys that lead to it."""
+    """Return the ports in a nested value, each with the keys that lead to it."""
     if isinstance(value, Port):
         return [(keys, value)]
     return [row for key, member in children(value) or () for row in flat_ports(member, (*keys, key))]
 
 
 def map_ports(value: Any, function: Any) -> Any:
-    """A nested value with each port replaced by what a function makes of it."""
+    """Return a nested value with a function applied to each port."""
     return map_leaves(value, lambda port, _: function(port), kind=Port)
 
 
 def same_structure(result: Any, tree: Any) -> bool:
-    """Whether a result has a tensor wherever the tree of ports has one, nested alike; a list may stand for a tuple."""
+    """Return whether a result has a tensor wherever the tree of ports has one, with the same nesting; a list may replace a
+    tuple."""
     if isinstance(tree, Port):
         return isinstance(result, fx.Node)
     if isinstance(tree, dict):
@@ -423,7 +426,7 @@ def same_structure(result: Any, tree: Any) -> bool:
 
 
 def structure(value: Any) -> str:
-    """A nested value in words: (a tensor, (a tensor, a tensor))."""
+    """Return the structure of a nested value in words: (a tensor, (a tensor, a tensor))."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {structure(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (tuple, list)):

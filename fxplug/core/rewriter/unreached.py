@@ -77,7 +77,7 @@ def _findings(views: Sequence[Regions], rule: Rule, taken: Collection[str]) -> I
 
 
 def _multiplied(regions: Regions) -> Iterator[str]:
-    """The parameters that a graph reads itself and multiplies by, as they are."""
+    """Yield the parameters that a graph reads itself and multiplies by unchanged."""
     for name, nodes in regions.readers.items():
         todo, seen = list(nodes), set[fx.Node]()
         while todo:
@@ -101,7 +101,7 @@ def _is_left(regions: Regions, name: str, taken: Collection[str]) -> bool:
 
 
 def _has_weight(regions: Regions, path: str, rule: Rule, pattern: str) -> bool:
-    """Whether a rule would take a module, were it called: it is of its classes, and has such a parameter."""
+    """Return whether a rule would take a module if it were called: the module is of its classes, and has such a parameter."""
     own = regions.root.get_submodule(path)._parameters
     return is_a(regions, path, rule.match.module) and any(v is not None and fnmatchcase(n, pattern) for n, v in own.items())
 
@@ -113,7 +113,7 @@ def _of_attention(root: nn.Module, path: str) -> bool:
 
 
 def _suggest_pass(owners: Iterable[str], names: Sequence[str]) -> str:
-    """How a pass reaches parameters of these modules."""
+    """Return a suggestion for a pass that reaches parameters of these modules."""
     at = _patterns(owners)
     alike = "'*weight'" if all(name.endswith("weight") for name in names) else " or ".join(names)
     param = f"'{names[0]}'" if len(names) == 1 else alike

@@ -270,7 +270,7 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
 
 
 def _class_of(data: Mapping[str, Any]) -> type[Pass]:
-    """The class of the pass that has these keys: that of an extension where one of them is not the core's."""
+    """Return the class of a pass with these keys: an extension's if one of them is not the core's."""
     core = {"make", *PAGE_KEYS, *(f.name for f in fields(Pass))}
     own = next((key for key in data if key not in core and key in extensions.parts("keys")), None)
     return Pass if own is None else extensions.import_part("keys", own)

@@ -69,7 +69,7 @@ class Match:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The path patterns as a tuple, also when there is only one."""
+        """Path patterns as a tuple, also if there is only one."""
         return (self.path,) if isinstance(self.path, str) else tuple(self.path)
 
 
@@ -141,7 +141,8 @@ class Rule:
 
     @property
     def carries(self) -> bool:
-        """Whether it hands a value from site to site: it keeps one under `name`, and has that in its own `args`."""
+        """Return whether the rule passes a value from site to site: it stores one under `name`, and has that in its own
+        `args`."""
         return self.name is not None and self.name in self.args
 
     def admits(self, count: int) -> bool:
@@ -157,7 +158,7 @@ class Rule:
 
     @property
     def counted(self) -> bool:
-        """Whether `expect` says how many sites there are, and not only that there are some, or need be none."""
+        """Return whether `expect` is a number of sites, rather than any or at least one."""
         return self.expect not in ((">=", 0), (">=", 1))
 
 
@@ -297,7 +298,7 @@ def _set(self: object, **values: Any) -> None:
 
 
 def _many(value: Any, key: str, what: str, also: Any = ()) -> list[Any]:
-    """One value or a list of values, each a text or an instance of `also`, as a list."""
+    """Return one value or a list of values, each a text or an instance of `also`, as a list."""
     single = isinstance(value, str) or (also and isinstance(value, also))
     items = [value] if single else value
     if not isinstance(items, (list, tuple)):
@@ -314,7 +315,7 @@ def _check_pattern(pattern: str) -> None:
 
 
 def is_target(text: Any) -> bool:
-    """Whether `text` looks like `package.module:Name`."""
+    """Return whether `text` looks like `package.module:Name`."""
     return isinstance(text, str) and _TARGET.fullmatch(text) is not None
 
 
@@ -325,7 +326,7 @@ def check_target(text: Any, *path: str) -> None:
 
 
 def _names_port(pattern: str) -> bool:
-    """Whether a path pattern ends in a port with keys, such as `:in[1]` or `:param.weight`."""
+    """Return whether a path pattern ends in a port with keys, such as `:in[1]` or `:param.weight`."""
     try:
         return bool(parse_port(pattern).keys)
     except SpecError:  # which finding its places says, with the pattern
@@ -443,7 +444,8 @@ class Network(Section):
 
 
 def as_mapping(p: Pass) -> dict[str, Any] | None:
-    """A pass as the mapping that `load_pass` reads; None where a part of it is no data, such as a network that is a module."""
+    """Return a pass as the mapping that `load_pass` reads; None if a part of it is no data, such as a network that is a
+    module."""
     try:
         rules = [_rule_as_mapping(rule) for rule in p.rules]
         return _plain({"rules": rules, "inputs": p.inputs, "networks": p.networks})  # type: ignore[no-any-return]
@@ -464,7 +466,7 @@ def _rule_as_mapping(rule: Rule) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of JSON. Raises TypeError for another."""
+    """Return a value as JSON data. Raises TypeError for other types."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
