@@ -17,7 +17,7 @@ LIBRARIES = ("asyncio", "diffusers", "torch", "peft", "safetensors", "onnx", "ti
 # names of other libraries and languages, and parts of formulas, that ours only speak of
 OTHERS = {
     "HCPModelLoader", "add_weighted_adapter", "compile_repeated_blocks", "finally", "load_lora_weights",
-    "lru_cache_unless_export", "original0", "original1", "t1", "w_a", "w_b", "yes",
+    "lora_A", "lora_B", "lora_down", "lora_up", "lru_cache_unless_export", "original0", "original1", "t1", "w_a", "w_b", "yes",
 }  # fmt: skip
 # whole examples of a name: of a file, of a layer or of a value
 EXAMPLES = {
