@@ -155,11 +155,12 @@ def verify(
     ]
     if compile:
         tests.append(("one graph", lambda: _one_graph(gm, new, call)))
-    with restore_buffers(gm, new), as_first_rank(new):
-        _run(tests, report, known)
-    if report.ok:
-        more = [(name, partial(extensions.import_part("checks", name), subject)) for name in extensions.parts("checks")]
-        with restore_buffers(gm, new):
+    with restore_buffers(gm, new) as restore:
+        with as_first_rank(new):
+            _run(tests, report, known)
+        restore()
+        if report.ok:
+            more = [(name, partial(extensions.import_part("checks", name), subject)) for name in extensions.parts("checks")]
             _run(more, report, known)
     if not report.ok:
         failed = [c.detail for c in report.checks if c.status == "failed"]

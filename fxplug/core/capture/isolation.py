@@ -95,18 +95,19 @@ def refuse_python_random(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
     """Training or evaluation for the time of a check; each module's own mode is given back. Raises TraceError as train()."""
-    previous = [(m, m.training) for root in modules for m in root.modules()]
+    previous = {root: [(module, module.training) for module in root.modules()] for root in modules}
     roots = [(root, root.training) for root in modules]
     try:
-        for root in modules:
-            root.train(training)
+        for root, parts in previous.items():
+            if root.meta.get("modes") or any(before != training for _, before in parts):
+                root.train(training)
         yield
     finally:
         for root, before in roots:
             if root.training != before:
                 root.train(before)
-        for module, before in previous:
-            if not isinstance(module, TracedModule):
+        for module, before in (part for parts in previous.values() for part in parts):
+            if module.training != before and not isinstance(module, TracedModule):
                 module.training = before
 
 
