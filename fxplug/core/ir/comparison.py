@@ -1,4 +1,4 @@
-"""Values compared: exactly and in words, or within what one table of tolerances allows."""
+"""Values and calls compared: exactly and in words, or within what one table of tolerances allows."""
 
 from __future__ import annotations
 
