@@ -1,9 +1,9 @@
 """Files of weights: safetensors, what `torch.save` wrote, and ONNX. Tensors and plain values come out; no code in them is run.
 
-torch and onnx read theirs; what they get wrong is looked at here. The tensors of safetensors are read here: `safetensors.safe_open` gives
-the memory of the file itself, which whoever writes to the file changes, and which ends the process where the file is cut; it
-takes a name twice, and reads by a path and not from the handle whose bytes are hashed. Which of the first two a file is, its
-first bytes tell; the ending of its name is only held against them.
+torch and onnx read theirs; what they get wrong is looked at here. The tensors of safetensors are read here:
+`safetensors.safe_open` gives the memory of the file itself, which whoever writes to the file changes, and which ends the
+process where the file is cut; it takes a name twice, and reads by a path and not from the handle whose bytes are hashed.
+Which of the first two a file is, its first bytes tell; the ending of its name is only held against them.
 """
 
 from __future__ import annotations

@@ -212,6 +212,21 @@ class SharedCode(nn.Module):
     repeatable: frozenset[bool] = frozenset()
 
 
+class TracedRoot(TracedPart):
+    """The root of a traced module: what a graph reads of it is in its tables, and what else is asked for is looked up."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+        return self._missing_attribute(name)
+
+    def _missing_attribute(self, name: str) -> Any:
+        raise NotImplementedError
+
+
 class Container(TracedPart):
     """Stands where a module was whose code is in the graph now: its parameters, children and plain attributes.
 

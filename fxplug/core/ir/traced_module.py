@@ -19,7 +19,7 @@ from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import count_parameters, is_transposed
 from ..torch_internals.modules import COMPILED, without_compiler
 from .calls import CHECKPOINTING, FORWARD, call_code, choose_by_gradients, choose_by_mode, make_forward
-from .containers import HOOKED, RESERVED, WATCHED, Container, SharedCode, TracedPart, child_of, module_at
+from .containers import HOOKED, RESERVED, WATCHED, Container, SharedCode, TracedRoot, child_of, module_at
 from .graph import OF_THE_ROOT, Graph, compile_graph, copy_graph, note_uncalled, still_tied
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _is_ours(name: str) -> bool:
     return not name.startswith("_") and hasattr(TracedModule, name)
 
 
-class TracedModule(TracedPart, fx.GraphModule):
+class TracedModule(TracedRoot, fx.GraphModule):
     """A `torch.fx.GraphModule` that takes the place of the model it was traced from.
 
     It has the model's `state_dict` keys, signature and result, and its plain attributes; properties of the model's class
@@ -358,18 +358,14 @@ class TracedModule(TracedPart, fx.GraphModule):
     def __getitem__(self, key: int | str) -> Any:
         return child_of(self, key)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__"):
-                raise
-            if name == "_code" and "_twin" in vars(self):  # not written yet, or taken back with a trial
-                self._compile()
-                return self._code
-            if name in FORWARDS.values() and self._twin is not None:  # a call after `training` was set without `train`
-                self._compile(name == FORWARDS[True])
-                return getattr(self, name)
+    def _missing_attribute(self, name: str) -> Any:
+        """Get code that is not written yet, or what the model or an extension has. Raises AttributeError."""
+        if name == "_code" and "_twin" in vars(self):  # not written yet, or taken back with a trial
+            self._compile()
+            return self._code
+        if name in FORWARDS.values() and self._twin is not None:  # a call after `training` was set without `train`
+            self._compile(name == FORWARDS[True])
+            return getattr(self, name)
         extras = self.__dict__.get("_extras", {})
         if name in extras:
             return extras[name]
