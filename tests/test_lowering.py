@@ -13,8 +13,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxplug
+from fxplug.lowerings.lowering import unlowered
 from fxplug.lowerings.merging.fold import merge
-from fxplug.lowerings.merging.live import live, unlowered
+from fxplug.lowerings.merging.live import live
 from fxplug.lowerings.pipeline import form_table, layer_forms, lower
 
 LAYERS = {"table": (11, 12), "conv1": (8, 12, 3), "conv2": (8, 2, 3, 3), "conv3": (4, 1, 2, 2, 2), "out": (5, 4)}

@@ -22,9 +22,9 @@ from ..core.models.state_dict import in_diffusers_layout
 from ..core.reading import reported
 from ..core.weight_files import save_file, separate
 from ..core.writing import check_new, new_file, new_folder
+from ..lowerings.lowering import unlowered
 from ..lowerings.merging.fold import is_mark
 from ..lowerings.merging.fold import merge as fold
-from ..lowerings.merging.live import unlowered
 
 FORMATS = ("diffusers", "timm", "safetensors")
 STEM = "diffusion_pytorch_model"

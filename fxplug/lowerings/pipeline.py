@@ -16,6 +16,7 @@ from ..core.extensions import DERIVATION
 from ..core.ir.traced_module import TracedModule
 from ..core.locks import with_read_lock
 from .linear import forms, fused
+from .lowering import Lowering, unlowered
 from .merging import fold, live
 from .regions import nested
 
@@ -83,7 +84,7 @@ def lower(
 
 
 @dataclass(frozen=True)
-class RepeatableLowering(live.Lowering):
+class RepeatableLowering(Lowering):
     """That of what `lower` made with these arguments."""
 
     merge: str | None
@@ -91,7 +92,7 @@ class RepeatableLowering(live.Lowering):
     outline: str | bool | Sequence[str] | None
 
     def rebuild(self, module: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
-        return lower(change(live.unlowered(module)), merge=self.merge, fuse=self.fuse, outline=self.outline)
+        return lower(change(unlowered(module)), merge=self.merge, fuse=self.fuse, outline=self.outline)
 
 
 def _checked(gm: Any, merge: Any, fuse: Any, outline: Any) -> tuple[str | None, str | None, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +15,14 @@ from ...blocks.lora import Lora
 from ...blocks.low_rank import in_slot
 from ...blocks.weight_update import Update
 from ...core.errors import SpecError
-from ...core.extensions import DERIVATION, Derivation, derivation_of
+from ...core.extensions import DERIVATION
 from ...core.ir.comparison import equal
-from ...core.ir.containers import leaves, tensor_at
-from ...core.ir.graph import copy_graph
-from ...core.ir.traced_module import TracedModule, shell
+from ...core.ir.containers import leaves
+from ...core.ir.traced_module import TracedModule
 from ...core.locks import with_read_lock
 from ...core.rewriter.networks import GATES
 from ...core.torch_internals.modules import without_compiler
+from ..lowering import KeptBases, Lowering, tensor_of_source
 from .fold import FoldPlan, check_unlowered, slotted, uniform
 from .updates import ParameterUse, accumulator, mapped, updated, weight_of
 
@@ -83,50 +82,6 @@ def live(gm: TracedModule) -> TracedModule:
     return new
 
 
-class Lowering(Derivation[TracedModule]):
-    """That of a module that was lowered in other ways than by `lower`, or changed since; its source is `meta["source"]`."""
-
-    def saved_form(self, module: TracedModule) -> TracedModule:
-        made = unlowered(module)
-        derivation = derivation_of(made)
-        return made if derivation is None else derivation.saved_form(made)
-
-    def rebuild(self, module: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
-        raise SpecError(
-            "this module is lowered: apply passes to the module it was made from, meta['source'], and lower the result"
-        )
-
-    def unrepeatable(self) -> Lowering:
-        return Lowering()
-
-
-@with_read_lock
-def unlowered(module: TracedModule) -> TracedModule:
-    """Return the module that a lowered module was made from, with its current adapters; return another module unchanged."""
-    source = module.meta.get("source")
-    if not isinstance(source, TracedModule):
-        return module
-    source = unlowered(source)
-    tree = shell(source)
-    tree._modules.update({name: module.get_submodule(name) for name in module.meta.get("banks", [])})
-    homes = [shadows for shadows in module.modules() if isinstance(shadows, Shadows)]
-    bases = {id(_tensor(module, row.name)): home.get_parameter(row.base) for home in homes for row in home.rows}
-    for path, owner in tree.named_modules():  # tensors of a copy, or of one that was moved, are others than the source's
-        for table in (owner._parameters, owner._buffers):
-            for key in table:
-                now = _tensor(module, f"{path}.{key}" if path else key)
-                if now is not None:
-                    table[key] = bases.get(id(now), now)
-    made = source.derived(tree, {mode: copy_graph(graph) for mode, graph in source.graphs.items()})
-    made._steps = source._steps
-    return made
-
-
-def _tensor(module: TracedModule, name: str) -> Tensor | None:
-    """Return a parameter or buffer of a lowered module by its name in the state dict of its source."""
-    return tensor_at(module, module.meta.get("originals", {}).get(name, name))
-
-
 @dataclass
 class Row:
     """A shadow weight: its name, that of its base among the shadows' parameters, and the banks that go into it."""
@@ -141,7 +96,7 @@ def _shadow(root: nn.Module, row: Row) -> nn.Parameter:
     return root.get_parameter(getattr(root, "meta", {}).get("originals", {}).get(row.name, row.name))
 
 
-class Shadows(nn.Module):
+class Shadows(KeptBases):
     """The base weights of a live merge, and what is needed to make the layers' own of them.
 
     `switched(root)` is called after each change of the adapters of `root`, the module that all this is a part of.
@@ -160,6 +115,9 @@ class Shadows(nn.Module):
         self.register_parameter(name, base)
         steps = [(step.place, paths[step.block], paths[step.block].partition(".")[0]) for step in use.steps]
         self.rows.append(Row(use.name, name, use.kind, steps))
+
+    def bases(self, root: TracedModule) -> dict[int, nn.Parameter]:
+        return {id(tensor_of_source(root, row.name)): self.get_parameter(row.base) for row in self.rows}
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)

@@ -22,7 +22,7 @@ from ...core.ir.subgraphs import RegionCut, aliases, changed_input, extract, mem
 from ...core.ir.traced_module import TracedModule, class_names, shell
 from ...core.torch_internals.modules import as_listened, constant_floats, is_compiling
 from ...core.torch_internals.tensors import memory_id
-from ..merging.live import Lowering
+from ..lowering import Lowering
 from .choice import check_outlinable, choose
 from .submodules import named, stack_around
 

@@ -1,0 +1,66 @@
+"""What a lowered module was made from: found again on the weights and with the adapters that the module has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ..core.errors import SpecError
+from ..core.extensions import Derivation, derivation_of
+from ..core.ir.containers import tensor_at
+from ..core.ir.graph import copy_graph
+from ..core.ir.traced_module import TracedModule, shell
+from ..core.locks import with_read_lock
+
+
+class KeptBases(nn.Module):
+    """A part of a lowered module that keeps the weights of its source for which others stand in the layers."""
+
+    def bases(self, root: TracedModule) -> dict[int, nn.Parameter]:
+        """Give what is kept, by the ids of the tensors of `root` that stand for it."""
+        raise NotImplementedError
+
+
+class Lowering(Derivation[TracedModule]):
+    """That of a module that was lowered in other ways than by `lower`, or changed since; its source is `meta["source"]`."""
+
+    def saved_form(self, module: TracedModule) -> TracedModule:
+        made = unlowered(module)
+        derivation = derivation_of(made)
+        return made if derivation is None else derivation.saved_form(made)
+
+    def rebuild(self, module: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
+        raise SpecError(
+            "this module is lowered: apply passes to the module it was made from, meta['source'], and lower the result"
+        )
+
+    def unrepeatable(self) -> Lowering:
+        return Lowering()
+
+
+@with_read_lock
+def unlowered(module: TracedModule) -> TracedModule:
+    """What a lowered module was made from, with the adapters that it has now; another module itself."""
+    source = module.meta.get("source")
+    if not isinstance(source, TracedModule):
+        return module
+    source = unlowered(source)
+    tree = shell(source)
+    tree._modules.update({name: module.get_submodule(name) for name in module.meta.get("banks", [])})
+    homes = [part for part in module.modules() if isinstance(part, KeptBases)]
+    bases = {key: base for home in homes for key, base in home.bases(module).items()}
+    for path, owner in tree.named_modules():  # tensors of a copy, or of one that was moved, are others than the source's
+        for table in (owner._parameters, owner._buffers):
+            for key in table:
+                now = tensor_of_source(module, f"{path}.{key}" if path else key)
+                if now is not None:
+                    table[key] = bases.get(id(now), now)
+    made = source.derived(tree, {mode: copy_graph(graph) for mode, graph in source.graphs.items()})
+    made._steps = source._steps
+    return made
+
+
+def tensor_of_source(module: TracedModule, name: str) -> Tensor | None:
+    """A parameter or buffer of a lowered module by the name that it has in the state dict of its source."""
+    return tensor_at(module, module.meta.get("originals", {}).get(name, name))
