@@ -18,9 +18,17 @@ from .merging.fold import check_unlowered
 def prune(gm: TracedModule) -> TracedModule:
     """Remove the submodules, parameters and buffers that no node of any graph uses; `gm` is unchanged.
 
-    Artifacts of it are correspondingly smaller, and a `state_dict` of the model fits it with `strict=False` only. Blocks of
-    passes are kept, and so are the names of tied weights. Variants are kept; new ones, which would trace the whole model, are
-    refused. Raises SpecError for what is no traced module, and for one that is lowered already.
+    Artifacts of it are as much smaller, and a `state_dict` of the model fits it with `strict=False` only. What passes have put
+    in stays, and so do the names of tied weights. Variants stay; further ones, which would trace the whole model, are refused.
+
+    Args:
+        gm: The traced module.
+
+    Returns:
+        The module on the weights that are left.
+
+    Raises:
+        SpecError: `gm` is no traced module, or is lowered already.
     """
     check_unlowered(gm, "prune")
     every = gm.modules_by_form

@@ -54,7 +54,14 @@ def localize(gm: TracedModule, mesh: DeviceMesh | None = None) -> TracedModule:
 
 
 def whole_state(gm: TracedModule) -> dict[str, Tensor]:
-    """Gather the state_dict of a module with partial weights into whole weights: all processes of the mesh call it."""
+    """Gather the state_dict of a module that processes keep parts of, with whole weights: all processes of the mesh call it.
+
+    Args:
+        gm: The parallel module.
+
+    Returns:
+        All weights and buffers by name, the same in each process.
+    """
     state = dict(gm.state_dict())
     for name, (part, sizes) in _parts(gm).items():
         if name in gm.meta.get(PARTS, ()):

@@ -136,9 +136,16 @@ class SettingsProxy(nn.Module):
 def controlnet_of(module: TracedModule) -> Any:
     """Make a stub for `pipe.controlnet` of diffusers while the network is in the graph of its UNet.
 
-    `module` is the graph that `trace_pipeline(pipe, ..., join=True)` returns, or a rewrite of it. The result is of the class
-    that the pipeline expects (ControlNetModel or MultiControlNetModel), has no weights, and passes the network's inputs to the
-    UNet. Raises SpecError for a graph without one.
+    It has no weights, and hands the UNet what the network is called with.
+
+    Args:
+        module: The graph that `trace_pipeline(pipe, ..., join=True)` gives, or what was made of it.
+
+    Returns:
+        A module of the class that the pipeline asks for (ControlNetModel or MultiControlNetModel).
+
+    Raises:
+        SpecError: The graph has no ControlNet.
     """
     found = module.meta.get(META)
     if found is None:

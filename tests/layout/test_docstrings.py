@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,3 +112,31 @@ def test_the_files_that_pages_beside_the_documentation_name_exist():
         text = (ROOT.parent / page).read_text("utf-8")
         paths = re.findall(r"`((?:fxplug|docs|tests|passes|configs|examples|benchmarks)/[\w./-]+)`", text)
         assert [path for path in paths if not (ROOT.parent / path).exists()] == [], page
+
+
+# whose files have no line to spare
+WITHOUT_SECTIONS = ("Adapters", "TracedModule")
+SECTION = re.compile(r"^(Args|Returns|Yields|Raises):\n((?: {4}.*\n?)+)", re.MULTILINE)
+
+
+def public_functions():
+    """Yield the name, function and sections of each public function, and of each method of a public class."""
+    for name in fxplug.__all__:
+        thing = getattr(fxplug, name)
+        members = vars(thing) if isinstance(thing, type) else {"": thing}
+        for key, member in members.items():
+            if inspect.isfunction(member) and not key.startswith("_"):
+                yield f"{name}.{key}".rstrip("."), member, dict(SECTION.findall(inspect.getdoc(member) or ""))
+
+
+def test_a_public_function_documents_each_of_its_arguments_and_its_result():
+    signs = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    wrong = []
+    for name, function, sections in public_functions():
+        signature = inspect.signature(function)
+        given = [signs.get(p.kind, "") + p.name for p in signature.parameters.values() if p.name != "self"]
+        listed = re.findall(r"^ {4}(\*{0,2}\w+): \S", sections.get("Args", ""), re.MULTILINE)
+        gives = signature.return_annotation not in ("None", None) and not sections.keys() & {"Returns", "Yields"}
+        if name.partition(".")[0] not in WITHOUT_SECTIONS and given and (given != listed or gives):
+            wrong.append((name, given, listed))
+    assert wrong == []

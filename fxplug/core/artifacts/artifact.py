@@ -160,7 +160,14 @@ def digest(folder: str | os.PathLike[str]) -> str:
 
     The manifest has the SHA-256 of each of the other files, and `load` compares these with what it reads.
 
-    Raises ArtifactError for a folder that is no artifact, or incomplete.
+    Args:
+        folder: The folder.
+
+    Returns:
+        `sha256:` and 64 hexadecimal digits.
+
+    Raises:
+        ArtifactError: The folder is no artifact, or incomplete.
     """
     with snapshot(Path(folder)) as files:
         return files.digest

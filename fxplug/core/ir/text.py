@@ -149,7 +149,14 @@ def counted(diff: str, passes: Sequence[str]) -> str:
 
 
 def show(module: fx.GraphModule) -> str:
-    """Return a graph as text: `name = target(arguments)`, modules by path, edges of regions left out; a line per variant."""
+    """Return a graph as text: `name = target(arguments)`, modules by path, edges of regions left out; a line a variant.
+
+    Args:
+        module: The traced module, or another module with a graph.
+
+    Returns:
+        One line for each node.
+    """
     more = module.variants if isinstance(module, TracedModule) else []
     return "\n".join([*_lines(module.graph), *(f"# variant: {label}" for label in more)]) + "\n"
 

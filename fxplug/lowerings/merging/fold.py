@@ -60,7 +60,14 @@ def unmerge(merged: TracedModule) -> TracedModule:
     """Return the module that `merge` was called with, bit for bit; on the device and in the dtype that the merged one was moved
     to.
 
-    Raises SpecError for a module that was not merged, was merged and loaded from a file, or got passes after that.
+    Args:
+        merged: What `merge` gave.
+
+    Returns:
+        The module with its passes.
+
+    Raises:
+        SpecError: The module was not merged, was merged and loaded from a file, or got passes after that.
     """
     if not isinstance(merged, TracedModule):
         raise SpecError(f"unmerge takes a merged module, not {type(merged).__name__}")
