@@ -293,10 +293,20 @@ NAME = 128  # the most bytes of an adapter's name
 def used_slots(gates: Tensor, slots: int) -> Sequence[int]:
     """Return the slots that any sample uses, from gates (..., slots * n), n numbers for each slot.
 
-    Returns all slots if values are not read: under a compiler, and on a GPU, which would be synchronised.
+    Returns all slots if values are not read: under a compiler, and on a GPU, which would be synchronised. What was read is kept
+    with the gates, which all blocks of a pass get, until they are written.
     """
     if is_watched() or type(gates) is not Tensor or gates.device.type != "cpu":
         return range(slots)
+    if gates.is_inference():  # nothing counts what is written there
+        return _read_used(gates, slots)
+    key, known = (id(gates), version(gates), slots), vars(gates).get("_used")  # a copy is another one
+    if known is None or known[0] != key:
+        known = vars(gates)["_used"] = key, _read_used(gates, slots)
+    return known[1]
+
+
+def _read_used(gates: Tensor, slots: int) -> list[int]:
     rows = gates.reshape(-1, slots, gates.shape[-1] // slots)[..., 0].tolist()
     return [slot for slot, numbers in enumerate(zip(*rows, strict=True)) if any(numbers)]  # NaN is taken too
 

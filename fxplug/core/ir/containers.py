@@ -216,6 +216,8 @@ class TracedRoot(TracedPart):
     """The root of a traced module: what a graph reads of it is in its tables, and what else is asked for is looked up."""
 
     def __getattr__(self, name: str) -> Any:
+        if (child := self.__dict__.get("_modules", {}).get(name)) is not None:  # which a call asks for hundreds of times
+            return child
         try:
             return super().__getattr__(name)
         except AttributeError:
