@@ -71,17 +71,26 @@ def extract(
     limits: Limits = DEFAULT,
     progress: Callable[[str], object] = str,
 ) -> Extracted:
-    """Extract an adapter from the difference of two checkpoints of one model: the best one of its rank, by singular values.
+    """Make an adapter of the difference of two checkpoints of one model: the best one of its rank, by singular values.
 
-    `base` and `tuned` are files of weights, folders with a model of diffusers, modules or state dicts, with the same names and
-    shapes. `rank` is an integer, or a share between 0 and 1: each layer then gets the lowest rank that keeps this share of its
-    difference's energy (the sum of the squares of the singular values; Eckart and Young 1936). `at` selects the layers, as in a
-    pass. For a convolution (out, in, *kernel) the difference is flattened to (out, in * kernel). Updates have the dtype of the
-    tuned weight, and its rounding counts in the error. Safetensors files are read layer by layer; `progress` is called with
-    each.
+    Of a convolution (out, in, *kernel) the difference is taken as (out, in * kernel). Updates have the dtype of the tuned
+    weight, and what that rounds counts in the error. Safetensors files are read layer by layer.
 
-    Raises SpecError for an invalid rank or pattern, and if nothing differs; ArtifactError for a file that cannot be read,
-    weights of other shapes, and numbers that are not finite.
+    Args:
+        base: A file of weights, a folder with a model of diffusers, a module or a state dict.
+        tuned: The same after training, with the same names and shapes.
+        rank: A whole number, or a share between 0 and 1: each layer then gets the lowest rank that keeps this share of its
+            difference's energy (the sum of the squares of the singular values; Eckart and Young 1936).
+        at: Which layers, as in a pass.
+        limits: Bounds of what is read.
+        progress: Is called with the name of each layer.
+
+    Returns:
+        The adapter, with the rank and the error of each layer.
+
+    Raises:
+        SpecError: The rank or pattern is none, or nothing differs.
+        ArtifactError: A file cannot be read, weights have other shapes, or numbers are not finite.
     """
     number = isinstance(rank, (int, float)) and not isinstance(rank, bool)
     if not number or not (rank >= 1 if isinstance(rank, int) else 0 < rank < 1):

@@ -37,13 +37,27 @@ def resize_adapter(
 ) -> EditedFile:
     """Write an adapter file with lower ranks, under its own names: the best of that rank for each layer, by singular values.
 
-    A layer gets the rank that keeps the share `energy` of the sum of their squares (its root is the parameter of sv_fro in
-    kohya's networks/resize_lora.py), the share `cumulative` of their sum (sv_cumulative), or those larger than the largest
-    divided by `ratio` (sv_ratio), and at most `rank`; kohya's script keeps one singular value more than a share needs. Its
-    scale, alpha / rank, is kept. Updates of no higher rank are unchanged, whole changes of parameters too; LoHa and LoKr become
-    LoRAs. The source and `adapter` are those of `adapters.load`; `dtype` is that of the tensors, by default the file's.
+    kohya's script keeps one singular value more than a share needs. The scale of a layer, alpha / rank, stays. What has no
+    higher rank stays as it is, whole changes of parameters too; LoHa and LoKr become LoRAs.
 
-    Raises SpecError for an invalid rank or share; ArtifactError for updates of other kinds, and as `adapters.load`.
+    Args:
+        source: The adapter, as `adapters.load` takes it.
+        path: The file to write.
+        rank: The highest rank of a layer.
+        energy: The share of the sum of the squares of the singular values that is kept (its root is the parameter of sv_fro in
+            kohya's networks/resize_lora.py).
+        ratio: Those larger than the largest divided by this are kept (sv_ratio).
+        cumulative: The share of their sum that is kept (sv_cumulative).
+        dtype: The dtype of the tensors; None is the file's.
+        adapter: Which of several adapters in the file.
+        limits: Bounds of what is read.
+
+    Returns:
+        What was written, and the ranks and errors of the layers.
+
+    Raises:
+        SpecError: A rank or share is none, or none is given.
+        ArtifactError: The file has updates of other kinds, or cannot be read.
     """
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
         raise SpecError(f"rank must be a whole number, 1 or more, not {shown(rank)}")
@@ -84,15 +98,31 @@ def convert_adapter(
     adapter: str | None = None,
     limits: Limits = DEFAULT,
 ) -> EditedFile:
-    """Convert an adapter file to another tool's format and names: `as_` and the result are those of `save_adapter`.
+    """Write an adapter file as another tool reads it, with that tool's names.
 
-    The layers are those of `model`, any module, on the meta device too; or of a `family` at its published sizes
-    (`file_layouts.FAMILIES`); without both of the family that the file fits. Between names that are the model's own paths, as
-    in PEFT and diffusers, none of these is needed. Text encoders are included, except in PEFT's folders, which are for one
-    model: `part` selects it.
+    Between names that are the model's own paths, as PEFT and diffusers have them, neither `model` nor `family` is needed. Text
+    encoders go along, but into PEFT's folders, which are for one model: `part` says which.
 
-    Raises SpecError for an unknown format, family or part; ArtifactError if the file fits no family or not the model, for
-    updates that the format cannot hold (`partial` leaves them out), and as `adapters.load`.
+    Args:
+        source: The adapter, as `adapters.load` takes it.
+        path: The file or folder to write.
+        as_: The format, as in `save_adapter`.
+        model: Any module that has the layers, on the meta device too.
+        family: A family of models at its published sizes (`file_layouts.FAMILIES`); without it and `model` it is the one that
+            the file fits.
+        part: Which part of a pipeline is written.
+        partial: Whether what the format cannot hold is left out.
+        dtype: The dtype of the tensors; None is the file's.
+        name: The title in the metadata.
+        adapter: Which of several adapters in the file.
+        limits: Bounds of what is read.
+
+    Returns:
+        What was written, what was left out, and the ranks and errors of the layers.
+
+    Raises:
+        SpecError: There is no such format, family or part.
+        ArtifactError: The file cannot be read, fits no family or not the model, or has what the format cannot hold.
     """
     file = _read(source, adapter=adapter, limits=limits)
     about = model_of(model, family)
@@ -121,22 +151,40 @@ def merge_adapters(
     dtype: torch.dtype | None = None,
     limits: Limits = DEFAULT,
 ) -> EditedFile:
-    """Merge several adapter files into one, each times its weight: `merge_adapters({"ink.safetensors": 0.8, ...}, out)`.
+    """Write several adapter files as one, each times its weight: `merge_adapters({"ink.safetensors": 0.8, ...}, out)`.
 
-    `how` is as in PEFT's `add_weighted_adapter`. "cat" is the exact sum, its rank that of all together; "svd" the best of
-    `rank` (by default the highest of the files'), whose tensors are clamped at their quantile `clamp`. "linear", "ties",
-    "dare_linear", "dare_ties" and "magnitude_prune" combine the halves of LoRAs of one rank, which is no sum of their products;
-    with "_svd" at the end they combine the products. `density` is the share of numbers they keep, `seed` draws those of DARE,
-    layer by layer in the order of `model` (then they are PEFT's) or of the first file, `sign` is the majority sign in TIES:
-    that of the "total", or by "frequency". One file alone is pruned as several are, where PEFT uses "linear". "kohya" is
-    networks/merge_lora.py of sd-scripts: both halves times the weight, so that each counts with its weight's square (its
-    --concat is "cat" with squared weights). Whole changes of parameters are combined alike.
+    One file alone is pruned as several are, where PEFT takes "linear". Whole changes of parameters are combined alike. Files of
+    one layout are merged under their own names; others on the paths of a model, as in `convert_adapter`.
 
-    Files of one layout are merged under their own names; others on the paths of a model, as in `convert_adapter`, which also
-    documents the other arguments. `as_` is by default the first file's layout.
+    Args:
+        sources: The adapters with their weights, as a mapping or as pairs.
+        path: The file or folder to write.
+        how: As in PEFT's `add_weighted_adapter`. "cat" is the exact sum, its rank that of all together; "svd" the best of
+            `rank`. "linear", "ties", "dare_linear", "dare_ties" and "magnitude_prune" combine the halves of LoRAs of one rank,
+            which is no sum of their products; with "_svd" at the end they combine the products. "kohya" is
+            networks/merge_lora.py of sd-scripts: both halves times the weight, so that one counts with its weight's square (its
+            --concat is "cat" with squared weights).
+        rank: The rank for "svd"; None is the highest of the files'.
+        density: The share of numbers that pruning keeps.
+        sign: Which sign most have in TIES: that of the "total", or by "frequency".
+        clamp: The quantile at which the tensors of "svd" are cut.
+        seed: What draws the numbers of DARE, layer by layer in the order of `model` (then they are PEFT's) or of the first
+            file.
+        as_: The format, as in `save_adapter`; None is the first file's layout.
+        model: Any module that has the layers, as in `convert_adapter`.
+        family: A family of models, as in `convert_adapter`.
+        part: Which part of a pipeline is written.
+        partial: Whether what the format cannot hold is left out.
+        dtype: The dtype of the tensors.
+        limits: Bounds of what is read.
 
-    Raises SpecError for other arguments; ArtifactError for layers of other shapes, ranks that "linear" and the similar methods
-    cannot add, kinds that are no low-rank product (DoRA), and what `convert_adapter` raises.
+    Returns:
+        What was written, what was left out, and the ranks and errors of the layers.
+
+    Raises:
+        SpecError: Arguments are none of these.
+        ArtifactError: Layers have other shapes, ranks that "linear" and its kin cannot add, or are no low-rank product (DoRA);
+            and as `convert_adapter`.
     """
     pairs = list(sources.items() if isinstance(sources, Mapping) else sources)
     if odd := next((one for one in pairs if not isinstance(one, (tuple, list)) or len(one) != 2), None):

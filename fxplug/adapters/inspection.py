@@ -163,12 +163,25 @@ def inspect_adapter(
     guess: bool = False,
     limits: Limits = DEFAULT,
 ) -> Inspection:
-    """Describe an adapter file, and with a `model` (any module, on meta too) what of it fits, and the pass for it.
+    """Say what an adapter file is, and with a model what of it fits, and the pass for it.
 
-    The source and the other arguments are those of `adapters.load`. The weights of a file are not read, so that a large one
-    takes as long as a small one, and numbers that are not finite are not noticed.
+    The weights of a file are not read, so that a large one takes as long as a small one, and numbers that are not finite are
+    not seen.
 
-    Raises ArtifactError for a file that cannot be read, or is of no known kind.
+    Args:
+        source: The adapter, as `adapters.load` takes it.
+        model: Any module, on the meta device too; None looks at the file alone.
+        adapter: Which of several adapters in the file.
+        part: Which part of a pipeline the model is.
+        config: PEFT's adapter configuration, where none is beside the file.
+        guess: Whether layers may be taken by shape and order.
+        limits: Bounds of what is read.
+
+    Returns:
+        The method, tool, ranks, layers and dtypes of the file, and what fits; it prints as text.
+
+    Raises:
+        ArtifactError: The file cannot be read, or is of no kind that is known.
     """
     file = read(source, adapter=adapter, config=config, meta=True, limits=limits)
     if model is None:

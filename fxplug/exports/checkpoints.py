@@ -57,19 +57,29 @@ def save_checkpoint(
     first: bool = False,
     largest: int = 10 * 10**9,
 ) -> WrittenCheckpoint:
-    """Write the base model of a rewrite, with its passes merged into the weights, in the format of its own library.
+    """Write the model that a rewrite began with, its passes merged into the weights, as its own library reads it.
 
-    `to` is "diffusers" (a new folder with `config.json` and `diffusion_pytorch_model.safetensors`, in shards of at most
-    `largest` bytes with an index, for `Model.from_pretrained`), "timm" (a file for `timm.create_model(name,
-    checkpoint_path=...)`) or "safetensors" (a file with the base model's own names; with `first` the names of the original code
-    base, below `model.diffusion_model.` for a UNet, as single-file checkpoints have them).
+    The module stays as it is. Nothing is left at the place where the call fails, nor where memory ends.
 
-    `merge` maps the names of adapters in slots, and of passes without slots, to the strength with which each is merged (for a
-    pass 1, all of it); others are left out. None merges everything, and of adapters the active ones. The module is unchanged.
+    Args:
+        module: The rewritten module.
+        path: The file or new folder to write.
+        to: "diffusers" (a folder with `config.json` and `diffusion_pytorch_model.safetensors`, for `Model.from_pretrained`),
+            "timm" (a file for `timm.create_model(name, checkpoint_path=...)`) or "safetensors" (a file with the base model's
+            own names).
+        merge: Names of adapters in slots, and of passes without slots, with how much of each is merged (of a pass 1, all of
+            it); what it does not name stays out. None is all that is there, and of adapters what is in use.
+        first: With "safetensors", the names of the first code base, below `model.diffusion_model.` for a UNet, as single-file
+            checkpoints have them.
+        largest: The most bytes of one file of "diffusers"; more are written in shards with an index.
 
-    Raises SpecError for an unknown name, a strength that is no finite number, passes that are no functions of weights;
-    FxplugError for a base that is no model of that library, weights without values, layers without an original name, and a path
-    that exists or cannot be written; nothing is left there then, nor when memory ends.
+    Returns:
+        The files, and what was merged.
+
+    Raises:
+        SpecError: A name is not here, a strength is no finite number, or a pass is no function of weights.
+        FxplugError: The base is no model of that library, weights have no values, layers have no first name, or the place is
+            taken or cannot be written.
     """
     target = Path(path)
 

@@ -73,28 +73,39 @@ def export(
     free: str = "all",
     options: Mapping[str, Any] | None = None,
 ) -> Exported:
-    """Write the active graph to a file: a program (`to="pt2"`), compiled code ("aoti"), or a model ("onnx").
+    """Write the graph of the mode in force into a file: a program (`to="pt2"`), compiled code ("aoti"), or a model ("onnx").
 
-    For a module with variants it is the graph for the example call, and only that one is in the file.
+    Of a module with variants it is the graph for the example call, and only that one is in the file. What was there stays until
+    the new file is whole.
 
-    `path` is a file, or a folder, which gets `model.pt2`, `model.aoti.pt2` or `model.onnx`; an existing file is replaced when
-    the new one is complete. The first is for `torch.export.load`, which unpickles: fxplug itself never reads such a file, and
-    you should read none that you do not trust. The second is for `fxplug.load_package`, is compiled by AOTInductor for the
-    device that the module is on, and keeps what passes added apart from its code, so that adapters can be changed in it.
-    `options` are inductor's there; the code is for processors like this one unless they say otherwise (`{"cpp.march":
-    "x86-64-v3", "cpp.simdlen": 256}`).
-
-    The third is for `fxplug.load_onnx`, and for onnxruntime without fxplug: the tensors of the slots are inputs with default
-    values. Above 1 GiB weights are in a second file, `NAME.onnx.HASH.data`. `options` may have its `opset`, 18 to 23. It needs
+    A program is for `torch.export.load`, which unpickles: fxplug itself never reads such a file, and you should read none that
+    you do not trust. Compiled code is for `fxplug.load_package`, is compiled by AOTInductor for the device that the module is
+    on, and keeps what passes added apart from its code, so that adapters can be changed in it; it is for processors like this
+    one unless `options` say otherwise. An ONNX model is for `fxplug.load_onnx`, and for onnxruntime without fxplug: what is in
+    the slots are inputs with values of their own. Above 1 GiB of weights they are beside it, in `NAME.onnx.HASH.data`. It needs
     onnxscript, in the extra `fxplug[onnx]`.
 
-    Every dimension of the example tensors is dynamic if the program allows it; otherwise the first ones are, and at last none:
-    the result says which. `free` is where to start: "all", "batch" or "none"; proving that many dimensions are dynamic can take
-    torch minutes. Parameters and buffers keep their names in the program's `state_dict`. A result class becomes a dict of its
-    fields that are not None, a NamedTuple a tuple, so that the file needs no library of the model's.
+    Every dimension of the example tensors is free if the program allows it; otherwise the first ones are, and at last none: the
+    result says which. Parameters and buffers keep their names in the program's `state_dict`. A result class becomes a dict of
+    its fields that are not None, a NamedTuple a tuple, so that the file needs no library of the model's.
 
-    Raises FxplugError when the program cannot be exported at all, with the reason of each try, for operations that ONNX has no
-    form for, with their places, for a file that cannot be written, and when a compiler or library is missing.
+    Args:
+        module: The traced module.
+        path: A file, or a folder, which gets `model.pt2`, `model.aoti.pt2` or `model.onnx`.
+        args: Example inputs by position, as for `trace`.
+        kwargs: Example inputs by name.
+        to: "pt2", "aoti" or "onnx".
+        free: Which dimensions to try as free first: "all", "batch" or "none"; proving that many are free can take torch
+            minutes.
+        options: Of "aoti" inductor's, such as `{"cpp.march": "x86-64-v3", "cpp.simdlen": 256}`; of "onnx" its `opset`, 18 to
+            23.
+
+    Returns:
+        The path, the dimensions that are free, and notes.
+
+    Raises:
+        FxplugError: The program cannot be exported at all, with the reason of each try; ONNX has no form for an operation, with
+            its places; the file cannot be written; or a compiler or library is missing.
     """
     if to not in FORMATS:
         raise FxplugError(f"no export format '{to}'{did_you_mean(to, FORMATS)}; there are {', '.join(FORMATS)}")

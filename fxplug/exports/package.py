@@ -152,11 +152,16 @@ class Package(ExportedModel):
         return {**{name: (getattr(torch, entry["dtype"]), tuple(entry["shape"])) for name, entry in constants}, **own}
 
     def update(self, source: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> None:
-        """Replace the values of constants: adapters, or any weights.
+        """Write other values into constants: adapters, or any weights.
 
-        `source` is a dict of tensors or a file of weights, by the names of `state()`; others are unchanged. Values are cast to
-        the dtype and moved to the device of the constant. All are checked before the first is written. Raises ArtifactError for
-        a file that cannot be read, FxplugError for an unknown name, another shape, or numbers that are not finite.
+        Values are cast to the dtype and moved to the device of the constant. All are checked before the first is written.
+
+        Args:
+            source: A dict of tensors or a file of weights, by the names of `state()`; what it does not name stays.
+
+        Raises:
+            ArtifactError: The file cannot be read.
+            FxplugError: A name is unknown, a shape is another, or numbers are not finite.
         """
         given = source if isinstance(source, Mapping) else weight_files.read(source)[0]
         if not isinstance(given, Mapping) or not all(isinstance(value, torch.Tensor) for value in given.values()):
@@ -192,13 +197,23 @@ def load_package(
 ) -> Package:
     """Load a package that `export(..., to="aoti")` wrote: `load_package("model.aoti.pt2", trusted=True)`.
 
-    A package is machine code and runs with all rights of this process: load only what you would also install, and confirm that
-    with `trusted=True`. Nothing is unpickled, files are written to a temporary folder only, and neither the model's own Python
-    code nor a compiler is needed. `device` selects one of several GPUs; `runners` is how many calls may run at once, each with
-    its own memory for activations (weights are shared). `limits` bounds what is read beside the code.
+    A package is machine code and runs with all rights of this process: load only what you would also install. Nothing is
+    unpickled, nothing is written but into a temporary folder, and neither the model's own Python code nor a compiler is needed.
 
-    Raises ArtifactError for a file without `trusted=True`, that is damaged or no package of fxplug's, that another version of
-    torch compiled, and for one whose device or instructions this machine does not have.
+    Args:
+        path: The file.
+        trusted: True says that you trust the code.
+        device: Which of several GPUs; None is the one of the export.
+        runners: How many calls may run at once, each with memory of its own for what is between the layers (weights are
+            shared).
+        limits: Bounds of what is read beside the code.
+
+    Returns:
+        A function of the model's inputs, with `adapters`.
+
+    Raises:
+        ArtifactError: The file is not said to be trusted, is damaged or no package of fxplug's, was compiled by another version
+            of torch, or is for a device or instructions that this machine does not have.
     """
     file = Path(path)
     if trusted is not True:

@@ -41,7 +41,7 @@ class Lowering(Derivation[TracedModule]):
 
 @with_read_lock
 def unlowered(module: TracedModule) -> TracedModule:
-    """What a lowered module was made from, with the adapters that it has now; another module itself."""
+    """Return the module that a lowered module was made from, with its current adapters; return another module unchanged."""
     source = module.meta.get("source")
     if not isinstance(source, TracedModule):
         return module

@@ -66,9 +66,15 @@ class Plan:
         return min((stage.found.share() for stage in self.stages), default=1.0)
 
     def collectives(self, rank: int = 0) -> list[tuple[str, int, int]]:
-        """Return node, calls and bytes sent of each collective in a call with the example inputs, for the process of a rank.
+        """List node, calls and bytes sent of each collective in a call with the example inputs.
 
-        The graph runs as in that process, but without communication.
+        The graph runs as that process would run it, and nothing travels.
+
+        Args:
+            rank: The process.
+
+        Returns:
+            A row of node, calls and bytes for each.
         """
         if rank not in self.costs:
             with pretending(placed(self.ways, rank)):
@@ -76,7 +82,14 @@ class Plan:
         return self.costs[rank]
 
     def bytes(self, rank: int = 0) -> int:
-        """Return the bytes that a process sends in one call on the example inputs."""
+        """Count the bytes that a process sends in one call on the example inputs.
+
+        Args:
+            rank: The process.
+
+        Returns:
+            The number of bytes.
+        """
         return sum(row[2] for row in self.collectives(rank))
 
     def check(self) -> float:
@@ -163,18 +176,33 @@ def parallel_plan(
 ) -> Plan:
     """Find where a model can be split over processes, by trying its operations on parts of example inputs.
 
-    `ulysses` and `ring` split tokens (over the product of both; Jacobs et al. 2023, arXiv 2309.14509; Liu et al. 2023, arXiv
-    2310.01889), `batch` splits samples, guidance included, `tensor` splits heads and features, and the weights of the layers
-    before and after them (Shoeybi et al. 2019, arXiv 1909.08053), `rows` images by their height (rows that operations read
-    beyond a part are fetched, and norms share their statistics; Dryden et al. 2019, arXiv 1903.06681). No model is known in
-    advance: each distinct operation runs once on small random values, whole and in unequal parts, and once more on others.
-    Weights and inputs may be on the meta device. A model with values is then run on simulated processes and compared with one
-    (`Plan.check`; `check=False` leaves it out): attention may hide an order of tokens that no comparison of parts can see.
-    `split` sets the nodes where tokens or rows are split first, in place of those found: the name of a node, or of an argument,
-    and a dimension.
+    Nothing is known of any model: each distinct operation runs once on small random values, whole and in unequal parts, and
+    once more on others. Weights and inputs may be on the meta device. What has values is then run on pretended processes beside
+    one (`Plan.check`): attention may hide an order of tokens that no comparison of parts can see.
 
-    Raises SpecError for invalid degrees, inputs that the model does not take, an unknown node, fewer tokens or samples than
-    processes, and if nothing can be split, with the reason; VerifyError for a plan that proves wrong.
+    Args:
+        gm: The traced module.
+        args: Example inputs by position, as for `trace`.
+        kwargs: Example inputs by name.
+        ulysses: Ways to split tokens, by heads within attention (Jacobs et al. 2023, arXiv 2309.14509).
+        ring: Ways to split tokens, with keys and values that go around (Liu et al. 2023, arXiv 2310.01889); multiplied by
+            `ulysses`.
+        batch: Ways to split samples, guidance included.
+        tensor: Ways to split heads and features, and the weights of the layers before and behind them (Shoeybi et al. 2019,
+            arXiv 1909.08053).
+        rows: Ways to split images by their height: what operations read beyond a part is fetched, and norms share their
+            statistics (Dryden et al. 2019, arXiv 1903.06681).
+        split: Starts of tokens, or of rows, in the stead of those found: the name of a node, or of an argument, and a
+            dimension.
+        check: Whether the plan is run on pretended processes.
+
+    Returns:
+        The plan, for `parallelize`.
+
+    Raises:
+        SpecError: Ways are none, the model does not take the inputs, a node is not there, there are fewer tokens or samples
+            than ways, or nothing can be split, with what is in the way.
+        VerifyError: The plan proves wrong.
     """
     if not isinstance(gm, TracedModule):
         raise SpecError(f"parallel_plan takes a traced module, not {type(gm).__name__}: trace the model first")

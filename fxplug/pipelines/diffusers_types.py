@@ -152,10 +152,20 @@ def _check_call(kind: type) -> None:
 def pipeline_part(gm: TracedModule, model: nn.Module | None = None, limit: int = LIMIT) -> PipelinePart:
     """Make a traced module a part of a diffusers pipeline: `pipe.unet = fxplug.pipeline_part(gm, unet)`.
 
-    `isinstance` says it is of its model's class, and the pipeline's methods for adapters, `save_pretrained` and
-    `from_pretrained` work with it. With the `model` that it was traced from it accepts other forms of call as well, as
-    `fxplug.variants` does, in up to `limit` further graphs. `trace_pipeline` and `load_pipeline` return such parts. Raises
-    SpecError as `variants` does.
+    It is on the same weights and of its model's class to `isinstance`, and the pipeline's methods for adapters,
+    `save_pretrained` and `from_pretrained` work with it. `trace_pipeline` and `load_pipeline` give such parts.
+
+    Args:
+        gm: The traced module.
+        model: The model that it was traced from: with it the part answers other forms of call as well, as `fxplug.variants`
+            says.
+        limit: How many further graphs there may be.
+
+    Returns:
+        The part.
+
+    Raises:
+        SpecError: As `variants`.
     """
     if not isinstance(gm, TracedModule):
         raise SpecError(f"pipeline_part takes a traced module, not {shown(gm, 80)}: fxplug.trace makes one")

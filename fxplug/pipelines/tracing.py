@@ -36,19 +36,28 @@ def trace_pipeline(
     join: bool = False,
     **call: Any,
 ) -> dict[str, nn.Module]:
-    """Trace the models that `pipe(*args, **call)` calls, each with its first call; return them by their names in the pipeline.
+    """Trace the models of a pipeline, by their names in it: what `pipe(*args, **call)` calls, each as it is called first.
 
-    `pipe` is any object with models in its attributes, or with diffusers' `components`; it is called once without gradients, up
-    to the first call of the last of its models, and is unchanged: put the results in (`pipe.unet = ...`) yourself. `parts`
-    names those to trace; the default is all that are called by their `forward`, which leaves out an autoencoder of which the
-    pipeline calls `decode`. Parts that are traced modules already are returned unchanged. Other forms in which the pipeline
-    calls a model later, such as another dtype, get their own graph at their first call, up to `variants` (8), as
-    `fxplug.variants` says.
+    The pipeline is called once without gradients, as far as the first call of the last of its models, and is left as it was:
+    put the results in (`pipe.unet = ...`) yourself. Parts that are traced modules already come back as they are.
 
-    `join` makes the UNet of a pipeline of diffusers and its ControlNet, or several, one graph, "unet"; "controlnet" is then a
-    stub that passes the network's inputs to it (`controlnet_of`), so that the pipeline runs as before with both put in.
+    Args:
+        pipe: Any object with models in its attributes, or with diffusers' `components`.
+        *args: The arguments of one call of the pipeline.
+        parts: Which to trace; None is all that are called by their `forward`, which leaves out an autoencoder of which the
+            pipeline calls `decode`.
+        variants: How many graphs a part may get for other forms in which the pipeline calls it later, such as another dtype, as
+            `fxplug.variants` says; None is 8.
+        join: Whether the UNet of a pipeline of diffusers and its ControlNet, or several, are one graph, "unet"; "controlnet" is
+            then what hands it what the network is called with (`controlnet_of`), so that the pipeline runs as ever with both
+            put in.
+        **call: The arguments of one call of the pipeline by name.
 
-    Raises TraceError for a part that does not exist or is not called, and the pipeline's own errors.
+    Returns:
+        The parts, by their names.
+
+    Raises:
+        TraceError: A part is not there or is not called; and what the pipeline raises.
     """
     if join:
         pipe = _joined(pipe)
@@ -93,8 +102,19 @@ def _joined(pipe: Any) -> Any:
 
 
 def save_pipeline(pipe: Any, folder: str | os.PathLike[str]) -> Path:
-    """Save a pipeline like `pipe.save_pretrained(folder)` of diffusers: traced modules are saved as artifacts in the folders of
-    their names, after `pipeline_part` has made them parts. Raises ArtifactError as `save` does.
+    """Do as `pipe.save_pretrained(folder)` of diffusers: traced modules are artifacts in the folders of their names.
+
+    They are made parts of the pipeline before, as `pipeline_part` does, where they are none.
+
+    Args:
+        pipe: The pipeline.
+        folder: The folder to write.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ArtifactError: As `save`.
     """
     for name, model in models_of(pipe).items():
         if isinstance(model, TracedModule) and not isinstance(model, PipelinePart):
@@ -105,9 +125,18 @@ def save_pipeline(pipe: Any, folder: str | os.PathLike[str]) -> Path:
 
 
 def load_pipeline(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), **options: Any) -> Any:
-    """Load the pipeline of a folder that was saved with traced modules in it. diffusers' own `from_pretrained` reads it, too;
-    `allow` is that of `load`, and `options` are those of `from_pretrained`. Raises ArtifactError for an artifact that cannot be
-    read, and diffusers' errors for the rest.
+    """Load the pipeline of a folder that was saved with traced modules in it; diffusers' own `from_pretrained` reads it, too.
+
+    Args:
+        folder: The folder.
+        allow: As in `load`.
+        **options: Those of diffusers' `from_pretrained`.
+
+    Returns:
+        The pipeline.
+
+    Raises:
+        ArtifactError: An artifact cannot be read; and what diffusers raises for the rest.
     """
     from diffusers import DiffusionPipeline
 

@@ -74,7 +74,14 @@ class FastAttention(Stepped):
     # --- the parts
 
     def row(self, index: int) -> dict[str, Do]:
-        """Return what each marked region does in a step."""
+        """Give what each place does in a step.
+
+        Args:
+            index: The number of the step.
+
+        Returns:
+            By place its method, and what it keeps for later steps.
+        """
         return {key: self._do(index, key) for key in self.places}
 
     def _method(self, index: int, key: str) -> str:
@@ -88,7 +95,14 @@ class FastAttention(Stepped):
         return Do(method, residual, bool(later) and later[0] == "step" and method != "step")
 
     def part(self, index: int) -> TracedModule:
-        """Return the graph of a step: (*args, **kwargs, cached values) -> (result, {name: cached value for later steps})."""
+        """Give the graph of a step: (*args, **kwargs, what it takes) -> (result, {name: what later ones take}).
+
+        Args:
+            index: The number of the step.
+
+        Returns:
+            A module that computes it, on the same weights.
+        """
         return self._of(self.row(index))
 
     def _of(self, row: Mapping[str, Do]) -> TracedModule:
@@ -169,13 +183,18 @@ class FastAttention(Stepped):
 
     @contextlib.contextmanager
     def calibrating(self, threshold: float, *, halves: bool = True) -> Iterator[FastAttention]:
-        """Write the schedule for the calls inside the context: for each step and region the cheapest method that is close
-        enough. of each step, place after place, the cheapest method that is close enough.
+        """Write the schedule for what runs within: of each step, place after place, the cheapest method that is close enough.
 
-        The result of a step with it, and with those chosen before, is compared with that of all places in full: its relative L1
-        change must be below `threshold` times the share of the places that have been gone through, as in the paper. With
-        several calls at one time, or several runs, a method must do for all. `halves=False` leaves out those that share between
-        halves of a batch, for batches that have none.
+        The result of a step with it, and with those chosen before, is compared with that of all places in full. With several
+        calls at one time, or several runs, a method must do for all.
+
+        Args:
+            threshold: The relative L1 change of the result must be below this, times the share of the places that have been
+                gone through, as in the paper.
+            halves: False leaves out the methods that share between halves of a batch, for batches that have none.
+
+        Yields:
+            This object.
         """
         self.schedule, self._limit, self._halves, self._kept = [], float(threshold), halves, set(self._parts)
         self.reset()

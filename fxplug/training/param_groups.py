@@ -91,12 +91,22 @@ def frozen_names(module: TracedModule, trained: Collection[str], patterns: Seque
 
 
 def trainable(module: TracedModule, *base: str) -> list[dict[str, Any]]:
-    """Freeze a rewritten module except what its passes put in, for a training loop of your own.
+    """Freeze a rewritten module but for what its passes put in, for a training loop of one's own.
 
     `torch.optim.AdamW(fxplug.trainable(new), lr=1e-3)`: the groups are torch's, `params` with a `name`, and the `lr` and
-    `weight_decay` of a pass that sets its own. `base` names further parameters that train, as `trainable` of a configuration
-    does: paths and patterns of parameters or of modules around them (`"norm"`, `"blocks.11.**"`). Raises TrainError when
-    nothing trains, for a module that was lowered, and for slots; SpecError for a pattern that names no parameter.
+    `weight_decay` of a pass that says its own.
+
+    Args:
+        module: The rewritten module.
+        *base: What trains beside that, as `trainable` of a configuration: paths and patterns of parameters or of modules around
+            them (`"norm"`, `"blocks.11.**"`).
+
+    Returns:
+        The groups, for an optimizer of torch.
+
+    Raises:
+        TrainError: Nothing trains, the module was lowered, or it has slots.
+        SpecError: A pattern names no parameter.
     """
     return [{key: value for key, value in group.items() if key != "names"} for group in _trained(module, _groups(module, base))]
 

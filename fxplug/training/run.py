@@ -63,13 +63,25 @@ def train(
     quiet: bool = False,
     progress: Step | None = None,
 ) -> Run:
-    """Train as a configuration says: rewrite its model, train the passes on its data, test, and save.
+    """Do all that a configuration says: rewrite its model, train the passes on its data, test, and save.
 
-    `source` and `set` are those of `load_config`. `out` is the folder of the run (by default `out/<name>-<time>`, `name` being
-    that of the configuration) with config.yaml, log.jsonl, tensorboard/, checkpoints/, samples/, pictures, module/, an artifact
-    that `fxplug.load` reads, report.html, a page about the run, and for a denoiser of diffusers adapter/, which its pipeline
-    loads. `resume` True continues from the newest checkpoint in `out`; a path is a checkpoint, or another run's folder. Raises
-    SpecError for errors in the configuration, TrainError when the run cannot start or continue.
+    Args:
+        source: A configuration, as `load_config` takes it.
+        out: The folder for what the run leaves: config.yaml, log.jsonl, tensorboard/, checkpoints/, samples/, pictures,
+            module/, an artifact that `fxplug.load` reads, report.html, a page about all, and of a denoiser of diffusers
+            adapter/, which its pipeline loads. None is `out/<name>-<time>`.
+        set: Changes of values, as in `load_config`.
+        resume: True goes on from the newest checkpoint in `out`; a path is a checkpoint, or another run's folder.
+        name: The name of the run; None is that of the configuration.
+        quiet: Whether nothing is printed.
+        progress: `progress(text)` gives a context manager for each step of the rewrite.
+
+    Returns:
+        The run: its module, history, metrics and folder.
+
+    Raises:
+        SpecError: The configuration has something wrong.
+        TrainError: The run cannot start or go on.
     """
     config = source if isinstance(source, Config) else load_config(source, set)
     if config.train is None:

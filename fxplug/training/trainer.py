@@ -279,11 +279,19 @@ class Trainer:
     # --- training
 
     def fit(self, resume: str | Path | None = None) -> list[dict[str, Any]]:
-        """Train to the end and return the history: for each step a dict of step, epoch, loss, lr, seconds, grad_norm and more.
+        """Train to the end.
 
-        `resume` is a checkpoint, or the folder of a run, of which the newest one is used. On a CPU a resumed run is bitwise
-        equal to one that never stopped. An interrupt (SIGINT, SIGTERM) ends the run after the current step, with a checkpoint.
-        Raises TrainError; the checkpoints written so far stay.
+        On a CPU a resumed run goes on as if it had never stopped, to the bit. An interrupt (SIGINT, SIGTERM) ends the run after
+        the step at hand, with a checkpoint.
+
+        Args:
+            resume: A checkpoint, or the folder of a run, of which the newest one is taken; None begins.
+
+        Returns:
+            The history: for each step a dict of step, epoch, loss, lr, seconds, grad_norm and more.
+
+        Raises:
+            TrainError: The run cannot start or go on; the checkpoints written so far stay.
         """
         if self.history and self.progress.step >= self.steps:
             return self.history
@@ -429,7 +437,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()  # a process that ended while the first one writes would take it with it
 
     def _resume(self, path: Path) -> None:
-        """Put the run back to a checkpoint. TrainError, with what differs, for one of another run."""
+        """Restore the run from a checkpoint. Raises TrainError, with the differences, for one of another run."""
         random = self.outputs.resume(path)
         self.take_step.checked = True
         if len(random) == self.accelerator.num_processes:
@@ -439,7 +447,7 @@ class Trainer:
             self.watch.note("the number of processes differs from before: dropout draws other numbers from here on")
 
     def counts(self) -> tuple[int, int]:
-        """Count the parameters that train, and all."""
+        """Return the numbers of trainable and of all parameters."""
         every = (p.numel() for part in self.parts.values() for p in part.parameters())
         return sum(p.numel() for p in self.trained.values()), sum(every)
 
@@ -448,18 +456,18 @@ class Trainer:
         self.state.end_step()
 
     def _judge(self, metrics: dict[str, float]) -> None:
-        """Keep what has tested best, and count the tests since."""
+        """Keep the best tested weights, and count the tests since."""
         wanted = self.settings.test
         if metrics and (wanted.best or wanted.patience) and self.progress.judge(metrics, self.task.best) and wanted.best:
             self.outputs.keep_best()
 
     def _waits(self) -> bool:
-        """Whether no test is awaited that could be better: the run ends early."""
+        """Return whether `patience` tests have passed without a better one, so that the run ends early."""
         patience = self.settings.test.patience
         return patience is not None and self.progress.waited >= patience
 
     def _close(self) -> None:
-        """End the workers, say what they could not read, and finish what is watched."""
+        """Shut down the workers, note unreadable images, and close the monitor."""
         for loader in (self.data, self.tests) if self.tests else (self.data,):
             loader.close()
             if loader.skipped:

@@ -30,21 +30,30 @@ def blitz(
 ) -> Pass:
     """Make a pass of one or more lines of ZhiJian's syntax, such as `(MLPAddin.adapt_input): ...->{inout1}(fc2)->...`.
 
-    `{inout1}` before or after a module is where the add-in's method changes a value; the value at `{in1}` is its
+    `{inout1}` before or behind a module is where the add-in's method changes a value; the value at `{in1}` is its
     `inputs_cache`, and its result goes to `{out1}`. `blocks[0:12].mlp` are several modules, `blocks[i].mlp` all of them; both
-    ends of a range pair up by their index.
+    ends of a range pair up by their index. Nothing is hooked: the method is traced, and its operations are put into the graph,
+    where it may call any of the add-in's layers. A warning says where a line is not read as it is written: two in points and no
+    out point, which ZhiJian's manual has where it means an in and an out.
 
-    An item that is a mapping is an entry of an `addins:` list of ZhiJian's configurations, `{name, location, hook, kwargs}`:
-    one add-in with all its places. Its parameters exist once, and attributes that one method sets are visible to the methods
-    that run later in the same call of the model.
+    Args:
+        line: A line or several. An item that is a mapping is an entry of an `addins:` list of ZhiJian's configurations, `{name,
+            location, hook, kwargs}`: one add-in with all its places. Its parameters are there once, and what a method keeps in
+            the add-in's attributes the methods that run later in the same call of the model find there.
+        addin: The add-in, or a mapping of class names to add-ins. An add-in is an nn.Module (each place gets a copy of its
+            own), or what makes one anew for each place, as ZhiJian does: a class or functools.partial that is called without
+            arguments, or a mapping `{use: "package.module:Class", options: {...}}`.
+        name: The name of the pass.
+        lr: The learning rate of its parameters; None is that of the training.
+        weight_decay: Their weight decay; None is that of the training.
+        train: Whether they train.
+        where: The file and line of the pass, for errors.
 
-    `addin` is the add-in, or a mapping of class names to add-ins. An add-in is an nn.Module (each place gets its own copy), or
-    a factory that makes a new one for each place, as ZhiJian does: a class or functools.partial that is called without
-    arguments, or a mapping `{use: "package.module:Class", options: {...}}`. Nothing is hooked: the method is traced, and its
-    operations are put into the graph, where it may call any of the add-in's layers.
+    Returns:
+        The pass.
 
-    Raises SpecError that points at the place in the line. Warns where the line is not read as it is written: two in points and
-    no out point, which ZhiJian's manual has where it means an in and an out.
+    Raises:
+        SpecError: A line cannot be read; the error points at the place in it.
     """
     lines = [one for at, given in enumerate([line] if isinstance(line, (str, Mapping)) else line) for one in _read(given, at)]
     if not lines:

@@ -22,17 +22,26 @@ V = TypeVar("V", bound=Variants)
 
 
 def variants(gm: TracedModule, model: nn.Module, limit: int = LIMIT) -> Variants:
-    """Let a traced module also accept calls for which its guards fail, on the same weights.
+    """Let a traced module also answer calls that its graph does not hold for, on the same weights.
 
-    `gm` is a trace of `model`, or what `apply`, `lower` and `bind` have made of one. A call that the guards of `gm` refuse (a
-    number for a tensor, another dtype, an optional input, another size that Python decides on) is traced from the model at its
-    first use, and checked against it; the rewrites of `gm` since its trace are applied to that graph too, and it is kept.
-    Numbers are inputs of such a graph. `limit` is the largest number of these. `.variants` lists them, a saved module has them,
+    A call that the guards of `gm` refuse (a number for a tensor, another dtype, an optional input, another size that Python
+    decides on) is traced from the model when it first comes, and checked beside it; what was done to `gm` since its trace is
+    done to that graph too, and it is kept. Numbers are inputs of such a graph. `.variants` lists them, a saved module has them,
     and so has what `apply`, `lower` and `bind` make of the result.
 
-    A call of the result raises GuardError if it cannot be handled this way: above the limit, after the model or the graph was
-    changed, if a check fails after the graph has written a buffer or drawn a number, and for what the model does not accept.
-    Raises SpecError for a module that something else has made, such as `load` or `merge`, and for another model.
+    Each call of the result raises GuardError where it cannot be answered so: above the limit, after the model or the graph was
+    changed, where a check fails after the graph has written a buffer or drawn a number, and for what the model does not take.
+
+    Args:
+        gm: A trace of `model`, or what `apply`, `lower` and `bind` have made of one.
+        model: The model that was traced.
+        limit: How many further graphs there may be.
+
+    Returns:
+        A module that answers these calls, too.
+
+    Raises:
+        SpecError: Something else has made `gm`, such as `load` or `merge`, or it is a trace of another model.
     """
     return with_retracer(as_kind(Variants, _checked(gm)), model, limit)
 

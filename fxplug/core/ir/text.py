@@ -162,10 +162,18 @@ def show(module: fx.GraphModule) -> str:
 
 
 def diff(before: fx.GraphModule, after: fx.GraphModule, context: int = 1) -> str:
-    """Compare two graphs as text: a unified diff without its header, empty if nothing changed.
+    """Compare two graphs as text.
 
-    It shows what is computed, not what trains: `apply` freezes nothing of the base, `fxplug.trainable(after)` selects what
-    trains, and `after.print_trainable_parameters()` counts it.
+    It says what is computed, not what trains: `apply` freezes nothing of the base, and `fxplug.trainable(after)` names what
+    trains; `after.print_trainable_parameters()` counts it.
+
+    Args:
+        before: The graph before.
+        after: The graph after.
+        context: How many lines are shown around a change.
+
+    Returns:
+        A unified diff without its header; empty where nothing changed.
     """
     old, new = _lines(before.graph), _lines(after.graph)
     rows: list[str] = []

@@ -33,11 +33,21 @@ from .sites import Site, Sites, Value, flat_ports, input_name, local, map_ports,
 
 
 def find(gm: TracedModule, p: Pass) -> Sites:
-    """Return every site of a pass on a traced module, rule by rule in the order the regions ran. Changes nothing. Changes
-    nothing.
+    """List every site of a pass on a traced module, rule by rule in the order the regions ran.
 
-    Raises MatchError when a rule matches another number of places than it expects, with the nearest misses; ClashError when two
-    rules of the pass want the same place; SpecError for an address that cannot be read, and an outlined module.
+    Nothing is changed.
+
+    Args:
+        gm: The traced module.
+        p: The pass.
+
+    Returns:
+        The sites: a list that `apply` takes in the place of the pass, and that prints as a table.
+
+    Raises:
+        MatchError: A rule matches another number of places than it expects; with the nearest misses.
+        ClashError: Two rules of the pass want the same place.
+        SpecError: An address cannot be read, or the module is outlined.
     """
     if "regions" in gm.meta:
         finding = "this module has regions as modules of their own"

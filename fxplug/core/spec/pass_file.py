@@ -202,12 +202,24 @@ def load_pass(
     allow: Sequence[str] | None = None,
     **params: Any,
 ) -> Pass:
-    """Load a pass with its parameters.
+    """Read a pass and give it its parameters.
 
-    `source` is the bare name of a shipped pass, the path of a YAML file (relative to `base`, else to the working folder), a
-    mapping with the same keys, or a Pass. `allow` lists the modules, besides fxplug's own, whose blocks may be used; None
-    allows all. `expect` is the number of places that the pass must find, such as `"==12"`. Raises SpecError for anything
-    unknown, missing or of the wrong type.
+    Args:
+        source: The bare name of a shipped pass, the path of a YAML file, a mapping with the same keys, or a Pass.
+        base: The folder that paths are relative to; None is the working folder.
+        name: The name of the pass in a module; None is that of the file.
+        lr: The learning rate of what the pass adds; None is that of the training.
+        weight_decay: Its weight decay; None is that of the training.
+        train: Whether what it adds trains.
+        expect: How many places the pass must find, such as `"==12"` or a number.
+        allow: The modules, beside fxplug's own, whose blocks may be used; None allows all.
+        **params: The parameters of the pass, such as `rank=8`.
+
+    Returns:
+        The pass.
+
+    Raises:
+        SpecError: Something is unknown, missing or of the wrong type.
     """
     given = {"name": name, "lr": lr, "weight_decay": weight_decay, "train": train, "expect": expect}
     common: dict[str, Any] = {key: value for key, value in given.items() if value is not None}

@@ -143,11 +143,19 @@ def load_config(
     base: str | Path | None = None,
     limits: Limits = DEFAULT,
 ) -> Config:
-    """Load a run configuration.
+    """Read a run configuration.
 
-    `source` is the bare name of a shipped one, the path of a YAML file, or a mapping with the same keys (its paths are then
-    relative to `base`, else to the working folder). Items of `set` such as `passes.0.lora.rank=8` change values first. `limits`
-    bounds the file. Any error raises SpecError with file and line.
+    Args:
+        source: The bare name of a shipped one, the path of a YAML file, or a mapping with the same keys.
+        set: Changes of values, such as `"passes.0.lora.rank=8"`, which are made first.
+        base: The folder that paths of a mapping are relative to; None is the working folder.
+        limits: Bounds of what is read.
+
+    Returns:
+        The configuration, with the file and line of each value.
+
+    Raises:
+        SpecError: Anything is wrong; with file and line.
     """
     if isinstance(source, Mapping):
         read, base = Source(_plain(source, ())), Path(base or Path.cwd())

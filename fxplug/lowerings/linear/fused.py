@@ -14,19 +14,26 @@ from .updated import fuse_mapped, mapped
 
 
 def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = None) -> TracedModule:
-    """Join each `nn.Linear` and the `Lora` after it, or the `Dora` or `Lokr` that maps its weight, in one function.
+    """Join each `nn.Linear` and the `Lora` behind it, or the `Dora` or `Lokr` that maps its weight, in one function.
 
-    For faster steps and calls; `gm` is unchanged. Graph and module tree are copied, parameters are shared, so training the
-    result trains `gm`: save and export that one. Results and gradients equal those of `gm` up to rounding. A layer with a hook,
-    of a derived class, or a `Lora` with dropout, a bias, or after another block, is left unfused, and so is a mapped weight
-    that is trained itself.
+    For faster steps and calls; `gm` stays as it is. Graph and module tree are copied, parameters are shared, so what it trains
+    is trained in `gm`: save and export that one. Results and gradients are those of `gm` but for rounding. A layer with a hook,
+    of a derived class, or a `Lora` with dropout, a bias, or behind another block, stays as it is, and so does a mapped weight
+    that is trained itself. `meta["forms"]` says which form each layer with an update has.
 
-    `how` is a form of `forms.FORMS` for all layers, or `auto`: for each layer the form that a rule selects for its sizes and
-    the rows of the trace (`forms.form_of`), and `stock`, which leaves it unfused: without gradients and with them, each of
-    which may take another form; in `dtype`, by default that of the weights, as autocast may have another. `triton` is for
-    layers with a `Lora`; other updates take the form of the rule, or stay unfused, and layers that its kernels do not support
-    stay unfused with a warning that says why. `meta["forms"]` has the form of each layer with an update. Raises SpecError for
-    what is no traced module, and an unknown form.
+    Args:
+        gm: The rewritten module.
+        how: A form of `forms.FORMS` for all layers, or "auto": for each layer the form that a rule takes for its sizes and the
+            rows of the trace (`forms.form_of`), and "stock", which leaves it as it is; without gradients and with them, each of
+            which may take another form. "triton" is for layers with a `Lora`; other updates take the form of the rule, or stay
+            as they are, and what its kernels do not take stays so with a warning that says why.
+        dtype: The dtype in which the rule sees the layers, as autocast may have another; None is that of the weights.
+
+    Returns:
+        The module with these functions.
+
+    Raises:
+        SpecError: `gm` is no traced module, or there is no such form.
     """
     check_traced(gm, "fuse")
     form = forms.form_named(how)

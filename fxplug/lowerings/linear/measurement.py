@@ -75,13 +75,24 @@ def tune(
     compiled: bool = False,
     turns: int = 15,
 ) -> Tuned:
-    """Measure the forms of each linear layer with a `Lora` in `gm`, and show the one that `fuse(gm, "auto")` selects.
+    """Measure the forms of each linear layer with a `Lora` in `gm`, beside the one that `fuse(gm, "auto")` takes.
 
-    With inputs the shapes are those of the layers in that call, else those of the trace. The layers are measured on new
-    tensors, without gradients, on the device of their weights, in alternation with the stock form; `compiled` measures each
-    form compiled by torch.compile. Slots are measured with one adapter for the whole batch. Nothing is stored: a form is
-    selected by a rule (`forms.form_of`), and if another one is faster here, pass its name to `fuse`. Raises SpecError for what
-    is no traced module, or has no such layer, and for an invalid number of turns.
+    The layers are measured on tensors of their own, without gradients, on the device of their weights, in alternation with the
+    stock form. Slots are measured with one adapter for the whole batch. Nothing is kept: a form is taken by a rule
+    (`forms.form_of`), and where another one is faster here, `fuse` takes its name.
+
+    Args:
+        gm: The rewritten module.
+        args: Example inputs by position: the shapes are those that the layers see with them; without inputs those of the trace.
+        kwargs: Example inputs by name.
+        compiled: Whether each form is measured as torch.compile makes it.
+        turns: How many times each form is timed.
+
+    Returns:
+        The times of each form, by shape; it prints as a table.
+
+    Raises:
+        SpecError: `gm` is no traced module, has no such layer, or `turns` is no number of turns.
     """
     check_traced(gm, "tune")
     if not isinstance(turns, int) or isinstance(turns, bool) or not 1 <= turns <= MOST:

@@ -31,17 +31,25 @@ from .updates import FoldStep, ParameterUse, accumulator, changed, mapped
 def merge(
     gm: TracedModule, passes: Sequence[str] | None = None, adapters: Mapping[str, float] | None = None
 ) -> TracedModule:
-    """Fold passes into a copy of the weights; `gm`, and every tensor of it, is unchanged.
+    """Fold passes into a copy of the weights; `gm`, and every tensor of it, stays as it is.
 
-    It folds low-rank updates and scales beside a layer, and all blocks that map a parameter; with slots, the active adapters.
-    Sums are in float32 (float64 is kept) and rounded once to the weight's dtype. Graph, modules and `meta["passes"]` keep no
-    trace of the passes; unchanged tensors are shared. `meta["unmerged"]` is `gm`, which `unmerge` returns; deleting that key
-    frees it. A layer that is tied to another is no longer tied if only one of them was changed. Dropout and power iterations,
-    which act in training, are left out.
+    Folded are low-rank updates and scales beside a layer, and all blocks that map a parameter; with slots, the adapters in use.
+    Sums are in float32 (float64 stays) and rounded once to the weight's dtype. Graph, modules and `meta["passes"]` keep no
+    trace of the passes; tensors that nothing was folded into are shared. `meta["unmerged"]` is `gm`, which `unmerge` gives
+    back; deleting that key frees it. A layer that is tied to another is so no more where only one of them was changed. Dropout
+    and power iterations, which act in training, are left out.
 
-    `passes` names those to fold, None is all except marks for a step cache. `adapters` maps the slots' adapters to the strength
-    with which each is folded, instead of the active ones, which stay active. Raises SpecError for an unknown name of a pass or
-    adapter, a strength that is no finite number and, with the reasons, for passes that are not functions of weights.
+    Args:
+        gm: The rewritten module.
+        passes: The names of those to fold; None is all but marks for a step cache.
+        adapters: Which of the slots' adapters are folded and how much of each, instead of those in use, which stay as they are.
+
+    Returns:
+        The module with other weights.
+
+    Raises:
+        SpecError: A name is no pass or adapter here, a strength is no finite number, or a pass is no function of weights, with
+            the reasons.
     """
     check_unlowered(gm, "merge")
     wanted = _named(gm, passes)

@@ -111,12 +111,26 @@ def fastest_plan(
     speed: float = SPEED,
     check: bool = True,
 ) -> Plan:
-    """Make the plan for so many processes that is predicted to be the fastest; its text lists the costs of the others.
+    """Make the plan for so many processes that is predicted to be the fastest; its text lists what the others would cost.
 
-    `link` is `nvlink`, `pcie`, `100gbe`, GB/s as text, or `measured` between the processes that torchrun has started, which
-    measures `speed` too; `speed` is in teraFLOP per second. If the fastest way is impossible for this model, the next one is
-    used. Candidates are batch, ulysses, ring, their mixes, and tensor; PipeFusion, which is no plan, is only listed. Raises
-    SpecError if no tokens can be split, or in no way over so many processes.
+    A way that turns out to be none for this model makes room for the next. Chosen among are batch, ulysses, ring, their mixes,
+    and tensor; PipeFusion, which is no plan, is listed alone.
+
+    Args:
+        gm: The traced module.
+        args: Example inputs by position, as for `trace`; the meta device will do.
+        kwargs: Example inputs by name.
+        devices: The number of processes.
+        link: What connects them: "nvlink", "pcie", "100gbe", GB/s as text, or "measured" between the processes that torchrun
+            has started, which takes `speed` from them too.
+        speed: What a device computes, in teraFLOP a second.
+        check: Whether the plan is run on pretended processes, as in `parallel_plan`.
+
+    Returns:
+        The plan.
+
+    Raises:
+        SpecError: No tokens can be split, or in no way over so many processes.
     """
     if type(devices) is not int or devices < 2:
         raise SpecError(f"devices is a number of processes, 2 or more, not {shown(devices)}")

@@ -46,22 +46,38 @@ def pipefusion(
 ) -> PipeFusion:
     """Run a denoiser in stages on patches of its tokens (PipeFusion; Fang et al. 2024, arXiv 2405.14430).
 
-    `args` and `kwargs` are example inputs; the nodes where tokens are split and where they interact are found as for
-    `parallel_plan`, and the graph is cut where little is passed from stage to stage, into stages of about equal work. `warmup`
-    steps at the beginning of an image and `correct` at its end run in one piece; the latter needs `steps`, the number of steps
-    of an image or a function that returns it. `batch` splits samples, guidance included, over processes. `clock` names the
-    input that identifies the step of a call.
+    Where tokens are born and meet is found as for `parallel_plan`, and the graph is cut where little goes from stage to stage,
+    into stages of about equal work.
 
-    With torch.distributed each process is one stage for its part of the batch, and `mesh` may assign them, with the axes
-    "batch" and "stages"; without it one process runs all. A model with values is run once in one piece and once patch by patch
-    on the same inputs, which must agree.
+    With torch.distributed each process is one stage for its part of the batch; without it one process runs all. A model with
+    values is run once in one piece and once patch by patch on the same inputs, which must agree.
 
-    Over processes with `overlap` a step does not wait for the last patch: a call returns deferred tensors, the pipeline's
-    elementwise operations on them (guidance, a scheduler's step) run patch by patch, and any other operation that needs a whole
-    tensor waits for it, as the decoder does at the end; between two calls that is an error that names the operation.
+    Over processes with `overlap` a step does not wait for the last patch: a call gives tensors that come later, what the
+    pipeline does with them elementwise (guidance, a scheduler's step) is done patch by patch, and where something else needs
+    all of one it waits, as the decoder does at the end; between two calls that is an error that names the operation.
 
-    Raises SpecError for invalid or too large numbers, and if tokens or stages cannot be split, with the reason; VerifyError if
-    the patches do not give the model's result.
+    Args:
+        gm: The traced denoiser.
+        args: Example inputs by position, as for `trace`.
+        kwargs: Example inputs by name.
+        stages: The number of stages.
+        patches: The number of patches.
+        warmup: How many steps at the beginning of an image run in one piece.
+        correct: How many at its end do; that needs `steps`.
+        steps: The number of steps of an image, or a function that tells it.
+        batch: Over how many processes samples are split, guidance included.
+        overlap: Whether a step begins before the last patch of the one before is there.
+        clock: The input that says where in a run a call is; None for `new_image()` before each.
+        split: Where tokens are, as in `parallel_plan`.
+        mesh: Which process is which, with the axes "batch" and "stages".
+        check: Whether the two ways to run are compared.
+
+    Returns:
+        A module that takes the denoiser's place in its pipeline.
+
+    Raises:
+        SpecError: Numbers are none or too many, or tokens or stages cannot be split, with what is in the way.
+        VerifyError: Patches do not give what the model gives.
     """
     check_integer("stages", stages, 1)
     check_integer("patches", patches, 1)
@@ -86,9 +102,29 @@ def stale_sequence(
 ) -> StaleSequence:
     """Split a denoiser's tokens over processes that exchange them a step late (DistriFusion; Li et al. 2024, 2402.19481).
 
-    Like `pipefusion`, without stages: each of `ways` processes runs all layers on its patch, with the keys and values of the
-    others from the step before, which are sent while a step is computed. Without torch.distributed one process runs all. The
-    axes of a `mesh` are "batch" and "stages". Raises what `pipefusion` raises.
+    As `pipefusion`, without stages: each process runs all layers on its patch, with the keys and values that the others had at
+    the step before, which travel while a step is computed. Without torch.distributed one process runs all.
+
+    Args:
+        gm: The traced denoiser.
+        args: Example inputs by position, as for `trace`.
+        kwargs: Example inputs by name.
+        ways: The number of patches, each of a process.
+        warmup: How many steps at the beginning of an image run in one piece.
+        correct: How many at its end do; that needs `steps`.
+        steps: The number of steps of an image, or a function that tells it.
+        batch: Over how many processes samples are split, guidance included.
+        clock: The input that says where in a run a call is; None for `new_image()` before each.
+        split: Where tokens are, as in `parallel_plan`.
+        mesh: Which process is which, with the axes "batch" and "stages".
+        check: Whether the two ways to run are compared.
+
+    Returns:
+        A module that takes the denoiser's place in its pipeline.
+
+    Raises:
+        SpecError: As `pipefusion`.
+        VerifyError: As `pipefusion`.
     """
     check_integer("ways", ways, 1)
     return _made(StaleSequence, gm, (args, kwargs), (ways, warmup, correct, steps, clock), 1, batch, split, mesh, check)
@@ -103,10 +139,25 @@ def in_steps(
     mesh: DeviceMesh | None = None,
     check: bool = True,
 ) -> PipeFusion:
-    """Run a rewritten or loaded module in steps, as its pass `pipefusion`, or `sequence_parallel` with `stale`, says.
+    """Run a rewritten or loaded module as its pass `pipefusion`, or `sequence_parallel` with `stale`, says.
 
-    Those passes change no graph, but record how it is to be run: this calls `pipefusion` or `stale_sequence` with the recorded
-    arguments. Raises SpecError for a module without such a record, and the errors of these functions.
+    Those passes change no graph, but write down how it is to be run: this calls `pipefusion` or `stale_sequence` with what they
+    say.
+
+    Args:
+        gm: The rewritten module.
+        args: Example inputs by position, as for `trace`.
+        kwargs: Example inputs by name.
+        overlap: As in `pipefusion`.
+        mesh: As in `pipefusion`.
+        check: As in `pipefusion`.
+
+    Returns:
+        A module that takes the denoiser's place in its pipeline.
+
+    Raises:
+        SpecError: No pass says how to run the module; and as those two.
+        VerifyError: As those two.
     """
     said: dict[str, Any] = dict(gm.meta.get("stepped") or {})
     if not said:

@@ -72,7 +72,17 @@ class PipeFusion(nn.Module):
     def with_options(
         self, patches: int | None = None, warmup: int | None = None, correct: int | None = None, links: Links | None = None
     ) -> Self:
-        """Return the same graphs with other numbers, or as one process of several runs them."""
+        """Give the same graphs with other numbers, or as one process of several runs them.
+
+        Args:
+            patches: The number of patches; None leaves it.
+            warmup: The steps at the beginning in one piece; None leaves it.
+            correct: The steps at the end in one piece; None leaves it.
+            links: The connections to the processes of the other stages; None leaves them.
+
+        Returns:
+            A module of its own, which begins a new image.
+        """
         rows = zip((patches, warmup, correct), (self.patches, self.warmup, self.correct), strict=True)
         numbers = [old if new is None else new for new, old in rows]
         return type(self)(
@@ -114,19 +124,45 @@ class PipeFusion(nn.Module):
         return self.step(run, inputs, self.is_full_step(run))
 
     def compare(self, run: ImageRun, inputs: Sequence[Any]) -> None:
-        """Raise GuardError in every process if one has another step, inputs, weights or adapters than the others."""
+        """Compare step, inputs, weights and adapters of this process with those of the others.
+
+        Args:
+            run: The image.
+            inputs: The inputs in the signature's order.
+
+        Raises:
+            GuardError: They differ; in every process.
+        """
         if self.peers is not None and self.peers.world is not None:
             check_equal_on_ranks(self.module, self.peers.world, inputs, {}, f"step {run.index} of an image")
 
     def is_full_step(self, run: ImageRun) -> bool:
-        """Return whether the next step of a run is computed for all tokens at once."""
+        """Say whether the next step of a run is one for all tokens, and count it.
+
+        Args:
+            run: The image; its `index` goes up by one.
+
+        Returns:
+            True for a step in one piece.
+        """
         entire = run.index < self.warmup or self.is_last(run.index)
         run.index += 1
         self.counts["entire" if entire else "patches"] += 1
         return entire
 
     def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the arguments in the signature's order, with defaults. Raises GuardError for a call that it does not take."""
+        """List the arguments in the signature's order, with defaults.
+
+        Args:
+            args: Inputs by position.
+            kwargs: Inputs by name.
+
+        Returns:
+            One value for each parameter of `forward`.
+
+        Raises:
+            GuardError: The model does not take this call.
+        """
         try:
             given = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -135,7 +171,14 @@ class PipeFusion(nn.Module):
         return list(given.arguments.values())
 
     def begin(self, inputs: list[Any]) -> ImageRun:
-        """Return the run of this call: a new one if an image begins, and for inputs of other shapes."""
+        """Give the run that this call is a step of: a new one where an image begins and for inputs of other shapes.
+
+        Args:
+            inputs: The inputs in the signature's order.
+
+        Returns:
+            What is known of the image.
+        """
         new, number = self.clock.tick(inputs, {})
         shapes = tuple((x.shape, x.dtype) for x in leaves(inputs) if isinstance(x, Tensor))
         if self.clock.is_ambiguous:
@@ -152,7 +195,14 @@ class PipeFusion(nn.Module):
         return self.runs[number]
 
     def is_last(self, index: int) -> bool:
-        """Return whether the step of this number is one of the last `correct`."""
+        """Say whether the step of this number is one of the last `correct`.
+
+        Args:
+            index: The number of the step, from 0.
+
+        Returns:
+            Whether it is; False without `correct`.
+        """
         if not self.correct:
             return False
         steps = self.steps() if callable(self.steps) else self.steps
@@ -182,7 +232,16 @@ class PipeFusion(nn.Module):
         return self.end(run, inputs, values, entire)
 
     def early(self, number: int, run: ImageRun, inputs: list[Any]) -> Any:
-        """Compute the values that are the same for all patches of a stage."""
+        """Compute what is the same for all patches of a stage.
+
+        Args:
+            number: The stage.
+            run: The image.
+            inputs: The inputs in the signature's order.
+
+        Returns:
+            The values, for `patch`.
+        """
         stage = self.plan.stages[number]
         return stage.early(*inputs, *(run.fixed[name] for name in stage.fixed_used))
 
@@ -196,7 +255,17 @@ class PipeFusion(nn.Module):
         patches: int,
         values: dict[str, Any],
     ) -> None:
-        """Run one stage on one patch; `values` has the values passed from stage to stage."""
+        """Run one stage on one patch.
+
+        Args:
+            number: The stage.
+            run: The image, whose values that are put together are written.
+            inputs: The inputs in the signature's order.
+            early: What `early` gave, by stage; empty for a step in one piece.
+            patch: The number of the patch.
+            patches: How many there are.
+            values: What goes from stage to stage, by name; what this stage gives is added.
+        """
         stage, entire = self.plan.stages[number], number not in early
         self.take(number, run, patch, patches, entire, values)
         taken = [values[name] for name in stage.taken]
@@ -214,7 +283,16 @@ class PipeFusion(nn.Module):
         self.give(number, run, patch, patches, entire, values)
 
     def put(self, run: ImageRun, row: PatchValue, value: Tensor, patch: int, patches: int, sizes: list[int]) -> None:
-        """Store one patch's part of a whole value."""
+        """Keep what one patch gives to a value that is put together.
+
+        Args:
+            run: The image.
+            row: The value.
+            value: The part of this patch, a tensor.
+            patch: The number of the patch.
+            patches: How many there are.
+            sizes: The sizes of the value's streams.
+        """
         run.sizes[row.node] = sizes
         if patches == 1 and not row.inner:
             run.cells[row.node] = summands(value, self.patches)
@@ -222,7 +300,17 @@ class PipeFusion(nn.Module):
             run.cells[row.node] = keep(run.cells.get(row.node), value, patch, patches, row.dim, row.inner, sizes)
 
     def end(self, run: ImageRun, inputs: list[Any], values: dict[str, Any], entire: bool) -> Any:
-        """Compute the result after the last stage, in every process."""
+        """Compute what comes behind the last stage, in every process.
+
+        Args:
+            run: The image.
+            inputs: The inputs in the signature's order.
+            values: What the stages of this process gave, by name.
+            entire: Whether the step is in one piece.
+
+        Returns:
+            What the model returns.
+        """
         plan = self.plan
         if self.links is not None:
             last = len(plan.stages) - 1
@@ -241,14 +329,33 @@ class PipeFusion(nn.Module):
         return self.ended(run, inputs, run.cells, others)
 
     def ended(self, run: ImageRun, inputs: list[Any], cells: Mapping[Any, Tensor], others: Sequence[Any]) -> Any:
-        """Compute the result after the last stage."""
+        """Compute what comes behind the last stage.
+
+        Args:
+            run: The image.
+            inputs: The inputs in the signature's order.
+            cells: The tensors that were put together, by node.
+            others: What else the stages give.
+
+        Returns:
+            What the model returns.
+        """
         wholes = [cells[row.node].clone() for row in self.plan.wholes]  # results may be views of them, which are written again
         return self.plan.tail(*inputs, *(run.fixed[name] for name in self.plan.fixed), *wholes, *others)
 
     # --- from stage to stage
 
     def take(self, number: int, run: ImageRun, patch: int, patches: int, entire: bool, values: dict[str, Any]) -> None:
-        """Receive the values that earlier stages send this one, if each has its own process."""
+        """Receive what earlier stages send this one, where each has a process of its own.
+
+        Args:
+            number: The stage.
+            run: The image, whose numbers are written.
+            patch: The number of the patch.
+            patches: How many there are.
+            entire: Whether the step is in one piece.
+            values: Where the values are put, by name.
+        """
         if self.links is None:
             return
         for source in range(number):
@@ -259,7 +366,16 @@ class PipeFusion(nn.Module):
                 run.fixed.update(zip(fixed, found[len(names) :], strict=True))
 
     def give(self, number: int, run: ImageRun, patch: int, patches: int, entire: bool, values: dict[str, Any]) -> None:
-        """Send later stages the values that they take from this one, if each has its own process."""
+        """Send later stages what they take of this one, where each has a process of its own.
+
+        Args:
+            number: The stage.
+            run: The image.
+            patch: The number of the patch.
+            patches: How many there are.
+            entire: Whether the step is in one piece.
+            values: The values, by name.
+        """
         if self.links is None:
             return
         for to in range(number + 1, len(self.plan.stages)):
@@ -269,7 +385,16 @@ class PipeFusion(nn.Module):
                 self.links.send(to, found, (run.shapes, patch, patches))
 
     def between(self, source: int, to: int, entire: bool) -> tuple[list[str], list[str]]:
-        """Return the names of what one stage sends another: values, and in a step in one piece numbers too."""
+        """List the names of what one stage sends another: values, and in a step in one piece numbers too.
+
+        Args:
+            source: The stage that sends.
+            to: The stage that receives.
+            entire: Whether the step is in one piece.
+
+        Returns:
+            The names of the values and those of the numbers.
+        """
         stage = self.plan.stages[to]
         fixed = dict(stage.fixed_taken)
         if to == len(self.plan.stages) - 1:
@@ -277,10 +402,17 @@ class PipeFusion(nn.Module):
         return [n for n, s in stage.taken.items() if s == source], [n for n, s in fixed.items() if s == source and entire]
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-        """Run a call in one piece, and again patch by patch: nothing is stale then, and both must equal the model's result.
+        """Run a call in one piece, and again patch by patch: nothing is stale then, and both must be what the model gives.
 
-        Returns the largest difference relative to the largest value. Raises VerifyError if it is more than rounding in its
-        dtype allows.
+        Args:
+            args: Inputs by position.
+            kwargs: Inputs by name.
+
+        Returns:
+            The largest difference over the largest value.
+
+        Raises:
+            VerifyError: It is larger than rounding in its dtype.
         """
         inputs, run = self.bound(args, kwargs), ImageRun(None)
         with torch.no_grad():
@@ -311,7 +443,17 @@ class PipeFusion(nn.Module):
         return getattr(self.module, name)
 
     def train(self, mode: bool = True) -> PipeFusion:
-        """Set evaluation mode, like torch's `train` for `mode` False. Raises SpecError for True: there are no gradients."""
+        """Do as torch's `train` for `mode` False.
+
+        Args:
+            mode: Only False.
+
+        Returns:
+            This module.
+
+        Raises:
+            SpecError: `mode` is True: there are no gradients.
+        """
         if mode:
             raise SpecError("PipeFusion computes no gradients: train the module that it was made from")
         return super().train(False)

@@ -61,14 +61,36 @@ class Task:
     trains = False  # whether something of `encoder` trains too
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
-        """Prepare the task, once, with the rewritten module, before anything else. Raises SpecError for what does not fit."""
+        """Get ready, once, with the rewritten module, before anything else.
+
+        Args:
+            module: The rewritten module.
+            info: What is known of the data and the run.
+
+        Raises:
+            SpecError: Something does not fit.
+        """
 
     def transform(self, train: bool) -> Callable[[Any, tuple[int, int]], Tensor] | None:
-        """Return a function from a PIL image and a size to a tensor [c, h, w]; None for the loader's own, in [-1, 1]."""
+        """Give the function that makes a tensor of an image.
+
+        Args:
+            train: Whether it is for training, or for tests.
+
+        Returns:
+            A function from a PIL image and a size (height, width) to a tensor [c, h, w]; None is the loader's own, in [-1, 1].
+        """
         return None
 
     def check_batch(self, size: int) -> None:
-        """Raise SpecError if a batch of so many samples cannot be trained on; called before the training."""
+        """Check, before the training, that a batch of so many samples can be trained on.
+
+        Args:
+            size: The number of samples.
+
+        Raises:
+            SpecError: It cannot.
+        """
 
     def check_samples(self, module: nn.Module) -> bool:
         """Try what `samples` does, before the training, so that it fails there.
