@@ -19,7 +19,7 @@ from .errors import ArtifactError, VerifyError, brief_fields, outline
 from .ir.containers import call_of, leaves, map_leaves, named_tensors, parameters
 from .ir.graph import Graph, copy_graph, replace
 from .ir.ops import TO_DENSE, other_kind
-from .ir.traced_module import TracedModule, shell
+from .ir.traced_module import TracedModule, strip_to_container
 from .quantised import cut_gradient, described
 from .rewriter import neutrality
 from .rewriter.neutrality import restore_buffers
@@ -357,7 +357,7 @@ def _capture(module: TracedModule, mode: bool, graph: Graph, call: Any) -> str |
         captured += 1
         return graph.forward
 
-    tree = shell(module)
+    tree = strip_to_container(module)
     with swapped(tree, on_meta):
         tree.train(mode)
         copy = TracedModule(tree, {mode: graph})

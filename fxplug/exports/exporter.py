@@ -25,7 +25,7 @@ from ..core.errors import FxplugError, brief_fields, did_you_mean, first_line, s
 from ..core.ir.calls import call_code
 from ..core.ir.containers import Container, call_of, children, leaves, map_leaves
 from ..core.ir.graph import copy_graph, insert, replace
-from ..core.ir.traced_module import TracedModule, shell
+from ..core.ir.traced_module import TracedModule, strip_to_container
 from ..core.ir.variants import module_for
 from ..core.locks import with_read_lock
 from ..core.reading import about, reported
@@ -234,7 +234,7 @@ def _program(module: TracedModule) -> tuple[nn.Module, tuple[str, ...]]:
             replace(node, tuple(node.args[0]))
         elif node.op == "call_function" and isinstance(node.target, type):
             notes.append(_plain_result(node))
-    tree = shell(module)
+    tree = strip_to_container(module)
     traced = TracedModule(tree, {module.training: graph})
     # torch.export interprets a GraphModule, and takes keyword arguments by position then; it calls other modules. Nothing
     # plainer: a module around this one would put its name before every weight's

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ..core.errors import SpecError, did_you_mean
 from ..core.ir.graph import copy_graph, erase_unused, insert, meta_of, replace, set_argument
-from ..core.ir.traced_module import TracedModule, check_traced, shell
+from ..core.ir.traced_module import TracedModule, check_traced, strip_to_container
 from ..core.spec.addresses import identifier
 from ..core.torch_internals.modules import BatchNorm, InstanceNorm
 from ..core.torch_internals.tensors import version
@@ -40,7 +40,7 @@ def freeze_norms(gm: TracedModule, frozen: Callable[[str], bool] | Collection[st
         held = FrozenParts(names, lambda name: name in frozen if name in known else bool(frozen))
     else:
         held = FrozenParts(names, frozen)
-    tree = shell(gm)
+    tree = strip_to_container(gm)
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     for graph in graphs.values():
         counts = set()

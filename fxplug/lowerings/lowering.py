@@ -10,7 +10,7 @@ from ..core.errors import SpecError
 from ..core.extensions import Derivation, derivation_of
 from ..core.ir.containers import tensor_at
 from ..core.ir.graph import copy_graph
-from ..core.ir.traced_module import TracedModule, shell
+from ..core.ir.traced_module import TracedModule, strip_to_container
 from ..core.locks import with_read_lock
 
 
@@ -46,7 +46,7 @@ def unlowered(module: TracedModule) -> TracedModule:
     if not isinstance(source, TracedModule):
         return module
     source = unlowered(source)
-    tree = shell(source)
+    tree = strip_to_container(source)
     tree._modules.update({name: module.get_submodule(name) for name in module.meta.get("banks", [])})
     homes = [part for part in module.modules() if isinstance(part, KeptBases)]
     bases = {key: base for home in homes for key, base in home.bases(module).items()}

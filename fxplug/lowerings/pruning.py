@@ -8,7 +8,7 @@ from torch import nn
 
 from ..core.ir.bound_inputs import HOME
 from ..core.ir.graph import copy_graph
-from ..core.ir.traced_module import TracedModule, shell
+from ..core.ir.traced_module import TracedModule, strip_to_container
 from ..core.ir.variants import Variants
 from ..core.locks import with_read_lock
 from .merging.fold import check_unlowered
@@ -32,7 +32,7 @@ def prune(gm: TracedModule) -> TracedModule:
     """
     check_unlowered(gm, "prune")
     every = gm.modules_by_form
-    tree = shell(gm)
+    tree = strip_to_container(gm)
     own = {entry["name"] for entry in gm.meta.get("passes", [])} | {HOME}
     kept: set[int] = set()  # modules
     used: set[int] = set()  # tensors

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from ..core.errors import VerifyError
 from ..core.ir.comparison import RESULT, WITHIN, Difference, Outcome, copied, detached, difference, distance, numbers
 from ..core.ir.containers import leaves
-from ..core.ir.traced_module import TracedModule, shell
+from ..core.ir.traced_module import TracedModule, strip_to_container
 from ..core.rewriter.probe import GraphRun
 from ..core.verifier import Subject, is_split, need_values
 from .planning.trials import EMPTY, name_of
@@ -143,7 +143,7 @@ def _result(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool = F
 
 
 def _run(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> Outcome:
-    found, tree = Outcome(), shell(gm)
+    found, tree = Outcome(), strip_to_container(gm)
     for module in tree.modules():  # threads that pretend to be processes write buffers of their own
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.detach().clone()

@@ -17,7 +17,7 @@ from ..core.errors import FxplugError, SpecError, VerifyError, brief_fields, out
 from ..core.ir.comparison import copied
 from ..core.ir.containers import call_of
 from ..core.ir.graph import Graph, copy_graph
-from ..core.ir.traced_module import TracedModule, copied_graphs, shell
+from ..core.ir.traced_module import TracedModule, copied_graphs, strip_to_container
 from ..core.rewriter.probe import GraphRun
 from .comparison import check_pretended, pretending
 from .local_weights import localize
@@ -107,7 +107,7 @@ class Plan:
 
     def unsplit(self, module: TracedModule) -> TracedModule:
         """Make what was split of a module that `is_of` this plan, on the weights and with the adapters that it has now."""
-        names, tree = {stage.name for stage in self.stages}, shell(module)
+        names, tree = {stage.name for stage in self.stages}, strip_to_container(module)
         for name in names:
             tree._modules.pop(name, None)
         passes = [entry for entry in module.meta["passes"] if entry["name"] not in names]

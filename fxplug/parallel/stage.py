@@ -12,7 +12,7 @@ from torch import fx, nn
 from ..core.capture.isolation import in_mode
 from ..core.errors import SpecError, brief_fields, did_you_mean
 from ..core.ir.graph import Graph, copy_graph
-from ..core.ir.traced_module import TracedModule, shell
+from ..core.ir.traced_module import TracedModule, strip_to_container
 from ..core.rewriter.graft import Traces
 from ..core.rewriter.neutrality import _knows_mode
 from .planning import rows, token_origins
@@ -97,7 +97,7 @@ def in_both_modes(gm: TracedModule) -> TracedModule:
     if len(gm.graphs) == 2 or gm.twin_error or not _knows_mode(gm):
         return gm
     (graph,) = gm.graphs.values()
-    return gm.derived(shell(gm), {mode: copy_graph(graph) for mode in (gm.training, not gm.training)})
+    return gm.derived(strip_to_container(gm), {mode: copy_graph(graph) for mode in (gm.training, not gm.training)})
 
 
 def named_starts(graph: fx.Graph, split: Mapping[str, int]) -> dict[fx.Node, int]:
@@ -129,7 +129,7 @@ def write_axis(gm: TracedModule, stage: Stage, ways: Mapping[str, int], traces: 
     if stage.name in dict(gm.named_children()):
         raise SpecError(f"the model has a module '{stage.name}' of its own")
     gm = opened(gm, stage.opens, traces=traces) if stage.opens else gm
-    tree = shell(gm)
+    tree = strip_to_container(gm)
     graphs: dict[bool, Graph] = {}
     for mode, found in stage.modes.items():
         graphs[mode] = copy_graph(gm.graphs[mode])

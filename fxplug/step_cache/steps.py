@@ -15,7 +15,7 @@ from ..core.ir import ops
 from ..core.ir.calls import check_samples
 from ..core.ir.containers import leaves
 from ..core.ir.graph import Graph, insert, meta_of
-from ..core.ir.traced_module import TracedModule, shell
+from ..core.ir.traced_module import TracedModule, strip_to_container
 from ..core.locks import call_with_read_lock, choices_of, locks_of
 from ..core.torch_internals.modules import TABLES
 
@@ -97,7 +97,7 @@ class Stepped(nn.Module):
     @eager
     def _made(self, name: str) -> TracedModule:
         module = self.module
-        part: TracedModule = module.derived(shell(module), self.graphs_of(name), part=name)
+        part: TracedModule = module.derived(strip_to_container(module), self.graphs_of(name), part=name)
         for table in TABLES:
             part.__dict__[table] = vars(module)[table]  # what moves or changes one of them does so for all
         if self._options is not None:

@@ -75,7 +75,7 @@ def class_names(module: nn.Module) -> tuple[str, ...]:
     return (*names, "TransposedLinear") if is_transposed(module) else names or ("Module",)
 
 
-def shell(module: nn.Module) -> nn.Module:
+def strip_to_container(module: nn.Module) -> nn.Module:
     """The module tree again on the same tensors: changing one tree, or the mode of its modules, leaves the other alone.
 
     The root comes back as a Container; a module that stands in two places does so in the copy.
@@ -417,7 +417,7 @@ class TracedModule(TracedRoot, fx.GraphModule):
 
     def copied(self) -> TracedModule:
         """Copy the graphs, on the same tensors, in a tree of its own."""
-        return self._copy_on(shell(self))
+        return self._copy_on(strip_to_container(self))
 
     def _copy_on(self, tree: nn.Module) -> TracedModule:
         new = self.derived(tree, copied_graphs(self))

@@ -23,7 +23,7 @@ from .containers import Container, SharedCode, tensor_at
 from .entry_checks import refusal, repeatable
 from .graph import Graph, change
 from .part_modes import MixedModes
-from .traced_module import Step, TracedModule, copied_graphs, shell
+from .traced_module import Step, TracedModule, copied_graphs, strip_to_container
 
 DECIDED = "decided: "  # before what is no argument
 
@@ -203,7 +203,7 @@ class Variants(TracedModule):
 
 def as_kind(kind: type[V], module: TracedModule) -> V:
     """A traced module again, on the same tensors and with the same variants, of a subclass of Variants."""
-    new = kind(shell(module), copied_graphs(module), module._origin, module._extras)
+    new = kind(strip_to_container(module), copied_graphs(module), module._origin, module._extras)
     new.twin_error, new.meta, new._steps = module.twin_error, dict(module.meta), module._steps
     note_unrepeatable(new)  # what it was made from is of another kind
     if isinstance(module, Variants):

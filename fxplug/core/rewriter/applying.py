@@ -16,7 +16,7 @@ from ..capture.isolation import unchanged
 from ..errors import ClashError, FxplugError, SpecError, shown
 from ..ir.containers import CodeInGraph, Container
 from ..ir.graph import OF_THE_ROOT, Graph, copy_graph
-from ..ir.traced_module import TracedModule, check_traced, class_names, shell
+from ..ir.traced_module import TracedModule, check_traced, class_names, strip_to_container
 from ..spec.pass_file import accepted_arguments, check_known, check_options, import_target
 from ..spec.rules import Pass, Rule, as_mapping, is_target
 from .editor import Editor
@@ -246,7 +246,7 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
         )
     sites = given if isinstance(given, Sites) else find(gm, given)
     host, gm, p = gm, sites.joined, sites.p
-    tree = shell(gm)
+    tree = strip_to_container(gm)
     owners: dict[Any, Any] = {}
     first = next((t for t in gm.parameters() if t.is_floating_point()), None)
     # in the order of the model's modules, as other libraries make theirs: one seed draws the same weights

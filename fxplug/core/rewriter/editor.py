@@ -13,7 +13,7 @@ from ..errors import ClashError, MatchError, SpecError
 from ..ir import ops
 from ..ir.graph import Graph, erase, erase_unused, insert, meta_of, rewire
 from ..ir.regions import find_input, find_member, find_operand, find_output, members, operands, source
-from ..ir.traced_module import TracedModule, shell
+from ..ir.traced_module import TracedModule, strip_to_container
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass
 from ..torch_internals.modules import is_erased
@@ -149,7 +149,7 @@ class Editor(OpenedGraph):
         what = f"{where}{self.p.name}: {type(block).__name__} at '{site.node or site.path or 'the model'}'"
         sub = self.traces.of(block, args, {}, what)
         owner, _, last_name = name.rpartition(".")
-        own = shell(sub)
+        own = strip_to_container(sub)
         self.tree.get_submodule(owner)._modules[last_name] = own
         graft = Graft(self.graph, name, name, ROOT, self.made_by(site, type(block).__name__), after=last)
         graft.base = self.traces.weights_of_base(name, own, self.tree)

@@ -16,7 +16,7 @@ from ..ir.containers import map_leaves
 from ..ir.graph import Graph, change, erase, erase_unused, insert, meta_of
 from ..ir.regions import Regions, each, find_input, find_output, nest, region_of
 from ..ir.subgraphs import aliases, written
-from ..ir.traced_module import TracedModule, check_traced, copied_graphs, shell
+from ..ir.traced_module import TracedModule, check_traced, copied_graphs, strip_to_container
 from ..spec.addresses import Port, chosen, is_pattern, parse_port
 from ..spec.rules import Match
 from .near_misses import misses
@@ -63,7 +63,7 @@ def features(gm: TracedModule, paths: str | Iterable[str]) -> TracedModule:
     if len(names) > 1:
         apart = sorted(set.symmetric_difference(*map(set, names)))
         raise MatchError(f"features: '{apart[0]}' is there in one of training and evaluation alone: name regions without it")
-    made = gm.derived(shell(gm), graphs)
+    made = gm.derived(strip_to_container(gm), graphs)
     return made.made_by(partial(features, paths=asked), gm)
 
 

@@ -20,7 +20,7 @@ from ..ir import ops
 from ..ir.containers import Container
 from ..ir.graph import Graph, copy_graph, insert
 from ..ir.regions import Regions, each, find_input, members, source
-from ..ir.traced_module import TracedModule, shell
+from ..ir.traced_module import TracedModule, strip_to_container
 from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
 from ..spec.rules import Pass
 from .graft import Graft, head, traced
@@ -174,7 +174,7 @@ def _differences(gm: TracedModule, name: str, module: nn.Module) -> str:
 
 
 def _join(gm: TracedModule, p: Pass, modules: Mapping[str, nn.Module], sizes: Mapping[str, int]) -> TracedModule:
-    tree = shell(gm)
+    tree = strip_to_container(gm)
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     for graph in graphs.values():
         _add_inputs(gm, graph, p, sizes)
@@ -208,7 +208,7 @@ def _place(tree: nn.Module, owner: str, name: str, sub: TracedModule, training: 
     if owner not in tree._modules:
         tree._modules[owner] = Container(("Added",))
         tree._modules[owner].training = training  # type: ignore[union-attr]
-    tree._modules[owner]._modules[name] = shell(sub).train(training)  # type: ignore[union-attr]
+    tree._modules[owner]._modules[name] = strip_to_container(sub).train(training)  # type: ignore[union-attr]
 
 
 def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int]) -> None:

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from ..ir.graph import Graph, copy_graph
 from ..ir.regions import Regions, regions_of
-from ..ir.traced_module import TracedModule, shell
+from ..ir.traced_module import TracedModule, strip_to_container
 from ..spec.rules import Pass, Rule
 from .graft import BothModes, OpenedGraph, Traces
 from .matches import admitted, catches_all, composites, hits, of_any_class
@@ -27,7 +27,7 @@ def open_for(gm: TracedModule, p: Pass) -> TracedModule:
 
 def opened(gm: TracedModule, paths: Collection[str], p: Pass) -> TracedModule:
     """Return the traced module with the calls of these modules replaced by their code, as part of a pass."""
-    tree, traces = shell(gm), Traces()
+    tree, traces = strip_to_container(gm), Traces()
 
     def edited(modes: Mapping[bool, fx.Graph]) -> dict[bool, Graph]:
         graphs = {mode: copy_graph(graph) for mode, graph in modes.items()}

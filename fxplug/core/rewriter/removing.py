@@ -9,7 +9,7 @@ from torch import fx
 from ..errors import SpecError, did_you_mean
 from ..extensions import derivation_of
 from ..ir.graph import Graph, erase, redirect
-from ..ir.traced_module import TracedModule, check_traced, copied_graphs, shell
+from ..ir.traced_module import TracedModule, check_traced, copied_graphs, strip_to_container
 
 
 def remove(module: TracedModule, name: str) -> TracedModule:
@@ -49,7 +49,7 @@ def remove(module: TracedModule, name: str) -> TracedModule:
             f"'{name}' has replaced '{replaced}', which is no longer in the graph: trace the model again, and apply "
             f"{', '.join(other for other in names if other != name) or 'what else you want'}"
         )
-    tree, graphs = shell(module), copied_graphs(module)
+    tree, graphs = strip_to_container(module), copied_graphs(module)
     for graph in graphs.values():
         _take_out(graph, name)
     tree._modules.pop(name, None)

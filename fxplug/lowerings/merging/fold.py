@@ -17,7 +17,7 @@ from ...core.ir import ops
 from ...core.ir.containers import tensor_at
 from ...core.ir.graph import Graph, added, copy_graph, erase_unused, insert, meta_of, redirect, replace, set_argument
 from ...core.ir.regions import Regions, listed
-from ...core.ir.traced_module import TracedModule, check_traced, shell
+from ...core.ir.traced_module import TracedModule, check_traced, strip_to_container
 from ...core.locks import with_read_lock
 from ...core.rewriter.networks import GATES
 from ...core.spec.addresses import Port, identifier
@@ -166,7 +166,7 @@ class FoldPlan:
 
     def __init__(self, gm: TracedModule, passes: set[str]) -> None:
         self.gm, self.passes = gm, passes
-        self.tree = shell(gm)
+        self.tree = strip_to_container(gm)
         self.graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
         self.uses: dict[tuple[int, str], list[ParameterUse]] = {}
         self.reasons: dict[str, dict[str, str]] = {name: {} for name in passes}

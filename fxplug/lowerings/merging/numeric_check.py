@@ -12,7 +12,7 @@ from ...blocks.lora import Lora
 from ...core.errors import FxplugError
 from ...core.ir.comparison import REWRITTEN, is_close
 from ...core.ir.containers import tensor_at
-from ...core.ir.traced_module import shell
+from ...core.ir.traced_module import strip_to_container
 from ..linear.layers import Layer
 from .updates import delta, in_dtype, weight_of
 
@@ -80,7 +80,7 @@ def evaluate(node: fx.Node, tree: nn.Module, given: Mapping[fx.Node, Any], dtype
 
 def noise(block: Lora) -> Lora:
     """Return a block of the same kind with random numbers, in float64 on the CPU."""
-    copied: Lora = shell(block).eval()  # type: ignore[assignment]
+    copied: Lora = strip_to_container(block).eval()  # type: ignore[assignment]
     for module in copied.modules():
         for name, p in module._parameters.items():
             if p is not None:

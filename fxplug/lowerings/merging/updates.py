@@ -13,7 +13,7 @@ from ...blocks.lora import Lora
 from ...blocks.low_rank import in_groups, spread
 from ...blocks.scale import Scale, Ssf
 from ...blocks.weight_update import Update
-from ...core.ir.traced_module import shell
+from ...core.ir.traced_module import strip_to_container
 
 
 @dataclass(frozen=True)
@@ -134,4 +134,4 @@ def in_dtype(block: nn.Module, dtype: torch.dtype, *args: Any) -> Any:
     """Return a block's result in evaluation with all its tensors in this dtype; the block itself is unchanged."""
     rows = [*block.named_parameters(), *block.named_buffers()]
     state = {name: t.detach().to(dtype) if t.is_floating_point() else t.clone() for name, t in rows}
-    return functional_call(shell(block).eval(), state, args)
+    return functional_call(strip_to_container(block).eval(), state, args)

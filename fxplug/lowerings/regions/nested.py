@@ -19,7 +19,7 @@ from ...core.ir.entry_checks import computes_only
 from ...core.ir.functions import REGION
 from ...core.ir.graph import Graph, change, copy_graph, copy_nodes, erase_unused, insert, replace
 from ...core.ir.subgraphs import RegionCut, aliases, changed_input, extract, members, plan, unique_names
-from ...core.ir.traced_module import TracedModule, class_names, shell
+from ...core.ir.traced_module import TracedModule, class_names, strip_to_container
 from ...core.torch_internals.modules import as_listened, constant_floats, is_compiling
 from ...core.torch_internals.tensors import memory_id
 from ..lowering import Lowering
@@ -99,7 +99,7 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
     home = HOME
     while hasattr(gm, home):
         home += "_"
-    tree = shell(gm)
+    tree = strip_to_container(gm)
     holder = Container(("Nested",))
     holder.training = gm.training
     kinds: dict[Any, str] = {}

@@ -17,7 +17,7 @@ from ...core.ir.functions import REGION
 from ...core.ir.graph import copy_graph, erase_unused
 from ...core.ir.regions import regions_of
 from ...core.ir.subgraphs import RegionCut, changed_input, extract, members, plan, unique_names, written
-from ...core.ir.traced_module import TracedModule, class_names, shell
+from ...core.ir.traced_module import TracedModule, class_names, strip_to_container
 from ...core.rewriter.near_misses import misses
 from ...core.spec.addresses import select
 from ...core.spec.rules import Match
@@ -183,7 +183,7 @@ def _assembled(
     checkpoint: bool,
 ) -> TracedModule:
     """Assemble the outlined module: a region owns what it alone uses, the root the rest."""
-    tree = shell(gm)
+    tree = strip_to_container(gm)
     for graph in graphs.values():
         for node in graph.nodes:
             node.meta.pop(REGION, None)

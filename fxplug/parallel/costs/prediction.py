@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...core.errors import FxplugError, SpecError, brief_fields, did_you_mean, shown
 from ...core.ir.containers import leaves, map_leaves
-from ...core.ir.traced_module import TracedModule, shell
+from ...core.ir.traced_module import TracedModule, strip_to_container
 from ...core.rewriter.probe import GraphRun, empty, swapped
 from ...core.torch_internals import tensors as kernels
 from ..comparison import pretending
@@ -167,7 +167,7 @@ def format_figures(link: tuple[float, float], speed: float) -> str:
 @contextlib.contextmanager
 def _without_values(module: TracedModule, call: Any) -> Iterator[tuple[nn.Module, Any]]:
     """Yield a copy of the module tree and the call on fake tensors; the module itself can be called."""
-    tree = shell(module)
+    tree = strip_to_container(module)
     with torch.no_grad(), kernels.FakeTensorMode(allow_non_fake_inputs=True), swapped(tree, empty):
         yield tree, map_leaves(call, lambda t, _: empty(t))
 

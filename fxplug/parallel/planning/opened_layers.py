@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from ...core.errors import SpecError, TraceError
 from ...core.ir.graph import Graph, copy_graph, erase, meta_of, replace
-from ...core.ir.traced_module import TracedModule, shell
+from ...core.ir.traced_module import TracedModule, strip_to_container
 from ...core.quantised import is_quantised
 from ...core.rewriter.graft import Graft, Traces
 from ...core.torch_internals.modules import is_hooked
@@ -28,7 +28,7 @@ def opened(
     `traces` among calls.
     """
     wanted = None if paths is None else set(paths)
-    tree, traces = shell(gm), traces or Traces()
+    tree, traces = strip_to_container(gm), traces or Traces()
     graphs = {}
     for mode in gm.graphs if modes is None else modes:
         graphs[mode] = copy_graph(gm.graphs[mode])

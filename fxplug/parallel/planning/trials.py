@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...core.ir.comparison import WITHIN, is_close
-from ...core.ir.traced_module import shell
+from ...core.ir.traced_module import strip_to_container
 from ...core.rewriter.graft import Traces
 from ...core.torch_internals import modules as pytree
 from ...core.torch_internals.tensors import version
@@ -139,7 +139,7 @@ class ShardTrials:
                 others[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
         if not others:
             return module
-        new = shell(module)  # no deep copy: a module may hold anything, and others may be calling this one
+        new = strip_to_container(module)  # no deep copy: a module may hold anything, and others may be calling this one
         for one in new.modules():
             for table in (one._parameters, one._buffers):
                 table.update({name: others.get(id(tensor), tensor) for name, tensor in table.items()})  # type: ignore[misc]
