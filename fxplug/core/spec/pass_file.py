@@ -253,13 +253,10 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
         raise SpecError(f"a pass is a name, a path, a mapping or a Pass, not {shown(source)}")
     data = read.data if isinstance(read.data, Mapping) else {}
     made = ["about", "params", "numerics"]
-    kind = _class_of(data)
-    known = [*(made if "make" in data else [f.name for f in fields(kind) if f.name != "where"]), "make", *PAGE_KEYS]
-    ruled = "make" not in data and not kind.made_for_model
-    if unknown := next((key for key in data if key not in known), None):
-        near = did_you_mean(unknown, [*known, *extensions.parts("keys")])
-        raise read.error(f"unknown key '{unknown}'{near}{extensions.unusable_note()}", key=unknown)
-    read.keys(known, ["rules"] if ruled else [])
+    kind = _class_of(read, data)
+    known = made if "make" in data else [f.name for f in fields(kind or Pass) if f.name != "where"]
+    ruled = "make" not in data and kind is not None and not kind.made_for_model
+    read.keys([*known, "make", *PAGE_KEYS, *(data if kind is None else ())], ["rules"] if ruled else [])
     rules = read.data.get("rules", [])
     if not isinstance(rules, (list, tuple)) or not rules and ruled:
         found = "an empty list" if rules in ([], ()) else shown(rules)
@@ -281,20 +278,33 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
     return Draft(read, name if name.isidentifier() and not iskeyword(name) else f"pass_{name}", kind)
 
 
-def _class_of(data: Mapping[str, Any]) -> type[Pass]:
-    """Return the class of a pass with these keys: an extension's if one of them is not the core's."""
-    core = {"make", *PAGE_KEYS, *(f.name for f in fields(Pass))}
-    own = next((key for key in data if key not in core and key in extensions.parts("keys")), None)
-    return Pass if own is None else extensions.import_part("keys", own)
+def _class_of(read: Source, data: Mapping[str, Any]) -> type[Pass] | None:
+    """Return the class of a pass with these keys: an extension's if one of them is not the core's, None where that is missing.
+
+    Raises SpecError for a key that no extension can bring.
+    """
+    core = ["make", *PAGE_KEYS, *(f.name for f in fields(Pass))]
+    others = [key for key in data if key not in core]
+    if not others:
+        return Pass
+    brought = extensions.parts("keys")
+    if own := next((key for key in others if key in brought), None):
+        return extensions.import_part("keys", own)  # type: ignore[no-any-return]
+    if extensions.unusable():
+        return None
+    raise read.error(f"unknown key '{others[0]}'{did_you_mean(others[0], [*core, *brought])}", key=others[0])
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A pass that was read but not yet given its parameters; `name` is what its file is called, `kind` the pass's class."""
+    """A pass that was read but not yet given its parameters; `name` is what its file is called.
+
+    `kind` is the class of the pass, None where an extension that cannot be used would bring it.
+    """
 
     source: Source
     name: str
-    kind: type[Pass] = Pass
+    kind: type[Pass] | None = Pass
 
     __repr__ = brief_fields
 
@@ -352,6 +362,9 @@ class Draft:
     ) -> Pass:
         """Return the pass with every `$name` filled in from `values`, and the settings in `common`."""
         source, data, used = self.source, self.source.data, set[str]()
+        if self.kind is None:
+            unknown = next(key for key in data if key not in (*PAGE_KEYS, *(f.name for f in fields(Pass))))
+            raise source.error(f"unknown key '{unknown}'{extensions.unusable_note()}", key=unknown)
         rules = []
         for index, raw in enumerate(data.get("rules", [])):
             rule = _fill(raw, values, used, source, ("rules", index))
