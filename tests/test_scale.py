@@ -15,7 +15,7 @@ from torch import nn
 
 import fxplug
 from fxplug.blocks.base import Block
-from fxplug.core.capture.graph_builder import Nodes
+from fxplug.core.capture.graph_builder import Recording
 from fxplug.core.ir import text
 from fxplug.core.ir.subgraphs import unique_names
 from fxplug.core.spec.pass_file import Match, Pass, Rule
@@ -170,7 +170,7 @@ def test_a_constant_costs_as_much_among_a_thousand():
     recording = SimpleNamespace(named_weights=(0, set()), repeated=Counter(), parameters=Counted(), constants={}, journal=None)
     recording.attribute_name = lambda tensor: None
     for _ in range(500):
-        Nodes.constant(recording, torch.ones(1))
+        Recording.constant(recording, torch.ones(1))
     assert list(recording.constants)[-1] == "constant_499" and recording.parameters.looks <= 1
 
 

@@ -26,10 +26,11 @@ from ..spec.addresses import Port, identifier
 from ..torch_internals.modules import COMPILED, call_with_hooks, forward_hooks
 from ..torch_internals.tensors import DisableTorchFunction, FakeTensor
 from .fake_tensors import KINDS, NeedsValues, Number, fake, layer_key
-from .graph_builder import PRINTABLE, Frame
+from .graph_builder import PRINTABLE, Frame, Recording
 from .isolation import alike, frozen
 from .module_state import identical_items
-from .recorder import Recording
+from .reads import guard_structure, record_assignments
+from .recorder import Listener
 
 CONSTANTS = (bool, int, float, str)  # arguments that an edge remembers
 MOMENT = 0.01  # seconds in which a thread ends the layer that it was in, and had not read its weights yet
@@ -178,7 +179,7 @@ class RegionEdges:
             and not type(module).__module__.startswith("torch.nn.")
             or isinstance(module, torch.jit.ScriptModule)
         ):
-            recording.guard_structure(node, out)
+            guard_structure(recording, node, out)
         with DisableTorchFunction():  # which the recording would answer for each tensor that it asks for its shape
             result = recording.bind(out, node)
         recording.frame = outer
@@ -292,9 +293,9 @@ def run(recording: Recording, regions: RegionEdges, args: tuple[Any, ...], kwarg
             positional.append(values[name])
     recording.active, _trace.edges = True, regions
     try:
-        with recording:
+        with Listener(recording):
             out = regions.region(model, "", positional, named)
-            recording.assigned(regions.called)
+            record_assignments(recording, regions.called)
             entry.record_writes()
             result = _result(recording, out)
     finally:

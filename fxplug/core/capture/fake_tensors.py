@@ -203,6 +203,64 @@ def recorded_math(name: str) -> Callable[..., Any]:
     return lambda *args: record(function, *args)
 
 
+# torch's classes that are called to make a tensor, which torch does not report as it does `torch.empty`
+TENSOR_CLASSES = [f"{kind}Tensor" for kind in "Bool Byte Char Short Int Long Half BFloat16 Float Double".split()]  # noqa: SIM905
+
+
+class TensorClass:
+    """What stands for a class such as torch.LongTensor."""
+
+    def __init__(self, original: Any, is_recording: Callable[[], bool]) -> None:
+        self.original, self.is_recording = original, is_recording
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or not self.is_recording() or asker(sys._getframe(1)) is None:
+            return self.original(*args, **kwargs)
+        return _made(args, self.original.dtype)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, self.original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+
+class FloatInfo(TensorClass):
+    """What stands for torch.finfo, which tells of the default dtype where it is given none."""
+
+    def __init__(self, is_recording: Callable[[], bool], reads_default_dtype: Callable[[], None]) -> None:
+        super().__init__(torch.finfo, is_recording)
+        self.reads_default_dtype = reads_default_dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and self.is_recording() and asker(sys._getframe(1)) is not None:
+            self.reads_default_dtype()
+        return self.original(*args, **kwargs)
+
+
+def tensor_classes(is_recording: Callable[[], bool], reads_default_dtype: Callable[[], None]) -> Iterator[tuple[Any, str, Any]]:
+    """What stands for torch's classes where the model's own code calls them: owner, name and value."""
+    original = torch.Tensor.__new__
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is not torch.Tensor or kwargs or not is_recording() or asker(sys._getframe(1)) is None:
+            return original(cls, *args, **kwargs)
+        reads_default_dtype()
+        return _made(args, torch.get_default_dtype())
+
+    yield torch.Tensor, "__new__", new
+    yield torch, "finfo", FloatInfo(is_recording, reads_default_dtype)
+    yield from ((torch, name, TensorClass(getattr(torch, name), is_recording)) for name in TENSOR_CLASSES)
+
+
+def _made(args: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
+    if len(args) == 1 and isinstance(args[0], torch.Tensor):
+        return args[0].detach()
+    if len(args) == 1 and isinstance(args[0], (list, tuple, np.ndarray)) and not isinstance(args[0], torch.Size):
+        return torch.tensor(args[0], dtype=dtype)
+    return torch.empty(*(args or (0,)), dtype=dtype)
+
+
 NUMBER_KIND = re.compile(r"\b(Number|Int|Float|SymInt|SymFloat|int|float)\b")  # in the message of a TypeError
 NUMBER = re.compile(r"\b(Int|Float|SymInt|SymFloat)\b")  # in that of any other error
 

@@ -10,7 +10,8 @@ from typing import Any
 from ..errors import TraceError
 from ..ir import ops
 from ..ir.containers import leaves
-from .recorder import Recording
+from .graph_builder import Recording
+from .recorder import record_call
 
 
 @functools.cache
@@ -62,7 +63,7 @@ def flex_attention(recording: Recording, original: Callable[..., Any], args: Any
                 f"create_block_mask, which cannot be captured in a graph; {recording.way_out()}"
             )
     target, given, named, _ = _opened(recording, original, args, kwargs)
-    return recording.call(target, None, given, named)
+    return record_call(recording, target, None, given, named)
 
 
 def _opened(

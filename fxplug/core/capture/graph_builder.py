@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import operator
-import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import fx, get_default_dtype, nn  # torch's own, whatever a run puts in its place
 from torch.nn.utils.rnn import PackedSequence
-from torch.overrides import TorchFunctionMode
 
 from ..errors import TraceError
-from ..ir import functions as checked_functions
-from ..ir import ops
+from ..ir import functions, ops
 from ..ir.containers import children
 from ..ir.graph import Graph, erase_unused, insert
 from ..spec.addresses import identifier
@@ -30,73 +27,15 @@ from ..torch_internals.tensors import (
     memory_id,
     unset_fake_temporarily,
 )
-from .fake_tensors import KINDS, Number, Results, Tries, fake
+from .fake_tensors import KINDS, Number, Results, TensorClass, Tries, fake
 from .module_state import Journal, storage_of
-from .user_code import asker, source_line, user_frame
+from .user_code import ORDERED, decides_nothing, decision_at, source_line, user_frame
 
 PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
 PRINTABLE += (torch.memory_format, torch.layout, range)
 NUMBERS = (bool, *KINDS)
 DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 SMALL = 16  # a constant of at most so many numbers is written into the code, a larger one becomes a buffer
-
-
-# torch's classes that are called to make a tensor, which torch does not report as it does `torch.empty`
-TENSOR_CLASSES = [f"{kind}Tensor" for kind in "Bool Byte Char Short Int Long Half BFloat16 Float Double".split()]  # noqa: SIM905
-
-
-class TensorClass:
-    """What stands for a class such as torch.LongTensor."""
-
-    def __init__(self, original: Any, is_recording: Callable[[], bool]) -> None:
-        self.original, self.is_recording = original, is_recording
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or not self.is_recording() or asker(sys._getframe(1)) is None:
-            return self.original(*args, **kwargs)
-        return _made(args, self.original.dtype)
-
-    def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, self.original)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.original, name)
-
-
-class FloatInfo(TensorClass):
-    """What stands for torch.finfo, which tells of the default dtype where it is given none."""
-
-    def __init__(self, is_recording: Callable[[], bool], reads_default_dtype: Callable[[], None]) -> None:
-        super().__init__(torch.finfo, is_recording)
-        self.reads_default_dtype = reads_default_dtype
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs and self.is_recording() and asker(sys._getframe(1)) is not None:
-            self.reads_default_dtype()
-        return self.original(*args, **kwargs)
-
-
-def tensor_classes(is_recording: Callable[[], bool], reads_default_dtype: Callable[[], None]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield replacements for torch's classes where the model's own code calls them: owner, name and value."""
-    original = torch.Tensor.__new__
-
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is not torch.Tensor or kwargs or not is_recording() or asker(sys._getframe(1)) is None:
-            return original(cls, *args, **kwargs)
-        reads_default_dtype()
-        return _made(args, torch.get_default_dtype())
-
-    yield torch.Tensor, "__new__", new
-    yield torch, "finfo", FloatInfo(is_recording, reads_default_dtype)
-    yield from ((torch, name, TensorClass(getattr(torch, name), is_recording)) for name in TENSOR_CLASSES)
-
-
-def _made(args: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
-    if len(args) == 1 and isinstance(args[0], torch.Tensor):
-        return args[0].detach()
-    if len(args) == 1 and isinstance(args[0], (list, tuple, np.ndarray)) and not isinstance(args[0], torch.Size):
-        return torch.tensor(args[0], dtype=dtype)
-    return torch.empty(*(args or (0,)), dtype=dtype)
 
 
 class Frame:
@@ -109,8 +48,8 @@ class Frame:
         self.parent = parent
 
 
-class Nodes(TorchFunctionMode):
-    """A graph that grows: tensors and numbers are tied to its nodes."""
+class Recording:
+    """The graph under construction in one run of a model: tensors and numbers are tied to its nodes."""
 
     def __init__(
         self,
@@ -121,7 +60,6 @@ class Nodes(TorchFunctionMode):
         results: Results,
         tries: Tries,
     ):
-        super().__init__()
         self.results = results
         self.model = model
         self.mode = mode
@@ -158,17 +96,20 @@ class Nodes(TorchFunctionMode):
         self.inference: list[bool] = [torch.is_inference_mode_enabled()]
         self.plain, self.stand_ins = tries.plain, tries.stand_ins
         self.open_numbers = tries.open_numbers
+        self.checkpointed = ""  # where code is recorded that the model's backward runs again
+        self.listener: Any = None  # the mode of torch functions that reports to it
+        self.dtypes: Any = None  # the reads of dtypes, by which it knows whose one among arguments is
         self.active = False
         self.paused = False
         self.thread = threading.get_ident()
         self.modules = [model]
 
     def recording_here(self) -> bool:
-        """Return whether the running code is the model's own: not torch's internals, a leaf's, or another thread's."""
+        """Whether the running code is the model's own: not torch's inside, not a leaf's, not another thread's."""
         return (
             not self.paused
             and threading.get_ident() == self.thread
-            and self in function_modes()
+            and self.listener in function_modes()
         )
 
     def stop(self) -> None:
@@ -176,8 +117,9 @@ class Nodes(TorchFunctionMode):
         self.active, self.paused = False, True
 
     def finish(self) -> None:
-        """Drop what nothing uses and has no effect."""
-
+        """Hold the dtypes that were read, and drop what nothing uses and has no effect."""
+        for read in self.dtypes.decided():
+            self.guard_after(read.node, read.node.meta["value"], (read.where, read.line, decision_at(read.node)[2]))
         ports = ((node, node.meta.get("port")) for node in self.graph.nodes)
         erase_unused(
             node
@@ -196,9 +138,9 @@ class Nodes(TorchFunctionMode):
     def node(
         self, op: str, target: Any, args: Any, kwargs: Any, name: str, effect: bool = False, after: fx.Node | None = None
     ) -> fx.Node:
-        """Create a node in the running region, at the end or `after` another.
+        """A new node, in the region that runs, at the end or `after` another.
 
-        With `effect` it is not dead code though nothing reads it.
+        With `effect` it is no dead code though nothing reads it.
         """
         if target is operator.pow and not isinstance(args[0], fx.Node):
             target = pow  # FX writes `-1 ** x`, which is -(1 ** x)
@@ -210,7 +152,7 @@ class Nodes(TorchFunctionMode):
         return node
 
     def named(self, short: str) -> str:
-        """Return a name for a node, prefixed with the path of the running region."""
+        """A name for a node: this one behind the path of the region that runs."""
         return f"{self.frame.flat}_{short}" if self.frame.flat else identifier(short)
 
     def mark(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
@@ -232,12 +174,12 @@ class Nodes(TorchFunctionMode):
         self.marked.clear()
 
     def recorded(self, tensor: torch.Tensor) -> fx.Node | None:
-        """Return the node of a tensor that this run computed, or None."""
+        """The node of a tensor that this run computed."""
         node = getattr(tensor, "_fxplug", None)
         return node if node is not None and node.graph is self.graph else None
 
     def lookup(self, tensor: torch.Tensor) -> fx.Node:
-        """Return the node that computes a tensor: recorded, a weight, or a constant of the trace."""
+        """The node that computes a tensor: recorded, a weight, or a constant of the trace."""
         node = self.recorded(tensor) or self.weights.get(id(tensor))
         if node is None:
             held = self.parameters.get(id(tensor))
@@ -275,8 +217,7 @@ class Nodes(TorchFunctionMode):
         return name
 
     def attribute_name(self, tensor: torch.Tensor) -> str | None:
-        """Return the path of the attribute under which a running module keeps this tensor, the innermost first; None if there
-        is none."""
+        """The path of the attribute in which a module that runs holds this tensor, the innermost first; else None."""
         for module in reversed(self.modules):
             path = self.paths.get(id(module))
             for key, value in vars(module).items():
@@ -285,7 +226,7 @@ class Nodes(TorchFunctionMode):
         return None
 
     def lower(self, value: Any) -> tuple[Any, Any]:
-        """Return an argument twice: plain, to run the function with, and as nodes, to record."""
+        """An argument twice: plain, to run the function with, and as nodes, to record."""
         if isinstance(value, torch.Tensor):
             return value, self.lookup(value)
         if isinstance(value, Number):
@@ -295,7 +236,7 @@ class Nodes(TorchFunctionMode):
         if isinstance(value, torch.device):
             return value, self.dynamic_device(value)
         if isinstance(value, torch.dtype):
-            return value, self.dynamic_dtype(value)
+            return value, self.dtypes.dtype_argument(value)
         if isinstance(value, PRINTABLE):
             return value, value
         if isinstance(value, type) and value in DTYPES:
@@ -312,7 +253,7 @@ class Nodes(TorchFunctionMode):
             if isinstance(value, list):
                 return plain_items, node_items
             if isinstance(value, PackedSequence):
-                made, name = checked_functions.packed_sequence, self.named("packed")
+                made, name = functions.packed_sequence, self.named("packed")
                 packed = self.node("call_function", made, tuple(node_items), {}, name)
                 return PackedSequence(*plain_items), packed
             return type(value)(*plain_items) if hasattr(value, "_fields") else tuple(plain_items), tuple(node_items)
@@ -328,12 +269,8 @@ class Nodes(TorchFunctionMode):
             f"{self.place()}: {what} is passed to a torch function and cannot be an argument in a graph; {self.way_out()}"
         )
 
-    def dynamic_dtype(self, dtype: torch.dtype) -> Any:
-        """Return a dtype among arguments: unchanged, or as the node that reads it from a tensor."""
-        return dtype
-
     def dynamic_device(self, device: torch.device) -> Any:
-        """Return a node that reads a tensor's device in place of a device of the model's type; another device unchanged."""
+        """A node that asks a tensor for its device in the stead of one of the model's kind; another device as it is."""
         # a graph that is traced here must run wherever its inputs are moved later
         if device.type != self.device.type or self.first_tensor is None:
             return device
@@ -368,7 +305,7 @@ class Nodes(TorchFunctionMode):
         return type(out)(*new.values()) if type(out) is not tuple else tuple(new.values())
 
     def wrap_number(self, node: fx.Node, value: Any) -> Any:
-        """Return a node's plain value for Python: numbers remember their node, booleans are decided."""
+        """A plain value that a node gives, as Python gets it: numbers remember their node, what is true or false is decided."""
         node.meta["value"] = value
         kind = KINDS.get(type(value))
         frame = user_frame() if self.plain else None
@@ -376,12 +313,8 @@ class Nodes(TorchFunctionMode):
             return self.settle(node, value)
         return kind(self, node, value)
 
-    def settle(self, node: fx.Node, value: Any) -> Any:
-        """Python needs the plain value of a node."""
-        raise NotImplementedError
-
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the same values as another tensor object, which can have its own node."""
+        """The same values as another tensor object, which can have a node of its own."""
         with DisableTorchFunction():
             if type(tensor) is not FakeTensor or tensor.requires_grad:
                 new: torch.Tensor = torch.ops.aten.alias.default(tensor)
@@ -402,19 +335,19 @@ class Nodes(TorchFunctionMode):
             self.kept.append(storage)
 
     def parameter_of(self, tensor: torch.Tensor) -> str | None:
-        """Return the parameter that writing to a tensor would change: itself, or the one that it is a view of."""
+        """The parameter that would be written with a tensor: itself, or what it is a view of."""
         if id(tensor) not in self.parameters and self.recorded(tensor) not in self.views:
             return None  # asking for memory is dear
         storage = storage_of(tensor)
         return None if storage is None else self.memory.get(memory_id(storage))
 
     def is_view_of_parameter(self, out: Any) -> bool:
-        """Return whether a function's result, or a member of it, shares memory with a parameter."""
+        """Whether what a function gave, or a member of it, is in the memory of a parameter."""
         storages = map(storage_of, out if isinstance(out, (tuple, list)) else (out,))
         return any(storage is not None and memory_id(storage) in self.memory for storage in storages)
 
     def computed(self, value: torch.Tensor | fx.Node) -> bool:
-        """Return whether a value depends on the inputs, and not on constants and weights alone."""
+        """Whether a value depends on the inputs, and not on constants and weights alone."""
         todo = [value if isinstance(value, fx.Node) else self.lookup(value)]
         seen = set(todo)
         while todo:
@@ -425,27 +358,135 @@ class Nodes(TorchFunctionMode):
             seen |= new
         return False
 
+    # --- numbers
+
+    def shape(self, tensor: torch.Tensor) -> torch.Size:
+        """The shape of a tensor in recorded numbers, that of a weight in plain ones."""
+        node = self.recorded(tensor)
+        if node is None:
+            return tensor.shape  # a weight has the size it has
+        return torch.Size([self.size_of(node, "size", s, d) for d, s in enumerate(tensor.shape)])
+
+    def size_of(self, node: fx.Node, method: str, value: int, dim: int | None = None) -> Any:
+        """A size of a tensor, read from the node by a method: `x.size(1)`, `x.numel()`."""
+        args = (node,) if dim is None else (node, dim)
+        name = f"{node.name}_{method}" + ("" if dim is None else f"_{dim}")
+        return self.memo((node, method, dim), "call_method", method, args, value, name)
+
+    def memo(self, key: Any, op: str, target: Any, args: Any, value: Any, name: str) -> Any:
+        """A number whose node is made once for all that ask with the same key."""
+        if key not in self.numbers:
+            self.numbers[key] = self.node(op, target, args, {}, name)
+        return self.wrap_number(self.numbers[key], value)
+
+    def number(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
+        """`target(*args)` on recorded numbers."""
+        value = value.item() if isinstance(value, np.generic) else value
+        if type(value) not in NUMBERS:
+            for number in args:
+                self.decide(number)
+            return value
+        _, nodes = self.lower(args)
+        key = (target, tuple((type(n), n) for n in nodes))
+        return self.memo(key, "call_function", target, nodes, value, self.named(functions.short_name(target)))
+
+    def decide(self, number: Any) -> Any:
+        """Python needs the plain value of a number: hold it by a guard."""
+        if not isinstance(number, Number):
+            return number
+        return self.settle(number.fx_node, number.value) if number.recorder is self else number.value
+
+    def settle(self, node: fx.Node, value: Any) -> Any:
+        """Python needs the plain value of a node: hold it by a guard, unless nothing hangs on it."""
+        if node not in self.guards:
+            frame = user_frame()
+            if frame is None or not decides_nothing(frame):
+                self.guard(node, value)
+        return value
+
+    def guard(self, node: fx.Node, expected: Any, does: str = "branches on a value that it computes") -> None:
+        """Hold a number to what it is now."""
+        if node in self.guards:
+            return
+        self.guards.add(node)
+        if not self.fake:
+            refuse_drawn(self, node)
+            if not self.measured and self.computed(node):
+                refuse_measured(self, node, does)
+        decision = decision_at(node)
+        self.node("call_function", ops.guard, (node, expected, decision), {}, self.named("guard"), effect=True)
+    # --- what torch says of its modes
+
+    def state(self, name: str, args: tuple[Any, ...], value: Any) -> Any:
+        """What a function of torch says about its modes: an answer that holds as long as it is the same."""
+        frame = user_frame()
+        key = (name, args, self.switched)
+        if key not in self.states and (frame is None or not decides_nothing(frame)):
+            self.states.add(key)
+            decision = (*source_line(), f"{name}({', '.join(map(repr, args))})")
+            checked = (name, args, value, decision)
+            self.node("call_function", ops.check_state, checked, {}, self.named("check_state"), effect=True)
+        return value
+
+    def reads_default_dtype(self) -> None:
+        """Hold the default dtype, in which a constant is made, to what it is now."""
+        self.state("torch.get_default_dtype", (), get_default_dtype())
+
     # --- words for messages
 
     def region(self) -> str:
-        """Return the name of the running region for messages."""
+        """The region that runs, as messages name it."""
         return f"'{self.frame.key}'" if self.frame.key else type(self.model).__name__
 
     def place(self, error: BaseException | None = None) -> str:
-        """Return the region and the line of the model's code that is running, or that raised an error."""
+        """The region and the line of the model's code that is running, or that raised an error."""
         where, line = source_line(error)
         return f"the result of {self.region()}" if where == "?" else f"{self.region()} ({where}: {line})"
 
     def way_out(self) -> str:
-        """Return the advice for messages in the running region: which module to make a leaf."""
+        """What messages advise in the region that runs: which module to keep whole."""
         if not self.frame.key:
             return "move it into a submodule and keep that whole: leaf: [its path]"
         return f"keep that module whole: leaf: [{self.frame.key.partition('@')[0]}]"
 
     def needs_values(self, error: BaseException | None = None) -> str:
-        """Return the message about a value read from a fake tensor: where, and what to do."""
+        """The message about a value that is read out of fake data: where that is, and what to do."""
         where, line = source_line(error)
         return (
             f"{self.region()} reads a value from its data ({where}: {line}), and fake tensors have none; {self.way_out()}, or "
             "trace on real tensors: real=True"
         )
+
+
+def refuse_drawn(recording: Recording, node: fx.Node) -> None:
+    """Refuse a branch on a random number, which has another outcome at each call."""
+
+    def look(current: fx.Node, short: str) -> list[fx.Node]:
+        if short in functions.DRAWS:
+            refuse_way(recording, "branches on a random number")
+        return current.all_input_nodes
+
+    functions.computed_by(node, look)
+
+
+def refuse_measured(recording: Recording, node: fx.Node, does: str) -> None:
+    """Refuse a branch on a measured value; one on masks, counts or equality is a property of the input."""
+
+    def look(current: fx.Node, short: str) -> list[fx.Node]:
+        given = [a for a in current.args if isinstance(a, fx.Node)]
+        floating = any(getattr(a.meta.get("dtype"), "is_floating_point", False) for a in given)
+        if floating and (short in ORDERED or short in ("item", "tolist")):
+            refuse_way(recording, does, ", or trace on real tensors, with the values of this call as a guard: trace(..., "
+                                  "real=True)")
+        follows = not floating or short in ("isnan", "isinf")
+        return current.all_input_nodes if follows else []
+
+    functions.computed_by(node, look)
+
+
+def refuse_way(recording: Recording, does: str, more: str = "") -> None:
+    """Raises TraceError: what the model `does` here goes one way or another."""
+    where, line = source_line()
+    raise TraceError(
+        f"{recording.region()} {does} ({where}: {line}), and a graph records one branch only; {recording.way_out()}{more}"
+    )

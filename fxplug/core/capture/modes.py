@@ -7,25 +7,23 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import fx, nn, overrides
-from torch.utils import checkpoint
 
 from ..errors import TraceError
 from ..ir import functions, ops
-from ..torch_internals import CHECKPOINTS, COMPILER
+from ..torch_internals import COMPILER
 from ..torch_internals.modules import autocast_settings, set_grad_enabled
 from ..torch_internals.tensors import NATIVE
-from .fake_tensors import recorded_math
-from .graph_builder import tensor_classes
+from .fake_tensors import recorded_math, tensor_classes
+from .graph_builder import Recording
 from .isolation import restore_after
 from .module_state import MISSING, Journal, State
 from .reads import KINDS_REPLACED, PLAIN, STAND_INS
-from .recorder import Recording
 from .user_code import asker, gives_types, is_foreign, says
 
 Patch = tuple[Any, str, Any]
@@ -231,8 +229,8 @@ def _refusing(recording: Recording, original: Callable[..., Any], name: str, doe
 
 
 @contextlib.contextmanager
-def patched(recording: Recording, training: bool | None) -> Iterator[None]:
-    """For the time of one run: `module.training`, autocast, gradient modes and `math` report to it."""
+def patched(recording: Recording, training: bool | None, calls: Iterable[Patch]) -> Iterator[None]:
+    """For the time of one run: `module.training`, autocast, gradient modes and `math` report to it, and those of `calls`."""
 
     def read_training(module: nn.Module) -> bool:
         own = bool(module.__dict__.get("training", True))
@@ -257,15 +255,10 @@ def patched(recording: Recording, training: bool | None) -> Iterator[None]:
             note(module)
         module.__dict__["training"] = value
 
-    apply = vars(torch.autograd.Function)["apply"]
     patches = [
         *grad_patches(recording),
         *mode_patches(recording),
-        (torch.autograd.Function, "apply", recording.function_apply(apply)),
-        (torch.jit.ScriptFunction, "__call__", recording.script_function(torch.jit.ScriptFunction.__call__)),
-        *((checkpoint, name, recording.checkpoint(vars(checkpoint)[name])) for name in CHECKPOINTS if name in vars(checkpoint)),
-        (type(nn.Parameter), "__instancecheck__", recording.instance_check(type(nn.Parameter).__instancecheck__)),
-        *((torch, name, recording.from_numpy(getattr(torch, name))) for name in ("from_numpy", "frombuffer")),
+        *calls,
         *((math, name, recorded_math(name)) for name in functions.MATH),
         *tensor_classes(recording.recording_here, recording.reads_default_dtype),
         (nn.Module, "training", property(read_training, write_training)),

@@ -15,15 +15,13 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from ..errors import TraceError
 from ..ir import functions, ops
 from ..ir.graph import meta_of, redirect
 from ..spec.addresses import identifier
 from ..torch_internals.tensors import DisableTorchFunction, FakeTensor, OpOverload, OpOverloadPacket
 from .fake_tensors import KINDS, NeedsValues, Number, lacks_values, record
-from .graph_builder import NUMBERS, Nodes
+from .graph_builder import Recording
 from .user_code import (
-    ORDERED,
     asker,
     counts_distinct,
     decides_nothing,
@@ -52,14 +50,14 @@ class Read:
 class Dtypes:
     """The dtypes that are read in one run. A dtype itself cannot tell whose it is: the source says where it goes."""
 
-    def __init__(self, recording: Nodes) -> None:
+    def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.nodes: dict[fx.Node, fx.Node] = {}  # by the tensor's
         self.all: list[Read] = []
         self.last: dict[tuple[int, Place | str], Read] = {}  # by frame, and expression or name
 
     def read(self, tensor: torch.Tensor, answer: torch.dtype, frame: FrameType) -> torch.dtype:
-        """Record that `frame` reads the dtype of a tensor, and return the dtype."""
+        """`frame` reads the dtype of a tensor."""
         recording, user = self.recording, asker(frame)
         known = recording.recorded(tensor) is not None or id(tensor) in recording.parameters
         if user is None or not known or decides_nothing(user):
@@ -78,7 +76,7 @@ class Dtypes:
         return answer
 
     def dtype_argument(self, dtype: torch.dtype) -> Any:
-        """Return the node that reads a dtype among the arguments of a call; the dtype itself if no such node is known."""
+        """A dtype among the arguments of a call: the node that reads it, or the dtype where none is known."""
         frame = user_frame()
         place = None if frame is None else position(frame)
         if frame is None or place is None:
@@ -91,7 +89,7 @@ class Dtypes:
         return dtype
 
     def decided(self) -> Iterable[Read]:
-        """Return the reads that are not passed straight to a torch function, the first of each node."""
+        """Reads that went anywhere else, the first of each node."""
         return {read.node: read for read in reversed(self.all) if not read.given}.values()
 
 
@@ -128,7 +126,7 @@ def _reads(file: str) -> SourceDtypes:
 
 
 def _uses(call: ast.Call) -> list[DtypeUse]:
-    """Return the dtypes among the arguments of a call that converts or creates a tensor."""
+    """The dtypes among the arguments of a call that converts or makes a tensor."""
     function = call.func
     if not isinstance(function, ast.Attribute):
         return []
@@ -148,7 +146,7 @@ def _uses(call: ast.Call) -> list[DtypeUse]:
 
 
 def _find_dtype_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[Place, str]:
-    """Return the dtype reads that are assigned to a name which is set once and then only passed to torch functions."""
+    """Reads that go into a name which is set once, and then given to torch functions only."""
     inside = list(ast.walk(function))
     reads = [n for n in inside if isinstance(n, ast.Assign) and isinstance(n.value, ast.Attribute) and n.value.attr == "dtype"]
     if not reads:
@@ -165,194 +163,108 @@ def _find_dtype_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[
     return found
 
 
-class RecordedNumbers(Nodes):
-    """A graph that grows, with the numbers that are read out of its tensors."""
+def read_size(recording: Recording, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Read what a method such as `size`, `stride` or `numel` gives, in recorded numbers unless the tensor is a weight."""
+    tensor = args[0]
+    with DisableTorchFunction():
+        plain, _ = recording.lower(args[1:])
+        out = func(tensor, *plain, **kwargs)
+    node = recording.recorded(tensor)
+    if node is None:
+        return out
+    if isinstance(out, tuple):
+        return type(out)([recording.size_of(node, name, s, d) for d, s in enumerate(out)])
+    if name in ("size", "stride"):
+        dim = plain[0] if plain else kwargs["dim"]
+        return recording.size_of(node, name, out, dim % tensor.dim())
+    if name == "__len__":
+        return recording.size_of(node, "size", out, 0)
+    return recording.size_of(node, "numel" if name == "nelement" else name, out)
 
-    def shape(self, tensor: torch.Tensor) -> torch.Size:
-        """Return a tensor's shape in recorded numbers; a weight's in plain ones."""
-        node = self.recorded(tensor)
-        if node is None:
-            return tensor.shape  # a weight has the size it has
-        return torch.Size([self.size_of(node, "size", s, d) for d, s in enumerate(tensor.shape)])
 
-    def size_of(self, node: fx.Node, method: str, value: int, dim: int | None = None) -> Any:
-        """Return a size of a tensor as a recorded number, read from the node by a method: `x.size(1)`, `x.numel()`."""
-        args = (node,) if dim is None else (node, dim)
-        name = f"{node.name}_{method}" + ("" if dim is None else f"_{dim}")
-        return self.memo((node, method, dim), "call_method", method, args, value, name)
-
-    def size(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Return the result of a method such as `size`, `stride` or `numel`, in recorded numbers unless the tensor is a
-        weight."""
-        tensor = args[0]
+def record_assignments(recording: Recording, leaves: set[str]) -> None:
+    """Record the buffers that forward assigned anew: their values go into the memory that they have."""
+    for name, module, before in recording.buffers:
+        path, _, key = name.rpartition(".")
+        now = module._buffers.get(key)
+        if now is before or now is None or any(f"{path}.".startswith(f"{leaf}.") for leaf in leaves):
+            continue
         with DisableTorchFunction():
-            plain, _ = self.lower(args[1:])
-            out = func(tensor, *plain, **kwargs)
-        node = self.recorded(tensor)
-        if node is None:
-            return out
-        if isinstance(out, tuple):
-            return type(out)([self.size_of(node, name, s, d) for d, s in enumerate(out)])
-        if name in ("size", "stride"):
-            dim = plain[0] if plain else kwargs["dim"]
-            return self.size_of(node, name, out, dim % tensor.dim())
-        if name == "__len__":
-            return self.size_of(node, "size", out, 0)
-        return self.size_of(node, "numel" if name == "nelement" else name, out)
+            sizes = tuple(now.shape)
+            alike = sizes == tuple(before.shape) and now.dtype == before.dtype
+        if not alike or recording.recorded(now) is None:
+            continue
+        old, new = recording.lookup(before), recording.lookup(now)
+        if old.users:  # what read the old value keeps it
+            copy = recording.node("call_method", "clone", (old,), {}, f"{old.name}_before", after=old)
+            copy.meta.update(meta_of(old))
+            redirect(old, copy)
+        kinds = recording.node("call_function", ops.same_dtype, (old, new), {}, f"{new.name}_same_dtype")
+        same = f"whether the value written to the buffer '{name}' has the buffer's dtype"
+        recording.guard_after(kinds, True, (*source_line(), same))
+        for dim, size in enumerate(sizes):
+            recording.decide(recording.size_of(new, "size", size, dim))
+        recording.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
 
-    def memo(self, key: Any, op: str, target: Any, args: Any, value: Any, name: str) -> Any:
-        """Return a recorded number; its node is created once per key."""
-        if key not in self.numbers:
-            self.numbers[key] = self.node(op, target, args, {}, name)
-        return self.wrap_number(self.numbers[key], value)
 
-    def number(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
-        """Return `target(*args)` on recorded numbers."""
-        value = value.item() if isinstance(value, np.generic) else value
-        if type(value) not in NUMBERS:
-            for number in args:
-                self.decide(number)
-            return value
-        _, nodes = self.lower(args)
-        key = (target, tuple((type(n), n) for n in nodes))
-        return self.memo(key, "call_function", target, nodes, value, self.named(functions.short_name(target)))
+def guard_parts(recording: Recording, func: Any, name: str, node: fx.Node, out: Any, call: Any, frame: FrameType) -> None:
+    """Hold how many results, or dimensions, a function gives where sizes decide that, and no list among its arguments.
 
-    def decide(self, number: Any) -> Any:
-        """Return the plain value of a number that Python needs, and guard it."""
-        if not isinstance(number, Number):
-            return number
-        return self.settle(number.fx_node, number.value) if number.recorder is self else number.value
+    Of operators and functions that are not torch's everything is held that Python can see.
+    """
+    foreign = isinstance(func, (OpOverload, OpOverloadPacket)) and not str(func).startswith(("aten.", "prims."))
+    if foreign or ops.is_applied(func) or name in functions.BY_SIZES:
+        guard_structure(recording, node, out)
+    elif isinstance(out, (tuple, list)):
+        sized = any(isinstance(x, (list, tuple)) for x in (*call[0], *call[1].values()))
+        whole = name.endswith("chunk") and unpacked(frame) == len(out)  # which gives no more, and Python refuses fewer
+        if functions.takes_apart(name) and not sized and not whole:
+            guard_answer(recording, ops.number_of_parts, node, len(out))
+    elif name in functions.SQUEEZING and isinstance(out, torch.Tensor):
+        dims = recording.node("call_method", "dim", (node,), {}, f"{node.name}_dim", after=node)
+        dims.meta["value"] = out.dim()
+        recording.guard_after(dims, out.dim(), decision_at(dims))
 
-    def settle(self, node: fx.Node, value: Any) -> Any:
-        """Return the plain value of a node that Python needs, and guard it unless nothing depends on it."""
-        if node not in self.guards:
-            frame = user_frame()
-            if frame is None or not decides_nothing(frame):
-                self.guard(node, value)
-        return value
 
-    def guard(self, node: fx.Node, expected: Any, does: str = "branches on a value that it computes") -> None:
-        """Guard a number to its present value."""
-        if node in self.guards:
-            return
-        self.guards.add(node)
-        if not self.fake:
-            self.refuse_drawn(node)
-            if not self.measured and self.computed(node):
-                self.refuse_measured(node, does)
-        decision = decision_at(node)
-        self.node("call_function", ops.guard, (node, expected, decision), {}, self.named("guard"), effect=True)
+def guard_structure(recording: Recording, node: fx.Node, out: Any) -> None:
+    """Hold all that Python can see of a result beside the numbers in it."""
+    with DisableTorchFunction():
+        structure = ops.structure_of(out)
+    guard_answer(recording, ops.structure_of, node, structure)
 
-    def assigned(self, leaves: set[str]) -> None:
-        """Record the buffers that forward assigned anew: their values are copied into the existing memory."""
-        for name, module, before in self.buffers:
-            path, _, key = name.rpartition(".")
-            now = module._buffers.get(key)
-            if now is before or now is None or any(f"{path}.".startswith(f"{leaf}.") for leaf in leaves):
-                continue
-            with DisableTorchFunction():
-                sizes = tuple(now.shape)
-                alike = sizes == tuple(before.shape) and now.dtype == before.dtype
-            if not alike or self.recorded(now) is None:
-                continue
-            old, new = self.lookup(before), self.lookup(now)
-            if old.users:  # what read the old value keeps it
-                copy = self.node("call_method", "clone", (old,), {}, f"{old.name}_before", after=old)
-                copy.meta.update(meta_of(old))
-                redirect(old, copy)
-            kinds = self.node("call_function", ops.same_dtype, (old, new), {}, f"{new.name}_same_dtype")
-            self.guard_after(kinds, True, (*source_line(), f"whether the value written to the buffer '{name}' has the buffer's "
-                                                           "dtype"))
-            for dim, size in enumerate(sizes):
-                self.decide(self.size_of(new, "size", size, dim))
-            self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
 
-    def guard_parts(self, func: Any, name: str, node: fx.Node, out: Any, call: Any, frame: FrameType) -> None:
-        """Guard the number of results, or of dimensions, of a function if sizes decide it without a list among the arguments.
+def guard_answer(recording: Recording, question: Callable[..., Any], node: fx.Node, answer: Any) -> None:
+    """Hold what a function of ours says of a result."""
+    asked = recording.node("call_function", question, (node,), {}, f"{node.name}_{question.__name__}", after=node)
+    asked.meta["value"] = answer
+    recording.guard_after(asked, answer, decision_at(asked))
 
-        For operators and functions that are not torch's, everything that Python can see is guarded.
-        """
-        foreign = isinstance(func, (OpOverload, OpOverloadPacket)) and not str(func).startswith(("aten.", "prims."))
-        if foreign or ops.is_applied(func) or name in functions.BY_SIZES:
-            self.guard_structure(node, out)
-        elif isinstance(out, (tuple, list)):
-            sized = any(isinstance(x, (list, tuple)) for x in (*call[0], *call[1].values()))
-            whole = name.endswith("chunk") and unpacked(frame) == len(out)  # which gives no more, and Python refuses fewer
-            if functions.takes_apart(name) and not sized and not whole:
-                self.guard_answer(ops.number_of_parts, node, len(out))
-        elif name in functions.SQUEEZING and isinstance(out, torch.Tensor):
-            dims = self.node("call_method", "dim", (node,), {}, f"{node.name}_dim", after=node)
-            dims.meta["value"] = out.dim()
-            self.guard_after(dims, out.dim(), decision_at(dims))
 
-    def guard_structure(self, node: fx.Node, out: Any) -> None:
-        """Guard all that Python can see of a result besides the numbers in it."""
-        with DisableTorchFunction():
-            structure = ops.structure_of(out)
-        self.guard_answer(ops.structure_of, node, structure)
-
-    def guard_answer(self, question: Callable[..., Any], node: fx.Node, answer: Any) -> None:
-        """Guard the answer of one of our functions about a result."""
-        asked = self.node("call_function", question, (node,), {}, f"{node.name}_{question.__name__}", after=node)
-        asked.meta["value"] = answer
-        self.guard_after(asked, answer, decision_at(asked))
-
-    def value(self, func: Any, name: str, args: Any) -> Any:
-        """Return a number read out of a tensor: recorded if it depends on the inputs, otherwise plain."""
-        tensor = args[0]
-        try:
-            out = func(*args)
-        except RuntimeError as error:
-            if self.fake and lacks_values(error):
-                raise NeedsValues(self.needs_values()) from error
-            raise
-        source = self.lookup(tensor)
-        if self.fake and not self.computed(tensor):
-            return out  # fake tensors know the values of constants
-        if name == "tolist":
-            if tensor.dim() and source.op != "get_attr":
-                for size in self.shape(tensor):
-                    self.decide(size)
-            return self.bind(out, self.node("call_method", "tolist", (source,), {}, self.named("tolist")))
-        with DisableTorchFunction():
-            read = tensor.item()
-        node = self.node("call_method", "item", (source,), {}, self.named("item"))
-        if type(read) not in KINDS:
-            self.guard(node, read)
-            return out
-        number = self.bind(read, node)
-        return number if name == "item" else type(out)(number)
-
-    def refuse_drawn(self, node: fx.Node) -> None:
-        """Raise TraceError for a branch on a random number, whose outcome differs between calls."""
-
-        def look(current: fx.Node, short: str) -> list[fx.Node]:
-            if short in functions.DRAWS:
-                self.refuse_way("branches on a random number")
-            return current.all_input_nodes
-
-        functions.computed_by(node, look)
-
-    def refuse_measured(self, node: fx.Node, does: str) -> None:
-        """Raise TraceError for a branch on a measured value; one on masks, counts or equality is a property of the input."""
-
-        def look(current: fx.Node, short: str) -> list[fx.Node]:
-            given = [a for a in current.args if isinstance(a, fx.Node)]
-            floating = any(getattr(a.meta.get("dtype"), "is_floating_point", False) for a in given)
-            if floating and (short in ORDERED or short in ("item", "tolist")):
-                self.refuse_way(does, ", or trace on real tensors, with the values of this call as a guard: trace(..., "
-                                      "real=True)")
-            follows = not floating or short in ("isnan", "isinf")
-            return current.all_input_nodes if follows else []
-
-        functions.computed_by(node, look)
-
-    def refuse_way(self, does: str, more: str = "") -> None:
-        """Raise TraceError because what the model `does` here depends on a value."""
-        where, line = source_line()
-        raise TraceError(
-            f"{self.region()} {does} ({where}: {line}), and a graph records one branch only; {self.way_out()}{more}"
-        )
+def read_value(recording: Recording, func: Any, name: str | None, args: Any, _: Any) -> Any:
+    """Read a number out of a tensor: recorded where it depends on the inputs, else known."""
+    tensor = args[0]
+    try:
+        out = func(*args)
+    except RuntimeError as error:
+        if recording.fake and lacks_values(error):
+            raise NeedsValues(recording.needs_values()) from error
+        raise
+    source = recording.lookup(tensor)
+    if recording.fake and not recording.computed(tensor):
+        return out  # fake tensors know the values of constants
+    if name == "tolist":
+        if tensor.dim() and source.op != "get_attr":
+            for size in recording.shape(tensor):
+                recording.decide(size)
+        return recording.bind(out, recording.node("call_method", "tolist", (source,), {}, recording.named("tolist")))
+    with DisableTorchFunction():
+        read = tensor.item()
+    node = recording.node("call_method", "item", (source,), {}, recording.named("item"))
+    if type(read) not in KINDS:
+        recording.guard(node, read)
+        return out
+    number = recording.bind(read, node)
+    return number if name == "item" else type(out)(number)
 
 
 # --- what stands for Python's `int`, `float`, `len` and `type` in the model's source files: Python makes plain numbers of what
@@ -423,7 +335,7 @@ Type: Any = _TypeStandIn("type", (type,), {"classes": {int: Int, float: Float, s
 
 
 def _is_value(number: Any) -> bool:
-    """Return whether a number was read out of a tensor's values: what Python asks of it is recorded, not guarded."""
+    """Whether a number was read out of a tensor's values: what Python asks of it is a part of the graph, and not a guard."""
     todo = [number.fx_node] if isinstance(number, Number) and number.recorder.active else []
     while todo:
         node = todo.pop()
@@ -436,7 +348,7 @@ def _is_value(number: Any) -> bool:
 
 
 def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `max` or `min` to record it for numbers that were read out of a tensor's values."""
+    """`max` or `min`, recorded for numbers that were read out of a tensor's values."""
 
     def extreme(*args: Any, **kwargs: Any) -> Any:
         items = list(args[0]) if len(args) == 1 and isinstance(args[0], (list, tuple)) and not kwargs else args
@@ -448,7 +360,7 @@ def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def length(value: Any) -> Any:
-    """Return `len`, recorded for a tensor, and for a set of numbers that were read out of one."""
+    """`len`, recorded for a tensor, and for a set of numbers that were read out of one."""
     if type(value) is Distinct:
         return value.count
     return len(value) if not isinstance(value, torch.Tensor) else value.__len__()  # type: ignore[no-untyped-call]

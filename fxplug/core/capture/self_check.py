@@ -21,6 +21,7 @@ from ..ir.ops import modes, other_kind, set_modes
 from ..ir.traced_module import TracedModule
 from ..torch_internals.tensors import FakeTensor, memory_id
 from .fake_tensors import fake
+from .graph_builder import Recording
 from .isolation import (
     Recorded,
     alike,
@@ -32,7 +33,6 @@ from .isolation import (
     set_random_state,
 )
 from .module_state import Journal, State, StatePlace, storage_of
-from .recorder import Recording
 
 DRAWS = "the random generators end in another state: the graph draws more or fewer numbers than the model"
 UNCHECKED = "or skip this check: trace(..., check=False)"

@@ -30,10 +30,11 @@ from . import edges as model_edge
 from . import self_check
 from .edges import RegionEdges, exclusive_trace, hold_model
 from .fake_tensors import NeedsValues, Results, Tries, lacks_values, no_collection, put_fake_weights, quiet
+from .graph_builder import Recording
 from .isolation import Recorded, assemble, in_mode, refuse_python_random, restore_after
 from .modes import Derived, drop, find_derived, patched
 from .module_state import MISSING, Journal, State, StatePlace
-from .recorder import NeedsAutograd, Recording
+from .recorder import NeedsAutograd, call_patches
 from .user_code import is_user_code, source_line
 
 UNWRITABLE = {'"', "\\", "@", "."}  # FX writes names between quotes, and "@" stands before the number of a call
@@ -386,7 +387,7 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
         recording.buffers = _tabled(state, "_buffers")
         for name, _, parameter in _tabled(state, "_parameters"):
             recording.holds(parameter, name)
-        stack.enter_context(patched(recording, training))
+        stack.enter_context(patched(recording, training, call_patches(recording)))
         stack.callback(recording.stop)
         stack.enter_context(torch.set_grad_enabled(grad))  # the model is asked in the mode that its caller has
         try:
