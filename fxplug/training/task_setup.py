@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from ..core.errors import SpecError, below
 from ..core.ir.traced_module import TracedModule
+from ..core.spec.run_config import check_settings
 from ..core.spec.train_section import Train
 from .evaluation import moved
 from .plugins import Plugins
@@ -76,3 +78,10 @@ def rewritten_parts(module: TracedModule, task: Task) -> dict[str, TracedModule]
         finding = "the module has a part or a pass 'text_encoder', and so is the text encoder named in a run: rename it"
         raise SpecError(finding, path=("passes",))
     return {"": module} | ({} if encoder is None else {"text_encoder.": encoder})
+
+
+def check_task_settings(task: Any, given: Mapping[str, Any]) -> Train:
+    """Return the `train` section of keyword arguments. Raises SpecError for what a configuration would not take either."""
+    known = {"task": type(task).__name__, "epochs": None if "steps" in given else 1, **given}
+    made: Train = check_settings(Train, known, "train")
+    return made

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 
 from ..core.errors import TrainError
 from ..core.ir.traced_module import TracedModule
-from ..core.spec.run_config import check_settings
 from ..core.spec.train_section import Train, read_use, written
 from ..lowerings.frozen_norms import HeldBuffers, frozen_buffers
 from ..lowerings.regions.submodules import originals
@@ -32,15 +31,7 @@ from .identity import describe_run, digest_of_tensors
 from .interrupts import interruptible
 from .monitor import RunMonitor
 from .optimizer_step import Stepper
-from .param_groups import (
-    Ema,
-    check_gradients,
-    check_optimizer,
-    check_scheduler,
-    choose,
-    frozen_names,
-    make_optimizer,
-)
+from .param_groups import Ema, check_gradients, check_optimizer, check_scheduler, choose, frozen_names, make_optimizer
 from .plugins import Plugins, RunStart, load_plugins
 from .progress import Progress
 from .random_draws import Draws, RunDraws, mixed, preserve_random_state, read_random_state, seeded
@@ -50,7 +41,7 @@ from .run_outputs import RunOutputs, buffers_of, buffers_of_sharded
 from .schedule import RateSchedule
 from .shared_samples import divided, share
 from .state import TrainState
-from .task_setup import rewritten_parts, set_up_task, trained_beside
+from .task_setup import check_task_settings, rewritten_parts, set_up_task, trained_beside
 from .tasks.task import Batch, Task, make_task
 
 
@@ -101,7 +92,7 @@ class Trainer:
         optimizer, scheduler = (None if isinstance(given, (str, Mapping)) else given for given in (optimizer, scheduler))
         if settings is not None and train:
             raise TrainError(f"{', '.join(train)} would have no effect beside settings=...: set it there")
-        self.settings = settings or _settings(self.task, train)
+        self.settings = settings or check_task_settings(self.task, train)
         self.config = dict(config or {"model": module.classes[0], "train": self.settings.model_dump(mode="json")})
         self.accelerator = accelerator or launched(self.settings.precision, device)
         precise = choose_precision(module, self.settings, self.accelerator, others=self.task.trains)
@@ -185,8 +176,7 @@ class Trainer:
             check_fits(self.module, self.task, batch, draws, self.accelerator)
 
     def _some_without_gradient(self) -> bool:
-        """Return whether in any process a trainable parameter gets no gradient from the first batch: DDP must look for it
-        then."""
+        """Return whether a process's trainable parameters get no gradient from the first batch: DDP must look for them."""
         if self.accelerator.num_processes == 1 or self.settings.shard or self.settings.parallel is not None:
             return False
         batch, draws = self._first_batch()
@@ -243,8 +233,7 @@ class Trainer:
 
     @functools.cached_property
     def run(self) -> dict[str, Any]:
-        """Identity of the run in plain values: it is stored in checkpoints, and must be equal in a run that resumes from
-        one."""
+        """Identity of the run in plain values, which checkpoints store and a run that resumes from one must equal."""
         every = {f"{before}{name}": p for before, part in self.parts.items() for name, p in part.named_parameters()}
         base = {name: p for name, p in every.items() if name not in self.trained}
         return describe_run(
@@ -507,10 +496,3 @@ class Trainer:
             The same, with its tensors on the device.
         """
         return moved(batch, self.accelerator.device)
-
-
-def _settings(task: Any, given: Mapping[str, Any]) -> Train:
-    """Return the `train` section of keyword arguments. Raises SpecError for what a configuration would not take either."""
-    known = {"task": type(task).__name__, "epochs": None if "steps" in given else 1, **given}
-    made: Train = check_settings(Train, known, "train")
-    return made
