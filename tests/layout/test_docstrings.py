@@ -115,7 +115,7 @@ def test_the_files_that_pages_beside_the_documentation_name_exist():
 
 
 # whose files have no line to spare
-WITHOUT_SECTIONS = ("Adapters", "TracedModule")
+WITHOUT_SECTIONS = ("Adapters",)
 SECTION = re.compile(r"^(Args|Returns|Yields|Raises):\n((?: {4}.*\n?)+)", re.MULTILINE)
 
 

@@ -253,7 +253,14 @@ class TracedModule(TracedRoot, fx.GraphModule):
         return self._mixed[key]
 
     def keep_checkpointing(self, on: bool = True) -> None:
-        """Compute repeated regions again in the backward pass, or do not. Raises SpecError where there are none."""
+        """Compute repeated regions again in the backward pass, or do not.
+
+        Args:
+            on: Whether they are.
+
+        Raises:
+            SpecError: There are none.
+        """
         view = extensions.need_hook("checkpointed", "lowerings")(self) if on else None
         for table in (vars(self), self.meta):
             table.pop(CHECKPOINTING, None)
@@ -274,9 +281,18 @@ class TracedModule(TracedRoot, fx.GraphModule):
     def bind(self, **inputs: Any) -> TracedModule:
         """Keep inputs in the module, for callers who do not know of them: `bind(cond=image, strength=0.7)`.
 
-        Values are tensors, or numbers where a pass has added the input; they lie in `bound`, and move and are saved with the
-        module. An input that is given in a call comes before what is held. To bind what is bound already changes the value, in
-        this module, and a value of the same shape asks for no new compilation. Raises SpecError for what is no such input.
+        They are in `bound`, and move and are saved with the module. An input that is given in a call comes before what is held.
+        To bind what is bound already changes the value, in this module, and a value of the same shape asks for no new
+        compilation.
+
+        Args:
+            **inputs: Tensors, or numbers where a pass has added the input.
+
+        Returns:
+            The module that holds them.
+
+        Raises:
+            SpecError: There is no such input.
         """
         from .bound_inputs import bind  # for few modules
 
@@ -285,7 +301,14 @@ class TracedModule(TracedRoot, fx.GraphModule):
     def train(self, mode: bool = True) -> TracedModule:
         """Go into training, or out of it, with all parts, or as far as the model's own `train` puts them into it.
 
-        Raises TraceError where the model has no graph for it.
+        Args:
+            mode: True for training.
+
+        Returns:
+            This module.
+
+        Raises:
+            TraceError: The model has no graph for it.
         """
         others = self.meta.get("modes", {}).get("train" if mode else "eval", ())
         given, mode = mode, (not mode if "" in others else mode)
@@ -346,7 +369,16 @@ class TracedModule(TracedRoot, fx.GraphModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Do as torch's `load_state_dict`, between calls: those that run are waited for.
 
-        Raises SpecError, before anything is loaded, where `assign` would make two tensors of one that the graph reads once.
+        Args:
+            state_dict: Tensors by name.
+            strict: As in torch.
+            assign: As in torch.
+
+        Returns:
+            The names that are missing, and those that are unexpected.
+
+        Raises:
+            SpecError: `assign` would make two tensors of one that the graph reads once; before anything is loaded.
         """
         if assign:
             from .fixed import check_assigned
@@ -401,9 +433,17 @@ class TracedModule(TracedRoot, fx.GraphModule):
         return [self]
 
     def derived(self, tree: nn.Module, graphs: dict[bool, Graph], **meta: Any) -> TracedModule:
-        """Derive the same model computed in another way: other graphs on another tree, and `meta` over the meta of this module.
+        """Derive the same model computed in another way: other graphs on another tree.
 
         What makes the same of another trace of the model is not known until `made_by` says it.
+
+        Args:
+            tree: The modules that the graphs call.
+            graphs: A graph for training (True) and evaluation (False).
+            **meta: What changes in the meta of this module.
+
+        Returns:
+            The new module.
         """
         note_uncalled(tree, self.graphs.values(), graphs.values())
         new: TracedModule = self._kind(tree, graphs, self._origin, self._extras)
@@ -411,7 +451,15 @@ class TracedModule(TracedRoot, fx.GraphModule):
         return new
 
     def made_by(self, step: Step, source: TracedModule) -> TracedModule:
-        """Note that `step` made this module of `source`, and makes so of any other trace of the model; gives the module."""
+        """Note that `step` made this module of `source`, and makes so of any other trace of the model.
+
+        Args:
+            step: A function from a traced module to another.
+            source: The module that it was made of.
+
+        Returns:
+            This module.
+        """
         self._steps = None if source._steps is None else (*source._steps, step)
         return self
 
