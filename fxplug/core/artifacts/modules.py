@@ -22,10 +22,10 @@ from ..ir.containers import PLAIN_TYPES, RESERVED, Container, FixedNames, is_pla
 from ..ir.traced_module import TracedModule
 from ..spec.pass_file import present
 from ..torch_internals.modules import WEIGHT_LISTS, is_hooked, list_weights
+from ..torch_internals.tensors import CallLimit
 from .document import ModuleRecord
 from .tensor_records import check_layer
 from .value_json import (
-    Budget,
     Unportable,
     check_name,
     check_path,
@@ -387,7 +387,7 @@ class _Reader:
                 )
             check_size(value, self.limits.size, f"{shown(name)} of {where}")
         try:
-            with Budget(STEPS * (self.expected[path] + 16)):
+            with CallLimit(STEPS * (self.expected[path] + 16), ArtifactError("it creates tensors that the file does not have")):
                 return construct(cls, arguments)
         except Exception as error:  # the constructor's, of torch or of a block that is allowed
             raise ArtifactError(f"{where}: {cls.__qualname__} cannot be rebuilt: {shown(str(error), 300)}") from error

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
 
 from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
 from ..ir import functions
@@ -301,20 +300,6 @@ KINDS: dict[str, ValueKind] = {
     "type": _named_kind("type", type, TYPES),
     **{cls.__name__: _named_kind(cls.__name__, cls, table) for cls, table in TORCH_NAMES.items()},
 }  # fmt: skip
-
-
-class Budget(TorchFunctionMode):
-    """Ends a constructor that makes more than its file says."""
-
-    def __init__(self, calls: int) -> None:
-        super().__init__()
-        self.calls = calls
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls -= 1
-        if self.calls < 0:
-            raise ArtifactError("it creates tensors that the file does not have")
-        return func(*args, **(kwargs or {}))
 
 
 def check_size(value: Any, limit: int, what: str) -> None:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -252,3 +253,17 @@ def flop_counter() -> Any:
     fast = {torch.ops.aten._native_multi_head_attention: packed, torch.ops.aten._transformer_encoder_layer_fwd: layer}
     fast |= {} if onednn_linear is None else {onednn_linear: product}
     return Counter(display=False, custom_mapping={flash_cpu: flash, **fast})
+
+
+class CallLimit(TorchFunctionMode):
+    """A mode in which at most so many functions of torch are called: the next one raises `error`."""
+
+    def __init__(self, calls: int, error: Exception) -> None:
+        super().__init__()
+        self.calls, self.error = calls, error
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls -= 1
+        if self.calls < 0:
+            raise self.error
+        return func(*args, **(kwargs or {}))
