@@ -16,7 +16,7 @@ import fxplug
 
 from .core.cli.doctor import doctor
 from .core.cli.terminal import diff_texts, modules_text, print_diff, print_rows
-from .core.cli.torchrun import started, together
+from .core.cli.torchrun import run_on_all_ranks, started
 from .core.cli.verbs import (
     HELP,
     Allow,
@@ -223,7 +223,7 @@ def main() -> None:
     if started():
         verb = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
         many = verb == "train" or (verb == "parallel" and bool(MANY & {*sys.argv}))
-        together(lambda: app(prog_name="fxplug"), everywhere=many)
+        run_on_all_ranks(lambda: app(prog_name="fxplug"), everywhere=many)
     app(prog_name="fxplug")
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from fxplug.parallel.pipelines.deferred import Later, Recipe
+from fxplug.parallel.pipelines.deferred import DeferredComputation, DeferredTensor
 
 X = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
 MADE = {
@@ -32,13 +32,13 @@ WRITTEN = {
 
 
 def later(x):
-    recipe = Recipe()
+    recipe = DeferredComputation()
     recipe.found["value", 0] = x.clone()
-    return Later(x, x.device, recipe, lambda recipe, like, why: recipe.at("value", 0))
+    return DeferredTensor(x, x.device, recipe, lambda recipe, like, why: recipe.at("value", 0))
 
 
 def plain(x):
-    return x.settled() if isinstance(x, Later) else x
+    return x.settled() if isinstance(x, DeferredTensor) else x
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -181,19 +181,19 @@ NEW = {**OLD, "avx512_f": True, "avx512_vnni": True, "amx_tile": True, "clwb": T
 )
 def test_what_code_needs_of_a_processor(asked, made_on, native, needs, here, missing):
     assert machines.needed(asked.split(), made_on, native) == needs
-    assert machines.lacking(needs, here) == missing
+    assert machines.missing_cpu_features(needs, here) == missing
 
 
 def test_packages_of_earlier_versions_say_what_they_need_in_words_of_aotinductor():
-    assert machines.lacking(["AVX512", "AVX512_VNNI", "AMX_TILE"], NEW) == []
-    assert machines.lacking(["AVX512", "AVX512_VNNI", "AMX_TILE"], {**NEW, "amx_tile": False}) == ["AMX_TILE"]
-    assert machines.lacking(["INVALID_VEC_ISA"], OLD) == []
+    assert machines.missing_cpu_features(["AVX512", "AVX512_VNNI", "AMX_TILE"], NEW) == []
+    assert machines.missing_cpu_features(["AVX512", "AVX512_VNNI", "AMX_TILE"], {**NEW, "amx_tile": False}) == ["AMX_TILE"]
+    assert machines.missing_cpu_features(["INVALID_VEC_ISA"], OLD) == []
 
 
 @pytest.mark.slow
 def test_a_package_runs_where_it_was_made(pair):
     _, package = pair
-    assert machines.lacking(package.manifest["features"], machines.capabilities()) == []
+    assert machines.missing_cpu_features(package.manifest["features"], machines.capabilities()) == []
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ import fxplug
 from fxplug.core.ir.comparison import distance
 from fxplug.core.ir.containers import leaves
 from fxplug.core.torch_internals import modules as pytree
-from fxplug.parallel.pipelines.deferred import Later
+from fxplug.parallel.pipelines.deferred import DeferredTensor
 from fxplug.parallel.pipelines.entry import distances
 from fxplug.parallel.pipelines.links import Links, links_of
 from fxplug.parallel.runtime.mesh import all_degrees
@@ -103,7 +103,7 @@ def image(model, steps=6, **given):
 
 
 def whole(x):
-    return x.settled() if isinstance(x, Later) else x
+    return x.settled() if isinstance(x, DeferredTensor) else x
 
 
 def equal(a, b):
@@ -415,7 +415,8 @@ def test_steps_do_not_wait_for_the_last_patch():
         for i, t in enumerate((900.0, 700.0, 500.0, 300.0)):
             out = mine(x, torch.full_like(time, t))
             x = (x - 0.1 * out).clamp(-3, 3)
-            assert isinstance(out, Later) is (i > 0) and (i == 0 or (out.recipe.whole is None and x.recipe.whole is None))
+            assert isinstance(out, DeferredTensor) is (i > 0)
+            assert i == 0 or (out.recipe.whole is None and x.recipe.whole is None)
         first = mine.waited
         assert float(x.std()) > 0  # somebody looks at it: every process gets it
         again = mine.waited

@@ -18,7 +18,7 @@ from ..core.quantised import is_transposed, weight_shape
 from .banks import Bank, rows_for
 from .base_weights import warn_on_other_base
 from .files import AdapterFile, Fit, Source, fit, read
-from .own_files import description, homes_of, of_pass
+from .own_files import candidate_banks, description, of_pass
 from .saved_heads import resized_layers, trained_layers, without_heads
 from .updates import Entry
 
@@ -66,7 +66,7 @@ def load_adapter(
     file = _read(source, module, adapter, config, limits)
     if file.own:
         homes = {**trained_layers(module), **resized_layers(module)}
-        _write(module, homes_of(module, without_slots(module, passes), homes, file))
+        _write(module, candidate_banks(module, without_slots(module, passes), homes, file))
         return Fit(file, {key: tuple(value.shape) for key, value in file.own.items()}, {})
     file, heads = without_heads(file, module)
     banks = blocks_of(module, passes) if file.entries else {}

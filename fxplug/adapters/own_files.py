@@ -145,7 +145,7 @@ def _named_code(rules: Mapping[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
-def homes_of(
+def candidate_banks(
     module: nn.Module, records: Mapping[str, Mapping[str, Any]], whole: Mapping[str, Tensor], file: AdapterFile
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors of a module that a file has, each with its new value.

@@ -129,7 +129,7 @@ def rewrite(
                 result.report = run_checks(result.base, result.module, args, kwargs, compile=compile and not dry_run)
     if out is not None and not dry_run:
         with step("save"):
-            remember(result)
+            save_run_record(result)
             inputs = {**default_inputs(config, result.base), **added_inputs(config, result.module)[1]}
             save(result.module, out, config={**resolved(config), "inputs": inputs})
         result.out = Path(out)
@@ -150,13 +150,13 @@ def saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, .
 
 def saved_diff(folder: str | Path, module: TracedModule) -> str:
     """Return the diff of the rewrite that was saved in a folder. Raises SpecError if none was kept."""
-    kept = remembered(module)
+    kept = load_run_record(module)
     if kept is None:
         raise SpecError(f"'{folder}' was not saved by `fxplug rewrite`, so the model before the rewrite is not known")
     return harmless("".join(kept["text"]))
 
 
-def remembered(module: TracedModule) -> dict[str, Any] | None:
+def load_run_record(module: TracedModule) -> dict[str, Any] | None:
     """Return a saved rewrite's record of the model before it: `text`, the diff, and `changes`; None if other passes were
     applied. `text`, the diff, and `changes`; None where other passes were applied.
 
@@ -167,7 +167,7 @@ def remembered(module: TracedModule) -> dict[str, Any] | None:
     return kept if isinstance(kept, dict) and kept.get("passes") == applied else None
 
 
-def remember(result: Result) -> None:
+def save_run_record(result: Result) -> None:
     """Keep with the module of a result what is said of it later: what it was before, and how it was checked."""
     text, piece = diff(result.base, result.module), DEFAULT.string
     checks = result.report.json()["checks"] if result.report is not None else None

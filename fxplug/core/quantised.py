@@ -154,7 +154,7 @@ def settle(layer: Any) -> None:
     vars(layer)[PACKS] = False
 
 
-def undressed(layer: nn.Module) -> nn.Module:
+def unwrap_layer(layer: nn.Module) -> nn.Module:
     """Return the layer without torchao's `extra_repr`, on the same tensors; another module itself."""
     if "extra_repr" not in vars(layer) or not is_quantised(layer):
         return layer

@@ -35,7 +35,7 @@ def needed(asked: Iterable[str], capabilities: Mapping[str, Any], native: bool) 
     return sorted(names)
 
 
-def lacking(needs: Iterable[str], capabilities: Mapping[str, Any]) -> list[str]:
+def missing_cpu_features(needs: Iterable[str], capabilities: Mapping[str, Any]) -> list[str]:
     """Return the features that a processor with `capabilities` lacks; none if torch cannot list its features."""
     if not capabilities:
         return []
@@ -62,7 +62,7 @@ def check_machine(file: Path, manifest: Json, device: torch.device) -> None:
     system, this = f"{manifest['platform']} {manifest['machine']}", f"{sys.platform} {platform.machine()}"
     if system != this:
         raise ArtifactError(f"{file} was compiled for {shown(system)[1:-1]}, and this is {this}")
-    missing = lacking(manifest["features"], capabilities())
+    missing = missing_cpu_features(manifest["features"], capabilities())
     if missing:
         raise ArtifactError(
             f"{file} was compiled for a CPU with {shown(', '.join(missing))[1:-1]}, which this one does not have: export it "

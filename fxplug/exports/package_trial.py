@@ -17,7 +17,7 @@ from ..core.torch_internals.exporting import Condition
 from .blockers import CompileRefused, Unfit
 from .call_signature import Json, Signature
 from .expressions import parsed
-from .machines import capabilities, lacking
+from .machines import capabilities, missing_cpu_features
 from .package import Package
 from .package_file import PackageManifest, check_manifest
 from .size_trial import SizeTrial, call_alone, tensors_of
@@ -71,7 +71,7 @@ def _checkable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _untried(manifest: Json, program: ExportedProgram, module: nn.Module) -> str:
     """Return why a package cannot be called here; "" if it can."""
-    if missing := lacking(manifest["features"], capabilities()):
+    if missing := missing_cpu_features(manifest["features"], capabilities()):
         return f", as this processor has no {', '.join(missing)}"
     try:
         with torch.random.fork_rng():

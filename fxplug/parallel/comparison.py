@@ -21,7 +21,7 @@ from ..core.verifier import Subject, is_split, need_values
 from .planning.trials import EMPTY, name_of
 from .planning.walk import bound
 from .runtime.collectives import AllReduce, Broadcast, Collective
-from .runtime.mesh import World
+from .runtime.mesh import MeshPosition
 from .runtime.pretended import PRETENDED, pretended
 from .runtime.shares import Once
 from .stage import alone, in_one_mode
@@ -112,7 +112,7 @@ def check_real(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 @contextlib.contextmanager
-def pretending(world: World) -> Iterator[None]:
+def pretending(world: MeshPosition) -> Iterator[None]:
     """Call modules as the process at a position of the mesh, in this thread."""
     token = PRETENDED.set(world)
     try:

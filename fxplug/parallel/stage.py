@@ -22,7 +22,7 @@ from .planning.sharding_plan import ShardingPlan, Unsplittable, node_label
 from .planning.trials import Memory, ShardTrials
 from .planning.walk import Walk, bound, restore_state, walk
 from .runtime.collectives import Collective
-from .runtime.mesh import SEQUENCE, World, all_degrees
+from .runtime.mesh import SEQUENCE, MeshPosition, all_degrees
 from .runtime.pretended import placed
 from .writing import PlanWriter
 
@@ -150,7 +150,7 @@ def entry(name: str, params: Mapping[str, Any], sites: Sequence[Any], neutral: b
     }  # fmt: skip
 
 
-def place(gm: nn.Module, world: World | None) -> None:
+def place(gm: nn.Module, world: MeshPosition | None) -> None:
     """Set this process's position in the collectives of a module."""
     for module in gm.modules():
         if isinstance(module, Collective):
@@ -159,6 +159,6 @@ def place(gm: nn.Module, world: World | None) -> None:
                 module.world = world
 
 
-def alone() -> World:
+def alone() -> MeshPosition:
     """Return the position of a single process."""
     return placed(all_degrees({}), 0)

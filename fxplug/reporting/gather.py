@@ -11,7 +11,7 @@ from torch import nn
 
 from ..blocks.step_marks import Mark
 from ..core.errors import ArtifactError, FxplugError, SpecError
-from ..core.flow import remembered
+from ..core.flow import load_run_record
 from ..core.ir.traced_module import TracedModule, class_names
 from ..core.reading import read_json
 from ..core.verifier import Report, is_split
@@ -34,7 +34,7 @@ def contents(
     """
     entries = new.meta.get("passes", [])
     after = listing(new)
-    changed = changes(base, new) if base is not None else (remembered(new) or {}).get("changes")
+    changed = changes(base, new) if base is not None else (load_run_record(new) or {}).get("changes")
     earlier = [entry["name"] for entry in base.meta.get("passes", [])] if base is not None else []
     sizes, total = _sizes(new, [entry["name"] for entry in entries])
     added = _added(new, after)
@@ -47,7 +47,7 @@ def contents(
     page.passes = [_pass(new, entry) for entry in entries]
     page.sites = [row for entry in entries for row in _sites(new, entry, after, added)]
     page.depth = _depth(after, added)
-    found = checks.json()["checks"] if checks is not None else (remembered(new) or {}).get("checks")
+    found = checks.json()["checks"] if checks is not None else (load_run_record(new) or {}).get("checks")
     page.checks = found and [{key: str(check[key]) for key in ("name", "status", "detail")} for check in found]
     page.tables = _tables(new, after)
     page.facts |= {"measured against": ", ".join(earlier)} if earlier else {}

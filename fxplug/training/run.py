@@ -15,7 +15,7 @@ from ..adapters.contents import trained
 from ..adapters.formats import part_of
 from ..adapters.writing import about_of, content, save_parts
 from ..core.errors import ArtifactError, FxplugError, SpecError, TrainError, brief_fields
-from ..core.flow import Step, remember, rewrite
+from ..core.flow import Step, rewrite, save_run_record
 from ..core.ir.traced_module import TRAINED, TracedModule
 from ..core.reading import reported
 from ..core.spec.run_config import Config, load_config, resolved
@@ -111,7 +111,7 @@ def train(
             test = Loader(open_items(tests, config.base, test=True), tests, train=False, **common)
         checked = config.verify and accelerator.is_main_process
         result = rewrite(config, verify=checked, progress=progress, compile=False)
-        remember(result)
+        save_run_record(result)
         trainer = Trainer(
             result.module,
             task,

@@ -167,7 +167,7 @@ def _constructor_arguments(module: nn.Module, path: str, built: dict[Any, dict[s
     kind = (type(module), *_facts(module).items())
     if kind not in built:
         try:
-            built[kind] = _by_constructor(quantised.undressed(module))
+            built[kind] = _by_constructor(quantised.unwrap_layer(module))
         except Exception as error:  # a constructor of anybody's may raise anything
             built[kind] = str(error)
     reason = built[kind]

@@ -43,7 +43,7 @@ from ..torch_internals.tensors import (
     is_error_of_dynamo,
 )
 from .module_state import State, own_attributes
-from .user_code import asker, is_text_for_people, is_tried, is_user_code, user_frame
+from .user_code import calling_user_frame, inside_try_block, is_text_for_people, is_user_code, user_frame
 
 
 class Number:
@@ -81,7 +81,7 @@ class Number:
 
     def __hash__(self) -> int:
         # einops keeps what it works out for a shape, and has another way for numbers that, as torch's, have no hash
-        if self.recorder.active and is_tried(user_frame(), "TypeError"):
+        if self.recorder.active and inside_try_block(user_frame(), "TypeError"):
             raise TypeError("a recorded number has no hash")
         return hash(self.plain())
 
@@ -96,7 +96,7 @@ class Number:
 
     def _for_text(self, frame: FrameType) -> Any:
         # text may become a key; what a debugger shows, or an error says, leaves no guard behind
-        asking = asker(frame) if self.recorder.active else None
+        asking = calling_user_frame(frame) if self.recorder.active else None
         return self.value if asking is None or is_text_for_people(asking) else self.plain()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -214,7 +214,7 @@ class TensorClass:
         self.original, self.is_recording = original, is_recording
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or not self.is_recording() or asker(sys._getframe(1)) is None:
+        if kwargs or not self.is_recording() or calling_user_frame(sys._getframe(1)) is None:
             return self.original(*args, **kwargs)
         return _made(args, self.original.dtype)
 
@@ -233,7 +233,7 @@ class FloatInfo(TensorClass):
         self.reads_default_dtype = reads_default_dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs and self.is_recording() and asker(sys._getframe(1)) is not None:
+        if not args and not kwargs and self.is_recording() and calling_user_frame(sys._getframe(1)) is not None:
             self.reads_default_dtype()
         return self.original(*args, **kwargs)
 
@@ -243,7 +243,7 @@ def tensor_classes(is_recording: Callable[[], bool], reads_default_dtype: Callab
     original = torch.Tensor.__new__
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is not torch.Tensor or kwargs or not is_recording() or asker(sys._getframe(1)) is None:
+        if cls is not torch.Tensor or kwargs or not is_recording() or calling_user_frame(sys._getframe(1)) is None:
             return original(cls, *args, **kwargs)
         reads_default_dtype()
         return _made(args, torch.get_default_dtype())

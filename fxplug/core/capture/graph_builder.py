@@ -29,7 +29,7 @@ from ..torch_internals.tensors import (
 )
 from .fake_tensors import KINDS, Number, Results, TensorClass, Tries, fake
 from .module_state import Journal, storage_of
-from .user_code import ORDERED, decides_nothing, decision_at, source_line, user_frame
+from .user_code import ORDERED, decision_at, is_irrelevant_branch, source_line, user_frame
 
 PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
 PRINTABLE += (torch.memory_format, torch.layout, range)
@@ -400,7 +400,7 @@ class Recording:
         """Python needs the plain value of a node: hold it by a guard, unless nothing hangs on it."""
         if node not in self.guards:
             frame = user_frame()
-            if frame is None or not decides_nothing(frame):
+            if frame is None or not is_irrelevant_branch(frame):
                 self.guard(node, value)
         return value
 
@@ -421,7 +421,7 @@ class Recording:
         """What a function of torch says about its modes: an answer that holds as long as it is the same."""
         frame = user_frame()
         key = (name, args, self.switched)
-        if key not in self.states and (frame is None or not decides_nothing(frame)):
+        if key not in self.states and (frame is None or not is_irrelevant_branch(frame)):
             self.states.add(key)
             decision = (*source_line(), f"{name}({', '.join(map(repr, args))})")
             checked = (name, args, value, decision)

@@ -330,7 +330,7 @@ def extras(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-class Unchanged(Journal):  # type: ignore[no-untyped-call]
+class MutationGuard(Journal):  # type: ignore[no-untyped-call]
     """The classes, attributes, hooks, children and tensors of all modules of a model as they are when this is made.
 
     What is written into the tensors' memory is seen while this is entered, whichever alias it is written through.
@@ -375,9 +375,9 @@ class Unchanged(Journal):  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def unchanged(root: nn.Module, who: str, where: object = "") -> Iterator[Unchanged]:
+def unchanged(root: nn.Module, who: str, where: object = "") -> Iterator[MutationGuard]:
     """Take back what is done to a model meanwhile. Raises SpecError for it, with `where` what does it is asked for."""
-    before, changed = Unchanged(root), dict[str, list[str]]()
+    before, changed = MutationGuard(root), dict[str, list[str]]()
     try:
         yield before
     finally:

@@ -24,7 +24,7 @@ from .graph_builder import Recording
 from .isolation import restore_after
 from .module_state import MISSING, Journal, State
 from .reads import KINDS_REPLACED, PLAIN, STAND_INS
-from .user_code import asker, gives_types, is_foreign, says
+from .user_code import calling_user_frame, gives_types, is_foreign, says
 
 Patch = tuple[Any, str, Any]
 NAMES = frozenset(STAND_INS)
@@ -198,7 +198,7 @@ def _imported(packages: frozenset[str], count: int, last: str) -> list[str]:
 
 def _asks(recording: Recording) -> bool:
     """Return whether the model's own code called a replaced function, two frames above this one."""
-    return recording.recording_here() and asker(sys._getframe(2)) is not None
+    return recording.recording_here() and calling_user_frame(sys._getframe(2)) is not None
 
 
 def _reader(recording: Recording, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

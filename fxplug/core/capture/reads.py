@@ -22,10 +22,10 @@ from ..torch_internals.tensors import DisableTorchFunction, FakeTensor, OpOverlo
 from .fake_tensors import KINDS, NeedsValues, Number, lacks_values, record
 from .graph_builder import Recording
 from .user_code import (
-    asker,
+    calling_user_frame,
     counts_distinct,
-    decides_nothing,
     decision_at,
+    is_irrelevant_branch,
     position,
     source_line,
     tree_of,
@@ -58,9 +58,9 @@ class Dtypes:
 
     def read(self, tensor: torch.Tensor, answer: torch.dtype, frame: FrameType) -> torch.dtype:
         """`frame` reads the dtype of a tensor."""
-        recording, user = self.recording, asker(frame)
+        recording, user = self.recording, calling_user_frame(frame)
         known = recording.recorded(tensor) is not None or id(tensor) in recording.parameters
-        if user is None or not known or decides_nothing(user):
+        if user is None or not known or is_irrelevant_branch(user):
             return answer
         of = recording.lookup(tensor)
         if of not in self.nodes:

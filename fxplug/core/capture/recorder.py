@@ -45,10 +45,10 @@ from .user_code import (
     SIZES,
     TEXT,
     VALUES,
-    asker,
-    decides_nothing,
+    calling_user_frame,
+    inside_try_block,
+    is_irrelevant_branch,
     is_text_for_people,
-    is_tried,
     source_line,
     tells_apart,
     user_frame,
@@ -112,7 +112,7 @@ def record_text(recording: Recording, func: Any, name: str | None, args: Any, kw
     """Make the text of a tensor. Raises TraceError where its values matter: what people read may be told, all else hangs on
     them.
     """
-    user = asker(_calling_frame()) if recording.computed(args[0]) else None
+    user = calling_user_frame(_calling_frame()) if recording.computed(args[0]) else None
     if user is not None and not is_text_for_people(user):
         raise TraceError(
             f"{recording.place()}: turns a tensor's values into a string, which cannot be captured in a graph; "
@@ -169,7 +169,7 @@ def read_attribute(recording: Recording, func: Any, tensor: torch.Tensor, *rest:
     out = func(tensor, *rest)
     if name == "dtype":
         return recording.dtypes.read(tensor, out, _calling_frame())
-    if name in (*ops.QUESTIONS, *OUTSIDE) and asker(_calling_frame()) is not None:
+    if name in (*ops.QUESTIONS, *OUTSIDE) and calling_user_frame(_calling_frame()) is not None:
         if name not in OUTSIDE:
             return query_autograd(recording, tensor, name)
     elif not isinstance(out, torch.Tensor) or name == "grad":
@@ -213,7 +213,7 @@ def record_call(recording: Recording, func: Any, method: str | None, args: Any, 
             recording.paused = ops.is_applied(func)
             out = run(given[0]) if run else func(*plain, **plain_kw)
         except Exception:  # torch's, raised again
-            if asker(_calling_frame()) is not None:
+            if calling_user_frame(_calling_frame()) is not None:
                 recording.failed = recording.failed or recording.place()
             raise
         finally:
@@ -233,7 +233,8 @@ def record_call(recording: Recording, func: Any, method: str | None, args: Any, 
             recording.reads_default_dtype()
     if out is NotImplemented or isinstance(out, KIND_ANSWERS) or short in KIND_QUESTIONS | KIND_TESTS:
         return out
-    if isinstance(out, bool) and short.startswith(("is_", "has_", "can_", "_")) and asker(_calling_frame()) is None:
+    is_query = isinstance(out, bool) and short.startswith(("is_", "has_", "can_", "_"))
+    if is_query and calling_user_frame(_calling_frame()) is None:
         return out  # torch asks for itself, and will ask again
     if short == "is_inference" and recording.inference[-1]:
         raise TraceError(
@@ -265,7 +266,7 @@ def record_call(recording: Recording, func: Any, method: str | None, args: Any, 
         guard_itself(recording, node, out, given[0])
         if out is given[0]:
             return out
-    if is_tried(user_frame()):
+    if inside_try_block(user_frame()):
         recording.node("call_function", ops.tried, (node,), {}, f"{node.name}_tried", effect=True)
     if isinstance(target, str) and target in RESHAPING:
         repeat_reshape(recording, func, plain[0], plain[1:], plain_kw)
@@ -290,7 +291,7 @@ def query_autograd(recording: Recording, tensor: torch.Tensor, question: str) ->
     with DisableTorchFunction():
         answer = ops.autograd_query(root, question)
     frame = user_frame()
-    if frame is None or not decides_nothing(frame):
+    if frame is None or not is_irrelevant_branch(frame):
         args = (recording.lookup(tensor), question)
         node = recording.node("call_function", ops.autograd_query, args, {}, recording.named(question))
         node.meta["value"] = answer
@@ -448,7 +449,7 @@ def patch_instance_check(recording: Recording, original: Callable[..., bool]) ->
 
     def check(cls: Any, value: Any) -> bool:
         found = original(cls, value)
-        if cls is nn.Parameter and recording.recording_here() and asker(sys._getframe(1)) is not None:
+        if cls is nn.Parameter and recording.recording_here() and calling_user_frame(sys._getframe(1)) is not None:
             node = recording.recorded(value) if isinstance(value, torch.Tensor) else None
             if node is not None:
                 args = (node, "is_parameter")

@@ -98,7 +98,7 @@ def _resized(tensor: torch.Tensor, size: int, new: int) -> torch.Tensor:
     return tensor
 
 
-def tells_one_input_from_two(model: nn.Module, call: Any, state: State) -> bool:
+def depends_on_input_aliasing(model: nn.Module, call: Any, state: State) -> bool:
     """Return whether a model's result for one tensor passed twice differs from that for two equal ones: it may ask `a is b`."""
     tensors: dict[Any, torch.Tensor] = {}
     several = False

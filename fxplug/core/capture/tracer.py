@@ -95,7 +95,7 @@ def trace(
     with exclusive_trace(model):
         derived = find_derived(model)
         gm = _checked_trace(model, patterns, real, check, call, False, derived)
-        if derived and not _holds_beside(model, gm, call, check):  # it is more than what was made of the weights
+        if derived and not _self_check_passes(model, gm, call, check):  # it is more than what was made of the weights
             options["keep"] = True
             gm = _checked_trace(model, patterns, real, check, call, False, [])
     if patterns or real is not None or options["keep"]:
@@ -127,7 +127,7 @@ def retrace(model: nn.Module, call: Any, open_numbers: bool, leaf: list[str], re
         return _checked_trace(model, leaf, real, True, call, open_numbers, [] if keep else find_derived(model))
 
 
-def _holds_beside(model: nn.Module, gm: TracedModule, call: Any, check: bool) -> bool:
+def _self_check_passes(model: nn.Module, gm: TracedModule, call: Any, check: bool) -> bool:
     """Whether a graph that was made without what the model keeps gives what the model gives with it."""
     if not self_check.has_values([tensor for _, tensor in named_tensors(model)], call):
         return True
@@ -221,16 +221,16 @@ def _trace(job: _Job) -> TracedModule:
     model, call = job.model, job.call
     job.has_values = self_check.has_values([t for _, t in job.tensors], call)
     checked = job.check and job.has_values
-    job.one_or_two = checked and self_check.tells_one_input_from_two(model, call, job.state)
+    job.one_or_two = checked and self_check.depends_on_input_aliasing(model, call, job.state)
     # a graph holds one mode: those of parts are put together from both when it is called
     mixed = any(module.training != model.training for module in model.modules())
-    first = _settled(job, model.training if mixed else None)
+    first = _run_until_guards_agree(job, model.training if mixed else None)
     graphs = {model.training: first}
     twin_error, other_modes_read = None, set[tuple[str, str]]()
     job.checkpointed = first.checkpointed
     if first.reads_training:
         try:
-            second = _settled(job, not model.training)
+            second = _run_until_guards_agree(job, not model.training)
         except Exception as error:  # the model's, or torch's
             twin_error = str(error)
         else:
@@ -285,7 +285,7 @@ def _modes_given_by_train(job: _Job) -> dict[str, list[str]]:
     return {name: paths for name, paths in found.items() if paths}
 
 
-def _settled(job: _Job, training: bool | None) -> Recorded:
+def _run_until_guards_agree(job: _Job, training: bool | None) -> Recorded:
     """A recording; one that asks for gradients, as to checkpoint, and is the same without them holds for both."""
     first = _record(job, training)
     checks = first.asks_for_gradients()
@@ -384,8 +384,8 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
             journal = Journal()
             stack.callback(journal.put_back)
             recording.journal = stack.enter_context(journal)
-        recording.buffers = _tabled(state, "_buffers")
-        for name, _, parameter in _tabled(state, "_parameters"):
+        recording.buffers = _tensors_in_table(state, "_buffers")
+        for name, _, parameter in _tensors_in_table(state, "_parameters"):
             recording.holds(parameter, name)
         stack.enter_context(patched(recording, training, call_patches(recording)))
         stack.callback(recording.stop)
@@ -405,7 +405,7 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
                 raise NeedsValues(text)
             raise TraceError(f"{text}, and a graph records one branch only: keep the module whole, leaf: [its path]")
         written = state.changes()
-        _refuse_anew(state, dict(tensors), recording.parameters, written, leaves)
+        _retry_with_unsupported_ops(state, dict(tensors), recording.parameters, written, leaves)
         if mode is not None and job.check and not job.has_values:
             stand_in = functools.partial(put_fake_weights, state, mode, device, {}, False)
             self_check.check_kept(model, call, state, written, recording, regions.called, stand_in)
@@ -416,7 +416,7 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
     )
 
 
-def _refuse_anew(
+def _retry_with_unsupported_ops(
     state: State, originals: dict[str, torch.Tensor], names: dict[int, str], written: list[StatePlace], whole: set[str]
 ) -> None:
     """Refuse a forward that gives a module a parameter, a child or a buffer of its state dict that it did not have: the
@@ -452,7 +452,7 @@ def _refuse_anew(
         )
 
 
-def _tabled(state: State, table: str) -> list[tuple[str, nn.Module, torch.Tensor]]:
+def _tensors_in_table(state: State, table: str) -> list[tuple[str, nn.Module, torch.Tensor]]:
     """The parameters or buffers that the modules have now: name, module and tensor."""
     return [
         (f"{path}.{key}" if path else key, module, tensor)

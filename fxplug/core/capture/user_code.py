@@ -93,7 +93,7 @@ def is_user_code(frame: FrameType) -> bool:
     return not file.startswith(OWN) and (not file.startswith(STDLIB) or "-packages" in file)
 
 
-def asker(frame: FrameType | None) -> FrameType | None:
+def calling_user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the frame of the model's own code that asks, starting from `frame`; None if torch, a library, a log or an error
     asks.
 
@@ -124,7 +124,7 @@ def _is_for_people(frame: FrameType, function: ast.expr) -> bool:
             return False
         logger = logger.parent if logger.propagate else None
     called = _resolved(frame, function)
-    return _speaks(called) and not (called is builtins.print and type(sys.stdout) is io.StringIO)
+    return _is_logging_call(called) and not (called is builtins.print and type(sys.stdout) is io.StringIO)
 
 
 def _keeps(handler: logging.Handler) -> bool:
@@ -144,7 +144,7 @@ def _is_kept(frame: FrameType | None) -> bool:
     return False
 
 
-def decides_nothing(frame: FrameType) -> bool:
+def is_irrelevant_branch(frame: FrameType) -> bool:
     """Return whether a frame is at a test without influence on the result.
 
     Either an `if` that only makes tensors contiguous: both branches give the same values (diffusers' upsampling does so above a
@@ -163,7 +163,7 @@ def decides_nothing(frame: FrameType) -> bool:
     return False
 
 
-def is_tried(frame: FrameType | None, error: str = "") -> bool:
+def inside_try_block(frame: FrameType | None, error: str = "") -> bool:
     """Return whether a frame is in a `try` whose handlers let the code go on; with `error`, in one with a handler of that
     name."""
     if frame is None or not _lines_in_try(frame.f_code.co_filename):
@@ -436,7 +436,7 @@ def _resolved(frame: FrameType, name: ast.expr) -> Any:
     return found
 
 
-def _speaks(function: Any) -> bool:
+def _is_logging_call(function: Any) -> bool:
     """Return whether a function writes for people, or checks a condition: its text goes nowhere else."""
     if function is builtins.print or (callable(function) and function in vars(logging.Logger).values()):
         return True

@@ -14,7 +14,7 @@ from typing import NoReturn
 GRACE = 10.0  # seconds in which torchrun ends a process because the first one has failed too
 
 
-def together(call: Callable[[], None], everywhere: bool) -> None:
+def run_on_all_ranks(call: Callable[[], None], everywhere: bool) -> None:
     """Run a command in each of the processes that torchrun started, or `everywhere` False, in the first one alone.
 
     Each exits with its own exit code, and torchrun with 1 if one is not 0. An error that the first process has too is printed

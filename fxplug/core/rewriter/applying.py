@@ -20,7 +20,7 @@ from ..ir.traced_module import TracedModule, check_traced, class_names, strip_to
 from ..spec.pass_file import accepted_arguments, check_known, check_options, import_target
 from ..spec.rules import Pass, Rule, as_mapping, is_target
 from .editor import Editor
-from .graft import BothModes, Traces
+from .graft import DiffersBetweenModes, Traces
 from .matcher import find
 from .sites import Site, Sites, input_name, own_inputs
 
@@ -252,12 +252,12 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
     # in the order of the model's modules, as other libraries make theirs: one seed draws the same weights
     order = {name: index for index, (name, _) in enumerate(gm.named_modules(remove_duplicate=False))}
     made = sorted(sites, key=lambda site: order.get(site.path.partition("@")[0], len(order)))
-    with _looked_at(gm, p, sites):
+    with _forbid_model_mutation(gm, p, sites):
         blocks = {id(site): make_block(tree, site, p, owners, first) for site in made if site.rule.use is not None}
         modes, traces = dict(gm.graphs), Traces()
         try:
             graphs = _edited(modes, tree, gm, p, traces, sites, blocks)
-        except BothModes:  # what is put in tells training from evaluation, which the model itself does not
+        except DiffersBetweenModes:  # what is put in tells training from evaluation, which the model itself does not
             one = next(iter(modes.values()))
             graphs = _edited({True: one, False: one}, tree, gm, p, traces, sites, blocks)
     new = gm.derived(tree, graphs, passes=[*applied, record(gm, p, sites, blocks)])
@@ -280,7 +280,7 @@ def _apply_to_variant(p: Pass, left: set[tuple[str, str]] | None, gm: TracedModu
 
 
 @contextmanager
-def _looked_at(gm: TracedModule, p: Pass, sites: list[Site]) -> Iterator[None]:
+def _forbid_model_mutation(gm: TracedModule, p: Pass, sites: list[Site]) -> Iterator[None]:
     """Let blocks look at the model while they are made. Raises SpecError for what they do to it, which is taken back."""
     kinds = dict.fromkeys(block_class(site.rule) for site in sites if site.rule.use is not None)
     if all(kind.__module__.startswith("fxplug.blocks.") for kind in kinds):

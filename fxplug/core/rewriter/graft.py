@@ -249,7 +249,7 @@ def check_nested(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         )
 
 
-class BothModes(Exception):
+class DiffersBetweenModes(Exception):
     """What is put in differs between training and evaluation, and the graph so far does not."""
 
 
@@ -267,7 +267,7 @@ class OpenedGraph:
     def of_mode(self, sub: TracedModule) -> fx.Graph:
         """Return the graph of a traced block for this mode. Raises BothModes if the block has more modes than the model."""
         if len(sub.graphs) > self.modes:
-            raise BothModes
+            raise DiffersBetweenModes
         return sub.graphs.get(self.mode) or next(iter(sub.graphs.values()))
 
     def newest(self, node: fx.Node) -> fx.Node:

@@ -10,7 +10,7 @@ from ..ir.graph import Graph, copy_graph
 from ..ir.regions import Regions, regions_of
 from ..ir.traced_module import TracedModule, strip_to_container
 from ..spec.rules import Pass, Rule
-from .graft import BothModes, OpenedGraph, Traces
+from .graft import DiffersBetweenModes, OpenedGraph, Traces
 from .matches import admitted, catches_all, composites, hits, of_any_class
 
 
@@ -41,7 +41,7 @@ def opened(gm: TracedModule, paths: Collection[str], p: Pass) -> TracedModule:
     modes = dict(gm.graphs)
     try:
         graphs = edited(modes)
-    except BothModes:  # it tells training from evaluation, which the rest of the model does not
+    except DiffersBetweenModes:  # it tells training from evaluation, which the rest of the model does not
         one = next(iter(modes.values()))
         graphs = edited({True: one, False: one})
     return gm.derived(tree, graphs)

@@ -17,7 +17,7 @@ MOVES = ("cat", "stack", "clone", "_to_copy", "detach", "alias", "_unsafe_view")
 SHAPES = ("_like", "new_empty", "new_zeros", "new_ones", "new_full")  # ends of names that ask for a shape, and maybe chance
 
 
-class Recipe:
+class DeferredComputation:
     """How a value is computed for one patch: an operation on values and other recipes. `found` has what is known."""
 
     def __init__(self, func: Any = None, given: Any = None, member: int = 0) -> None:
@@ -36,7 +36,7 @@ class Recipe:
             mark.view(-1)[self.owned[patch]] = 0.0
             return mark
         if (what, patch) not in self.found:
-            args, kwargs = pytree.tree_map(lambda v: v.at(what, patch) if isinstance(v, Recipe) else v, self.given)
+            args, kwargs = pytree.tree_map(lambda v: v.at(what, patch) if isinstance(v, DeferredComputation) else v, self.given)
             self.found[what, patch] = pytree.tree_leaves(self.func(*args, **kwargs))[self.member]
         return self.found[what, patch]
 
@@ -45,23 +45,23 @@ class Recipe:
         self.func, self.given, self.owned, self.shape = None, None, owned, shape
 
 
-class Later(Tensor):
+class DeferredTensor(Tensor):
     """A tensor that comes patch by patch. `settle(recipe, why)` gives the whole where an operation needs it.
 
     Once its whole is there it is an ordinary tensor to all that is done with it: what is written into it or into a view of it
     is there, and what was computed of it before stays.
     """
 
-    recipe: Recipe
-    settle: Callable[[Recipe, Tensor, str], Tensor]
-    base: Later | None = None  # of a view, and how it is taken of that
+    recipe: DeferredComputation
+    settle: Callable[[DeferredComputation, Tensor, str], Tensor]
+    base: DeferredTensor | None = None  # of a view, and how it is taken of that
     taken: Callable[[Tensor], Tensor] | None = None
     whole: Tensor | None = None
     __torch_function__: Any = disabled_torch_function
 
     @staticmethod
-    def __new__(cls, like: Tensor, device: torch.device, recipe: Recipe, settle: Any) -> Later:
-        found: Later = wrapper_of(
+    def __new__(cls, like: Tensor, device: torch.device, recipe: DeferredComputation, settle: Any) -> DeferredTensor:
+        found: DeferredTensor = wrapper_of(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
         found.recipe, found.settle = recipe, settle
@@ -97,10 +97,10 @@ class Later(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         name = func.name().partition("::")[2].partition(".")[0]
-        laters = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Later)]
+        laters = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, DeferredTensor)]
         one = laters[0]
         if any(name.endswith(end) for end in SHAPES):
-            given = pytree.tree_map_only(Later, lambda v: torch.empty_like(_meta(v), device=v.device), (args, kwargs))
+            given = pytree.tree_map_only(DeferredTensor, lambda v: torch.empty_like(_meta(v), device=v.device), (args, kwargs))
             return func(*given[0], **given[1])
         elsewhere = kwargs.get("device") not in (None, one.device)
         pointwise = torch.Tag.pointwise in func.tags or func.is_view or name in MOVES
@@ -108,13 +108,14 @@ class Later(Tensor):
         settled = all(later.is_settled for later in laters)
         if settled or elsewhere or other or not pointwise or schema(func).is_mutable:
             why = f"'{name}'{_place()}"
-            given = pytree.tree_map_only(Later, lambda v: v.settled(why), (args, kwargs))
+            given = pytree.tree_map_only(DeferredTensor, lambda v: v.settled(why), (args, kwargs))
             return func(*given[0], **given[1])
         shapes = pytree.tree_map_only(Tensor, _meta, (args, {k: v for k, v in kwargs.items() if k != "device"}))
         result = func(*shapes[0], **shapes[1])
-        kept = pytree.tree_map_only(Tensor, lambda v: v.recipe if isinstance(v, Later) else v.clone(), (args, kwargs))
+        kept = pytree.tree_map_only(Tensor, lambda v: v.recipe if isinstance(v, DeferredTensor) else v.clone(), (args, kwargs))
         leaves, tree = pytree.tree_flatten(result)
-        made = [Later(leaf, one.device, Recipe(func, kept, i), one.settle) for i, leaf in enumerate(leaves)]
+        recipes = [DeferredComputation(func, kept, i) for i in range(len(leaves))]
+        made = [DeferredTensor(leaf, one.device, recipe, one.settle) for leaf, recipe in zip(leaves, recipes, strict=True)]
         for i, later in enumerate(made if func.is_view else ()):
             later.base, later.taken = one, _member(func, args, kwargs, i)
         return pytree.tree_unflatten(made, tree)
@@ -124,7 +125,7 @@ def _member(func: Any, args: Any, kwargs: Any, number: int) -> Callable[[Tensor]
     """Return a function that takes this one of the views that an operation returns of a deferred tensor."""
 
     def view(base: Tensor) -> Tensor:
-        given = pytree.tree_map_only(Later, lambda _: base, (args, kwargs))
+        given = pytree.tree_map_only(DeferredTensor, lambda _: base, (args, kwargs))
         found: Tensor = pytree.tree_leaves(func(*given[0], **given[1]))[number]
         return found
 

@@ -17,7 +17,7 @@ from ...core.errors import SpecError
 from ...core.torch_internals import modules as pytree
 from ...core.torch_internals.distributed import limit_waiting, timeout
 from ..runtime.faults import guarded
-from ..runtime.mesh import World, world_of
+from ..runtime.mesh import MeshPosition, world_of
 
 WAITING = "what the others have of their patches"
 
@@ -33,7 +33,7 @@ class Links:
         self.rank, self.ranks, self.groups = rank, list(ranks), list(groups)
         self.known: dict[Any, Any] = {}
         self.going: list[tuple[Any, Tensor]] = []  # tensors live until they have been sent
-        self.world: World | None = None  # all processes that have this image, for what is compared
+        self.world: MeshPosition | None = None  # all processes that have this image, for what is compared
         self.device = torch.device("cpu")
 
     def send(self, to: int, values: Any, key: Any) -> None:
@@ -126,7 +126,7 @@ class Links:
         return self.device if isinstance(outline, torch.device) else outline
 
 
-def links_of(stages: int, ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> tuple[Links, World]:
+def links_of(stages: int, ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> tuple[Links, MeshPosition]:
     """Return the links to the stages for this process's part of the batch, and its position in a mesh of (batch, stages).
 
     Raises SpecError for a mesh, or a number of processes, that does not fit.
@@ -152,7 +152,7 @@ def links_of(stages: int, ways: Mapping[str, int], mesh: DeviceMesh | None = Non
             mine = [row.index(dist.get_rank()), row, groups]
     links, world = Links(*mine), world_of(ways, mesh)
     along = {"sizes": stages, "ranks": links.rank, "groups": links.groups[0].group_name}
-    links.world = World(**{name: {**vars(world)[name], "ulysses": value} for name, value in along.items()})
+    links.world = MeshPosition(**{name: {**vars(world)[name], "ulysses": value} for name, value in along.items()})
     return links, world
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...core.errors import SpecError
 from ...core.torch_internals import modules as pytree
 from ..runtime.checksums import check_together
-from .deferred import Later, Recipe, owners
+from .deferred import DeferredComputation, DeferredTensor, owners
 from .patches import part, put
 from .pipeline import ImageRun, PipeFusion
 
@@ -27,8 +27,8 @@ class _Promise:
 
     run: ImageRun
     inputs: list[Any]
-    laters: dict[int, Later]
-    results: list[Recipe]
+    laters: dict[int, DeferredTensor]
+    results: list[DeferredComputation]
 
 
 @dataclass
@@ -69,11 +69,12 @@ class Overlapping(PipeFusion):
                 "scheduler that works element by element, or set overlap=False, which waits at each step"
             )
         # of what is promised nothing is known but how it will look
-        self.compare(run, pytree.tree_map(lambda v: f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Later) else v, inputs))
+        looks = lambda v: f"{v.dtype} {tuple(v.shape)}" if isinstance(v, DeferredTensor) else v  # noqa: E731
+        self.compare(run, pytree.tree_map(looks, inputs))
         entire = self.is_full_step(run)
         if not entire:
             return self.promised(run, inputs)
-        inputs = pytree.tree_map(lambda v: v.settled() if isinstance(v, Later) else v, inputs)
+        inputs = pytree.tree_map(lambda v: v.settled() if isinstance(v, DeferredTensor) else v, inputs)
         self.finish()
         result = self.step(run, inputs, True)
         self.learn(run, inputs, result)
@@ -105,7 +106,7 @@ class Overlapping(PipeFusion):
         The last stage runs the call deferred before and passes on the patches of these inputs; the others run this call.
         """
         leaves, tree = pytree.tree_flatten(inputs)
-        laters = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Later)}
+        laters = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, DeferredTensor)}
         for i, later in laters.items():
             self.record_patch_elements(i, later)
         known = self.known[id(run)]
@@ -120,7 +121,7 @@ class Overlapping(PipeFusion):
         inputs = pytree.tree_unflatten(leaves, tree)
         last = len(self.plan.stages) - 1
         needed = {s: [i for i in laters if places[i] in self.read(s)] for s in range(last + 1)}
-        results = [Recipe() for _ in known.marks[0]]
+        results = [DeferredComputation() for _ in known.marks[0]]
         assert self.links is not None
         if self.links.rank == last:
             for patch in range(self.patches):
@@ -150,7 +151,7 @@ class Overlapping(PipeFusion):
         last = len(self.plan.stages) - 1
         return self.plan.stages[stage].reads | (self.plan.reads if stage == last else set())
 
-    def record_patch_elements(self, i: int, later: Later) -> None:
+    def record_patch_elements(self, i: int, later: DeferredTensor) -> None:
         """Record the elements of an input that each patch owns, at its first deferred value."""
         if (i, later.shape) in self.owned:
             return
@@ -159,7 +160,7 @@ class Overlapping(PipeFusion):
             raise SpecError("the code between two calls mixes patches, so it cannot run patch by patch: set overlap=False")
         self.owned[i, later.shape] = found
 
-    def of(self, known: _PromisedRun, results: list[Recipe]) -> Any:
+    def of(self, known: _PromisedRun, results: list[DeferredComputation]) -> Any:
         """Return a call's result with deferred tensors in place of tensors."""
         leaves, tree = pytree.tree_flatten(known.outline)
         rows = iter(enumerate(results))
@@ -167,7 +168,7 @@ class Overlapping(PipeFusion):
             if isinstance(leaf, Tensor):
                 i, recipe = next(rows)
                 recipe.found = {**{("mark", patch): marks[i] for patch, marks in enumerate(known.marks)}, **recipe.found}
-                leaves[k] = Later(leaf, self.device, recipe, self.settle)
+                leaves[k] = DeferredTensor(leaf, self.device, recipe, self.settle)
         return pytree.tree_unflatten(leaves, tree)
 
     def fulfil(self, patch: int) -> None:
@@ -196,7 +197,7 @@ class Overlapping(PipeFusion):
             for patch in range(self.patches):
                 self.fulfil(patch)
 
-    def settle(self, recipe: Recipe, like: Tensor, why: str) -> Tensor:
+    def settle(self, recipe: DeferredComputation, like: Tensor, why: str) -> Tensor:
         """Return the whole of a deferred tensor, broadcast by the last stage."""
         assert self.links is not None
         last, found = len(self.plan.stages) - 1, None

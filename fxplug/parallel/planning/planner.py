@@ -252,7 +252,7 @@ class Planner:
         if self.counted and (done := self.feature_norm(node, split)) is not None:
             return done
         steps = list(self.repairs(node, split, sized))
-        if (less := self.lessened(node, split, sized)) is not None:
+        if (less := self.with_reduced_split(node, split, sized)) is not None:
             for step in steps:
                 if not step.gathers and (got := self.attempt(node, step, split, *less)) is not None:
                     return got
@@ -261,7 +261,7 @@ class Planner:
                 return got
         return None
 
-    def lessened(self, node: fx.Node, split: list[int], sized: list[int]) -> tuple[dict[fx.Node, Any], Any] | None:
+    def with_reduced_split(self, node: fx.Node, split: list[int], sized: list[int]) -> tuple[dict[fx.Node, Any], Any] | None:
         """Return a node's inputs, and its result, with long dimensions shortened that no number in the arguments refers to.
 
         None if there are no such dimensions. Different sizes stay different, and keep their remainder modulo 8.

@@ -18,7 +18,7 @@ from ...core.ir.containers import leaves
 from ...core.torch_internals.distributed import group_of_name
 from ...core.torch_internals.tensors import version
 from .faults import guarded
-from .mesh import AXES, World
+from .mesh import AXES, MeshPosition
 from .pretended import ThreadGroup
 
 PARTS = "parts"  # in a module's meta: the names of its weights of which each process keeps only its part
@@ -34,7 +34,7 @@ WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_equal_on_ranks(
-    root: nn.Module, world: World, args: Sequence[Any], kwargs: Mapping[str, Any], call: str = "a call"
+    root: nn.Module, world: MeshPosition, args: Sequence[Any], kwargs: Mapping[str, Any], call: str = "a call"
 ) -> None:
     """Compare the graph, mode, parameters, buffers and inputs with those of the other processes of a mesh.
 
@@ -47,13 +47,13 @@ def check_equal_on_ranks(
         _compare(world, {NEXT: (call,), **_table(root, args, kwargs)})
 
 
-def check_together(world: World, call: str) -> None:
+def check_together(world: MeshPosition, call: str) -> None:
     """Raise GuardError in every process if they are not about to do the same `call`."""
     if any(world.groups.values()):
         _compare(world, {NEXT: (call,)})
 
 
-def _compare(world: World, table: Mapping[str, Any]) -> None:
+def _compare(world: MeshPosition, table: Mapping[str, Any]) -> None:
     digest = int.from_bytes(hashlib.sha256(repr(table).encode()).digest()[:8], signed=True)
     if len(set(_everyone(world, [digest], _gather_numbers))) == 1:
         return
@@ -141,7 +141,7 @@ def mark_of(module: nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _everyone(world: World, known: list[Any], gather: Callable[[list[Any], int, Any], list[list[Any]]]) -> list[Any]:
+def _everyone(world: MeshPosition, known: list[Any], gather: Callable[[list[Any], int, Any], list[list[Any]]]) -> list[Any]:
     """Return the values of all processes of a mesh, gathered along one axis after the other."""
     for axis in AXES:
         group = world.groups.get(axis)
@@ -198,7 +198,7 @@ def _numbers(count: int, device: torch.device) -> Tensor:
     return known[:count]
 
 
-def _rank(world: World) -> int:
+def _rank(world: MeshPosition) -> int:
     if not any(isinstance(group, ThreadGroup) for group in world.groups.values()):
         return dist.get_rank()
     rank = 0

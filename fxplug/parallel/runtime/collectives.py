@@ -24,7 +24,7 @@ from ...core.torch_internals import distributed
 from . import layouts
 from .checksums import PARTS, check_equal_on_ranks
 from .faults import guarded
-from .mesh import AXES, SEQUENCE, World, all_degrees, world_of
+from .mesh import AXES, SEQUENCE, MeshPosition, all_degrees, world_of
 from .pretended import PRETENDED, ThreadGroup, placed
 
 
@@ -34,7 +34,7 @@ class Collective(DistributedPart[TracedModule], Block):
     `world` is this process's place, looked up when the first call finds none; a file has no rank.
     """
 
-    world: World | None = None
+    world: MeshPosition | None = None
     by_constructor: ClassVar[bool] = True
 
     def __init__(self, ways: dict[str, int], axis: str) -> None:
@@ -44,7 +44,7 @@ class Collective(DistributedPart[TracedModule], Block):
             raise SpecError(f"a collective must run along one of {known}, not {shown(axis)} of {shown(ways)}")
         self.ways, self.axis = all_degrees(ways), axis
 
-    def here(self) -> World:
+    def here(self) -> MeshPosition:
         """Return this process's position. Raises SpecError if there is no process group, or one of another size."""
         if not torch.compiler.is_compiling() and (world := PRETENDED.get()) is not None:
             return world

@@ -18,7 +18,7 @@ AXES = ("batch", "rows", "ring", "ulysses", "tensor")
 SEQUENCE = "sequence"  # ring and ulysses as one axis
 
 
-class World:
+class MeshPosition:
     """A process's place in a mesh: for each axis how many processes it has, which of them this one is, and their group."""
 
     is_runtime_state = True  # which no artifact has
@@ -28,7 +28,7 @@ class World:
         self.sizes[SEQUENCE] = sizes["ring"] * sizes["ulysses"]
         self.ranks[SEQUENCE] = ranks["ring"] * sizes["ulysses"] + ranks["ulysses"]
 
-    def __deepcopy__(self, memo: Any) -> World:
+    def __deepcopy__(self, memo: Any) -> MeshPosition:
         return self
 
 
@@ -47,7 +47,7 @@ def format_degrees(ways: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {n}" for axis, n in ways.items() if n > 1)
 
 
-def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> World:
+def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> MeshPosition:
     """Return this process's position in a mesh with these axes; the default mesh consists of all processes.
 
     Raises SpecError without a process group, and for a mesh that has other axes or sizes.
@@ -80,7 +80,7 @@ def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> World:
     return _placed(ways, mesh)
 
 
-def _placed(ways: Mapping[str, int], mesh: DeviceMesh) -> World:
+def _placed(ways: Mapping[str, int], mesh: DeviceMesh) -> MeshPosition:
     names = mesh.mesh_dim_names or ()
     sizes, ranks, groups = {}, {}, {}
     for axis, number in ways.items():
@@ -96,4 +96,4 @@ def _placed(ways: Mapping[str, int], mesh: DeviceMesh) -> World:
         limit_waiting(groups[SEQUENCE])
     elif both:
         groups[SEQUENCE] = groups[both[0]]
-    return World(sizes, ranks, groups)
+    return MeshPosition(sizes, ranks, groups)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...core.ir import ops
-from .mesh import SEQUENCE, World
+from .mesh import SEQUENCE, MeshPosition
 
 WAIT = 600  # seconds for all to come to one collective
 
@@ -45,16 +45,16 @@ class ThreadGroup:
         return found
 
 
-PRETENDED: contextvars.ContextVar[World | None] = contextvars.ContextVar("pretended", default=None)
+PRETENDED: contextvars.ContextVar[MeshPosition | None] = contextvars.ContextVar("pretended", default=None)
 
 
-def placed(ways: Mapping[str, int], rank: int) -> World:
+def placed(ways: Mapping[str, int], rank: int) -> MeshPosition:
     """Return the mesh position of a rank, without groups."""
     ranks = dict(ways)
     for axis in reversed(list(ways)):
         ranks[axis] = rank % ways[axis]
         rank //= ways[axis]
-    return World(ways, ranks, {})
+    return MeshPosition(ways, ranks, {})
 
 
 def pretended(ways: Mapping[str, int], call: Callable[[int], Any]) -> list[Any]:
