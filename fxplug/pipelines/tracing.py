@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..core.artifacts.artifact import load
-from ..core.artifacts.snapshot import MANIFEST
+from ..core.artifacts.document import MANIFEST
 from ..core.capture.tracer import trace
 from ..core.errors import ArtifactError, TraceError, did_you_mean
 from ..core.ir.containers import map_leaves

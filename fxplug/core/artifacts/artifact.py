@@ -27,10 +27,23 @@ from ..locks import with_read_lock
 from ..reading import Raises, reported
 from ..weight_files import save_file
 from ..writing import new_folder
-from .document import AppliedPass, Document, Variant, check_counts, check_record
+from .document import (
+    FIXED,
+    FORMAT,
+    MANIFEST,
+    PASS_NAME,
+    AppliedPass,
+    Document,
+    Variant,
+    check_counts,
+    check_record,
+    files_of,
+    parse,
+    snapshot,
+    wrapped,
+)
 from .graph_json import GraphReader, reach, write_graph
 from .modules import fill, read_modules, write_modules
-from .snapshot import FIXED, FORMAT, MANIFEST, PASS_NAME, files_of, parse, snapshot, wrapped
 from .tensor_records import read_tensors, records_of, state_of
 from .value_json import Unportable, decode, encode, portable
 

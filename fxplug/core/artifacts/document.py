@@ -1,15 +1,30 @@
-"""What graph.json says of modules, tensors and nodes, as records that are checked when they are read."""
+"""The documents of an artifact: the records of graph.json and manifest.json, checked when read, and its files at one moment."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
+import torch
 from pydantic import FailFast, Field
 
-from ..errors import ArtifactError, SpecError
+from ..errors import DEFAULT, ArtifactError, Limits, SpecError, printable, shown
+from ..reading import about, begins, check_format, opened, parse_json, reported, size_of
 from ..spec.yaml_source import Section, validate
+from ..weight_files import PIECE, header, tensors
+from ..writing import recovered
 
+FORMAT = 1
+MANIFEST = "manifest.json"
+FIXED = ("model.safetensors", "graph.json", "graph.txt", "config.yaml", "config.json")
+CODE = {".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".bin", ".sh"}
+PASS_NAME = re.compile(r"^[A-Za-z_][\w\-]*\Z", re.ASCII)
 R = TypeVar("R", bound=Section)
 
 
@@ -164,3 +179,190 @@ def check_counts(document: Mapping[str, Any], limits: Mapping[str, int]) -> None
     for key, most in limits.items():
         if isinstance(found := document.get(key, ()), (dict, list)) and len(found) > most:
             raise ArtifactError(f"graph.json has {len(found)} {key}; the limit is {most}")
+
+
+# --- the files, by the manifest: what is hashed is what is read
+
+
+@contextlib.contextmanager
+def wrapped(finding: str) -> Iterator[None]:
+    """Raise any error in reading foreign data as an ArtifactError about the data."""
+    try:
+        yield
+    except ArtifactError:
+        raise
+    except RecursionError:
+        raise ArtifactError(f"{finding}: it is nested too deeply") from None
+    except MemoryError:
+        raise ArtifactError(f"{finding}: there is not enough memory for it") from None
+    except Exception as error:  # of torch and json, about data that is not ours
+        raise ArtifactError(f"{finding}: {type(error).__name__}: {shown(str(error), 300)}") from error
+
+
+def files_of(folder: Path) -> set[str]:
+    """Return the names of the files of the artifact in a folder; all names if there is none."""
+    if not (folder / MANIFEST).is_file():
+        return set(os.listdir(folder))
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        return {*FIXED, *json.loads((folder / MANIFEST).read_bytes())["files"]}
+    return set(FIXED)
+
+
+class FileRecord(Free):
+    """Size and SHA-256 of a file."""
+
+    size: int
+    sha256: str
+
+
+class Manifest(Free):
+    """What manifest.json says of the files of an artifact."""
+
+    files: dict[str, FileRecord]
+
+
+def listed(data: dict[str, Any], folder: object) -> dict[str, FileRecord]:
+    """Return the files of an artifact. Raises ArtifactError."""
+    check_format(data, FORMAT, about(str(folder)))
+    files = check_record(Manifest, data, MANIFEST).files
+    for name in files:
+        if "/" in name or "\\" in name or name in ("", ".", "..") or "\0" in name:
+            raise ArtifactError(f"{MANIFEST} lists {shown(name)}, which is outside the folder")
+        if name not in FIXED and not (name.endswith(".safetensors") and PASS_NAME.match(name.removesuffix(".safetensors"))):
+            raise ArtifactError(f"{MANIFEST} lists {shown(name)}, a kind of file that an artifact does not have")
+    for name in ("model.safetensors", "graph.json"):
+        if name not in files:
+            raise ArtifactError(f"{MANIFEST} does not list {name}")
+    return files
+
+
+def parse(data: bytes, name: str = "graph.json", limits: Limits = DEFAULT) -> dict[str, Any]:
+    """Parse a JSON object, within the limits. Raises ArtifactError, which names the file `name`."""
+    found = parse_json(data, about(name), limits)
+    if type(found) is not dict:
+        raise ArtifactError(f"{name} is not JSON object")
+    return found
+
+
+TRIES = 100  # how often a folder may be replaced while its files are opened
+
+
+class Snapshot:
+    """An artifact whose files are open: a save into its folder that ends later changes nothing here."""
+
+    def __init__(self, files: dict[str, tuple[BinaryIO, str]], limits: Limits, digest: str) -> None:
+        self.files, self.limits, self.digest = files, limits, digest
+
+    @property
+    def weights(self) -> list[str]:
+        """Names of its safetensors files."""
+        return [name for name in self.files if name.endswith(".safetensors")]
+
+    def json(self, name: str) -> dict[str, Any]:
+        """Return the object in a JSON file. Raises ArtifactError."""
+        file, digest = self.files[name]
+        data = _text(file, name, self.limits)
+        _check(name, hashlib.sha256(data), digest)
+        return parse(data, name, self.limits)
+
+    def check(self, name: str) -> None:
+        """Raise ArtifactError for a file that is not as it was written."""
+        file, digest = self.files[name]
+        found = hashlib.sha256()
+        while piece := file.read(PIECE):
+            found.update(piece)
+        _check(name, found, digest)
+
+    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield file, name and value of each tensor, on the CPU and in its own memory. Raises ArtifactError.
+
+        The digest of a file is checked after its last tensor.
+        """
+        for name in self.weights:
+            file, digest = self.files[name]
+            found = hashlib.sha256()
+            head = header(file, about(name), self.limits)
+            found.update(head.start)
+            yield from ((name, key, value) for key, value in tensors(file, head, about(name), found.update))
+            _check(name, found, digest)
+
+
+@contextlib.contextmanager
+def snapshot(folder: Path, limits: Limits = DEFAULT) -> Iterator[Snapshot]:
+    """Open one version of the artifact in a folder, however often it is replaced meanwhile.
+
+    Raises ArtifactError for what is no artifact, incomplete, newer than this version, or no plain file.
+    """
+    for left in reversed(range(TRIES)):
+        path = recovered(folder)
+        before = _identity(path)
+        with contextlib.ExitStack() as stack:
+            try:
+                found = _open_files(path, stack, limits)
+            except ArtifactError:
+                if left and _identity(path) != before:
+                    continue
+                raise
+            if left and _identity(path) != before:
+                continue  # some of them may be of one version, and some of the next
+            yield found
+            return
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):
+        found = os.stat(folder)
+        return found.st_dev, found.st_ino
+    return None
+
+
+def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Snapshot:
+    if folder.is_file():
+        with opened(folder) as file:
+            what = begins(file.read(64))
+        raise ArtifactError(f"{folder} is {what or 'a file'}, and load takes a folder that fxplug.save wrote")
+    if not folder.is_dir():
+        raise ArtifactError(f"there is no folder {folder}")
+    with reported(about(folder)):
+        names = os.listdir(folder)
+    if MANIFEST not in names:
+        raise ArtifactError(f"{folder} is not an artifact: it has no {MANIFEST}")
+
+    def open_file(name: str) -> BinaryIO:
+        # no link that leads out of the folder, and nothing that waits or does something when opened
+        return stack.enter_context(opened(folder / name, raises=about(name), links=False))
+
+    manifest = _text(open_file(MANIFEST), MANIFEST, limits)
+    files = listed(parse(manifest, MANIFEST, limits), folder)
+    found_files = {}
+    for name, record in files.items():
+        if name not in names:
+            raise ArtifactError(f"{name} is missing from {folder}")
+        file = open_file(name)
+        found = size_of(file)
+        if found != record.size:
+            what = "truncated: the copy is incomplete" if found < record.size else "longer than when it was saved"
+            raise ArtifactError(f"{name} has {found} bytes instead of {shown(record.size)}; it is {what}")
+        found_files[name] = (file, record.sha256)
+    for name in names:
+        if name not in files and Path(name).suffix.lower() in CODE:
+            raise ArtifactError(
+                f"{printable(name)} is in the folder of the artifact, and the manifest does not list it: remove it"
+            )
+    return Snapshot(found_files, limits, f"sha256:{hashlib.sha256(manifest).hexdigest()}")
+
+
+def _text(file: BinaryIO, name: str, limits: Limits) -> bytes:
+    raises, size = about(name), size_of(file)
+    if size > limits.json:
+        raise raises(f"has {size} bytes; the limit is {limits.json}; fxplug.Limits can raise it")
+    with reported(raises):
+        data = file.read(size)
+    if len(data) < size:
+        raise raises("was truncated while it was read")
+    return data
+
+
+def _check(name: str, found: Any, digest: str) -> None:
+    if found.hexdigest() != digest:
+        raise ArtifactError(f"{name} has changed since it was saved: its SHA-256 differs from the manifest's")
