@@ -102,11 +102,25 @@ class Plan:
         return self.away
 
     def is_of(self, module: TracedModule) -> bool:
-        """Tell whether a module has its weights whole, and its graphs as this plan has written them."""
+        """Tell whether a module has its weights whole, and its graphs as this plan has written them.
+
+        Args:
+            module: The traced module.
+
+        Returns:
+            Whether it is of this plan.
+        """
         return not module.meta.get(PARTS) and mark_of(module) == mark_of(self.written)
 
     def unsplit(self, module: TracedModule) -> TracedModule:
-        """Make what was split of a module that `is_of` this plan, on the weights and with the adapters that it has now."""
+        """Make what was split of a module that `is_of` this plan, on the weights and with the adapters that it has now.
+
+        Args:
+            module: The parallel module.
+
+        Returns:
+            The module of one process.
+        """
         names, tree = {stage.name for stage in self.stages}, strip_to_container(module)
         for name in names:
             tree._modules.pop(name, None)
@@ -118,7 +132,17 @@ class Plan:
     def rebuild(self, module: TracedModule, change: Callable[[TracedModule], TracedModule]) -> TracedModule:
         """Change what was split of a module that `is_of` this plan, and split that over the same processes by its own plan.
 
-        It is checked on values where this one was. Raises SpecError where there is none for the example inputs of this one.
+        It is checked on values where this one was.
+
+        Args:
+            module: The parallel module.
+            change: Makes a module of the one that was split.
+
+        Returns:
+            The changed module, split again.
+
+        Raises:
+            SpecError: There is no plan of it for the example inputs of this one.
         """
         made = change(self.unsplit(module))
         args, kwargs = self.example

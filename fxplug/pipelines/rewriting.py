@@ -53,9 +53,13 @@ def rewrite_pipeline(
         variants: As in `trace_pipeline`.
         **call: The arguments of one call of the pipeline.
 
-    Raises SpecError for other arguments, and for a pipeline whose call changes attention processors, or has a guider that hooks
-    layers; TraceError as `trace_pipeline` does, ArtifactError for a file that cannot be read or has layers for a model that is
-    not there, and as `apply` does; the pipeline is then unchanged.
+    Returns:
+        The same pipeline.
+
+    Raises:
+        SpecError: Other arguments, and for a pipeline whose call changes attention processors, or has a guider that hooks
+            layers; TraceError as `trace_pipeline` does, ArtifactError for a file that cannot be read or has layers for a model
+            that is not there, and as `apply` does; the pipeline is then unchanged.
     """
     for what, given in (("passes", passes), ("adapters", adapters)):
         if not isinstance(given, (Mapping, type(None))):

@@ -245,11 +245,22 @@ class Pass:
             validate(Network, spec, "networks", name)
 
     def for_model(self, module: Any) -> Pass:
-        """Return the pass with the rules that it needs in a traced module: itself, where they are written."""
+        """Return the pass with the rules that it needs in a traced module: itself, where they are written.
+
+        Args:
+            module: The traced module.
+
+        Returns:
+            A pass whose rules are complete.
+        """
         return self
 
     def fill(self, module: Any) -> None:
-        """Write the values that the pass brings into its blocks in a traced module that has them: it brings none."""
+        """Write the values that the pass brings into its blocks in a traced module that has them: it brings none.
+
+        Args:
+            module: The traced module.
+        """
 
     @classmethod
     def finish(cls, result: Any, step: Any) -> None:

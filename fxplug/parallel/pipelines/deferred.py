@@ -91,7 +91,7 @@ class DeferredTensor(Tensor):
         return self.settled("tolist").tolist()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Later({tuple(self.shape)}, {self.dtype})"
+        return f"DeferredTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
