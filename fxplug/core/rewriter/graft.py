@@ -265,7 +265,7 @@ class OpenedGraph:
         self.behind: dict[str, fx.Node] = {n.meta["behind"]: n for n in graph.nodes if "behind" in n.meta}
 
     def of_mode(self, sub: TracedModule) -> fx.Graph:
-        """Return the graph of a traced block for this mode. Raises DiffersBetweenModes if the block has more modes than the model."""
+        """Return the graph of a traced block for this mode. Raises DiffersBetweenModes if it has more modes than the model."""
         if len(sub.graphs) > self.modes:
             raise DiffersBetweenModes
         return sub.graphs.get(self.mode) or next(iter(sub.graphs.values()))
