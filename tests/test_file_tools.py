@@ -542,7 +542,7 @@ def test_what_imports_log_is_not_shown(tmp_path, monkeypatch, caplog):
         logging.getLogger("diffusers").warning("Unable to import torchao")
         raise SpecError("so far")
 
-    monkeypatch.setattr("fxplug.adapters.file_tools.convert_adapter", logs)
+    monkeypatch.setattr(fxplug, "convert_adapter", logs)
     assert "so far" in run("convert", tmp_path, "--as", "peft", "--out", tmp_path / "out", code=1)
     assert not caplog.records and logging.root.manager.disable == logging.NOTSET
 

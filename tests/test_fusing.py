@@ -9,7 +9,7 @@ from torch import nn
 
 import fxplug
 from fxplug.blocks import low_rank
-from fxplug.lowerings.linear import forms, operators, updated
+from fxplug.lowerings.linear import operators, updated
 
 WEIGHTS = {"one": [1, 0, 0], "two": [0.5, 0, 2], "none": [0, 0, 0]}
 
@@ -149,14 +149,6 @@ def test_unknown_forms_and_modules_that_are_not_traced():
         fxplug.fuse(fxplug.trace(nn.Linear(2, 2), torch.randn(1, 2)), "fuse")
     with pytest.raises(fxplug.SpecError, match="fuse takes a traced module, not Linear"):
         fxplug.fuse(nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("name, form", forms.EARLIER.items())
-def test_a_form_that_went_is_taken_for_another_one(banks, name, form):
-    forms.say.cache_clear()
-    with pytest.warns(UserWarning, match=f"form '{name}' was never faster than '{form}', which is used instead"):
-        fused = fxplug.fuse(banks, name)
-    assert set(fxplug.fuse(banks, name).meta["forms"].values()) == set(fused.meta["forms"].values()) == {form}
 
 
 def test_fused_layers_run_on_the_meta_device():
