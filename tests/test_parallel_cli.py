@@ -292,13 +292,13 @@ def test_the_fastest_plan_is_the_one_that_is_predicted_to_be(monkeypatch):
 def test_a_module_can_be_called_while_its_costs_are_predicted(monkeypatch):
     from fxplug.parallel.costs import prediction
 
-    base, run, seen = small.vit(), prediction.Runner.run, []
+    base, step, seen = small.vit(), prediction.GraphRun.step, []
 
     def called(self, *args):
         seen.append({type(p) for p in base.gm.parameters()})
-        return run(self, *args)
+        return step(self, *args)
 
-    monkeypatch.setattr(prediction.Runner, "run", called)
+    monkeypatch.setattr(prediction.GraphRun, "step", called)
     prediction.predict(base.gm, base.args, base.kwargs, [2], prediction.LINKS["pcie"])
     assert len(seen) > 2 and set().union(*seen) == {torch.nn.Parameter}
 

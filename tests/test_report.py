@@ -445,7 +445,7 @@ def test_a_rewrite_with_a_long_diff_is_loaded_again(tmp_path, monkeypatch):
     base = small.plain_vit()
     new = fxplug.apply(base.gm, fxplug.load_pass("lora", at="**"))
     monkeypatch.setattr(flow, "DEFAULT", fxplug.Limits(string=500))
-    flow.remember(flow.Result(new, base.gm, None, (base.args, {})))
+    flow.save_run_record(flow.Result(new, base.gm, None, (base.args, {})))
     text = fxplug.diff(base.gm, new)
     assert max(map(len, new.meta["diff"]["text"])) <= 500 < len(text)
     assert flow.saved_diff("art", fxplug.load(fxplug.save(new, tmp_path / "art"))) == text

@@ -17,7 +17,7 @@ from .. import extensions
 from ..errors import LONGEST, SpecError, TraceError, cut
 from ..locks import holds_lock, locks_of, read_lock, write_lock
 from ..quantised import count_parameters, is_transposed
-from ..torch_internals.modules import COMPILED, without_compiler
+from ..torch_internals.modules import COMPILED, leave_frame, without_compiler
 from .calls import CHECKPOINTING, FORWARD, call_code, choose_by_gradients, choose_by_mode, make_forward
 from .containers import HOOKED, RESERVED, WATCHED, Container, SharedCode, TracedRoot, child_of, module_at
 from .graph import OF_THE_ROOT, Graph, compile_graph, copy_graph, note_uncalled, still_tied
@@ -494,3 +494,4 @@ class TracedModule(TracedRoot, fx.GraphModule):
 
 
 OF_THE_ROOT.update(RESERVED, OWN_STATE, dir(TracedModule), vars(fx.GraphModule(nn.Module(), fx.Graph())))
+leave_frame(TracedModule._missing_attribute.__code__)  # a compiler does not look up what is missing
