@@ -28,7 +28,7 @@ from fxplug.parallel.comparison import check_pretended, degrees_of, pretending
 from fxplug.parallel.plan_options import STEP_KEYS, WAYS, PlanOptions
 from fxplug.parallel.runtime.attention import Attention
 from fxplug.parallel.runtime.pretended import placed
-from fxplug.parallel.stage import alone
+from fxplug.parallel.stage import single_process_position
 
 CLOSE = 1e-5
 MODEL = """\
@@ -76,7 +76,7 @@ def test_parallel_passes_are_one_plan_after_all_others():
     assert re.search(r"4 simulated .* by \S+e-\d+, and one from the module before by 0.0e\+00", checks["parallel"].detail)
     again = fxplug.load("out")
     assert degrees_of(again) == degrees_of(done.module) and check_pretended(again, *done.inputs) < CLOSE
-    with pretending(alone()):
+    with pretending(single_process_position()):
         assert torch.equal(again(*done.inputs[0], **done.inputs[1]), done.base(*done.inputs[0], **done.inputs[1]))
     text = run("sites", "c.yaml")
     assert "batch 2 x ulysses 2" in text and "lora: 2 sites" in text and "2 Attention" in text

@@ -734,6 +734,33 @@ def test_the_first_calls_of_many_threads_run_the_graph_of_the_mode() -> None:
         assert torch.equal(gm(x), model(x))
 
 
+def test_a_thread_that_forward_starts_calls_the_model_on_values_of_its_own() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: self.fc(torch.ones(1, 4)))
+        thread.start()
+        thread.join()
+        return self.fc(x)
+
+    model = Holding(forward).eval()
+    x = torch.randn(2, 4)
+    assert torch.equal(fxplug.trace(model, x)(x), model(x))
+
+
+def test_a_trace_ends_that_waits_for_a_thread_that_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker takes the trace for somebody else's: it fails, and the model is traced with its own weights."""
+    monkeypatch.setattr("fxplug.core.capture.edges.PATIENCE", 0.2)
+    x = torch.randn(2, 4)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            pool.submit(self.fc, torch.ones(1, 4)).result()
+            return self.fc(x)
+
+        model = Holding(forward).eval()
+        assert torch.equal(fxplug.trace(model, x)(x), model(x))
+
+
 def test_the_model_itself_is_called_in_another_thread_meanwhile() -> None:
     model, stop, wrong = Slow(), threading.Event(), []
     right = model(X())

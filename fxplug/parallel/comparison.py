@@ -24,7 +24,7 @@ from .runtime.collectives import AllReduce, Broadcast, Collective
 from .runtime.mesh import MeshPosition
 from .runtime.pretended import PRETENDED, pretended
 from .runtime.shares import Once
-from .stage import alone, in_one_mode
+from .stage import in_one_mode, single_process_position
 
 DRAWING = threading.Lock()
 
@@ -80,7 +80,7 @@ def check_before(gm: TracedModule, new: TracedModule, args: Sequence[Any], kwarg
     Raises VerifyError if it is more than rounding in its dtype allows.
     """
     mode = False if False in gm.graphs else gm._graph_mode
-    with pretending(alone()):
+    with pretending(single_process_position()):
         found = _result(new, mode, args, kwargs)
     worst = _result(gm, mode, args, kwargs).difference(found, RESULT)
     if worst.times > 1:
@@ -125,7 +125,7 @@ def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -
     """Return the result of one process, and those of the simulated ones; with `keep` their states are the values of all
     nodes."""
     try:
-        with pretending(alone()):
+        with pretending(single_process_position()):
             one = _result(gm, mode, args, kwargs, keep)
         with in_one_mode(mode, gm):
             return one, pretended(degrees_of(gm), lambda rank: _run(gm, mode, args, kwargs, keep))

@@ -138,7 +138,7 @@ def write_axis(gm: TracedModule, stage: Stage, ways: Mapping[str, int], traces: 
     sites = writer.sites
     row = entry(stage.name, {k: n for k, n in ways.items() if n > 1}, sites)
     new = gm.derived(tree, graphs, passes=[*gm.meta.get("passes", []), row])
-    place(new, alone())
+    place(new, single_process_position())
     return new
 
 
@@ -159,6 +159,6 @@ def place(gm: nn.Module, world: MeshPosition | None) -> None:
                 module.world = world
 
 
-def alone() -> MeshPosition:
+def single_process_position() -> MeshPosition:
     """Return the position of a single process."""
     return placed(all_degrees({}), 0)

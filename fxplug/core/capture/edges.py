@@ -34,6 +34,7 @@ from .recorder import Listener
 
 CONSTANTS = (bool, int, float, str)  # arguments that an edge remembers
 MOMENT = 0.01  # seconds in which a thread ends the layer that it was in, and had not read its weights yet
+PATIENCE = 600.0  # seconds that a call waits for a trace of its model, which may wait for that call itself
 
 
 class _Trace:
@@ -42,6 +43,7 @@ class _Trace:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.thread: int | None = None
+        self.others: set[int | None] = set()  # threads that are no part of the run, as it did not start them
         self.edges: RegionEdges | None = None
         self.untouched = threading.Event()
         self.untouched.set()
@@ -63,6 +65,7 @@ def exclusive_trace(model: nn.Module) -> Iterator[None]:
         )
     with _trace.lock, ExitStack() as stack:
         _trace.thread = threading.get_ident()
+        _trace.others = {thread.ident for thread in threading.enumerate()} - {_trace.thread}
         stack.callback(setattr, _trace, "thread", None)
         for module in model.modules():
             own = vars(module)  # what `module.compile()` has put there is left out: the model's own code is what is traced
@@ -75,15 +78,16 @@ def _seen_call(module: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == _trace.thread:
             return _trace.edges.call(module, args, kwargs) if _trace.edges else call_with_hooks(module, *args, **kwargs)
-        if not any(isinstance(value, (FakeTensor, Number)) for value in leaves((args, kwargs))):  # it works for the trace
-            _trace.untouched.wait()
+        works_for_it = any(isinstance(value, (FakeTensor, Number)) for value in leaves((args, kwargs)))
+        if threading.get_ident() in _trace.others and not works_for_it and not _trace.untouched.wait(PATIENCE):
+            raise TraceError(f"another thread has been tracing this model for {PATIENCE:.0f} s: call it after the trace")
         return call_with_hooks(module, *args, **kwargs)
 
     return call
 
 
 @contextmanager
-def hold_model() -> Iterator[None]:
+def block_calls() -> Iterator[None]:
     """Let calls of the model in other threads wait meanwhile: its weights are fakes, or it is in its other mode."""
     _trace.untouched.clear()
     if threading.active_count() > 1:

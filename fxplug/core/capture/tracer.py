@@ -28,7 +28,7 @@ from ..spec.addresses import select
 from ..torch_internals.tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from . import edges as model_edge
 from . import self_check
-from .edges import RegionEdges, exclusive_trace, hold_model
+from .edges import RegionEdges, block_calls, exclusive_trace
 from .fake_tensors import NeedsValues, Results, Tries, lacks_values, no_collection, put_fake_weights, quiet
 from .graph_builder import Recording
 from .isolation import Recorded, assemble, in_mode, refuse_python_random, restore_after
@@ -255,7 +255,7 @@ def _trace(job: _Job) -> TracedModule:
     if twin_error is None and (first.leaves_read_training or first.reads_training):
         journal = Journal()
         try:
-            with hold_model(), restore_after(job.state), in_mode(not model.training, gm):
+            with block_calls(), restore_after(job.state), in_mode(not model.training, gm):
                 with journal:  # layers that merge an update into their weight write it here
                     model.train(not model.training)
                 state, second = State(model), graphs.get(model.training, first)
@@ -368,7 +368,7 @@ def _try(job: _Job, on_fakes: bool, training: bool | None, tries: Tries) -> Reco
     with contextlib.ExitStack() as stack:
         stack.callback(recording.unmark)
         if mode is not None:
-            stack.enter_context(hold_model())
+            stack.enter_context(block_calls())
         stack.enter_context(restore_after(state))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
