@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import time
 
 import pytest
 import torch
@@ -163,6 +164,7 @@ def test_a_resumed_run_goes_on_without_duplicates(tmp_path):
     go(w, 1, 6, lambda step: (w.note(f"after {step}"), lengths.update({step: w.log_length})))
     with open(tmp_path / "log.jsonl", "a") as file:
         file.write('{"step": 7, "lo')  # killed here; the last checkpoint was that of step 4
+    time.sleep(1.1)  # tensorboard reads files by name: a second, then a process, then a counter as text
     again = watch(tmp_path)
     dropped = again.rewind(4, lengths[4])
     assert again.history() == [record(step) for step in range(1, 5)]
