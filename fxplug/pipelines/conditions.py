@@ -1,0 +1,133 @@
+"""What a denoiser is called with for captions and pictures: the pipeline's own first call, and such calls joined to a batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..core.errors import SpecError, brief_fields
+from .observation import Observation, call_pipeline
+
+Call = dict[str, Any]
+Path = tuple[Any, ...]
+
+
+def encode_condition(pipe: Any, observation: Observation, **arguments: Any) -> Call:
+    """Return the arguments of the denoiser's first call, by name, when the pipeline is called with other arguments.
+
+    Args:
+        pipe: The pipeline.
+        observation: What it does around its denoiser.
+        **arguments: What differs from the observed call: a prompt, a picture.
+
+    Returns:
+        The arguments by name. The one for latents has the pipeline's own random latents, and what belongs to the condition.
+
+    Raises:
+        SpecError: The pipeline does not take the arguments.
+    """
+    run = call_pipeline(pipe, {**observation.call, **arguments}, first_call=observation.part)
+    if not run.steps:
+        raise SpecError(f"this call of {type(pipe).__name__} does not call {observation.part}", path=("model", "part"))
+    return run.steps[0].calls[-1][1]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Which parts of a denoiser's call belong to samples.
+
+    `dims` has the dimension of samples of each tensor that has one, by its path, and `lists` the arguments that are lists with
+    entries of each sample.
+    """
+
+    dims: Mapping[Path, int]
+    lists: frozenset[str]
+
+    __repr__ = brief_fields
+
+    def form(self, call: Call) -> str:
+        """Return a text that calls have in common if, and only if, they can be joined to one: shapes, and values that samples
+        share."""
+        parts: list[str] = []
+        for path, leaf in pytree.tree_flatten_with_path(call)[0]:
+            if isinstance(leaf, Tensor):
+                shape = [size for dim, size in enumerate(leaf.shape) if dim != self.dims.get(path)]
+                own = path in self.dims or _argument(path) in self.lists
+                parts.append(f"{pytree.keystr(path)} {leaf.dtype} {shape} {'' if own else _digest(leaf)}")
+            else:
+                parts.append(f"{pytree.keystr(path)} {leaf!r}")
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def join(self, calls: Sequence[Call]) -> Call:
+        """Return the call of a batch: the samples of calls of one `form`, in order."""
+        joined: Call = {}
+        for name in calls[0]:
+            if name in self.lists:
+                joined[name] = [entry for call in calls for entry in call[name]]
+                continue
+            rows = [pytree.tree_flatten_with_path({name: call[name]}) for call in calls]
+            leaves = [
+                torch.cat([row[0][place][1] for row in rows], self.dims[path]) if path in self.dims else leaf
+                for place, (path, leaf) in enumerate(rows[0][0])
+            ]
+            joined[name] = pytree.tree_unflatten(leaves, rows[0][1])[name]
+        return joined
+
+
+def find_batching(pipe: Any, observation: Observation, **arguments: Any) -> Batching:
+    """Find which parts of the denoiser's call have samples, by calling the pipeline with one prompt and with it twice.
+
+    Args:
+        pipe: The pipeline.
+        observation: What it does around its denoiser.
+        **arguments: What the pipeline needs beside, such as a picture.
+
+    Returns:
+        The dimensions of samples.
+
+    Raises:
+        SpecError: A tensor has samples in no dimension, or in several.
+    """
+    one, two = (encode_condition(pipe, observation, **{**arguments, **_repeated(observation, count)}) for count in (1, 2))
+    dims: dict[Path, int] = {}
+    lists = {
+        name for name, value in one.items()
+        if isinstance(value, (list, tuple)) and value and len(two[name]) == 2 * len(value)
+    }  # fmt: skip
+    rest = [{name: value for name, value in call.items() if name not in lists} for call in (one, two)]
+    pairs = [pytree.tree_flatten_with_path(call) for call in rest]
+    if pairs[0][1] != pairs[1][1]:
+        raise SpecError(f"condition of {type(pipe).__name__}: its form depends on the number of prompts", path=("model",))
+    for (path, first), (_, second) in zip(pairs[0][0], pairs[1][0], strict=True):
+        if not isinstance(first, Tensor) or first.shape == second.shape:
+            continue
+        growing = [dim for dim in range(first.dim()) if first.shape[dim] != second.shape[dim]]
+        if len(growing) != 1 or second.shape[growing[0]] != 2 * first.shape[growing[0]]:
+            finding = f"{pytree.keystr(path)} is {list(first.shape)} for one prompt, and {list(second.shape)} for two"
+            raise SpecError(f"condition of {type(pipe).__name__}: {finding}", path=("model",))
+        dims[path] = growing[0]
+    return Batching(dims, frozenset(lists))
+
+
+def _repeated(observation: Observation, count: int) -> dict[str, Any]:
+    """Return the arguments that ask for so many samples."""
+    prompt = observation.call.get("prompt")
+    if isinstance(prompt, str):
+        return {"prompt": [prompt] * count}
+    listed = {n: v for n, v in observation.call.items() if n.startswith("prompt") and isinstance(v, list)}
+    return {name: value * count for name, value in listed.items()}
+
+
+def _argument(path: Path) -> str:
+    return str(getattr(path[0], "key", path[0]))
+
+
+def _digest(tensor: Tensor) -> str:
+    plain = tensor.detach().cpu().contiguous()
+    return hashlib.sha256(plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"").hexdigest()

@@ -1,0 +1,178 @@
+"""How a pipeline rearranges latents: each element of a result is one of the source, times a factor, plus a term."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..core.errors import brief_fields
+
+DIGIT = 16  # the base of the codes: half precision, which rounds factors by 2**-8, still tells digits below 16
+ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+class MapError(ValueError):
+    """What was observed is no such map; the text says why."""
+
+
+@dataclass(frozen=True)
+class LatentMap:
+    """`result = factor * source[index] + term`, element by element, for one size of the latents of one sample.
+
+    `index` int64 [n] has the place of each element of the result in the flattened source, -1 for one that does not come from
+    it, and `factor` and `term` are float32 [n]; `source` is the shape of the source, and `like` an example of the result: a
+    tensor or a structure with tensors.
+    """
+
+    index: Tensor
+    factor: Tensor
+    term: Tensor
+    source: torch.Size
+    like: Any
+
+    __repr__ = brief_fields
+
+    def __call__(self, source: Tensor, like: Any = None) -> Any:
+        """Return the result for the latents of one sample.
+
+        Args:
+            source: A tensor of the shape `source`.
+            like: A result whose elements stay where the map has no index; None is the example that the map was found with.
+
+        Returns:
+            A structure like the example.
+        """
+        like = self.like if like is None else like
+        index, factor, term = (t.to(source.device) for t in (self.index, self.factor, self.term))
+        wide = source.flatten().to(torch.promote_types(source.dtype, torch.float32))
+        mapped = (factor.to(wide.dtype) * wide[index.clamp(min=0)] + term.to(wide.dtype)).to(source.dtype)
+        if (index < 0).any():
+            mapped = torch.where(index < 0, flatten_tensors(like).to(mapped), mapped)
+        return unflatten_tensors(mapped, like)
+
+    def inverse(self, result: Any) -> Tensor:
+        """Return the source of a result, for a map that `covers` its source."""
+        flat = flatten_tensors(result)
+        index, factor, term = (t.to(flat.device) for t in (self.index, self.factor, self.term))
+        taken, wide = index >= 0, flat.to(torch.promote_types(flat.dtype, torch.float32))
+        source = torch.zeros(self.source.numel(), dtype=wide.dtype, device=flat.device)
+        source[index[taken]] = (wide[taken] - term[taken].to(wide.dtype)) / factor[taken].to(wide.dtype)
+        return source.reshape(self.source).to(flat.dtype)
+
+    @property
+    def covers(self) -> bool:
+        """Whether each element of the source is in the result."""
+        return int((self.index >= 0).sum()) == self.source.numel()
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether the result has elements that do not come from the source."""
+        return bool((self.index < 0).any())
+
+    def describe(self) -> str:
+        """Describe the map in words: shapes, order, factors and terms."""
+        taken = self.index >= 0
+        shapes = ", ".join(str(list(t.shape)) for t in pytree.tree_leaves(self.like) if isinstance(t, Tensor))
+        order = "in order" if bool((self.index[taken].diff() == 1).all()) else "rearranged"
+        text = f"{list(self.source)} -> {shapes}, {order}"
+        for name, values, neutral in (("times", self.factor[taken], 1.0), ("plus", self.term[taken], 0.0)):
+            found = sorted({float(f"{value:.5g}") for value in values.tolist()})
+            if found != [neutral]:
+                text += f", {name} " + (f"{found[0]:g}" if len(found) == 1 else f"{found[0]:g} to {found[-1]:g}")
+        if not self.covers:
+            text += f", {int(taken.sum())} of {self.source.numel()} elements taken"
+        own = int((~taken).sum())
+        return text + (f", beside {own} elements of the condition" if own else "")
+
+
+def flatten_tensors(value: Any) -> Tensor:
+    """Return the elements of all tensors in a structure, one after the other, in the dtype of the first."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    flat: Tensor = torch.cat([tensor.flatten().to(tensors[0]) for tensor in tensors])
+    return flat
+
+
+def unflatten_tensors(flat: Tensor, like: Any) -> Any:
+    """Return a structure like another one, with the elements of `flat` in its tensors."""
+    place = 0
+
+    def take(leaf: Tensor) -> Tensor:
+        nonlocal place
+        place += leaf.numel()
+        return flat[place - leaf.numel() : place].reshape(leaf.shape)
+
+    return pytree.tree_map_only(Tensor, take, like)
+
+
+def codes(size: int) -> Mapping[str, Callable[[Tensor], Tensor]]:
+    """Return the values that tell a map of `size` elements: zeros, ones, and each digit of the number of each element.
+
+    Each is a function of a tensor of so many elements to one of its shape and dtype.
+    """
+
+    def digit(place: int) -> Callable[[Tensor], Tensor]:
+        def code(like: Tensor) -> Tensor:
+            number = torch.arange(like.numel(), device=like.device)
+            digits: Tensor = number // DIGIT**place % DIGIT
+            return digits.to(like.dtype).reshape(like.shape)
+
+        return code
+
+    places = 1
+    while DIGIT**places < size:
+        places += 1
+    return {"zeros": torch.zeros_like, "ones": torch.ones_like, **{f"digit{place}": digit(place) for place in range(places)}}
+
+
+def solve_map(results: Mapping[str, Any], source: torch.Size) -> LatentMap:
+    """Find the map that gave the results of the `codes` of a source of that shape, by the codes' names.
+
+    Raises:
+        MapError: Elements are sums or nonlinear, an element is used twice, or the results differ in form.
+    """
+    zeros = results["zeros"]
+    flat = {}
+    for name, result in results.items():
+        if [t.shape for t in pytree.tree_leaves(result) if isinstance(t, Tensor)] != [
+            t.shape for t in pytree.tree_leaves(zeros) if isinstance(t, Tensor)
+        ]:
+            raise MapError("its shape depends on the values of the latents")
+        flat[name] = flatten_tensors(result).double().cpu()
+        if not flat[name].isfinite().all():
+            raise MapError("it has values that are not finite")
+    term = flat["zeros"]
+    factor = flat["ones"] - term
+    rounding = ROUNDING.get(flatten_tensors(zeros).dtype, 2e-6)
+    taken = factor.abs() > rounding * term.abs().clamp(min=1e-3)
+    if not taken.any():
+        raise MapError("nothing of the latents is in it")
+    index = torch.zeros(int(taken.sum()), dtype=torch.long)
+    for name, values in flat.items():
+        exact = (values - term)[taken] / factor[taken]
+        if name.startswith("digit"):
+            found = exact.round()
+            if (exact - found).abs().max() > 0.2 or found.min() < 0 or found.max() >= DIGIT:
+                raise MapError("an element of it is not one element of the latents times a factor, plus a term")
+            index += found.long() * DIGIT ** int(name.removeprefix("digit"))
+        if ((values - term)[~taken].abs() > rounding * term[~taken].abs().clamp(min=1e-3)).any():
+            raise MapError("an element of it is not one element of the latents times a factor, plus a term")
+    if index.max() >= source.numel():
+        raise MapError("an element of it is not one element of the latents times a factor, plus a term")
+    if len(set(index.tolist())) != len(index):
+        raise MapError("an element of the latents is in it twice")
+    places = torch.full(taken.shape, -1, dtype=torch.long)
+    places[taken] = index
+    return LatentMap(places, _nearest_round(factor), _nearest_round(term), source, zeros)
+
+
+def _nearest_round(values: Tensor) -> Tensor:
+    """Return float32 values without the rounding of a difference: 1 for what is 1 within it, and 0 and -1 alike."""
+    found = values.clone()
+    for round_value in (0.0, 1.0, -1.0):
+        found[(values - round_value).abs() < 1e-6] = round_value
+    return found.float()

@@ -1,0 +1,362 @@
+"""What a stock pipeline does around its denoiser, found by running it, and confirmed on real steps: no line about a model.
+
+A pipeline is run with a scheduler that returns coded latents and a denoiser that returns coded values. What arrives at the
+denoiser, the scheduler and the VAE tells four maps: the scheduler's latents to the denoiser's input, its output to the
+scheduler's, the last latents to what the VAE decodes, and the scheduler's time to the denoiser's. All else that the denoiser is
+called with is a condition, the same in each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..core.errors import SpecError, brief_fields, did_you_mean, first_line
+from .latent_maps import LatentMap, MapError, codes, flatten_tensors, solve_map
+from .recorded_run import RecordedRun, Step, arguments_of, check_arguments, record_run
+
+STEPS = 6  # of a run with coded values, which costs little: enough for both denoisers of a pipeline that changes them
+PROMPTS = "a red ball", "two old green boats on a lake"
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-5}  # of what is confirmed, over the largest value; others round more
+PREDICTIONS = ("epsilon", "v_prediction", "sample", "flow_prediction")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a pipeline does around its denoiser, for one size of picture.
+
+    `part` is the denoiser's name, `noisy` and `time` the names of its arguments for latents and time. `to_input`, `to_output`
+    and `to_decoder` are the maps of the scheduler's latents to `noisy`, of the denoiser's output to what the scheduler is
+    given, and of the latents to what `vae` decodes. The denoiser's time is `slope * t + offset` of the scheduler's. `shape`
+    is that of the scheduler's latents of one sample, `call` what the pipeline is called with, `condition` the arguments of the
+    denoiser's call for it, and `schedule` what the scheduler's `set_timesteps` got beside the steps. `others` are the names of
+    further denoisers, which are called at other times.
+    """
+
+    part: str
+    noisy: str
+    time: str
+    to_input: LatentMap
+    to_output: LatentMap
+    to_decoder: LatentMap
+    vae: str
+    slope: float
+    offset: float
+    shape: torch.Size
+    call: dict[str, Any]
+    condition: dict[str, Any]
+    schedule: dict[str, Any] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+    __repr__ = brief_fields
+
+    def model_time(self, time: Tensor) -> Tensor:
+        """Return the denoiser's times for those of the scheduler, in the same dtype."""
+        divisor = 1 / self.slope if self.slope else 1.0
+        if abs(divisor - round(divisor)) < 1e-6 * abs(divisor) and abs(divisor) > 1:
+            return time / round(divisor) + self.offset
+        return time * self.slope + self.offset
+
+    def describe(self) -> str:
+        """Describe the observation in lines of words."""
+        line = "the scheduler's" if (self.slope, self.offset) == (1, 0) else f"{self.slope:g} x the scheduler's"
+        line += f" + {self.offset:g}" if self.offset else ""
+        own = sorted(set(self.condition) - {self.noisy, self.time})
+        rows = [
+            f"denoiser    {self.part}" + (f", and at other times {', '.join(self.others)}" if self.others else ""),
+            f"input       {self.noisy} = latents {self.to_input.describe()}",
+            f"output      the scheduler's prediction = {self.part}'s output {self.to_output.describe()}",
+            f"decoder     {self.vae} decodes latents {self.to_decoder.describe()}",
+            f"time        {self.time} = {line}",
+            f"condition   {', '.join(name for name in own if has_values(self.condition[name])) or 'nothing'}",
+        ]
+        return "\n".join(rows)
+
+
+def has_values(value: Any) -> bool:
+    """Return whether an argument is more than a setting: a tensor, or numbers in a structure."""
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)) or isinstance(value, (list, tuple))
+
+
+def denoisers_of(pipe: Any, call: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of the models that the steps of a pipeline end with, and results by the form of their arguments."""
+    results: dict[str, Any] = {}
+    run = call_pipeline(pipe, call, results=results)
+    names = [step.calls[-1][0] for step in run.steps if step.calls]
+    return list(dict.fromkeys(names)), results
+
+
+def observe(pipe: Any, call: Mapping[str, Any] | None = None, part: str | None = None) -> Observation:
+    """Find what a pipeline does around its denoiser. The denoiser itself runs once.
+
+    Guidance is switched off by a value of the arguments `*guidance_scale` and `*cfg_scale` with which the denoiser sees each
+    sample once: as given, else 1, else 0.
+
+    Args:
+        pipe: A pipeline of diffusers, of any of its kinds.
+        call: What it is called with: a prompt is chosen where none is given.
+        part: Which denoiser, for a pipeline with several; None is the one there is.
+
+    Returns:
+        The observation, not confirmed yet.
+
+    Raises:
+        SpecError: The pipeline is not understood; the text says which of time, input, output, latents, VAE, scheduler, guidance
+            or condition, and why, and quotes what the pipeline itself raised.
+    """
+    call = dict(call or {})
+    check_arguments(pipe, call)
+    known = arguments_of(pipe)
+    if "prompt" in known and not any(name.startswith("prompt") for name in call):
+        call["prompt"] = PROMPTS[0]
+    if "num_inference_steps" not in known:
+        raise _refused(pipe, "scheduler", "it has no num_inference_steps, so its steps are not the scheduler's")
+    names, results = denoisers_of(pipe, call)
+    if not names:
+        raise _refused(pipe, "scheduler", "no model is called between two of its steps")
+    if part is not None and part not in names:
+        raise SpecError(
+            f"this call of {type(pipe).__name__} has no denoiser '{part}'{did_you_mean(part, names)}; it calls "
+            f"{', '.join(names)}",
+            path=("model", "part"),
+        )
+    if part is None and len(names) > 1:
+        raise SpecError(f"this call of {type(pipe).__name__} has {len(names)} denoisers: set 'part' to one of "
+                        f"{', '.join(names)}", path=("model", "part"))  # fmt: skip
+    part = part or names[0]
+    scales = [n for n in known if n.endswith(("guidance_scale", "cfg_scale")) and not n.startswith("pag_")]
+    failure: SpecError | None = None
+    for value in (None, 1.0, 0.0):
+        tried = call if value is None else {**call, **dict.fromkeys(scales, value)}
+        try:
+            return _observed(pipe, tried, part, tuple(n for n in names if n != part), results)
+        except _Guided as error:
+            failure = failure or error
+            if not scales:
+                break
+    assert failure is not None
+    raise failure
+
+
+class _Guided(SpecError):
+    """The denoiser sees a sample more than once in a step."""
+
+
+def _refused(pipe: Any, what: str, why: str, kind: type[SpecError] = SpecError) -> SpecError:
+    return kind(f"{what} of {type(pipe).__name__}: {why}", path=("model", "pipeline"))
+
+
+def call_pipeline(pipe: Any, call: Mapping[str, Any], *, steps: int = STEPS, **options: Any) -> RecordedRun:
+    """Record a run; what the pipeline raises becomes a SpecError that quotes it."""
+    try:
+        return record_run(pipe, call, steps=steps, **options)
+    except SpecError:
+        raise
+    except Exception as error:  # the pipeline's, about any of its arguments
+        named = next((name for name in call if f"`{name}`" in str(error) or f"'{name}'" in str(error)), None)
+        what = f"the argument '{named}'" if named else f"a call with {', '.join(call) or 'nothing'}"
+        raise SpecError(
+            f"{type(pipe).__name__} does not take {what}: {type(error).__name__}: {first_line(error)}", path=("model", "call")
+        ) from error
+
+
+def _observed(
+    pipe: Any, call: dict[str, Any], part: str, others: tuple[str, ...], results: dict[str, Any]
+) -> Observation:
+    first = call_pipeline(pipe, call, results=results, latents=torch.zeros_like, outputs=torch.zeros_like,
+                      denoisers=frozenset({part, *others}))  # fmt: skip
+    steps = _steps_of(pipe, first, part)
+    shape, sample = steps[0].sample.shape, steps[0].sample
+    output = steps[0].calls[-1][2]
+    size = max(sample.numel(), flatten_tensors(output).numel())
+    runs = {"zeros": first}
+    for name, code in codes(size).items():
+        if name != "zeros":
+            runs[name] = call_pipeline(pipe, call, results=results, latents=code, outputs=code,
+                                   denoisers=frozenset({part, *others}))  # fmt: skip
+    seen = {name: _steps_of(pipe, run, part) for name, run in runs.items()}
+    for name, run in runs.items():
+        code = codes(size)[name]
+        if any(not torch.equal(step.sample, code(step.sample)) for step in run.steps[1:]):
+            raise _refused(pipe, "latents", "the pipeline changes them between two steps, as inpainting does with a mask: not "
+                           "what the scheduler returned is what it is given next")  # fmt: skip
+    noisy = _changed(steps[0].calls[-1][1], seen["ones"][0].calls[-1][1])
+    time = [name for name in _changed(steps[0].calls[-1][1], steps[-1].calls[-1][1]) if name not in noisy]
+    if len(noisy) != 1:
+        raise _refused(pipe, "input", f"{_listed(noisy)} of {part} change with the latents, and must be one argument: models "
+                       "that are called before it in each step, such as a ControlNet, are none")  # fmt: skip
+    if len(time) != 1:
+        raise _refused(pipe, "time", f"{_listed(time)} of {part} change with the time, and must be one argument")
+    noisy_name, time_name = noisy[0], time[0]
+    try:
+        to_input = solve_map({n: s[0].calls[-1][1][noisy_name] for n, s in seen.items()}, shape)
+        last = solve_map({n: s[-1].calls[-1][1][noisy_name] for n, s in seen.items()}, shape)
+    except MapError as error:
+        if str(error) == "an element of the latents is in it twice":
+            raise _refused(pipe, "guidance", f"{part} sees each sample more than once in a step", _Guided) from None
+        raise _refused(pipe, "input", f"{noisy_name} of {part}: {error}") from None
+    if not all(torch.equal(getattr(to_input, key), getattr(last, key)) for key in ("index", "factor", "term")):
+        raise _refused(pipe, "input", f"{noisy_name} of {part} depends on the time (as with the preconditioning of EDM)")
+    if not to_input.covers:
+        raise _refused(pipe, "input", f"{noisy_name} of {part} has a part of the latents only")
+    try:
+        to_output = solve_map({n: s[0].prediction for n, s in seen.items()}, _shape_of(output))
+        final = solve_map({n: s[-1].prediction for n, s in seen.items()}, _shape_of(output))
+    except MapError as error:
+        raise _refused(pipe, "output", f"what the scheduler is given of {part}'s output: {error}") from None
+    if not all(torch.equal(getattr(to_output, key), getattr(final, key)) for key in ("index", "factor", "term")):
+        raise _refused(pipe, "output", f"what the scheduler is given of {part}'s output depends on the time, or on the latents")
+    prediction = steps[0].prediction
+    if not isinstance(prediction, Tensor) or prediction.shape != shape:
+        found = list(prediction.shape) if isinstance(prediction, Tensor) else f"a {type(prediction).__name__}"
+        raise _refused(pipe, "output", f"the scheduler is given {found} for latents of {list(shape)}")
+    vae, to_decoder = _decoder_map(pipe, runs, shape)
+    slope, offset = _line(pipe, part, time_name, steps)
+    call_of = steps[0].calls[-1][1]
+    return Observation(part, noisy_name, time_name, to_input, to_output, to_decoder, vae, slope, offset, shape, call, call_of,
+                       {k: v for k, v in first.schedule.items() if k in ("mu",)}, others)  # fmt: skip
+
+
+def _steps_of(pipe: Any, run: RecordedRun, part: str) -> list[Step]:
+    """Return the steps but the first that end with a call of the denoiser. Raises SpecError for another number of calls."""
+    found = []
+    for step in run.steps[1:]:
+        called = [name for name, _, _ in step.calls]
+        if called.count(part) > 1:
+            raise _refused(pipe, "guidance", f"{part} is called {called.count(part)} times in a step", _Guided)
+        if called and called[-1] == part:
+            found.append(step)
+    if len(found) < 2:
+        raise _refused(pipe, "scheduler", f"{part} is called in {len(found)} of {len(run.steps)} steps, and must be in more")
+    return found
+
+
+def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of arguments that differ."""
+    return [name for name in one if not _equal(one[name], other.get(name))]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    left, right = pytree.tree_flatten(one), pytree.tree_flatten(other)
+    if left[1] != right[1]:
+        return False
+    for a, b in zip(left[0], right[0], strict=True):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if a.shape != b.shape or not torch.equal(a, b):
+                return False
+        elif isinstance(a, (int, float, str, bool)) and a != b:
+            return False
+    return True
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "no arguments"
+
+
+def _shape_of(output: Any) -> torch.Size:
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return tensors[0].shape if len(tensors) == 1 else torch.Size([sum(t.numel() for t in tensors)])
+
+
+def _decoder_map(pipe: Any, runs: Mapping[str, RecordedRun], shape: torch.Size) -> tuple[str, LatentMap]:
+    names = {name for run in runs.values() for name in run.decoded}
+    if len(names) != 1:
+        raise _refused(pipe, "VAE", "the call ends without decoding latents by `decode` of a part with `encode`")
+    (name,) = names
+    try:
+        found = solve_map({key: run.decoded[name] for key, run in runs.items()}, shape)
+    except MapError as error:
+        raise _refused(pipe, "VAE", f"what {name} decodes of the latents: {error}") from None
+    if not found.covers or found.keeps_own:
+        raise _refused(pipe, "VAE", f"what {name} decodes is not all of the latents, or more than them")
+    return name, found
+
+
+def _line(pipe: Any, part: str, name: str, steps: list[Step]) -> tuple[float, float]:
+    """Return slope and offset of the denoiser's time over the scheduler's."""
+    values, times = [], []
+    for step in steps:
+        tensors = [leaf for leaf in pytree.tree_leaves(step.calls[-1][1][name]) if isinstance(leaf, (Tensor, float, int))]
+        flat = torch.cat([torch.as_tensor(leaf).flatten().double() for leaf in tensors])
+        if (flat != flat[0]).any():
+            raise _refused(pipe, "time", f"{name} of {part} has several in a call: frames, or parts, have times of their own")
+        values.append(float(flat[0]))
+        times.append(float(torch.as_tensor(step.time).flatten()[0]))
+    if times[0] == times[-1]:
+        raise _refused(pipe, "time", "the scheduler's does not change from step to step")
+    slope = (values[0] - values[-1]) / (times[0] - times[-1])
+    offset = values[0] - slope * times[0]
+    largest = max(map(abs, values))
+
+    def off(slope: float, offset: float) -> float:
+        return max(abs(v - slope * t - offset) for v, t in zip(values, times, strict=True))
+
+    if off(slope, offset) > 1e-3 * max(1e-6, largest):
+        raise _refused(pipe, "time", f"{name} of {part} is no line of the scheduler's time")
+    for digits in range(1, 7):  # what the pipeline computes is a round number, of which the scheduler's rounding is left
+        plain = float(f"{slope:.{digits}g}"), round(offset, digits) + 0.0
+        if off(*plain) <= max(1e-6 * largest, 2 * off(slope, offset)):
+            return plain
+    return slope, offset
+
+
+def confirm(pipe: Any, observation: Observation, calls: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None) -> float:
+    """Compare what was observed with two real runs of two steps each, on random latents and with two different conditions.
+
+    Args:
+        pipe: The pipeline.
+        observation: What was observed.
+        calls: The arguments of the two runs; None are those of the observation with two prompts.
+
+    Returns:
+        The largest difference, over the largest value there.
+
+    Raises:
+        SpecError: It differs; the text says where.
+    """
+    if calls is None:
+        calls = tuple({**observation.call, **({"prompt": prompt} if "prompt" in observation.call else {})}
+                      for prompt in PROMPTS)  # type: ignore[assignment]  # fmt: skip
+        assert calls is not None
+    worst = 0.0
+    for seed, call in enumerate(calls):
+        steps = STEPS if observation.others else 3
+        run = call_pipeline(pipe, call, steps=steps, seed=seed + 1)
+        taken = [step for step in run.steps if step.calls and step.calls[-1][0] == observation.part][-2:]
+        condition = taken[0].calls[-1][1] if taken else {}
+        for step in taken:
+            _, given, output = step.calls[-1]
+            time = observation.model_time(torch.as_tensor(step.time).double().flatten()[0])
+            told = torch.as_tensor(next(leaf for leaf in pytree.tree_leaves(given[observation.time])
+                                        if isinstance(leaf, (Tensor, float, int))))  # fmt: skip
+            pairs = {
+                "input": (observation.to_input(step.sample, condition[observation.noisy]), given[observation.noisy]),
+                "output": (observation.to_output(flatten_tensors(output)), step.prediction),
+                "time": (time.expand(told.numel()), told.flatten().double()),
+            }
+            for what, (mapped, real) in pairs.items():
+                worst = max(worst, _difference(pipe, what, mapped, real))
+            changing = [n for n in _changed(condition, given) if n not in (observation.noisy, observation.time)]
+            if changing:
+                raise _refused(pipe, "condition", f"{', '.join(changing)} of {observation.part} change from step to step")
+        if run.final is not None and observation.vae in run.decoded:
+            mapped = observation.to_decoder(run.final)
+            worst = max(worst, _difference(pipe, "VAE", mapped, run.decoded[observation.vae]))
+    return worst
+
+
+def _difference(pipe: Any, what: str, mapped: Any, real: Any) -> float:
+    one, two = flatten_tensors(mapped).double(), flatten_tensors(real).double()
+    if one.shape != two.shape:
+        raise _refused(pipe, what, f"a real step has {two.numel()} elements where {one.numel()} were observed")
+    dtype = next(leaf.dtype for leaf in pytree.tree_leaves(real) if isinstance(leaf, Tensor))
+    off = float((one - two).abs().max() / two.abs().max().clamp(min=1e-6))
+    if not off <= TOLERANCE.get(dtype, 2e-2):
+        raise _refused(pipe, what, f"a real step differs from what was observed by {off:.2g} of the largest value: it depends "
+                       "on the condition, or on the values of the latents")  # fmt: skip
+    return off

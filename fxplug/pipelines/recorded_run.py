@@ -1,0 +1,214 @@
+"""One call of a pipeline, step by step: what scheduler, denoiser and VAE are given, with other values in their place."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..core.errors import SpecError, brief_fields, did_you_mean
+from .latent_maps import flatten_tensors, unflatten_tensors
+
+Code = Callable[[Tensor], Tensor]
+
+
+class StopCall(BaseException):  # noqa: N818
+    """All that is wanted was seen: the call need not go on. No Exception, of which modular pipelines log the traceback."""
+
+
+@dataclass
+class Step:
+    """One step of the scheduler: the calls of models before it (name, arguments by name, result), the `time`, the `sample`
+    as it was scaled for the denoiser, and the model's `prediction`."""
+
+    calls: list[tuple[str, dict[str, Any], Any]]
+    time: Any
+    sample: Tensor
+    prediction: Any
+
+    __repr__ = brief_fields
+
+
+@dataclass
+class RecordedRun:
+    """What was seen of a call: its `steps`, the `final` latents, what the VAE was to decode (by the VAE's name), the scheduler,
+    as it was set, and the arguments of `set_timesteps`."""
+
+    steps: list[Step] = field(default_factory=list)
+    decoded: dict[str, Tensor] = field(default_factory=dict)
+    scheduler: Any = None
+    schedule: dict[str, Any] = field(default_factory=dict)
+    final: Tensor | None = None
+
+    __repr__ = brief_fields
+
+
+def components_of(pipe: Any) -> dict[str, Any]:
+    """Return the parts of a pipeline of diffusers by name."""
+    found = getattr(pipe, "components", None)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def arguments_of(pipe: Any) -> dict[str, Any]:
+    """Return what a pipeline can be called with, and the defaults (None for what has none)."""
+    blocks = getattr(pipe, "blocks", None)
+    if blocks is not None and hasattr(blocks, "inputs"):  # of a modular pipeline
+        return {each.name: each.default for each in blocks.inputs if each.name}
+    parameters = inspect.signature(pipe.__call__).parameters.values()
+    return {p.name: None if p.default is p.empty else p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
+
+
+def check_arguments(pipe: Any, call: Mapping[str, Any]) -> None:
+    """Raise SpecError for an argument that the pipeline does not have, naming the nearest."""
+    known = arguments_of(pipe)
+    for name in call:
+        if name not in known:
+            finding = f"{type(pipe).__name__} is not called with '{name}'{did_you_mean(name, known)}"
+            raise SpecError(f"{finding}; it takes {', '.join(known)}", path=("model", "call"))
+
+
+def record_run(
+    pipe: Any,
+    call: Mapping[str, Any],
+    *,
+    steps: int,
+    seed: int = 0,
+    latents: Code | None = None,
+    outputs: Code | None = None,
+    denoisers: frozenset[str] = frozenset(),
+    results: dict[str, Any] | None = None,
+    first_call: str | None = None,
+) -> RecordedRun:
+    """Call a pipeline, as far as the VAE, and record it. The pipeline is left as it was.
+
+    Args:
+        pipe: A pipeline of diffusers.
+        call: What it is called with.
+        steps: The number of steps.
+        seed: What torch's random numbers begin with.
+        latents: What the scheduler returns instead of its own next latents, a function of the latents before.
+        outputs: What the models in `denoisers` return instead of their results, a function of the flattened result.
+        denoisers: Their names.
+        results: Results of models by the form of their arguments: a model is not run again for arguments of the same form, once
+            the first step is made. Is filled. None runs each call.
+        first_call: Stop at the first call of this model, whose result is then None.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        SpecError: The pipeline has no scheduler; and what the call raises.
+    """
+    parts = components_of(pipe)
+    scheduler = parts.get("scheduler")
+    if scheduler is None or not hasattr(scheduler, "step"):
+        raise SpecError(f"{type(pipe).__name__} has no scheduler with steps", path=("model", "pipeline"))
+    run, pending = RecordedRun(), list[tuple[str, dict[str, Any], Any]]()
+    run.scheduler = watched = copy.deepcopy(scheduler)
+    pipe = copy.copy(pipe)  # pipelines keep what they are called with
+    vars(pipe)["scheduler"] = watched
+    if (guider := parts.get("guider")) is not None and hasattr(guider, "disable"):
+        vars(pipe)["guider"] = copy.deepcopy(guider)
+        pipe.guider.disable()
+    scaled: list[Tensor] = []
+
+    @functools.wraps(watched.step)
+    def step(*args: Any, **named: Any) -> Any:
+        given = inspect.signature(original_step).bind(*args, **named).arguments
+        sample = scaled[-1] if latents is None and scaled else given["sample"]
+        made = next((given[key] for key in ("model_output", "noise_pred") if key in given), None)
+        run.steps.append(Step(list(pending), given.get("timestep"), sample, made))
+        pending.clear()
+        scaled.clear()
+        if latents is None:
+            result = original_step(*args, **named)
+            run.final = result[0] if isinstance(result, tuple) else result.prev_sample
+            return result
+        run.final = following = latents(given["sample"])
+        return type("Output", (), {"prev_sample": following})() if named.get("return_dict", True) else (following,)
+
+    @functools.wraps(getattr(watched, "scale_model_input", copy.copy))
+    def scale_model_input(sample: Tensor, *args: Any, **named: Any) -> Tensor:
+        found: Tensor = sample if latents is not None else original_scale(sample, *args, **named)
+        scaled.append(found)
+        return found
+
+    @functools.wraps(watched.set_timesteps)
+    def set_timesteps(*args: Any, **named: Any) -> Any:
+        given = inspect.signature(original_set).bind(*args, **named).arguments
+        run.schedule = {**given, **given.pop("kwargs", {})} if isinstance(given.get("kwargs"), dict) else dict(given)
+        return original_set(*args, **named)
+
+    original_step, original_set = watched.step, watched.set_timesteps
+    original_scale: Any = getattr(watched, "scale_model_input", None)
+    watched.step, watched.set_timesteps = step, set_timesteps
+    if original_scale is not None:
+        watched.scale_model_input = scale_model_input
+
+    def watch(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(type(module).forward)
+
+        @functools.wraps(forward)
+        def watched_forward(*args: Any, **named: Any) -> Any:
+            given = dict(signature.bind(module, *args, **named).arguments)
+            given.pop("self", None)
+            for rest in [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]:
+                given |= given.pop(rest, {})
+            kept = pytree.tree_map_only(Tensor, Tensor.clone, given)
+            if name == first_call:
+                pending.append((name, kept, None))
+                run.steps.append(Step(list(pending), None, torch.empty(0), None))
+                raise StopCall
+            key = f"{name} {pytree.tree_map_only(Tensor, lambda t: (tuple(t.shape), t.dtype), given)}"
+            if results is None or (found := results.get(key)) is None or not run.steps:
+                found = forward(*args, **named)
+                if results is not None:
+                    results[key] = found
+            if name in denoisers and outputs is not None:
+                found = unflatten_tensors(outputs(flatten_tensors(found)), found)
+            pending.append((name, kept, found))
+            return found
+
+        return watched_forward
+
+    def decode(name: str, *args: Any, **named: Any) -> Any:
+        run.decoded[name] = args[0] if args else next(iter(named.values()))
+        raise StopCall
+
+    models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    vaes = {name for name, part in models.items() if callable(getattr(part, "decode", None)) and hasattr(part, "encode")}
+    with contextlib.ExitStack() as stack:
+        for name, module in models.items():
+            if name in vaes:
+                stack.enter_context(_attribute(module, "decode", functools.partial(decode, name)))
+            else:
+                stack.enter_context(_attribute(module, "forward", watch(name, module, module.forward)))
+        stack.enter_context(torch.random.fork_rng())
+        torch.manual_seed(seed)
+        with torch.no_grad(), contextlib.suppress(StopCall):
+            pipe(**{**call, **({"num_inference_steps": steps} if "num_inference_steps" in arguments_of(pipe) else {})})
+    return run
+
+
+@contextlib.contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of an object itself for a time."""
+    own = vars(owner)
+    missing = object()
+    before = own.get(name, missing)
+    own[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            own.pop(name, None)
+        else:
+            own[name] = before
