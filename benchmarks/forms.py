@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 PRODUCTS = 1.2e9  # multiplications of a random layer, at most
 MODES = ("inference", "training", "slots", "mixed", "plain")
 GRID: dict[str, list[int]] = {
-    "heavy": [0, 1 << 19, 1 << 20, 1 << 21, 3 << 20, 1 << 22],
+    "heavy": [0, 1 << 19, 1 << 20, 1 << 21, 3_500_000, 1 << 22],
     "least": [1 << power for power in (22, 23, 24, 25, 28, 31, 34)], "wide": [0, 256, 384, 512, 768, 1024],
     "narrow": [0, 256, 384, 512, 768, 1024, 1 << 30], "long": [0, 256, 512, 700, 1024, 2048],
 }  # fmt: skip

@@ -90,22 +90,23 @@ def form_of(case: Case, device: str) -> str:
 
     `own` are the dtypes with products that are not torch's own. These are faster if a weight is large and a result is wide; in
     training if the input is narrow as well, or the rows are many. A layer of few multiplications takes longer to call than to
-    compute, and an update that torch's own products add beside the weight gains nothing over the unfused layer. If `compiled`
-    is false, compiled code has no form but that on the weight.
+    compute. If `compiled` is false, compiled code has no form but that on the weight.
     """
     limits, (dtype, rows, inner, outer, rank, slots, grad, compiled, mapped) = LIMITS.get(device), case
     if limits is None or dtype not in DTYPES or rows * inner * outer < limits["least"] or (slots and not limits["banks"]):
         return "stock"
     own = dtype in limits["own"] and inner * outer >= limits["heavy"]
     wide, long = outer > limits["wide"], rows >= limits["long"]
-    on_weight = bool(rank and not slots and library.pays(rows, outer, inner))
-    if grad and (slots or not rank) or (compiled and not limits["compiled"] and (grad or mapped or not on_weight)):
+    if grad and (slots or not rank):
+        return "stock"
+    on_weight = rank and not (slots or grad or mapped) and library.pays(rows, outer, inner)
+    if compiled and not limits["compiled"] and not on_weight:
         return "stock"
     if grad:
         return "fused" if own and inner <= limits["narrow"] and (wide or long) else "blas" if long or mapped else "stock"
     if own and wide:
         return "fused"
-    return "blas" if slots or on_weight else "stock"
+    return "blas" if rank else "stock"
 
 
 def forms_of(case: Case, device: str) -> tuple[str, str]:
