@@ -111,6 +111,7 @@ def record_run(
     scheduler = parts.get("scheduler")
     if scheduler is None or not hasattr(scheduler, "step"):
         raise SpecError(f"{type(pipe).__name__} has no scheduler with steps", path=("model", "pipeline"))
+    coded = latents is not None  # codes are told apart in float32, whatever the models compute in
     run, pending = RecordedRun(), list[tuple[str, dict[str, Any], Any]]()
     run.scheduler = watched = copy.deepcopy(scheduler)
     pipe = copy.copy(pipe)  # pipelines keep what they are called with
@@ -155,6 +156,7 @@ def record_run(
 
     def watch(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(type(module).forward)
+        dtype = getattr(module, "dtype", None) if coded else None
 
         @functools.wraps(forward)
         def watched_forward(*args: Any, **named: Any) -> Any:
@@ -167,11 +169,13 @@ def record_run(
                 pending.append((name, kept, None))
                 run.steps.append(Step(list(pending), None, torch.empty(0), None))
                 raise StopCall
-            key = f"{name} {pytree.tree_map_only(Tensor, lambda t: (tuple(t.shape), t.dtype), given)}"
-            if results is None or (found := results.get(key)) is None or not run.steps:
-                found = forward(*args, **named)
+            key = f"{name} {pytree.tree_map_only(Tensor, lambda t: tuple(t.shape), given)}"
+            if results is None or (found := results.get(key)) is None or not (run.steps or name in denoisers):
+                found = forward(*args, **named) if dtype is None else call_in(dtype, forward, *args, **named)
                 if results is not None:
                     results[key] = found
+            if coded:
+                found = pytree.tree_map_only(Tensor, _widened, found)
             if name in denoisers and outputs is not None:
                 found = unflatten_tensors(outputs(flatten_tensors(found)), found)
             pending.append((name, kept, found))
@@ -189,8 +193,14 @@ def record_run(
         for name, module in models.items():
             if name in vaes:
                 stack.enter_context(_attribute(module, "decode", functools.partial(decode, name)))
+                if coded:
+                    encode: Any = module.encode
+                    own = functools.partial(call_in, getattr(module, "dtype", torch.float32), encode)
+                    stack.enter_context(_attribute(module, "encode", own))
             else:
                 stack.enter_context(_attribute(module, "forward", watch(name, module, module.forward)))
+            if coded:
+                stack.enter_context(_shown_as_float32(module))
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(seed)
         with torch.no_grad(), contextlib.suppress(StopCall):
@@ -212,3 +222,27 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             own.pop(name, None)
         else:
             own[name] = before
+
+
+def call_in(dtype: torch.dtype, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Call a function with its floating-point tensors in a dtype."""
+    given = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, named))
+    return function(*given[0], **given[1])
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+@contextlib.contextmanager
+def _shown_as_float32(module: nn.Module) -> Iterator[None]:
+    """Let a model in half precision say for a time that it is float32, which pipelines make latents and conditions by."""
+    kind = type(module)
+    if getattr(module, "dtype", None) not in (torch.float16, torch.bfloat16):
+        yield
+        return
+    module.__class__ = type(kind.__name__, (kind,), {"dtype": torch.float32, "__module__": kind.__module__})
+    try:
+        yield
+    finally:
+        module.__class__ = kind
