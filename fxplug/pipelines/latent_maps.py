@@ -110,23 +110,27 @@ def unflatten_tensors(flat: Tensor, like: Any) -> Any:
 
 
 def codes(size: int) -> Mapping[str, Callable[[Tensor], Tensor]]:
-    """Return the values that tell a map of `size` elements: zeros, ones, and each digit of the number of each element.
+    """Return the values that tell a map of `size` elements: ones, twos, and each digit of the number of each element, plus one.
 
-    Each is a function of a tensor of so many elements to one of its shape and dtype.
+    Each is a function of a tensor of so many elements to one of its shape and dtype. None is zero, as some pipelines divide by
+    the norm of a prediction.
     """
 
     def digit(place: int) -> Callable[[Tensor], Tensor]:
         def code(like: Tensor) -> Tensor:
             number = torch.arange(like.numel(), device=like.device)
-            digits: Tensor = number // DIGIT**place % DIGIT
+            digits: Tensor = number // DIGIT**place % DIGIT + 1
             return digits.to(like.dtype).reshape(like.shape)
 
         return code
 
+    def twos(like: Tensor) -> Tensor:
+        return torch.full_like(like, 2)
+
     places = 1
     while DIGIT**places < size:
         places += 1
-    return {"zeros": torch.zeros_like, "ones": torch.ones_like, **{f"digit{place}": digit(place) for place in range(places)}}
+    return {"ones": torch.ones_like, "twos": twos, **{f"digit{place}": digit(place) for place in range(places)}}
 
 
 def solve_map(results: Mapping[str, Any], source: torch.Size) -> LatentMap:
@@ -135,31 +139,31 @@ def solve_map(results: Mapping[str, Any], source: torch.Size) -> LatentMap:
     Raises:
         MapError: Elements are sums or nonlinear, an element is used twice, or the results differ in form.
     """
-    zeros = results["zeros"]
+    ones = results["ones"]
     flat = {}
     for name, result in results.items():
         if [t.shape for t in pytree.tree_leaves(result) if isinstance(t, Tensor)] != [
-            t.shape for t in pytree.tree_leaves(zeros) if isinstance(t, Tensor)
+            t.shape for t in pytree.tree_leaves(ones) if isinstance(t, Tensor)
         ]:
             raise MapError("its shape depends on the values of the latents")
         flat[name] = flatten_tensors(result).double().cpu()
         if not flat[name].isfinite().all():
             raise MapError("it has values that are not finite")
-    term = flat["zeros"]
-    factor = flat["ones"] - term
-    rounding = ROUNDING.get(flatten_tensors(zeros).dtype, 2e-6)
-    taken = factor.abs() > rounding * term.abs().clamp(min=1e-3)
+    first = flat["ones"]
+    factor = flat["twos"] - first
+    rounding = ROUNDING.get(flatten_tensors(ones).dtype, 2e-6)
+    taken = factor.abs() > rounding * first.abs().clamp(min=1e-3)
     if not taken.any():
         raise MapError("nothing of the latents is in it")
     index = torch.zeros(int(taken.sum()), dtype=torch.long)
     for name, values in flat.items():
-        exact = (values - term)[taken] / factor[taken]
+        exact = (values - first)[taken] / factor[taken]
         if name.startswith("digit"):
             found = exact.round()
             if (exact - found).abs().max() > 0.2 or found.min() < 0 or found.max() >= DIGIT:
                 raise MapError("an element of it is not one element of the latents times a factor, plus a term")
             index += found.long() * DIGIT ** int(name.removeprefix("digit"))
-        if ((values - term)[~taken].abs() > rounding * term[~taken].abs().clamp(min=1e-3)).any():
+        if ((values - first)[~taken].abs() > rounding * first[~taken].abs().clamp(min=1e-3)).any():
             raise MapError("an element of it is not one element of the latents times a factor, plus a term")
     if index.max() >= source.numel():
         raise MapError("an element of it is not one element of the latents times a factor, plus a term")
@@ -167,7 +171,8 @@ def solve_map(results: Mapping[str, Any], source: torch.Size) -> LatentMap:
         raise MapError("an element of the latents is in it twice")
     places = torch.full(taken.shape, -1, dtype=torch.long)
     places[taken] = index
-    return LatentMap(places, _nearest_round(factor), _nearest_round(term), source, zeros)
+    factor = torch.where(taken, factor, 0.0)
+    return LatentMap(places, _nearest_round(factor), _nearest_round(first - factor), source, ones)
 
 
 def _nearest_round(values: Tensor) -> Tensor:

@@ -155,24 +155,23 @@ def call_pipeline(pipe: Any, call: Mapping[str, Any], *, steps: int = STEPS, **o
             why = f"it takes more of a step than the next latents: {type(error).__name__}: {first_line(error)}"
             raise _refused(pipe, "scheduler", why) from error
         named = next((name for name in call if f"`{name}`" in str(error) or f"'{name}'" in str(error)), None)
-        what = f"the argument '{named}'" if named else f"a call with {', '.join(call) or 'nothing'}"
-        raise SpecError(
-            f"{type(pipe).__name__} does not take {what}: {type(error).__name__}: {first_line(error)}", path=("model", "call")
-        ) from error
+        given = f"this '{named}'" if named else ", ".join(call) or "nothing"
+        finding = f"a call of {type(pipe).__name__} with {given} fails: {type(error).__name__}: {first_line(error)}"
+        raise SpecError(finding, path=("model", "call")) from error
 
 
 def _observed(
     pipe: Any, call: dict[str, Any], part: str, others: tuple[str, ...], results: dict[str, Any]
 ) -> Observation:
-    first = call_pipeline(pipe, call, results=results, latents=torch.zeros_like, outputs=torch.zeros_like,
+    first = call_pipeline(pipe, call, results=results, latents=torch.ones_like, outputs=torch.ones_like,
                       denoisers=frozenset({part, *others}))  # fmt: skip
     steps = _steps_of(pipe, first, part)
     shape, sample = steps[0].sample.shape, steps[0].sample
     output = steps[0].calls[-1][2]
     size = max(sample.numel(), flatten_tensors(output).numel())
-    runs = {"zeros": first}
+    runs = {"ones": first}
     for name, code in codes(size).items():
-        if name != "zeros":
+        if name != "ones":
             runs[name] = call_pipeline(pipe, call, results=results, latents=code, outputs=code,
                                    denoisers=frozenset({part, *others}))  # fmt: skip
     seen = {name: _steps_of(pipe, run, part) for name, run in runs.items()}
@@ -181,7 +180,7 @@ def _observed(
         if any(not torch.equal(step.sample, code(step.sample)) for step in run.steps[1:]):
             raise _refused(pipe, "latents", "the pipeline changes them between two steps, as inpainting does with a mask: not "
                            "what the scheduler returned is what it is given next")  # fmt: skip
-    noisy = _changed(steps[0].calls[-1][1], seen["ones"][0].calls[-1][1])
+    noisy = _changed(steps[0].calls[-1][1], seen["twos"][0].calls[-1][1])
     time = [name for name in _changed(steps[0].calls[-1][1], steps[-1].calls[-1][1]) if name not in noisy]
     if len(noisy) != 1:
         raise _refused(pipe, "input", f"{_listed(noisy)} of {part} change with the latents, and must be one argument: models "
