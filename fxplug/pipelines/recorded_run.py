@@ -97,8 +97,8 @@ def record_run(
         latents: What the scheduler returns instead of its own next latents, a function of the latents before.
         outputs: What the models in `denoisers` return instead of their results, a function of the flattened result.
         denoisers: Their names.
-        results: Results of models by the form of their arguments: a model is not run again for arguments of the same form, once
-            the first step is made. Is filled. None runs each call.
+        results: Results by the form of arguments, which is filled: what is in `denoisers` is not run again for arguments of the
+            same form, and without these no model after the first step. None runs each call.
         first_call: Stop at the first call of this model, whose result is then None.
 
     Returns:
@@ -170,7 +170,8 @@ def record_run(
                 run.steps.append(Step(list(pending), None, torch.empty(0), None))
                 raise StopCall
             key = f"{name} {pytree.tree_map_only(Tensor, lambda t: tuple(t.shape), given)}"
-            if results is None or (found := results.get(key)) is None or not (run.steps or name in denoisers):
+            reused = name in denoisers if denoisers else bool(run.steps)
+            if results is None or not reused or (found := results.get(key)) is None:
                 found = forward(*args, **named) if dtype is None else call_in(dtype, forward, *args, **named)
                 if results is not None:
                     results[key] = found
@@ -192,6 +193,7 @@ def record_run(
     with contextlib.ExitStack() as stack:
         for name, module in models.items():
             if name in vaes:
+                stack.enter_context(_same_dtypes(module))
                 stack.enter_context(_attribute(module, "decode", functools.partial(decode, name)))
                 if coded:
                     encode: Any = module.encode
@@ -222,6 +224,18 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             own.pop(name, None)
         else:
             own[name] = before
+
+
+@contextlib.contextmanager
+def _same_dtypes(module: nn.Module) -> Iterator[None]:
+    """Give parameters back the dtypes that a pipeline changes before it decodes, and would itself give back afterwards."""
+    before = {name: parameter.dtype for name, parameter in module.named_parameters()}
+    try:
+        yield
+    finally:
+        for name, parameter in module.named_parameters():
+            if parameter.dtype != before.get(name, parameter.dtype):
+                parameter.data = parameter.data.to(before[name])
 
 
 def call_in(dtype: torch.dtype, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
