@@ -302,7 +302,9 @@ def _line(pipe: Any, part: str, name: str, steps: list[Step]) -> tuple[float, fl
 
 
 def confirm(pipe: Any, observation: Observation, calls: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None) -> float:
-    """Compare what was observed with two real runs of two steps each, on random latents and with two different conditions.
+    """Compare what was observed with real runs of two steps on random latents, with two different conditions.
+
+    The denoiser runs three times for each condition: beside the real steps once more for runs with random values in its place.
 
     Args:
         pipe: The pipeline.
@@ -323,12 +325,11 @@ def confirm(pipe: Any, observation: Observation, calls: tuple[Mapping[str, Any],
     for seed, call in enumerate(calls):
         run = call_pipeline(pipe, call, steps=STEPS if observation.others else 3, seed=seed + 1)
         worst = max(worst, _compare_run(pipe, observation, run))
-        if any(step.sample.dtype in TOLERANCE for step in run.steps):  # which says little: the same on any values, in float32
-            draw = torch.Generator().manual_seed(seed)
-            code = functools.partial(_random_like, draw)
-            names = frozenset({observation.part, *observation.others})
-            wide = call_pipeline(pipe, call, seed=seed + 1, latents=code, outputs=code, denoisers=names, results={})
-            _compare_run(pipe, observation, wide)
+        # the same on random values, in float32: those of a few steps may be large all of them, or rounded
+        code = functools.partial(_random_like, torch.Generator().manual_seed(seed))
+        names = frozenset({observation.part, *observation.others})
+        coded = call_pipeline(pipe, call, seed=seed + 1, latents=code, outputs=code, denoisers=names, results={})
+        worst = max(worst, _compare_run(pipe, observation, coded))
     return worst
 
 
