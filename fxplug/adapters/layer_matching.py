@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
 
 from ..core.errors import ArtifactError, brief_fields, did_you_mean
-from .layer_names import SWAPPED, first_names, fused_names, looks_like
+from .layer_finder import Home, LayerFinder, NameMatches, match_by_order
+from .layer_names import SWAPPED, looks_like
 from .own_files import check_no_own
 from .tables import PARTS, table
 from .updates import AdapterFile, Entry, joined, with_projections
@@ -134,12 +133,12 @@ def fit(
 
     Tried in this order, for each entry by itself: the path as it is; without the prefix that names the part of a pipeline,
     kohya's with underscores; the names that the model's own code has (see families); then for all together the path without
-    further components at its beginning, or with more. Parts of which nothing fits belong to other models, if another part fits.
-    `part` names the one to use. `model` returns all weights of the model by path, if `layers` are only some: they identify
-    families, and an entry for a layer that is not among `layers` is reported as such. `guess` matches the layers by shape and
-    order if the file numbers them and has no names (see `by_order`). `beside` has the shapes of parameters beside weights that
-    can be stored, such as `blocks.0.norm1.bias`, and `here` the names of all parameters of the model, or their shapes: whole
-    changes may name those that are no layer's as layers. None accepts them unchecked.
+    further components at its beginning, or with more. Parts of which nothing fits belong to other models, if another part
+    fits. `part` names the one to use. `model` returns all weights of the model by path, if `layers` are only some: they
+    identify families, and an entry for a layer that is not among `layers` is reported as such. `guess` matches the layers by
+    shape and order if the file numbers them and has no names (`match_by_order`). `beside` has the shapes of parameters beside
+    weights that can be stored, such as `blocks.0.norm1.bias`, and `here` the names of all parameters of the model, or their
+    shapes: whole changes may name those that are no layer's as layers. None accepts them unchecked.
 
     Raises ArtifactError for a part that the file does not have, and if more than one layer or entry could be meant.
     """
@@ -154,14 +153,14 @@ def fit(
     for entry in file.entries:
         groups.setdefault(entry.part, []).append(entry)
     wanted = [p for p in groups if part in (None, p)]
-    finder = _LayerFinder(file, bare | shapes)
+    finder = LayerFinder(file, bare | shapes)
     found = {p: finder.match_by_name(groups[p]) for p in wanted}
     if not all(hits.is_complete for hits in found.values()):
         whole = {path: tuple(int(n) for n in shape) for path, shape in (model() if model else {}).items()}
-        finder = _LayerFinder(file, bare | whole | shapes, old=True)
-        found = {p: max(found[p], finder.match_by_name(groups[p]), key=_Hits.rank) for p in wanted}
+        finder = LayerFinder(file, bare | whole | shapes, old=True)
+        found = {p: max(found[p], finder.match_by_name(groups[p]), key=NameMatches.rank) for p in wanted}
     if not any(hits.good for hits in found.values()):
-        found = {p: max(found[p], finder.deep(groups[p], shapes), key=_Hits.rank) for p in wanted}
+        found = {p: max(found[p], finder.deep(groups[p], shapes), key=NameMatches.rank) for p in wanted}
     some = any(hits.good for hits in found.values())
     taken = [p for p in wanted if found[p].good or not some]
     if some and part is None:
@@ -184,7 +183,7 @@ def fit(
             if not all(":" in e.name for e in groups[p]):
                 continue  # what has a name is not another layer by its shape
             try:
-                hits = by_order(groups[p], ordered, file.source)
+                hits = match_by_order(groups[p], ordered, file.source)
             except ArtifactError:
                 if guess:
                     raise
@@ -323,35 +322,6 @@ def bare_parameters(file: AdapterFile, known: Mapping[str, Sequence[int]]) -> di
     return {name: tuple(int(n) for n in shape) for name, shape in own.items()}
 
 
-def by_order(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]], source: str) -> _Hits:
-    """Match entries to layers by order: those of one shape first to first, if there are as many.
-
-    Entries are sorted by the numbers in their names, layers are in the order of `shapes`. Raises ArtifactError if a shape has
-    another number of layers than of entries, with the shapes.
-    """
-    homes: dict[int, tuple[str, ...]] = {}
-    left = dict(sorted(enumerate(entries), key=lambda pair: by_number(pair[1].name)))
-    for shape in dict.fromkeys(shapes.values()):
-        paths = [path for path, of in shapes.items() if of == shape]
-        fitting = [n for n, entry in left.items() if entry.fits(shape)]
-        if not fitting:
-            continue
-        if len(fitting) != len(paths):
-            raise ArtifactError(
-                f"{source} names no layers of this model, and they cannot be matched by order: {len(fitting)} updates fit "
-                f"{len(paths)} layers of {list(shape)}; match the same number with at="
-            )
-        for n, path in zip(fitting, paths, strict=True):
-            homes[n] = (path,)
-            del left[n]
-    return _Hits([homes.get(n, ()) for n in range(len(entries))], len(homes))
-
-
-def by_number(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key of a name: numbers by their value, the rest by letters."""
-    return [(0, int(text), "") if text.isdecimal() else (1, 0, text) for text in re.split(r"(\d+)", name) if text]
-
-
 def _describe_remedy(entry: Entry, shape: Sequence[int]) -> str:
     """Describe what to do about PEFT's grouped convolution, or a whole layer in the file with other classes."""
     down, up = entry.tensors.get("down"), entry.tensors.get("up")
@@ -373,128 +343,3 @@ def _for(entry: Entry) -> str:
         return f"another, by its {name} of {list(tensor.shape)}"
     out, inner = entry.sizes()
     return str([*inner, out] if entry.embedding else [out, *inner])
-
-
-Home = tuple[str, ...]  # the layers of an entry, as `first_names` gives them; none for an entry without one
-
-
-@dataclass(frozen=True)
-class _Hits:
-    """The layers of each entry under one reading of the names."""
-
-    homes: Sequence[Home]
-    good: int
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether every entry has a layer that it fits."""
-        return self.good == len(self.homes)
-
-    @property
-    def named(self) -> int:
-        return sum(bool(home) for home in self.homes)
-
-    def rank(self) -> tuple[int, int]:
-        return self.good, self.named
-
-
-@dataclass(frozen=True)
-class _LayerFinder:
-    """Looks layers up among `shapes`, under the graph's own names and, with `old`, under those of its family's code."""
-
-    file: AdapterFile
-    shapes: Mapping[str, tuple[int, ...]]
-    old: bool = False
-
-    @cached_property
-    def flat(self) -> Mapping[str, Sequence[str]]:
-        made: dict[str, list[str]] = {}
-        for path in self.shapes:
-            made.setdefault(path.replace(".", "_"), []).append(path)
-        return made
-
-    @cached_property
-    def fused(self) -> Mapping[str, tuple[str, Home]]:
-        """Fused layer that the model calls instead of each of the layers it consists of, and all of these."""
-        here = {name: paths for name, paths in fused_names(self.shapes).items() if name in self.shapes}
-        same = {name: paths for name, paths in here.items() if self.joint_shape(paths) == tuple(self.shapes[name])}
-        return {path: (name, paths) for name, paths in same.items() for path in paths}
-
-    @cached_property
-    def names(self) -> Mapping[str, Home]:
-        found = {**fused_names(self.shapes), **first_names(self.shapes, also=True)} if self.old else {}
-        return found | {name.replace(".", "_"): home for name, home in found.items()}
-
-    def joint_shape(self, home: Home) -> tuple[int, ...]:
-        """Return the shape of the weight that the layers of an entry have together."""
-        of = [self.shapes[path.removesuffix(SWAPPED)] for path in home]
-        return (sum(shape[0] for shape in of), *of[0][1:])
-
-    def pieces(self, entry: Entry, home: Home) -> Iterator[tuple[str, Entry]]:
-        """Yield the part of an entry for each of its layers."""
-        start = 0
-        for path in home:
-            bare = path.removesuffix(SWAPPED)
-            width = self.shapes[bare][0]
-            piece = entry.outputs(start, width) if len(home) > 1 else entry
-            yield bare, piece.swapped() if path.endswith(SWAPPED) else piece
-            start += width
-
-    def match_by_name(self, entries: Sequence[Entry]) -> _Hits:
-        """Return the best of the readings that need no guess."""
-        names = [e.name for e in entries]
-        readings = names, [name.removeprefix("base_model.model.") for name in names], [e.path for e in entries]
-        return max((self.match_names(entries, reading) for reading in readings), key=_Hits.rank)
-
-    def deep(self, entries: Sequence[Entry], inside: Mapping[str, Any]) -> _Hits:
-        """Return the first reading under which every entry fits a layer: fewest components removed, or some added."""
-        if hits := self.shortened(entries, "."):
-            return hits
-        first = entries[0].path
-        starts = sorted({path.removesuffix(first) for path in inside if path.endswith(f".{first}")})
-        readings = (self.match_names(entries, [start + e.path for e in entries]) for start in starts)
-        found = [hits for hits in readings if hits.is_complete]
-        if len(found) > 1:
-            where = " or ".join(f"'{hits.homes[0][0]}'" for hits in found[:3])
-            raise ArtifactError(f"{self.file.source}: '{entries[0].name}' may be {where}: name the layers as the graph does")
-        flat = [entry.path.replace(".", "_") for entry in entries]
-        return found[0] if found else self.shortened(entries, "_") or self.match_names(entries, flat)
-
-    def shortened(self, entries: Sequence[Entry], dot: str) -> _Hits | None:
-        """Return the layers of all entries without the first components that their paths share, between dots or underscores."""
-        parts = [entry.path.replace(".", dot).split(dot) for entry in entries]
-        for n in range(1, len(parts[0])):
-            if len({tuple(own[:n]) for own in parts}) > 1:
-                return None  # what begins otherwise may be of another model
-            if (hits := self.match_names(entries, [dot.join(own[n:]) for own in parts])).is_complete:
-                return hits
-        return None
-
-    def match_names(self, entries: Sequence[Entry], names: Sequence[str]) -> _Hits:
-        """Return the layers of entries by such names."""
-        homes = [self.home(entry, name) for entry, name in zip(entries, names, strict=True)]
-        good = sum(bool(home) and self.takes(home, e) for e, home in zip(entries, homes, strict=True))
-        return _Hits(homes, good)
-
-    def takes(self, home: Home, entry: Entry) -> bool:
-        """Return whether an entry has the shape of the layers' weight, or as many numbers as that has outputs."""
-        shape = self.joint_shape(home)
-        return entry.fits(shape if entry.param == "weight" else shape[:1])
-
-    def home(self, entry: Entry, name: str) -> Home:
-        """Return the layers that a name means: the graph's own, or by the name in the family's code, whichever fits."""
-        own: Home = (name,) if name in self.shapes else ()
-        if "." not in name and (entry.flat or not own):
-            own = self.underscored(entry, name) or own
-        if own and self.takes(own, entry):
-            return own
-        old = self.names.get(name) or self.names.get(name.removesuffix(".scale"), ())  # what norms' own code calls the weight
-        return old if old and (not own or self.takes(old, entry)) else own
-
-    def underscored(self, entry: Entry, name: str) -> Home:
-        """Return the layer whose path equals `name` with underscores for dots. Raises ArtifactError if two fit."""
-        paths = self.flat.get(name, ())
-        fitting = [path for path in paths if entry.fits(self.shapes[path])] if len(paths) > 1 else paths
-        if len(fitting) > 1:
-            raise ArtifactError(f"{self.file.source}: '{entry.name}' may be '{fitting[0]}' or '{fitting[1]}'")
-        return tuple(fitting[:1])
