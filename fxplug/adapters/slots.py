@@ -11,69 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.base import with_values
-from ..core.errors import DEFAULT, LONGEST, Limits, SpecError, cut, did_you_mean, shown
+from ..core.errors import DEFAULT, LONGEST, Limits, SpecError, cut, did_you_mean
 from ..core.locks import StateLock, choices_of, locks_of, read_lock, use_choices, write_lock
-from ..core.torch_internals.modules import unwatched
-from ..core.torch_internals.tensors import FakeTensor
-from .banks import Bank, check_name, is_finite, rows_for
+from .banks import Bank, check_name, rows_for
 from .base_weights import warn_on_other_base
+from .choice import AdapterChoice, make_tables, read_row, read_rows
 from .contents import in_slots
 from .files import Fit, Source, read
-from .loading import check_samples, fit_to, tensor_of, weights_of
+from .loading import fit_to, tensor_of, weights_of
 from .saved_heads import without_heads
 from .writing import About, Saved, about_of, content, write
 
 Weights = Mapping[str, float]
 Write = Callable[[Tensor, Any], None]  # puts a number or a tensor into a tensor of the slots
-
-
-class AdapterChoice:
-    """Which adapters the calls of a block take: `rows` as `Adapters.use` takes them, one for all samples if `single`."""
-
-    def __init__(self, adapters: Adapters, rows: list[dict[str, float]], single: bool) -> None:
-        self.adapters, self.rows, self.single = adapters, rows, single
-        self.made = adapters.tables(rows, single)
-        self.changes = [lock.changes for lock in adapters.locks]
-
-    def __eq__(self, other: object) -> bool:
-        same = isinstance(other, AdapterChoice) and (self.adapters, self.single) == (other.adapters, other.single)
-        return same and self.rows == other.rows  # type: ignore[attr-defined]
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @unwatched
-    def write(self, lock: StateLock) -> None:
-        """Write it into the tables of the passes that have this lock. Raises SpecError for an adapter that was unloaded."""
-        if (changes := [lock.changes for lock in self.adapters.locks]) != self.changes:
-            for name in {name for row in self.rows for name in row}:
-                self.adapters.check_known(name)
-            self.made, self.changes = self.adapters.tables(self.rows, self.single), changes
-        for name, tensor in self._tensors(lock).items():
-            table, entries = self.made[name.removesuffix(".gates.table.weights").removesuffix(".gates.table.entries")]
-            if name.endswith(".entries"):
-                tensor.fill_(entries)
-            else:
-                (tensor if self.single else tensor[: len(table)]).copy_(table)
-
-    @unwatched
-    def backup(self, lock: StateLock) -> Callable[[], None]:
-        """Return a function that restores the present values of these tables."""
-        before = {name: (tensor, tensor.clone()) for name, tensor in self._tensors(lock).items()}
-
-        @unwatched
-        def restore() -> None:
-            now = self._tensors(lock)  # others, where the module was moved in the middle of a call
-            for name, (tensor, value) in before.items():
-                for target in {id(t): t for t in (tensor, now.get(name, tensor))}.values():
-                    target.copy_(value)
-
-        return restore
-
-    def _tensors(self, lock: StateLock) -> dict[str, Tensor]:
-        """Return the tables with this lock, by name, without the fake ones that exist while the module is traced."""
-        names = [f"{p}.gates.table.{name}" for p in self.adapters.passes_of(lock) for name in ("weights", "entries")]
-        tensors = {name: self.adapters.tensor(name) for name in names}
-        return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, FakeTensor)}
 
 
 class Adapters:
@@ -114,22 +64,46 @@ class Adapters:
     # --- what a package of another kind does in its own way
 
     def tensor(self, name: str) -> Tensor:
-        """Give a parameter or buffer by its name in the state dict; it is written in place."""
+        """Return a parameter or buffer; it is written in place.
+
+        Args:
+            name: Its name in the state dict.
+
+        Returns:
+            The tensor itself, no copy.
+
+        Raises:
+            KeyError: Where there is none of that name.
+        """
         found = self.there(name)
         if found is None:
             raise KeyError(name)
         return found
 
     def there(self, name: str) -> Tensor | None:
-        """Give the same; None where there is none of that name."""
+        """Return a parameter or buffer, if there is one of that name.
+
+        Args:
+            name: Its name in the state dict.
+
+        Returns:
+            The tensor itself, or None.
+        """
         return tensor_of(self.module, self.where.get(name, name))
 
     def shapes(self) -> dict[str, Sequence[int]]:
-        """List the weights of the whole model, by layer."""
+        """List the shapes of the weights of the whole model, by layer."""
         return weights_of(self.module)
 
     def passes_of(self, lock: StateLock) -> list[str]:
-        """List the passes whose tables have this lock."""
+        """List the passes whose tables have a lock.
+
+        Args:
+            lock: One of `locks`.
+
+        Returns:
+            Their names.
+        """
         homes = {p: self.where.get(f"{p}.gates.table.weights", f"{p}.gates.table.weights") for p in self.banks}
         return [p for p, name in homes.items() if lock in locks_of(self.module.get_submodule(name.rpartition(".")[0]))]
 
@@ -248,7 +222,14 @@ class Adapters:
         return with_values(self.tensor(f"{p}.gates.table.{name}"))
 
     def names_of(self, p: str) -> list[str]:
-        """List the adapters in the slots of one pass, each an empty text where a slot is free."""
+        """List the adapters in the slots of one pass.
+
+        Args:
+            p: The name of the pass.
+
+        Returns:
+            A name for each slot, empty where it is free.
+        """
         return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in self._table(p, "names").tolist()]
 
     def _slots_of(self, name: str) -> dict[str, int]:
@@ -257,7 +238,17 @@ class Adapters:
         return {p: names.index(name) for p, names in named.items() if name in names}
 
     def check_known(self, name: Any) -> str:
-        """Give the name, if an adapter of that name is loaded. Raises SpecError."""
+        """Check that an adapter of a name is loaded.
+
+        Args:
+            name: What a user gave as its name.
+
+        Returns:
+            The name.
+
+        Raises:
+            SpecError: If none has it, with the nearest names.
+        """
         if name not in (known := self.names):
             listed = f"; there are {', '.join(known)}" if known else "; none is loaded yet"
             raise SpecError(f"no adapter {name!r}{did_you_mean(str(name), known)}{listed}")
@@ -279,17 +270,28 @@ class Adapters:
         guess: bool = False,
         limits: Limits = DEFAULT,
     ) -> Fit:
-        """Put an adapter into a free slot under a name; it is not used before `use` says so.
+        """Put an adapter into a free slot under a name; it is not used before `use` names it.
 
-        `source` is a file, a folder or a state dict of any layout that `files.read` knows. Ranks up to the slots' and
-        some of the layers are fine: what is missing adds nothing. `adapter` names one of several in a file, `part` the part
-        of a pipeline that this module is; `config` is PEFT's adapter configuration where none lies beside (without it and
-        without alphas in the source, the scale is 1). `partial` leaves out layers that are not here; `replace` takes the slot
-        of an adapter of that name, and is used as that was. `guess` takes layers by shape and order where a file numbers its
-        layers and does not name them. `limits` bounds what is read of a file. Gives what went where: see `layer_matching.Fit`.
+        Ranks up to the slots' and some of the layers are fine: what is missing adds nothing. An error changes nothing.
 
-        Raises ArtifactError for a file that cannot be read or has layers that are not here; SpecError for a name that is
-        taken, full slots, a rank above theirs, or an update of another kind than they hold. Nothing is changed then.
+        Args:
+            name: What it is called from now on.
+            source: A file, a folder or a state dict, of any layout that `files.read` knows.
+            adapter: One of several in a file.
+            part: The part of a pipeline that this module is, such as "unet".
+            config: PEFT's adapter configuration, where none lies beside the file; without it and without alphas in the source,
+                the scale is 1.
+            partial: Leave out layers that are not here.
+            replace: Take the slot of an adapter of that name, and its place in `use`.
+            guess: Match layers by shape and order where a file numbers its layers and does not name them.
+            limits: Bounds on what is read of a file.
+
+        Returns:
+            What went where.
+
+        Raises:
+            ArtifactError: For a file that cannot be read or has layers that are not here.
+            SpecError: For a name that is taken, full slots, a rank above theirs, or an update of another kind than they hold.
         """
         self._check_new(name, replace)  # before a file is read
         file, heads = without_heads(read(source, adapter=adapter, config=config, limits=limits), self.module)
@@ -339,7 +341,14 @@ class Adapters:
 
     @torch.no_grad()
     def unload(self, name: str) -> None:
-        """Free an adapter's slot; it is used no longer. Raises SpecError for a name that is not loaded."""
+        """Free an adapter's slot; it is used no longer.
+
+        Args:
+            name: Of the adapter.
+
+        Raises:
+            SpecError: For a name that is not loaded.
+        """
         with self._changing() as write:
             self._clear(self.check_known(name), write)
 
@@ -369,12 +378,25 @@ class Adapters:
         dtype: torch.dtype | None = None,
         about: Mapping[str, str] | None = None,
     ) -> Saved:
-        """Write an adapter as a tool reads it, see `writing.save_adapter`: with the numbers that its slots hold.
+        """Write an adapter as a file of a tool, see `writing.save_adapter`, with the numbers that its slots hold.
 
-        They have its scale in them, so that alpha is the rank in the file, and the dtype of the slots, but for `dtype`; ranks
-        end with the last number that is not zero. The slots may be used meanwhile, and are not changed while they are read.
+        These include its scale, so that alpha is the rank in the file; ranks end with the last number that is not zero. The
+        slots may be used meanwhile, and are not changed while they are read.
 
-        Raises SpecError for a name that is not loaded, and what `save_adapter` does.
+        Args:
+            name: Of the adapter.
+            path: A file or a folder, as the format has it.
+            as_: The format: "peft", "kohya" or another that `writing.save_adapter` knows.
+            part: The part of a pipeline that this module is, where the format names it.
+            partial: Leave out what the format cannot represent.
+            dtype: Of the tensors in the file; None for that of the slots.
+            about: Metadata, written into the file.
+
+        Returns:
+            What was written, and what was left out.
+
+        Raises:
+            SpecError: For a name that is not loaded, and as `save_adapter`.
         """
         with read_lock(self.locks):
             slots, model = self._slots_of(self.check_known(name)), self.about()
@@ -384,40 +406,51 @@ class Adapters:
         return write(content(held, as_, model, there=self.there, **options), path, as_)
 
     def about(self) -> About:
-        """Say what is known of the model."""
+        """Describe the model, for the files of its adapters."""
         return about_of(self.module)
 
     # --- use
 
     @torch.no_grad()
     def use(self, what: str | Weights | Sequence[Any] | Tensor | None) -> None:
-        """Say which adapters take part: a name; names with weights, `{"ink": 0.8, "film": 0.3}`; None for none.
+        """Choose the adapters that take part in the next calls.
 
-        A list, or a tensor of positions in `names` with -1 for none, has an entry for each sample of the batch; the next
-        batches must have that size, until another `use`. Raises SpecError for an unknown name, a weight that is no finite
-        number, a position out of range, more entries than there is room for, or samples that differ in adapters that change
-        the weight itself; nothing is changed then.
+        Args:
+            what: A name; names with weights, `{"ink": 0.8, "film": 0.3}`; None for none. A list of these, or an integer tensor
+                (samples,) of positions in `names` with -1 for none, has an entry for each sample of the batch: batches must
+                have that size until another `use`.
+
+        Raises:
+            SpecError: For an unknown name, a weight that is no finite number, a position out of range, more entries than there
+                is room for, or samples that differ in adapters that change the weight itself; nothing is changed then.
         """
         if choices_of(self.locks):
             raise SpecError("use(...) is not allowed inside a block of adapters.using(...): call it before or after that block")
         with self._changing() as write:
-            rows, single = self._rows(what)
-            for p, (table, entries) in self.tables(rows, single).items():
+            rows, single = read_rows(self, what)
+            for p, (table, entries) in make_tables(self, rows, single).items():
                 weights = self._table(p, "weights")
                 write(weights if single else weights[: len(table)], table)
                 write(self._table(p, "entries"), entries)
 
     @contextmanager
     def using(self, what: str | Weights | Sequence[Any] | Tensor | None) -> Iterator[None]:
-        """Let calls within this block take other adapters than `use` says: `with module.adapters.using("ink"): module(x)`.
+        """Use other adapters within a block: `with module.adapters.using("ink"): module(x)`.
 
         It holds for the calls of this thread, or of this asyncio task, and of what is run in its context
-        (`asyncio.to_thread`); another thread, also one of an executor, begins without it. `what` is as for `use`; blocks may
-        be nested, and the inner one counts. Nothing recompiles. Calls with other choices than one that runs wait for it, and
-        those with the same run beside it. `active`, `save`, `merge` and copies are about what `use` said.
+        (`asyncio.to_thread`); another thread, also one of an executor, begins without it. Blocks may be nested, and the inner
+        one counts. Nothing recompiles. Calls with other choices than one that runs wait for it, and those with the same run
+        beside it. `active`, `save`, `merge` and copies go by the last `use`.
 
-        Raises SpecError as `use`, and for a live merge, which would make its weights anew for each call. A call raises it where
-        an adapter was unloaded meanwhile.
+        Args:
+            what: As for `use`.
+
+        Yields:
+            None.
+
+        Raises:
+            SpecError: As `use`, and for a live merge, which would make its weights anew for each call. A call raises it where
+                an adapter was unloaded meanwhile.
         """
         if self.watchers:
             raise SpecError(
@@ -425,74 +458,21 @@ class Adapters:
                 "between calls, or lower without merge='live'"
             )
         with read_lock(self.locks):
-            choice = AdapterChoice(self, *self._rows(what))
+            choice = AdapterChoice(self, *read_rows(self, what))
         with use_choices(dict.fromkeys(self.locks, choice)):
             yield
 
-    def _rows(self, what: Any) -> tuple[list[dict[str, float]], bool]:
-        """Return the names and weights for each sample, and whether one set applies to all. Raises SpecError."""
-        if what is None or isinstance(what, (str, Mapping)):
-            return [self._weights(what)], True
-        return [self._weights(entry, i) for i, entry in self._entries(what)], False
-
-    def tables(self, rows: list[dict[str, float]], single: bool) -> dict[str, tuple[Tensor, int]]:
-        """Give such rows in the table of each pass: weights, and the number of entries. Raises SpecError as `use`."""
-        made: dict[str, tuple[Tensor, int]] = {}
-        for p in self.banks:
-            weights = self._table(p, "weights")
-            names = self.names_of(p)
-            if not single and len(rows) > weights.shape[0]:
-                raise SpecError(f"a batch can have entries for at most {weights.shape[0]} samples, not {len(rows)}")
-            table = torch.tensor([[row.get(name, 0.0) if name else 0.0 for name in names] for row in rows])
-            made[p] = table.to(weights.device, weights.dtype), 0 if single else len(rows)
-            if not made[p][0].isfinite().all():
-                raise SpecError(f"a weight is out of range for {weights.dtype}, the dtype of the slots of '{p}'")
-            mapping = next((bank for bank in self.banks[p] if bank.maps), None)
-            if mapping is not None and (made[p][0] != made[p][0][:1]).any():
-                raise SpecError(
-                    f"the adapters of '{p}' change weights ({mapping.kind} at '{mapping.path}'), which all samples of a batch "
-                    "share: use the same adapters for all samples, or a pass that runs beside its layers, such as lora"
-                )
-            apart = (made[p][0] != made[p][0][:1]).any(0).nonzero()[:, 0].tolist()
-            check_samples(p, self.banks[p], apart, self.tensor, self.module)
-        return made
-
     def strengths(self, weights: Weights) -> dict[str, Tensor]:
-        """Give what a batch would take of each pass's slots, float32 (slots,), if these were used. Raises as `use`."""
-        row = {"": 0.0, **self._weights(weights)}
+        """Return what a batch would take of each pass's slots, if these adapters were used.
+
+        Args:
+            weights: The weight of each adapter.
+
+        Returns:
+            By pass: float32 (slots,).
+
+        Raises:
+            SpecError: As `use`.
+        """
+        row = {"": 0.0, **read_row(self, weights)}
         return {p: torch.tensor([row.get(name, 0.0) for name in self.names_of(p)]) for p in self.banks}
-
-    def _entries(self, what: Any) -> Iterator[tuple[int, Any]]:
-        if isinstance(what, Tensor):
-            if what.dim() != 1 or what.is_floating_point() or what.dtype == torch.bool:
-                raise SpecError(
-                    f"positions must be a tensor of whole numbers, one per sample, not {what.dtype} {list(what.shape)}"
-                )
-            what = what.tolist()
-        if not isinstance(what, (list, tuple)) or not what:
-            known = "a name, names with weights, None, or a list with one of these per sample"
-            raise SpecError(f"use takes {known}, not {shown(what)}")
-        yield from enumerate(what)
-
-    def _weights(self, entry: Any, sample: int | None = None) -> dict[str, float]:
-        """Return an entry as names with weights."""
-        where = "" if sample is None else f"sample {sample}: "
-        if entry is None:
-            return {}
-        if isinstance(entry, int) and not isinstance(entry, bool) and sample is not None:
-            known = self.names
-            if not -1 <= entry < len(known):
-                raise SpecError(f"{where}no adapter at position {entry}; there are {len(known)}: {', '.join(known)}")
-            return {} if entry == -1 else {known[entry]: 1.0}
-        if isinstance(entry, str):
-            entry = {entry: 1.0}
-        if not isinstance(entry, Mapping):
-            raise SpecError(f"{where}an adapter must be a name, names with weights, or None, not {shown(entry)}")
-        try:
-            weights = {self.check_known(name): value for name, value in entry.items()}
-        except SpecError as error:
-            raise SpecError(f"{where}{error.finding}") from None
-        for name, value in weights.items():
-            if not is_finite(value):
-                raise SpecError(f"{where}the weight of '{name}' must be a finite number, not {shown(value)}")
-        return {name: float(value) for name, value in weights.items()}

@@ -114,8 +114,6 @@ def test_the_files_that_pages_beside_the_documentation_name_exist():
         assert [path for path in paths if not (ROOT.parent / path).exists()] == [], page
 
 
-# whose files have no line to spare
-WITHOUT_SECTIONS = ("Adapters",)
 SECTION = re.compile(r"^(Args|Returns|Yields|Raises):\n((?: {4}.*\n?)+)", re.MULTILINE)
 
 
@@ -137,6 +135,6 @@ def test_a_public_function_documents_each_of_its_arguments_and_its_result():
         given = [signs.get(p.kind, "") + p.name for p in signature.parameters.values() if p.name != "self"]
         listed = re.findall(r"^ {4}(\*{0,2}\w+): \S", sections.get("Args", ""), re.MULTILINE)
         gives = signature.return_annotation not in ("None", None) and not sections.keys() & {"Returns", "Yields"}
-        if name.partition(".")[0] not in WITHOUT_SECTIONS and given and (given != listed or gives):
+        if given and (given != listed or gives):
             wrong.append((name, given, listed))
     assert wrong == []

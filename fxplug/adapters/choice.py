@@ -1,0 +1,176 @@
+"""Which adapters take part: what `Adapters.use` takes, as the tables of weights that the slots of each pass have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..blocks.base import with_values
+from ..core.errors import SpecError, shown
+from ..core.locks import StateLock
+from ..core.torch_internals.modules import unwatched
+from ..core.torch_internals.tensors import FakeTensor
+from .banks import Bank, is_finite
+from .loading import check_samples
+
+Row = dict[str, float]  # of one sample: the weight of each adapter that takes part
+
+
+class Slots(Protocol):
+    """Slots that a choice is for, as `Adapters` has them."""
+
+    module: Any
+    locks: tuple[StateLock, ...]
+    banks: dict[str, list[Bank]]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the loaded adapters."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a parameter or buffer by name."""
+
+    def names_of(self, p: str) -> list[str]:
+        """Return the name of the adapter in each slot of a pass."""
+
+    def passes_of(self, lock: StateLock) -> list[str]:
+        """Return the passes whose tables have this lock."""
+
+    def check_known(self, name: Any) -> str:
+        """Return the name. Raises SpecError if no adapter has it."""
+
+
+class AdapterChoice:
+    """Which adapters the calls of a block take: `rows` as `read_rows` gives them, one for all samples if `single`."""
+
+    def __init__(self, adapters: Slots, rows: list[Row], single: bool) -> None:
+        self.adapters, self.rows, self.single = adapters, rows, single
+        self.tables = make_tables(adapters, rows, single)
+        self.changes = [lock.changes for lock in adapters.locks]
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, AdapterChoice) and (self.adapters, self.single) == (other.adapters, other.single)
+        return same and self.rows == other.rows  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @unwatched
+    def write(self, lock: StateLock) -> None:
+        """Write it into the tables of the passes that have this lock. Raises SpecError for an adapter that was unloaded."""
+        if (changes := [lock.changes for lock in self.adapters.locks]) != self.changes:
+            for name in {name for row in self.rows for name in row}:
+                self.adapters.check_known(name)
+            self.tables, self.changes = make_tables(self.adapters, self.rows, self.single), changes
+        for name, tensor in self._tensors(lock).items():
+            table, entries = self.tables[name.removesuffix(".gates.table.weights").removesuffix(".gates.table.entries")]
+            if name.endswith(".entries"):
+                tensor.fill_(entries)
+            else:
+                (tensor if self.single else tensor[: len(table)]).copy_(table)
+
+    @unwatched
+    def backup(self, lock: StateLock) -> Callable[[], None]:
+        """Return a function that restores the present values of these tables."""
+        before = {name: (tensor, tensor.clone()) for name, tensor in self._tensors(lock).items()}
+
+        @unwatched
+        def restore() -> None:
+            now = self._tensors(lock)  # others, where the module was moved in the middle of a call
+            for name, (tensor, value) in before.items():
+                for target in {id(t): t for t in (tensor, now.get(name, tensor))}.values():
+                    target.copy_(value)
+
+        return restore
+
+    def _tensors(self, lock: StateLock) -> dict[str, Tensor]:
+        """Return the tables with this lock, by name, without the fake ones that exist while the module is traced."""
+        names = [f"{p}.gates.table.{name}" for p in self.adapters.passes_of(lock) for name in ("weights", "entries")]
+        tensors = {name: self.adapters.tensor(name) for name in names}
+        return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, FakeTensor)}
+
+
+def read_rows(adapters: Slots, what: Any) -> tuple[list[Row], bool]:
+    """Read the argument of `Adapters.use`.
+
+    Args:
+        adapters: The slots that it is for.
+        what: A name, names with weights, None, or one of these for each sample.
+
+    Returns:
+        The names and weights for each sample, and whether there is one set, for all samples.
+
+    Raises:
+        SpecError: For an unknown name, a position out of range, a weight that is no finite number, anything else.
+    """
+    if what is None or isinstance(what, (str, Mapping)):
+        return [read_row(adapters, what)], True
+    return [read_row(adapters, entry, i) for i, entry in _entries(what)], False
+
+
+def make_tables(adapters: Slots, rows: list[Row], single: bool) -> dict[str, tuple[Tensor, int]]:
+    """Make the table of each pass from such rows.
+
+    Returns:
+        By pass: weights (rows, slots) in the dtype and on the device of its slots, and the number of entries, 0 if `single`.
+
+    Raises:
+        SpecError: For more rows than there is room for, a weight out of range for the dtype, and samples that differ in
+            adapters which change the weight itself.
+    """
+    made: dict[str, tuple[Tensor, int]] = {}
+    for p in adapters.banks:
+        weights = with_values(adapters.tensor(f"{p}.gates.table.weights"))
+        names = adapters.names_of(p)
+        if not single and len(rows) > weights.shape[0]:
+            raise SpecError(f"a batch can have entries for at most {weights.shape[0]} samples, not {len(rows)}")
+        table = torch.tensor([[row.get(name, 0.0) if name else 0.0 for name in names] for row in rows])
+        made[p] = table.to(weights.device, weights.dtype), 0 if single else len(rows)
+        if not made[p][0].isfinite().all():
+            raise SpecError(f"a weight is out of range for {weights.dtype}, the dtype of the slots of '{p}'")
+        mapping = next((bank for bank in adapters.banks[p] if bank.maps), None)
+        if mapping is not None and (made[p][0] != made[p][0][:1]).any():
+            raise SpecError(
+                f"the adapters of '{p}' change weights ({mapping.kind} at '{mapping.path}'), which all samples of a batch "
+                "share: use the same adapters for all samples, or a pass that runs beside its layers, such as lora"
+            )
+        apart = (made[p][0] != made[p][0][:1]).any(0).nonzero()[:, 0].tolist()
+        check_samples(p, adapters.banks[p], apart, adapters.tensor, adapters.module)
+    return made
+
+
+def read_row(adapters: Slots, entry: Any, sample: int | None = None) -> Row:
+    """Read one entry as names with weights: that of a sample, or without `sample` of all. Raises SpecError as `read_rows`."""
+    where = "" if sample is None else f"sample {sample}: "
+    if entry is None:
+        return {}
+    if isinstance(entry, int) and not isinstance(entry, bool) and sample is not None:
+        known = adapters.names
+        if not -1 <= entry < len(known):
+            raise SpecError(f"{where}no adapter at position {entry}; there are {len(known)}: {', '.join(known)}")
+        return {} if entry == -1 else {known[entry]: 1.0}
+    if isinstance(entry, str):
+        entry = {entry: 1.0}
+    if not isinstance(entry, Mapping):
+        raise SpecError(f"{where}an adapter must be a name, names with weights, or None, not {shown(entry)}")
+    try:
+        weights = {adapters.check_known(name): value for name, value in entry.items()}
+    except SpecError as error:
+        raise SpecError(f"{where}{error.finding}") from None
+    for name, value in weights.items():
+        if not is_finite(value):
+            raise SpecError(f"{where}the weight of '{name}' must be a finite number, not {shown(value)}")
+    return {name: float(value) for name, value in weights.items()}
+
+
+def _entries(what: Any) -> Iterator[tuple[int, Any]]:
+    if isinstance(what, Tensor):
+        if what.dim() != 1 or what.is_floating_point() or what.dtype == torch.bool:
+            raise SpecError(f"positions must be a tensor of whole numbers, one per sample, not {what.dtype} {list(what.shape)}")
+        what = what.tolist()
+    if not isinstance(what, (list, tuple)) or not what:
+        known = "a name, names with weights, None, or a list with one of these per sample"
+        raise SpecError(f"use takes {known}, not {shown(what)}")
+    yield from enumerate(what)
