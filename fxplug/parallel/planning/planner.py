@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from ...core.ir import ops
@@ -15,12 +14,12 @@ from ...core.ir.graph import ENTRY
 from ...core.torch_internals import modules as pytree
 from ..runtime.layouts import Layout
 from .sharding_plan import ShardingPlan, Unsplittable, node_label
+from .short_inputs import shorten_inputs
 from .streams import ArgumentSplit, Leaf, Placement, StreamNumber
 from .trials import (
     ShardTrials,
     is_placed,
     is_plain_result,
-    is_value,
     leaf_like,
     leaves_of,
     name_of,
@@ -35,7 +34,6 @@ FACTS = (ops.device_of, ops.dtype_of, ops.autograd_query)  # of a tensor, the sa
 MOST = 4  # inputs that are split together in one try
 MANY = 12  # choices of numbers that are scaled
 CUTS, LEAST, FARTHEST = ("getitem", "narrow", "tril", "triu"), 8, 4096  # at the last number nothing is cut
-LONG = 32  # a dimension that is longer is shorter in a try
 
 
 class NeedsGather(Exception):
@@ -252,7 +250,8 @@ class Planner:
         if self.counted and (done := self.feature_norm(node, split)) is not None:
             return done
         steps = list(self.repairs(node, split, sized))
-        if (less := self.with_reduced_split(node, split, sized)) is not None:
+        less = shorten_inputs(self.walk, self.tries, self.values, node) if split and not sized else None
+        if less is not None:
             for step in steps:
                 if not step.gathers and (got := self.attempt(node, step, split, *less)) is not None:
                     return got
@@ -260,39 +259,6 @@ class Planner:
             if (got := self.attempt(node, step, split, self.values, self.walk.values[node])) is not None:
                 return got
         return None
-
-    def with_reduced_split(self, node: fx.Node, split: list[int], sized: list[int]) -> tuple[dict[fx.Node, Any], Any] | None:
-        """Return a node's inputs, and its result, with long dimensions shortened that no number in the arguments refers to.
-
-        None if there are no such dimensions. Different sizes stay different, and keep their remainder modulo 8.
-        """
-        inputs, true = node.all_input_nodes, self.walk.values[node]
-        if sized or not split or not all(isinstance(leaf, Tensor) for leaf in leaves_of(true)):
-            return None
-        fixed, free = {*self.tries.streams.true, *self.tries.streams.small}, set[int]()
-        fx.node.map_aggregate((node.args, node.kwargs), lambda leaf: fixed.add(leaf) if type(leaf) is int else None)
-        if node.op == "call_module":
-            fixed.update(n for t in self.tries.gm.get_submodule(str(node.target)).state_dict().values() for n in t.shape)
-        for leaf in (leaf for one in inputs for leaf in leaves_of(self.values[one]) if isinstance(leaf, Leaf)):
-            shape = leaf.tensor.shape
-            fixed.update(() if leaf.tensor.is_meta else shape, () if leaf.place is None else [shape[leaf.place.dim]])
-            free.update(n for n in shape if n > LONG)
-        table: dict[int, int] = {}
-        for size in sorted(free - fixed):
-            table[size] = next(n for n in itertools.count(LONG // 2 + size % 8, 8) if n not in {*fixed, *free, *table.values()})
-        if not any(new < size for size, new in table.items()):
-            return None
-
-        def less(leaf: Any) -> Any:
-            if isinstance(leaf, Leaf):
-                return leaf._replace(tensor=less(leaf.tensor))
-            if type(leaf) is int:
-                return table.get(leaf, leaf)
-            if not isinstance(leaf, Tensor) or not leaf.is_meta:
-                return leaf
-            return torch.empty([table.get(n, n) for n in leaf.shape], dtype=leaf.dtype, device="meta")
-
-        return {one: pytree.tree_map(less, self.values[one], is_leaf=is_value) for one in inputs}, pytree.tree_map(less, true)
 
     def attempt(self, node: fx.Node, step: ArgumentSplit, split: list[int], values: dict[fx.Node, Any], true: Any) -> Any:
         """Run a step of a node and return the result of `outcome`; None if parts do not give what the whole gives.
