@@ -126,7 +126,8 @@ def test_a_file_is_converted_and_is_what_its_add_ins_say(modules):
     ],
 )  # fmt: skip
 def test_the_learning_rate_falls_by_epoch_as_in_zhijian(modules, file, kind, steps, epochs):
-    from fxplug.training.param_groups import make_optimizer, make_scheduler
+    from fxplug.training.optimizers import make_optimizer
+    from fxplug.training.param_groups import make_scheduler
 
     assert converted(modules, {**FILE, **file}).exit_code == 0
     given = yaml.safe_load((modules / "ours.yaml").read_text())["train"]

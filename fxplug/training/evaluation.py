@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,25 +13,25 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from .distributed import gathered
-from .param_groups import Ema
 from .random_draws import Draws
 from .tasks.task import Task, means
 
 
 class Evaluation:
-    """Evaluates `module` on a task; `after` puts what trains back into its mode. The random numbers stay where they are."""
+    """Evaluates `module` on a task, with its parameters as in the context `weights`; `after` puts what trains back into its
+    mode. The random numbers stay where they are."""
 
     def __init__(
         self,
         module: nn.Module,
         task: Task,
         accelerator: Accelerator,
-        ema: Ema | None,
+        weights: Callable[[], AbstractContextManager[None]],
         after: Callable[[], None],
         *,
         sharded: bool,
     ) -> None:
-        self.module, self.task, self.accelerator, self.ema, self.after = module, task, accelerator, ema, after
+        self.module, self.task, self.accelerator, self.weights, self.after = module, task, accelerator, weights, after
         self.sharded = sharded
 
     def test(self, loader: Any) -> dict[str, float]:
@@ -58,7 +59,7 @@ class Evaluation:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Yield the module in evaluation mode with averaged weights; put it back into training afterwards."""
+        """Yield the module in evaluation mode with the weights to evaluate; put it back into training afterwards."""
         device = self.accelerator.device
         if self.accelerator.num_processes > 1:
             for buffer in self.module.buffers():  # statistics that each process took of its own samples
@@ -66,7 +67,7 @@ class Evaluation:
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.no_grad(),
-            self.ema.applied() if self.ema else contextlib.nullcontext(),
+            self.weights(),
             self.accelerator.autocast(),
         ):
             self.module.eval()

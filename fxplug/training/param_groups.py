@@ -205,65 +205,6 @@ def _prefixes(name: str) -> list[str]:
     return [*accumulate(name.split("."), "{}.{}".format)]
 
 
-def make_optimizer(use: Use, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Make an optimizer of torch.optim, by name in any case, or of an import path, over the groups of `choose`."""
-    known = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim) if _is_optimizer(getattr(torch.optim, name))}
-    kind = _find(use, known, "optimizer")
-    given = [{"params": g["params"], "name": g["name"], "lr": g["lr"], "weight_decay": g["weight_decay"]} for g in groups]
-    if "weight_decay" not in accepted_arguments(kind).names:
-        for group in given:
-            if group.pop("weight_decay"):
-                raise SpecError(f"{kind.__name__} has no weight_decay", path=("train", "weight_decay"))
-    made = construct(kind, use, ("train", "optimizer"), given)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise SpecError(f"'{use.name}' returned a {type(made).__name__}, not a torch optimizer", path=("train", "optimizer"))
-    if "closure" in accepted_arguments(made.step).required:
-        finding = f"{use.name} computes the loss several times per step, which is not supported: use another optimizer"
-        raise SpecError(finding, path=("train", "optimizer"))
-    if ":" not in use.name:
-        _try_optimizer(kind, use, given)
-    return made
-
-
-def _try_optimizer(kind: Any, use: Use, groups: list[dict[str, Any]]) -> None:
-    """Raise SpecError for options that an optimizer of torch accepts but fails with in its first step."""
-    device = groups[0]["params"][0].device if groups and groups[0]["params"] else None
-    tried = nn.Parameter(torch.zeros(2, 2, device=device))
-    tried.grad = torch.ones_like(tried)
-    made = construct(kind, use, ("train", "optimizer"), [tried])
-    try:
-        made.step()
-    except Exception as error:  # torch's, of what it was given
-        finding = f"{use.name} fails in its first step: {type(error).__name__}: {error}"
-        raise SpecError(finding, path=("train", "optimizer", use.name)) from error
-    if not tried.isfinite().all():
-        raise SpecError(f"{use.name} makes weights that are not finite", path=("train", "optimizer", use.name))
-
-
-def check_optimizer(optimizer: Any, groups: list[dict[str, Any]], settings: Train) -> None:
-    """Raise TrainError for an optimizer of the user's that lacks a trainable parameter or has another rate than its pass;
-    SpecError for what is no optimizer, and for settings that it replaces."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        finding = f"must be a name, one name with its options, or a torch optimizer, not {shown(optimizer)}"
-        raise SpecError(finding, path=("train", "optimizer"))
-    of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for group in groups:
-        for name, parameter in zip(group["names"], group["params"], strict=True):
-            if id(parameter) not in of:
-                finding = f"the optimizer does not have '{name}', which trains"
-                raise TrainError(
-                    f"{finding}: create it with the parameters of the rewritten module, or set it in the configuration"
-                )
-            for key in group["said"]:
-                found = of[id(parameter)].get(f"initial_{key}", of[id(parameter)].get(key))
-                if found != group[key]:
-                    text = f"'{group['name']}' says {key}: {group[key]}, and the optimizer has {found} for '{name}'"
-                    raise TrainError(f"{text}: create it with fxplug.trainable(module), which has it")
-    for key in ("lr", "weight_decay", "optimizer"):
-        if getattr(settings, key) != Train.model_fields[key].default:
-            raise SpecError("has no effect beside an optimizer that was made elsewhere: set it there", path=("train", key))
-
-
 def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
     """Raise TrainError for a scheduler of the user's that changes the rates of another optimizer than the run's."""
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
@@ -273,10 +214,6 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> 
     if own is not None and own is not optimizer:
         hint = "pass that one too (optimizer=)" if optimizer is None else "make it with the optimizer that is passed"
         raise TrainError(f"the scheduler is of another optimizer, and would have no effect: {hint}")
-
-
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
 
 
 def make_scheduler(use: Use | None, optimizer: torch.optim.Optimizer, steps: int, per_epoch: int) -> tuple[Any, bool]:
@@ -295,7 +232,7 @@ def make_scheduler(use: Use | None, optimizer: torch.optim.Optimizer, steps: int
         return torch.optim.lr_scheduler.LambdaLR(optimizer, shape), per == "epoch"
     package = torch.optim.lr_scheduler
     known = {name.lower(): getattr(package, name) for name in package.__all__ if name != "LRScheduler"}
-    kind = _find(use, known, "scheduler", SHAPES)
+    kind = find_by_name(use, known, "scheduler", SHAPES)
     wanted = accepted_arguments(kind).names
     own = {"T_max": length, "total_steps": length, "max_lr": [group["lr"] for group in optimizer.param_groups]}
     replaced_by = {"total_steps": {"epochs", "steps_per_epoch"}}
@@ -342,7 +279,8 @@ def _shape(name: str, length: int, options: Schedule) -> Callable[[int], float]:
     return rate
 
 
-def _find(use: Use, known: Mapping[str, Any], what: str, more: tuple[str, ...] = ()) -> Any:
+def find_by_name(use: Use, known: Mapping[str, Any], what: str, more: tuple[str, ...] = ()) -> Any:
+    """Return what is `known` by a name in any case, or import it. Raises SpecError; `more` are further names for its hint."""
     if use.name.lower() in known:
         return known[use.name.lower()]
     if ":" not in use.name:

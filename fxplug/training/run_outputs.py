@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from .checkpoint import PREFIX, Checkpoint, list_checkpoints, read
 from .distributed import gathered
 from .identity import check_same_run
 from .monitor import RunMonitor
+from .optimizers import end_training, switches_weights
 from .param_groups import fill, filled
 from .plugins import Plugins
 from .random_draws import random_state_dict
@@ -105,6 +107,8 @@ class RunOutputs:
             self.keep_at(self.out / "best")
         else:
             self.best = self._checkpoint()
+            if switches_weights(self.state.optimizer):  # the weights to evaluate are computed from what it keeps now
+                self.best.state["optimizer"] = copy.deepcopy(self.best.state["optimizer"])
 
     def _tell(self, path: Path) -> None:
         place = {"epoch": self.progress.epoch, "global_step": self.progress.seen}
@@ -155,6 +159,8 @@ class RunOutputs:
         if kept is None:
             return  # no test had a number
         self.state.load_weights(kept.state)
+        if switches_weights(self.state.optimizer):
+            self.state.load_optimizer(kept.state)
         if self.state.ema is not None:
             fill(self.state.trained, kept.state["ema"])
         averaged = "averaged " if self.state.ema is not None else ""
@@ -175,7 +181,9 @@ class RunOutputs:
             self._tell(self.out / "module")
 
     def _collect(self) -> dict[str, Any]:
-        """Put the trained weights, whole and in their own dtype, into the module, and return the averaged ones by name."""
+        """Put the trained weights that are to be evaluated, whole and in their own dtype, into the module, and return the
+        averaged ones by name."""
+        end_training(self.state.optimizer)
         named, ema = {**self.state.trained, **dict(self.module.named_parameters())}, self.state.ema
         trained, averages = tree_map(gather_full, (self.state.trained, ema.average if ema else {}))
         if self.sharded is not None:  # the module itself still has the weights and buffers it began with

@@ -91,19 +91,24 @@ class TrainState:
         """Load all of a `state_dict`. Raises TrainError that names the entry, with nothing changed, if one is missing,
         unexpected, of another shape, or out of range."""
         self._check(state)
-        progress, optimizer = dict(state["progress"]), copy.deepcopy(state["optimizer"])
-        for index, parameter in enumerate(self.trained.values()):
-            of = optimizer["state"].get(index, {})
-            of.update({key: spread(value, parameter) for key, value in of.items()})
+        progress = dict(state["progress"])
         if self.ema is not None:
             self.ema.steps = progress.pop("ema_steps")
         self.progress.load_state_dict(progress)
         self.load_weights(state)
-        self.optimizer.load_state_dict(optimizer)
+        self.load_optimizer(state)
         self.schedule.load_state_dict(state["scheduler"])
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.end_step()
+
+    def load_optimizer(self, state: State) -> None:
+        """Load only the optimizer's part of a `state_dict`."""
+        optimizer = copy.deepcopy(state["optimizer"])
+        for index, parameter in enumerate(self.trained.values()):
+            of = optimizer["state"].get(index, {})
+            of.update({key: spread(value, parameter) for key, value in of.items()})
+        self.optimizer.load_state_dict(optimizer)
 
     def load_weights(self, state: State) -> None:
         """Load only the weights, buffers and averages of a `state_dict`."""

@@ -31,7 +31,8 @@ from .identity import describe_run, digest_of_tensors
 from .interrupts import interruptible
 from .monitor import RunMonitor
 from .optimizer_step import Stepper
-from .param_groups import Ema, check_gradients, check_optimizer, check_scheduler, choose, frozen_names, make_optimizer
+from .optimizers import begin_training, evaluation_weights, open_optimizer
+from .param_groups import Ema, check_gradients, choose, frozen_names
 from .plugins import Plugins, RunStart, load_plugins
 from .progress import Progress
 from .random_draws import Draws, RunDraws, mixed, preserve_random_state, read_random_state, seeded
@@ -209,10 +210,7 @@ class Trainer:
                 group["params"] = [held[name] for name in group["names"]]
             if self.plugins.has("on_backpropagation"):
                 raise TrainError("a plugin's on_backpropagation cannot see the gradients of a sharded run: remove 'shard'")
-        if optimizer is not None:
-            check_optimizer(optimizer, self.groups, self.settings)
-        check_scheduler(scheduler, optimizer)
-        made = optimizer or make_optimizer(self.settings.optimizer, self.groups)
+        made = open_optimizer(optimizer, scheduler, self.groups, self.settings)
         steps, per_epoch = self.steps, self.progress.per_epoch
         self.schedule = RateSchedule(made, self.settings.scheduler, steps, per_epoch, given=scheduler)
         self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
@@ -229,7 +227,8 @@ class Trainer:
         both = self.divided.twin_error == self.module.twin_error  # else only one mode can be divided
         shown = self.sharded or (self.divided if both else self.module)
         after = functools.partial(set_mode, self.runner, self.module, self.settings.mode)
-        self.evaluation = Evaluation(shown, self.task, self.accelerator, self.ema, after, sharded=self.sharded is not None)
+        weights = self.ema.applied if self.ema else functools.partial(evaluation_weights, made, self.trained)
+        self.evaluation = Evaluation(shown, self.task, self.accelerator, weights, after, sharded=self.sharded is not None)
 
     @functools.cached_property
     def run(self) -> dict[str, Any]:
@@ -351,6 +350,7 @@ class Trainer:
             self.watch.note(line)
             self.watch.steps, self.watch.epochs = self.steps, self.epochs
         set_mode(self.runner, self.module, self.settings.mode)
+        begin_training(self.state.optimizer)
 
     def _batches(self) -> Iterator[list[Batch]]:
         """Yield the micro batches of each step that the epoch still has, on the device and as plugins see them."""

@@ -23,7 +23,8 @@ from fxplug.__main__ import app
 from fxplug.core.spec.pass_file import check_options
 from fxplug.core.spec.run_config import Config
 from fxplug.core.spec.train_section import read_use
-from fxplug.training.param_groups import make_optimizer, make_scheduler
+from fxplug.training.optimizers import make_optimizer
+from fxplug.training.param_groups import make_scheduler
 from fxplug.training.tasks.conditioning import FolderText
 from fxplug.training.tasks.noise import open_noise
 from fxplug.training.tasks.task import make_task

@@ -135,10 +135,12 @@ class Train(Section):
     epochs: int | None = setting(None, "how many times all samples; or give `steps`", 10, ge=1)
     batch: int = setting(8, "samples of a process and micro step", 16, ge=1)
     accumulate: int = setting(1, "micro steps of a step", 4, ge=1)
-    lr: float = setting(1e-4, "the learning rate, where a pass has none of its own", 3e-4, ge=0)
+    lr: float = setting(1e-4, "the learning rate, where a pass has none of its own; 1 with `prodigy`", 3e-4, ge=0)
     weight_decay: float = setting(0.0, "the weight decay, where a pass has none of its own", 0.01, ge=0)
     optimizer: One = setting(
-        Use("adamw", {}), "a name in torch.optim or an import path, with options", {"adamw": {"betas": [0.9, 0.99]}}
+        Use("adamw", {}),
+        "a name in torch.optim, `adamw8bit`, `prodigy`, `schedule_free`, or an import path, with options",
+        {"adamw": {"betas": [0.9, 0.99]}},
     )
     scheduler: One | None = setting(
         None,
@@ -174,6 +176,15 @@ class Train(Section):
     save: Save = setting(Save(), "when checkpoints are written", {"every": 100, "keep": 3})
     log: Log = setting(Log(), "what is logged how often", {"every": 10})
     test: Test = setting(Test(), "when the test data are evaluated", {"every": 1})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_prodigy(cls, value: Any) -> Any:
+        """Prodigy estimates the rate, and multiplies it by `lr`: 1, where that is not given (arXiv 2306.06101)."""
+        with contextlib.suppress(SpecError):  # which the field's own validator raises again
+            if isinstance(value, Mapping) and "lr" not in value and read_use(value.get("optimizer")).name.lower() == "prodigy":
+                return {**value, "lr": 1.0}
+        return value
 
     @field_validator("task", "optimizer", "scheduler")
     @classmethod
