@@ -123,7 +123,7 @@ def check_optimizer(optimizer: Any, groups: list[dict[str, Any]], settings: Trai
                 if found != group[key]:
                     text = f"'{group['name']}' says {key}: {group[key]}, and the optimizer has {found} for '{name}'"
                     raise TrainError(f"{text}: create it with fxplug.trainable(module), which has it")
-    for key in ("lr", "weight_decay", "optimizer"):
+    for key in ("lr", "weight_decay", "optimizer", "groups"):
         if getattr(settings, key) != Train.model_fields[key].default:
             raise SpecError("has no effect beside an optimizer that was made elsewhere: set it there", path=("train", key))
 

@@ -18,7 +18,7 @@ from ..core.quantised import is_packed
 from ..core.spec.addresses import is_pattern, select
 from ..core.spec.pass_file import accepted_arguments
 from ..core.spec.task_section import Schedule
-from ..core.spec.train_section import Train, Use
+from ..core.spec.train_section import GroupRates, Train, Use
 from ..core.spec.yaml_source import shown, validate
 from ..core.torch_internals.tensors import lerp_all
 from .import_paths import construct, imported
@@ -277,6 +277,34 @@ def _shape(name: str, length: int, options: Schedule) -> Callable[[int], float]:
         return options.floor + (1 - options.floor) * fall
 
     return rate
+
+
+def divide_groups(groups: list[dict[str, Any]], rates: Mapping[str, GroupRates]) -> list[dict[str, Any]]:
+    """Divide the optimizer's groups where a pattern gives some of their parameters rates of their own.
+
+    Of several patterns that name a parameter the last one counts. What no pattern names stays the first part of its group.
+    LoRA+ (arXiv 2402.12354) is one pattern with a ratio. Raises SpecError for a pattern that names nothing that trains.
+    """
+    names = {name: name for group in groups for name in group["names"]}
+    pattern_of: dict[str, str] = {}
+    for given in rates:
+        try:
+            pattern_of |= dict.fromkeys(named_by([given], names, "what trains", ()), given)
+        except SpecError as error:
+            raise SpecError(error.finding, path=("train", "groups", given)) from None
+    divided = []
+    for group in groups:
+        chosen = [pattern_of.get(name) for name in group["names"]]
+        for pattern in [key for key in (None, *rates) if key in chosen]:
+            rows = [index for index, key in enumerate(chosen) if key == pattern]
+            part = {**group, **{key: [group[key][row] for row in rows] for key in ("names", "params", "dtypes")}}
+            if pattern is not None:
+                own = rates[pattern]
+                rate = group["lr"] * own.lr_ratio if own.lr_ratio is not None else own.lr
+                changed = {"name": f"{group['name']} {pattern}", "lr": rate, "weight_decay": own.weight_decay}
+                part |= {key: value for key, value in changed.items() if value is not None}
+            divided.append(part)
+    return divided
 
 
 def find_by_name(use: Use, known: Mapping[str, Any], what: str, more: tuple[str, ...] = ()) -> Any:

@@ -32,7 +32,7 @@ from .interrupts import interruptible
 from .monitor import RunMonitor
 from .optimizer_step import Stepper
 from .optimizers import begin_training, evaluation_weights, open_optimizer
-from .param_groups import Ema, check_gradients, choose, frozen_names
+from .param_groups import Ema, check_gradients, choose, divide_groups, frozen_names
 from .plugins import Plugins, RunStart, load_plugins
 from .progress import Progress
 from .random_draws import Draws, RunDraws, mixed, preserve_random_state, read_random_state, seeded
@@ -133,6 +133,7 @@ class Trainer:
             )  # fmt: skip
         )
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
+        self.groups = divide_groups(self.groups, self.settings.groups)
         if not self.groups:
             raise TrainError("nothing trains: no pass of the module or of the text encoder has parameters that train")
         rows = [zip(group["names"], group["dtypes"], strict=True) for group in self.groups]

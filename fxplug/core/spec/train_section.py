@@ -124,6 +124,23 @@ class Parallel(Section):
     ring: int = setting(1, "processes around which keys and values go", 2, ge=1)
 
 
+class GroupRates(Section):
+    """The rates of the parameters that a pattern of `groups` names."""
+
+    lr: float | None = setting(None, "their learning rate; null is that of their pass", 1e-3, ge=0)
+    lr_ratio: float | None = setting(None, "so many times the learning rate of their pass", 16.0, gt=0, le=1e6)
+    weight_decay: float | None = setting(None, "their weight decay; null is that of their pass", 0.01, ge=0)
+
+    @model_validator(mode="after")
+    def _check_rates(self) -> GroupRates:
+        given = [key for key in type(self).model_fields if getattr(self, key) is not None]
+        if not given:
+            raise located(SpecError("has no effect: give 'lr', 'lr_ratio' or 'weight_decay'"))
+        if self.lr is not None and self.lr_ratio is not None:
+            raise located(SpecError("give either 'lr' or 'lr_ratio', not both", path=("lr_ratio",)))
+        return self
+
+
 class Train(Section):
     """The `train` section. `batch` is samples per process and micro step; `accumulate` micro steps are one step.
 
@@ -137,6 +154,9 @@ class Train(Section):
     accumulate: int = setting(1, "micro steps of a step", 4, ge=1)
     lr: float = setting(1e-4, "the learning rate, where a pass has none of its own; 1 with `prodigy`", 3e-4, ge=0)
     weight_decay: float = setting(0.0, "the weight decay, where a pass has none of its own", 0.01, ge=0)
+    groups: dict[Text, GroupRates] = setting(
+        {}, "rates of the parameters that a pattern names; of several patterns the last one", {"**.up": {"lr_ratio": 16.0}}
+    )
     optimizer: One = setting(
         Use("adamw", {}),
         "a name in torch.optim, `adamw8bit`, `prodigy`, `schedule_free`, or an import path, with options",
