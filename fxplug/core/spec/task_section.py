@@ -105,6 +105,12 @@ class DenoiseOptions(Section):
     density: Named = setting(
         "uniform", "how often each amount of noise is drawn: `uniform`, `logit_normal`, `mode`", {"logit_normal": {"std": 1.0}}
     )
+    loss: Named = setting(
+        "mse",
+        "`mse`, `huber` or `smooth_l1`, these two with `delta` and its `schedule`: `constant`, `exponential`, `snr`",
+        {"huber": {"delta": 0.1, "schedule": "snr"}},
+    )
+    noise_offset: float = setting(0.0, "noise that a sample has in all of a channel, a deviation; 0: none", 0.05, ge=0, le=1)
     weighting: Text = setting("none", "weights of flow matching: `none`, `sigma_sqrt`, `cosmap`", "cosmap")
     time_scale: float = setting(1.0, "what the times of flow matching are multiplied by", 0.001, gt=0, le=1e6)
     call: Calls = setting(None, "what the inputs of the model get, where their names do not say it", {"x": "noisy"})

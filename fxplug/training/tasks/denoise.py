@@ -14,6 +14,7 @@ from ...core.spec.train_section import read_use
 from ...core.spec.yaml_source import validate
 from ..random_draws import Draws
 from .conditioning import Text, Vae
+from .losses import huber_delta, mean_loss, offset_noise, read_loss, sample_losses
 from .model_call import ModuleCall, ModuleInput, check_labels, default_call, embedding_rows, image_of, inputs_of, listed
 from .noise import open_noise, positions, read_density
 from .task import Batch, Task, TaskInfo, Totals
@@ -29,9 +30,10 @@ class Denoise(Task):
     works on pixels. text: a function of captions or a folder of transformers (`conditioning.Text`). dropout: the share
     of samples that are trained without their caption or label, for guidance; without a label is `null_label`, else the last
     row of the model's embedding. snr_gamma: min-SNR weights (arXiv 2303.09556). density: how often each amount of noise is
-    drawn: uniform, logit_normal or mode. weighting, time_scale: of flow matching (`noise.Flow`; Flux takes times below 1,
-    time_scale: 0.001). call: what the model is called with, where the names of its inputs do not say it. samples: how many
-    sample images, or a list of their captions or labels; guidance (arXiv 2207.12598) and sample_steps are theirs.
+    drawn: uniform, logit_normal or mode. loss: mse, huber or smooth_l1 (`losses`). noise_offset: a number that a sample's
+    noise has in all of a channel, of this deviation. weighting, time_scale: of flow matching (`noise.Flow`; Flux takes times
+    below 1, time_scale: 0.001). call: what the model is called with, where the names of its inputs do not say it. samples: how
+    many sample images, or a list of their captions or labels; guidance (arXiv 2207.12598) and sample_steps are theirs.
     train_guidance: a scale; the batch then has each sample twice, first with the caption `negative`, and what is learnt is
     negative + scale * (own - negative), as in DreamArtist (arXiv 2211.11337).
 
@@ -51,6 +53,8 @@ class Denoise(Task):
         null_label: int | None = None,
         snr_gamma: float | None = None,
         density: Any = "uniform",
+        loss: Any = "mse",
+        noise_offset: float = 0.0,
         weighting: str = "none",
         time_scale: float = 1.0,
         call: Mapping[str, Any] | None = None,
@@ -62,9 +66,11 @@ class Denoise(Task):
     ) -> None:
         given = {"scheduler": scheduler, "prediction": prediction, "vae": vae, "text": text, "dropout": dropout}
         given |= {"null_label": null_label, "snr_gamma": snr_gamma, "density": density, "weighting": weighting}
-        given |= {"time_scale": time_scale, "call": call, "samples": samples, "guidance": guidance, "negative": negative}
+        given |= {"loss": loss, "noise_offset": noise_offset, "time_scale": time_scale, "call": call, "samples": samples}
+        given |= {"guidance": guidance, "negative": negative}
         validate(DenoiseOptions, {**given, "sample_steps": sample_steps, "train_guidance": train_guidance})
         self.scheduler, self.density = read_use(scheduler), read_density(read_use(density))
+        self.loss_kind, self.noise_offset = read_loss(read_use(loss)), noise_offset
         self.prediction, self.snr_gamma, self.weighting, self.time_scale = prediction, snr_gamma, weighting, time_scale
         self.vae_spec, self.text_spec, self.mapping = vae, text, call
         self.dropout, self.null_label, self.guidance, self.sample_steps = dropout, null_label, guidance, sample_steps
@@ -152,8 +158,7 @@ class Denoise(Task):
         dropout = self._dropout(batch)
         if self.info.classes is None and self.null_label is not None and "label" in batch:
             self._check_no_class(batch)
-        losses = self._losses(module, batch, draw, position, dropout)
-        return (losses * batch["loss_scale"] if "loss_scale" in batch else losses).mean()
+        return mean_loss(self._losses(module, batch, draw, position, dropout), batch)
 
     def _dropout(self, batch: Batch) -> float | Tensor:
         """Return the probability that a sample loses its caption or label: its own if it has one (not nan), else the task's."""
@@ -241,7 +246,7 @@ class Denoise(Task):
             finding = f"the images have {x.shape[1]} channels, and the model was traced with {self.shape[0]}"
             hint = "set 'channels' to read them otherwise, or 'vae' to make latents"
             raise SpecError(f"{finding}: {hint}", path=("data", "channels"))
-        noise = draw.like(x)
+        noise = offset_noise(draw.like(x), draw, self.noise_offset)
         index = (position * self.noise.steps).long().clamp(0, self.noise.steps - 1)
         dropped = draw.uniform(len(x)) < dropout
         batch["timesteps"] = self.noise.time(index)
@@ -255,8 +260,14 @@ class Denoise(Task):
         if predicted.shape != target.shape:
             found = f"the model returns {list(predicted.shape)} for {list(x.shape)}"
             raise SpecError(f"{found}, but a prediction must have the shape of the noisy input")
-        losses = (predicted.float() - target.float()).square().flatten(1).mean(1)
+        losses = sample_losses(predicted, target, self.loss_kind, self._delta(index))
         return losses * self.noise.weight(index)
+
+    def _delta(self, index: Tensor) -> Tensor | None:
+        """Return the delta of a Huber loss at these steps; None for another loss."""
+        if self.loss_kind.name == "mse":
+            return None
+        return huber_delta(self.loss_kind, self.noise.share(index), self.noise.ratio(index))
 
     def _predict(self, module: nn.Module, x: Tensor, time: Tensor, conditions: Mapping[str, Any]) -> Tensor:
         found = self.call(module, {"noisy": x, "time": time, **conditions})

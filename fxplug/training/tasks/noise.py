@@ -27,9 +27,10 @@ class Noise:
     """A way between data and noise in `steps` steps, and what a model predicts there.
 
     Kinds have `time(index)`, the timesteps [b] that the model is given; `noisy(x, noise, index)` and `target(x, noise, index)`,
-    data with noise and what is to be predicted of it; `weight(index)` float32 [b] of each sample's loss; and `sampler()`, a
-    new diffusers scheduler. `index` int64 [b] is a step in the order of the scheduler: DDPM counts from little noise, flow
-    matching from much.
+    data with noise and what is to be predicted of it; `weight(index)` float32 [b] of each sample's loss; `share(index)`, how
+    far it is from data (0) to noise (1), and `ratio(index)`, the deviation of noise over that of data, float32 [b]; and
+    `sampler()`, a new diffusers scheduler. `index` int64 [b] is a step in the order of the scheduler: DDPM counts from little
+    noise, flow matching from much.
     """
 
     prediction: str
@@ -120,12 +121,25 @@ class Diffusion(Noise):
         """Return 1, or Min-SNR's weight with `snr_gamma`; float32 [b]."""
         if self.snr_gamma is None:
             return torch.ones(len(index), device=index.device)
-        kept: Tensor = self.scheduler.alphas_cumprod.to(index.device, torch.float32)[index]
+        kept = self._kept(index)
         snr = kept / (1 - kept)
         if self.prediction == "epsilon":
             return (self.snr_gamma / snr).clamp(max=1.0)
         clamped = snr.clamp(max=self.snr_gamma)
         return clamped / (snr + 1) if self.prediction == "v_prediction" else clamped
+
+    def share(self, index: Tensor) -> Tensor:
+        """Return the share of the steps that are done, float32 [b]."""
+        return index.float() / self.steps
+
+    def ratio(self, index: Tensor) -> Tensor:
+        """Return the deviation of noise over that of data, float32 [b]; infinite where there is noise alone."""
+        kept = self._kept(index)
+        return ((1 - kept) / kept).sqrt()
+
+    def _kept(self, index: Tensor) -> Tensor:
+        kept: Tensor = self.scheduler.alphas_cumprod.to(index.device, torch.float32)[index]
+        return kept
 
     def sampler(self) -> Any:
         """Return the configured scheduler; for DDPM a DDIM scheduler with trailing timesteps."""
@@ -179,6 +193,15 @@ class Flow(Noise):
         """Return the weight of `weighting`, float32 [b]."""
         weight: Tensor = compute_loss_weighting_for_sd3(self.weighting, self.sigmas.to(index.device, torch.float32)[index])
         return weight
+
+    def share(self, index: Tensor) -> Tensor:
+        """Return the share of noise, float32 [b]."""
+        return self.sigmas.to(index.device, torch.float32)[index]
+
+    def ratio(self, index: Tensor) -> Tensor:
+        """Return the deviation of noise over that of data, float32 [b]; infinite where there is noise alone."""
+        sigma = self.share(index)
+        return sigma / (1 - sigma)
 
 
 DENSITIES: dict[str, dict[str, float]] = {"uniform": {}, "logit_normal": {"mean": 0.0, "std": 1.0}, "mode": {"scale": 1.29}}
