@@ -41,6 +41,7 @@ def set_up_task(
         examples=lambda count: moved(loader.first(count), device),
         prompt=plugins.modify_sample_prompt,
         seed=seed,
+        trigger=getattr(getattr(data, "spec", None), "trigger", None),
     )
     try:
         task.setup(module, info)

@@ -262,6 +262,7 @@ KINDS = ("images", "classes", "dataset", "call")
 # of which kinds of data a setting is, where it is not of all
 OF_KINDS = {
     "split": ("dataset",), "columns": ("dataset", "call"), "captions": ("images", "dataset", "call"), "repeats": ("images",),
+    "trigger": ("images", "dataset", "call"),
 }  # fmt: skip
 
 
@@ -279,6 +280,7 @@ class Data(Section):
     captions: Literal["required", "optional", "filename", "none"] = setting(
         "required", "whether images have captions: `required`, `optional`, `filename` (the name is it) or `none`", "optional"
     )
+    trigger: Text | None = setting(None, "a word that is put before each caption that does not have it", "ohwx")
     repeats: Literal["none", "folders"] = setting(
         "none", "`folders`: `10_dog` is a folder whose images count ten times", "folders"
     )
@@ -329,6 +331,8 @@ class Data(Section):
             if kinds[0] not in of and getattr(self, key) != Data.model_fields[key].default:
                 finding = f"has no effect with '{kinds[0]}': it is for {' and '.join(map(repr, of))}"
                 raise located(SpecError(finding, path=(key,)))
+        if self.trigger is not None and self.captions == "none":
+            raise located(SpecError("has no effect with 'captions: none'", path=("trigger",)))
         if self.crop == "random" and self.size is None and self.call is None:
             raise located(SpecError("has no effect without 'size': images stay as they are", path=("crop",)))
         return self

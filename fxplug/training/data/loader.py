@@ -21,6 +21,7 @@ from ..import_paths import function_of
 from ..plugins import Plugins
 from ..random_draws import mixed, preserve_random_state, seed_all
 from ..tasks.task import Task
+from ..trigger import with_trigger
 from .batch_order import Order, Request, Size, assign, bucket_sizes
 from .collation import collate
 from .files import Items, names_of_classes
@@ -269,6 +270,10 @@ class Loader(Dataset[Any]):
         place = Crop(*((x, y) if random_place else (0.5, 0.5)), flip=self.train and flip)
         if isinstance(caption := item.get("caption"), Caption):
             item["caption"] = caption.shuffled() if self.train else caption.text()
+        if self.spec.trigger is not None:
+            if "caption" not in item:
+                raise TrainError(f"{item['name']} has no caption, before which 'trigger' is to be put: leave 'trigger' out")
+            item["caption"] = with_trigger(item["caption"], self.spec.trigger)
         if self.hooks is not None:
             self.hooks.sample = f"epoch {epoch}, {item['name']}"
         given = (item.get("image"), item.get("condition"))

@@ -64,6 +64,8 @@ class Classify(Task):
         self.mapping = call
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
+        if info.trigger is not None:
+            raise SpecError("has no effect: the task classify reads no captions", path=("data", "trigger"))
         inputs = inputs_of(module)
         image = next((name for name, i in inputs.items() if not i.fixed), None)
         if image is None:

@@ -13,6 +13,7 @@ from ...core.spec.task_section import DenoiseOptions
 from ...core.spec.train_section import read_use
 from ...core.spec.yaml_source import validate
 from ..random_draws import Draws
+from ..trigger import with_trigger
 from .conditioning import Text, Vae
 from .losses import huber_delta, mean_loss, offset_noise, read_loss, sample_losses
 from .model_call import ModuleCall, ModuleInput, check_labels, default_call, embedding_rows, image_of, inputs_of, listed
@@ -113,6 +114,8 @@ class Denoise(Task):
         if self.text is None and (self.train_guidance is not None or self.negative):
             key = "negative" if self.train_guidance is None else "train_guidance"
             raise SpecError(f"{key} needs captions: give 'text'", path=(key,))
+        if self.text is None and info.trigger is not None:
+            raise SpecError("has no effect: the task is given no captions; set its 'text'", path=("data", "trigger"))
         self._check_unused()
         self.shape = self._shape(inputs)
 
@@ -386,7 +389,8 @@ class Denoise(Task):
             batch = _rows(batch, [row % len(image_of(batch)) for row in range(count)])
         if isinstance(self.wanted, list):
             label = all(isinstance(item, int) for item in self.wanted)
-            batch |= {"label": torch.tensor(self.wanted)} if label else {"caption": list(map(str, self.wanted))}
+            captions = [with_trigger(str(caption), self.info.trigger) for caption in self.wanted]
+            batch |= {"label": torch.tensor(self.wanted)} if label else {"caption": captions}
         elif "condition" not in batch and self.call.uses("label"):
             known = len(self.info.classes or ()) or max(1, (self.rows or 1) - (self.null_label is not None))
             batch["label"] = torch.arange(count) % known

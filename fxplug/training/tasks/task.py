@@ -31,7 +31,8 @@ class TaskInfo:
     `size` is height and width of the images; `classes` the names of the data's classes, None where it has none; `timm` the
     name of the model when it is one of timm's; `base` the folder that paths are relative to. `examples(n)` gives the first n
     items of the test data, else of the training data, as a batch on the device; None where there is no data yet. `prompt` is
-    what plugins make of the caption of a sample image; `seed` is what the random numbers of the run begin with.
+    what plugins make of the caption of a sample image; `seed` is what the random numbers of the run begin with. `trigger` is
+    the word that is before each caption of the data.
     """
 
     size: tuple[int, int]
@@ -42,6 +43,7 @@ class TaskInfo:
     examples: Callable[[int], Batch] | None = None
     prompt: Callable[[str], str] = str
     seed: int = 0
+    trigger: str | None = None
 
     __repr__ = brief_fields
 
