@@ -27,17 +27,17 @@ def huber(name="huber", **options):
 
 def test_losses_of_three_numbers_by_hand():
     predicted, target = torch.tensor([[3.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 4.0], [0.0, 0.0]])
-    assert sample_losses(predicted, target, huber("mse")).tolist() == [12.5, 0.0]
+    assert sample_losses(predicted, target, {}, huber("mse")).tolist() == [12.5, 0.0]
     d = torch.tensor([4.0, 4.0])  # sqrt(9 + 16) = 5, sqrt(16 + 16) = 5.656854
-    assert sample_losses(predicted, target, huber(), d).tolist() == pytest.approx([4 * (1 + 1.656854), 0.0])
-    assert sample_losses(predicted, target, huber("smooth_l1"), d).tolist() == pytest.approx([1 + 1.656854, 0.0])
+    assert sample_losses(predicted, target, {}, huber(), d).tolist() == pytest.approx([4 * (1 + 1.656854), 0.0])
+    assert sample_losses(predicted, target, {}, huber("smooth_l1"), d).tolist() == pytest.approx([1 + 1.656854, 0.0])
 
 
 def test_small_differences_are_squared_and_large_ones_are_not():
     small, large = torch.full((1, 4), 1e-2), torch.full((1, 4), 1e3)
     zero, d = torch.zeros(1, 4), torch.tensor([0.5])
-    assert sample_losses(small, zero, huber(), d).item() == pytest.approx(1e-4, rel=1e-3)
-    assert sample_losses(large, zero, huber(), d).item() == pytest.approx(2 * 0.5 * (1e3 - 0.5), rel=1e-3)
+    assert sample_losses(small, zero, {}, huber(), d).item() == pytest.approx(1e-4, rel=1e-3)
+    assert sample_losses(large, zero, {}, huber(), d).item() == pytest.approx(2 * 0.5 * (1e3 - 0.5), rel=1e-3)
 
 
 def test_delta_by_schedule():

@@ -129,6 +129,12 @@ def _of_files(items: Any) -> Iterator[bytes]:
                 if number in read:
                     with open(file, "rb") as opened:
                         yield opened.read(HEAD)
+    for number, mask in enumerate(items.masks or []):
+        with contextlib.suppress(OSError):  # as above
+            yield str(mask.stat().st_size).encode()
+            if number in read:
+                with open(mask, "rb") as opened:
+                    yield opened.read(HEAD)
     yield repr((items.repeats, items.numbers)).encode()
 
 

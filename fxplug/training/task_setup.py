@@ -43,6 +43,9 @@ def set_up_task(
         seed=seed,
         trigger=getattr(getattr(data, "spec", None), "trigger", None),
     )
+    for one, part in ((data, ("data",)), (tests, ("data", "test"))):
+        if getattr(getattr(one, "spec", None), "masks", None) is not None and "loss_mask" not in task.reads:
+            raise SpecError(f"has no effect: the loss of {type(task).__name__} reads no masks", path=(*part, "masks"))
     try:
         task.setup(module, info)
     except SpecError as error:

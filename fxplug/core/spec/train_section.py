@@ -262,7 +262,7 @@ KINDS = ("images", "classes", "dataset", "call")
 # of which kinds of data a setting is, where it is not of all
 OF_KINDS = {
     "split": ("dataset",), "columns": ("dataset", "call"), "captions": ("images", "dataset", "call"), "repeats": ("images",),
-    "trigger": ("images", "dataset", "call"),
+    "trigger": ("images", "dataset", "call"), "masks": ("images", "classes"),
 }  # fmt: skip
 
 
@@ -285,6 +285,9 @@ class Data(Section):
         "none", "`folders`: `10_dog` is a folder whose images count ten times", "folders"
     )
     conditions: One | None = setting(None, "the folder of condition images, or a function that makes one of an image", "edges/")
+    masks: Text | None = setting(
+        None, "the folder of masks, by which the loss is weighted: what is white counts, what is black does not", "masks/"
+    )
     channels: Literal[1, 3] = setting(3, "colours of an image", 1)
     background: Colour = setting((255, 255, 255), "the colour behind transparent pixels", "black")
     size: Size = setting(None, "a side in pixels, or [height, width]; null takes images as they are", 224)
@@ -311,7 +314,7 @@ class Data(Section):
         if isinstance(test, str) and len(kinds) == 1:
             test = {kinds[0]: test}
         if isinstance(test, Mapping):
-            own = ["test", "split", "shuffle"]
+            own = ["test", "split", "shuffle", "masks"]
             if ":" not in str(value.get("conditions")):  # a folder, no function
                 own.append("conditions")
             source = {} if any(kind in test for kind in KINDS) else {kind: value[kind] for kind in kinds}

@@ -17,9 +17,9 @@ NUMBERS = {"loss_scale": torch.float32, "cond_dropout": torch.float32, "label": 
 def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Collate samples into one dict of batched values.
 
-    `image` and `condition` are stacked to float32 [b, c, h, w]; uint8 becomes [-1, 1] and [0, 1]. Text becomes a list, `label`
-    and `index` int64 [b], the rest what torch's default_collate makes of it. Raises TrainError for samples that cannot be
-    collated.
+    `image`, `condition` and `loss_mask` are stacked to float32 [b, c, h, w]; uint8 becomes [-1, 1], of the others [0, 1].
+    Text becomes a list, `label` and `index` int64 [b], the rest what torch's default_collate makes of it. Raises TrainError for
+    samples that cannot be collated.
     """
     first = samples[0]
     for sample in samples[1:]:
@@ -36,7 +36,7 @@ def collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) -> 
         return values
     if key in NUMBERS:
         return torch.stack([_read(key, value, sample) for value, sample in zip(values, samples, strict=True)])
-    if key in ("image", "condition") and isinstance(values[0], Tensor):
+    if key in ("image", "condition", "loss_mask") and isinstance(values[0], Tensor):
         for value, sample in zip(values, samples, strict=True):
             if value.shape != values[0].shape or value.dtype != values[0].dtype:
                 one, two = (f"{s['name']} ({_described(v)})" for v, s in ((values[0], samples[0]), (value, sample)))

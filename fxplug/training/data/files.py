@@ -22,14 +22,15 @@ from .sidecars import CONCEPT, ImageSettings, Sidecars, from_json, from_name, fr
 METADATA = "metadata.jsonl"  # the form of Hugging Face's ImageFolder
 READ = ("flip_p", "cond_dropout", "loss_scale")  # which the loader and the tasks go by
 MOST_CLASSES = 1_000_000  # whose labels are numbers
-OWN = ("image", "condition", "name", "index")  # keys of an item that the loader fills
+OWN = ("image", "condition", "loss_mask", "name", "index")  # keys of an item that the loader fills
 
 
 class Items:
     """Samples by number.
 
-    An item is a dict: `name`, and what there is of `image` and `condition` (PIL images, or float tensors [c, h, w] that are
-    ready), `caption` (str), `label` (int), and other values that collate. An image that cannot be read raises `Unreadable`.
+    An item is a dict: `name`, and what there is of `image`, `condition` and `loss_mask` (PIL images, or float tensors
+    [c, h, w] that are ready), `caption` (str), `label` (int), and other values that collate. An image that cannot be read
+    raises `Unreadable`.
 
     `root` is the folder that holds them, `classes` the names of their labels, where there are such. `labels` are all that
     there are, where they are numbers and known without reading the samples. `repeats` says how often an epoch has each;
@@ -85,14 +86,22 @@ def names_of_classes(names: list[str] | None, labels: Collection[int] | None) ->
 
 
 class FileItems(Items):
-    """Image files below `top`, with the values of each; `conditions` are further images, one for each."""
+    """Image files below `top`, with the values of each; `conditions` and `masks` have a further image for
+    each."""
 
     def __init__(
-        self, top: Path, names: list[str], values: list[dict[str, Any]], spec: Data, conditions: Path | None = None
+        self,
+        top: Path,
+        names: list[str],
+        values: list[dict[str, Any]],
+        spec: Data,
+        conditions: Path | None = None,
+        masks: Path | None = None,
     ) -> None:
         self.top, self.names, self.values, self.root = top, names, values, str(top)
         self.channels, self.background = spec.channels, spec.background
         self.conditions = match_stems(names, conditions) if conditions else None
+        self.masks = match_stems(names, masks, "masks", "mask") if masks else None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -103,6 +112,8 @@ class FileItems(Items):
         item = {"image": self._image(self.top / name, name), "name": name, **self.values[i]}
         if self.conditions:
             item["condition"] = self._image(self.conditions[i], f"{self.conditions[i]} (the condition of {name})")
+        if self.masks:
+            item["loss_mask"] = read_image(self.masks[i], f"{self.masks[i]} (the mask of {name})", 1, self.background)
         return item
 
     def _image(self, file: Path, name: str) -> Image.Image:
@@ -125,11 +136,12 @@ def open_files(spec: Data, base: Path) -> FileItems:
     given = spec.images if spec.classes is None else spec.classes
     assert given is not None  # a section has one of the kinds
     conditions = _condition_folder(spec, base)
+    masks = existing(base / spec.masks, "masks") if spec.masks is not None else None
     sources = _paths(given, base)
     roots = [source.parent if os.path.isfile(source) and key == "images" else existing(source, key) for source in sources]
     # the folder that holds all of them
     top = roots[0] if len(roots) == 1 else Path(os.path.commonpath([folder.resolve() for folder in roots]))
-    sidecars, others = Sidecars(roots), _OtherFolders(spec, base, conditions, sources)
+    sidecars, others = Sidecars(roots), _OtherFolders(spec, base, conditions, masks, sources)
     listed = [image for source in sources for image in _listed(source, sidecars, others, key)]
     names = [Path(os.path.relpath(file, top)).as_posix() for file, _ in listed]
     if spec.classes is None:
@@ -153,7 +165,7 @@ def open_files(spec: Data, base: Path) -> FileItems:
     else:
         classes = folders
     numbers(values, said, spec.flip)
-    items = FileItems(top, names, values, spec, conditions)
+    items = FileItems(top, names, values, spec, conditions, masks)
     items.classes, items.notes, items.repeats = classes, notes, _repeats(said, names, key)
     if classes is None and values and "label" in values[0]:
         items.labels = {value["label"] for value in values}
@@ -165,22 +177,26 @@ def _paths(given: str | list[str], base: Path) -> list[Path]:
 
 
 class _OtherFolders:
-    """Folders whose images are other data, and what of: condition images, the test data and theirs.
+    """Folders whose images are other data, and what of: condition images, masks, the test data and theirs.
 
     They are left out where they lie below `sources`, and `met` has those that did.
     """
 
-    def __init__(self, spec: Data, base: Path, conditions: Path | None, sources: Sequence[Path]) -> None:
+    def __init__(self, spec: Data, base: Path, conditions: Path | None, masks: Path | None, sources: Sequence[Path]) -> None:
         self.kinds, self.met = dict[str, str](), set[str]()
         if (test := spec.test) is not None:
             others = _paths(test.classes or test.images or [], base)
             if test.conditions is not None and ":" not in test.conditions.name:
                 others.append(base / test.conditions.name)
+            if test.masks is not None:
+                others.append(base / test.masks)
             own = {os.path.realpath(source) for source in sources}
             found = {os.path.realpath(folder) for folder in others if os.path.isdir(folder)}
             self.kinds = dict.fromkeys(found - own, "test data")
         if conditions is not None:
             self.kinds[os.path.realpath(conditions)] = "condition images"
+        if masks is not None:
+            self.kinds[os.path.realpath(masks)] = "masks"
 
     def __contains__(self, folder: object) -> bool:
         """Return whether a folder, given by its real path, is one of them, and note it if so."""
@@ -310,20 +326,23 @@ def _condition_folder(spec: Data, base: Path) -> Path | None:
     return existing(base / spec.conditions.name, "conditions")
 
 
-def match_stems(names: Sequence[str], conditions: Path) -> list[Path]:
-    """Return the condition image of each name: the same path below `conditions`, with any suffix. Raises SpecError if any are
-    missing."""
+def match_stems(
+    names: Sequence[str], folder: Path, key: str = "conditions", kind: str = "condition image"
+) -> list[Path]:
+    """Return the further image of each name: the same path below `folder`, with any suffix.
+
+    Raises SpecError, at `key`, if any are missing.
+    """
     found: dict[str, str] = {}
-    for name in images_below(conditions):
+    for name in images_below(folder):
         stem = os.path.splitext(name)[0]
         if stem in found:
-            raise SpecError(f"'{found[stem]}' and '{name}' in '{conditions}' have the same name without "
-                            "suffix", path=("conditions",))
+            raise SpecError(f"'{found[stem]}' and '{name}' in '{folder}' have the same name without suffix", path=(key,))
         found[stem] = name
     if missing := [name for name in names if os.path.splitext(name)[0] not in found]:
         near = did_you_mean(os.path.splitext(missing[0])[0], found)
-        raise SpecError(f"no condition image for {few(missing, 'image')} in '{conditions}'{near}", path=("conditions",))
-    return [conditions / found[os.path.splitext(name)[0]] for name in names]
+        raise SpecError(f"no {kind} for {few(missing, 'image')} in '{folder}'{near}", path=(key,))
+    return [folder / found[os.path.splitext(name)[0]] for name in names]
 
 
 def few(names: Sequence[str], kind: str) -> str:

@@ -46,9 +46,9 @@ class Loader(Dataset[Any]):
     """The batches of `items` for one process of `world`.
 
     A batch is a dict: `image` float32 [b, c, h, w], `caption` list of str, `label` int64 [b], `condition` float32 [b, c, h, w],
-    `index` int64 [b], `name` list of str, and what else the items hold. Seed, epoch, index and, where an epoch has it several
-    times, the number of the time alone decide them (see `Order`): neither the number of workers or processes, nor a resumed
-    epoch, nor random numbers drawn elsewhere.
+    `loss_mask` float32 [b, 1, h, w] in [0, 1], `index` int64 [b], `name` list of str, and what else the items hold. Seed,
+    epoch, index and, where an epoch has it several times, the number of the time alone decide them (see `Order`): neither the
+    number of workers or processes, nor a resumed epoch, nor random numbers drawn elsewhere.
 
     transform: (PIL image, (h, w)) -> tensor [c, h, w]. None: crop to the shape of the size, resize, flip as `spec` says,
         values in [-1, 1]; a transform does all that itself, but where there are condition images it gets the image cropped
@@ -286,9 +286,9 @@ class Loader(Dataset[Any]):
         return item
 
     def _put_images(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
-        """Convert an item's image and condition to tensors of a size. A task's transform crops by itself, without a
-        condition."""
-        image, name, condition = item.get("image"), item["name"], item.get("condition")
+        """Convert an item's image, condition and mask to tensors of a size. A task's transform crops by itself, without the
+        other two."""
+        image, name, condition, mask = item.get("image"), item["name"], item.get("condition"), item.get("loss_mask")
         if isinstance(image, Tensor):
             if size is not None and image.shape[1:] != size:
                 finding = f"{name} is a float image of {image.shape[1]}x{image.shape[2]}, which is used as it is"
@@ -300,11 +300,14 @@ class Loader(Dataset[Any]):
             size, place = (image.shape[1], image.shape[2]), Crop()
         elif image is not None:
             size = size or (image.height, image.width)
-            both = self.condition is not None or condition is not None
-            _check_alike(image, condition, size, place, name)
+            both = self.condition is not None or condition is not None or mask is not None
+            for further, kind in ((condition, "condition"), (mask, "mask")):
+                _check_alike(image, further, size, place, name, kind)
             if both or self.transform is None:
                 image = placed(image, size, place)
             image = self._changed(image, name, fixed=both or self.transform is None)
+            if size is not None and isinstance(mask, Image.Image):
+                item["loss_mask"] = mask = pil_to_tensor(placed(mask, size, place))
             if self.condition is not None:  # made of what the model sees: grey stays grey
                 made, place = self.condition(image), Crop()
                 grey = made.mode in ("1", "L") if isinstance(made, Image.Image) else np.ndim(made) == 2
@@ -312,6 +315,8 @@ class Loader(Dataset[Any]):
             item["image"] = pil_to_tensor(image) if self.transform is None else self.transform(image, size)
         if size is not None and isinstance(condition := item.get("condition"), Image.Image):
             item["condition"] = pil_to_tensor(placed(condition, size, place))
+        if size is not None and isinstance(mask, Image.Image):  # of an image that is a tensor
+            item["loss_mask"] = pil_to_tensor(placed(mask, size, place))
 
     def _changed(self, image: Image.Image, name: str, fixed: bool) -> Image.Image:
         """Return the image after the plugins, which may change its size only where the task crops it."""
@@ -367,16 +372,16 @@ def _are_equal(fetched: Any) -> Any:
     return fetched
 
 
-def _check_alike(image: Image.Image, condition: Any, size: Size, place: Crop, name: str) -> None:
-    """Raise TrainError for an image and a condition that cannot be cropped alike."""
-    if isinstance(condition, Tensor) and (place.flip or not size == (image.height, image.width) == condition.shape[1:]):
+def _check_alike(image: Image.Image, further: Any, size: Size, place: Crop, name: str, kind: str) -> None:
+    """Raise TrainError for an image and its condition, or its mask, that cannot be cropped alike."""
+    if isinstance(further, Tensor) and (place.flip or not size == (image.height, image.width) == further.shape[1:]):
         raise TrainError(
-            f"{name}: its condition is a float tensor, which cannot be cropped and flipped with it: use a PIL image or uint8"
+            f"{name}: its {kind} is a float tensor, which cannot be cropped and flipped with it: use a PIL image or uint8"
         )
-    if isinstance(condition, Image.Image):
-        ratio = image.width * condition.height / (image.height * condition.width)
+    if isinstance(further, Image.Image):
+        ratio = image.width * further.height / (image.height * further.width)
         if not 0.98 < ratio < 1.02:
-            sizes = f"{image.height}x{image.width}, its condition {condition.height}x{condition.width}"
+            sizes = f"{image.height}x{image.width}, its {kind} {further.height}x{further.width}"
             raise TrainError(f"{name} is {sizes}: they must have one shape to be cropped alike")
 
 

@@ -160,9 +160,9 @@ class OwnItems(Items):
                 raise TrainError(f"{name} has no caption: write one, or set 'captions: optional'")
             item["caption"] = ""
         name = item.setdefault("name", name)
-        for key in ("image", "condition"):
+        for key, channels in (("image", self.channels), ("condition", self.channels), ("loss_mask", 1)):
             if key in item:
-                item[key] = as_image(item[key], name, self.channels, self.background)
+                item[key] = as_image(item[key], name, channels, self.background)
         if "label" in item:
             item["label"] = self._label(item["label"], name)
             if self.root is not None and self.classes is not None and item["label"] == -1:

@@ -42,7 +42,7 @@ class Denoise(Task):
     has. The condition of a pass such as ControlNet goes where that pass wants it.
     """
 
-    reads = ("loss_scale", "cond_dropout")
+    reads = ("loss_scale", "cond_dropout", "loss_mask")
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class Denoise(Task):
         if predicted.shape != target.shape:
             found = f"the model returns {list(predicted.shape)} for {list(x.shape)}"
             raise SpecError(f"{found}, but a prediction must have the shape of the noisy input")
-        losses = sample_losses(predicted, target, self.loss_kind, self._delta(index))
+        losses = sample_losses(predicted, target, batch, self.loss_kind, self._delta(index))
         return losses * self.noise.weight(index)
 
     def _delta(self, index: Tensor) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.errors import SpecError, did_you_mean, shown
@@ -52,8 +53,11 @@ def huber_delta(loss: Use, share: Tensor, ratio: Tensor) -> Tensor:
     return (1 - constant) / (1 + ratio) ** 2 + constant if loss.options["schedule"] == "snr" else constant
 
 
-def sample_losses(predicted: Tensor, target: Tensor, loss: Use, delta: Tensor | None = None) -> Tensor:
+def sample_losses(predicted: Tensor, target: Tensor, batch: Batch, loss: Use, delta: Tensor | None = None) -> Tensor:
     """Compute the loss of each sample: the mean over all but its first dimension.
+
+    Where the batch has a `loss_mask`, [b, 1, h, w] in [0, 1], it is resized to the height and width of the predictions, as
+    means over areas, and multiplies the loss of each place before the mean, as kohya's scripts have it.
 
     `huber` is the pseudo-Huber loss 2 d (sqrt(x^2 + d^2) - d) of the differences x, which is x^2 for small ones; `smooth_l1`
     the same without its first d, as diffusers' training scripts and kohya's have them.
@@ -61,11 +65,15 @@ def sample_losses(predicted: Tensor, target: Tensor, loss: Use, delta: Tensor | 
     Args:
         predicted: What the model gave, [b, ...].
         target: What it should give, [b, ...].
+        batch: The batch.
         loss: What `read_loss` gave.
         delta: d of each sample, float32 [b]; for `huber` and `smooth_l1`.
 
     Returns:
         Float32 [b].
+
+    Raises:
+        SpecError: There is a mask of another shape, or the predictions have no height and width.
     """
     difference = predicted.float() - target.float()
     each = difference.square()
@@ -73,7 +81,21 @@ def sample_losses(predicted: Tensor, target: Tensor, loss: Use, delta: Tensor | 
         d = delta.reshape(-1, *[1] * (each.dim() - 1))
         each = 2 * ((each + d**2).sqrt() - d)
         each = each * d if loss.name == "huber" else each
+    if "loss_mask" in batch:
+        each = each * _resized(batch["loss_mask"], each)
     return each.flatten(1).mean(1)
+
+
+def _resized(mask: Tensor, like: Tensor) -> Tensor:
+    """Return a mask [b, 1, h, w] in the height and width of predictions [b, c, ..., h, w], and shaped to multiply them."""
+    if mask.dim() != 4 or mask.shape[:2] != (len(like), 1):
+        finding = f"'loss_mask' must be [{len(like)}, 1, height, width] for so many samples, not {list(mask.shape)}"
+        raise SpecError(finding, path=("data",))
+    if like.dim() < 4:
+        finding = f"predictions of shape {list(like.shape)} have no height and width, to which a mask could be resized"
+        raise SpecError(finding, path=("data", "masks"))
+    resized = F.interpolate(mask.float(), like.shape[-2:], mode="area")
+    return resized.reshape(len(like), *[1] * (like.dim() - 3), *like.shape[-2:])
 
 
 def offset_noise(noise: Tensor, draw: Any, offset: float) -> Tensor:

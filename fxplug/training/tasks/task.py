@@ -52,13 +52,14 @@ class Task:
     """What is learnt from a batch. A task of one's own is a subclass with a `loss`; the options are its constructor's.
 
     A batch is a dict: `image` float32 [b, c, h, w], and what the data has of `caption` (list of text), `label` int64 [b],
-    `condition` float32 [b, c, h, w] in [0, 1], `index` int64 [b], `name` (list of text) and further keys. The module may be
-    compiled, outlined or wrapped for several processes, so a task calls it, by keywords, and does nothing else with it.
+    `condition` float32 [b, c, h, w] and `loss_mask` float32 [b, 1, h, w], both in [0, 1], `index` int64 [b], `name` (list of
+    text) and further keys. The module may be compiled, outlined or wrapped for several processes, so a task calls it, by
+    keywords, and does nothing else with it.
     Whatever is random comes from the `draw` of the step: then runs resume exactly, and processes agree.
     """
 
     best: ClassVar[str | None] = None  # the metric of `test` of which the highest is the best
-    reads: ClassVar[tuple[str, ...]] = ()  # what of `loss_scale` and `cond_dropout` of a sample it goes by
+    reads: ClassVar[tuple[str, ...]] = ()  # what of `loss_scale`, `cond_dropout` and `loss_mask` of a sample it goes by
     encoder: FolderText | None = None  # what turns captions into tensors, where plugins may look at it
     trains = False  # whether something of `encoder` trains too
 
