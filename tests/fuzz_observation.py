@@ -1,7 +1,7 @@
 """Random pipelines with known maps around their denoiser: what is observed is what they do, or it is refused.
 
-Each has a packing (permutations, factors, terms, padding of a condition), a line of times and a layout of the denoiser's call, and
-half of them a trait that no such maps describe: an observation that is confirmed then is a miss.
+Each has a packing (permutations, factors, terms, padding of a condition), a line of times and a layout of the denoiser's call;
+half have a trait that no such maps describe: an observation that is confirmed then is a miss.
 """
 
 from __future__ import annotations

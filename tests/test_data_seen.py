@@ -667,8 +667,9 @@ def test_a_setting_is_used_or_refused_with_its_place(tmp_path, key):
 
 REFUSED = {
     "images": "nowhere", "classes": 5, "dataset": "a.png", "call": "nowhere:At", "split": "", "columns": [], "captions": "some",
-    "repeats": 2, "conditions": "a.png", "channels": 2, "background": "none", "size": 0, "buckets": {"step": 999},
-    "crop": None, "flip": 1, "workers": -1, "shuffle": "yes", "max_corrupt": float("nan"), "test": {"images": "nowhere"},
+    "repeats": 2, "conditions": "a.png", "masks": "a.png", "trigger": "", "channels": 2, "background": "none", "size": 0,
+    "buckets": {"step": 999}, "crop": None, "flip": 1, "workers": -1, "shuffle": "yes", "max_corrupt": float("nan"),
+    "test": {"images": "nowhere"},
 }  # fmt: skip
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ...core.errors import TrainError, shown
+from .image_files import rescaled
+from .image_sources import IMAGES, PlacedImage
 
 NUMBERS = {"loss_scale": torch.float32, "cond_dropout": torch.float32, "label": torch.int64, "index": torch.int64}
 
@@ -17,9 +19,9 @@ NUMBERS = {"loss_scale": torch.float32, "cond_dropout": torch.float32, "label": 
 def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Collate samples into one dict of batched values.
 
-    `image`, `condition` and `loss_mask` are stacked to float32 [b, c, h, w]; uint8 becomes [-1, 1], of the others [0, 1].
-    Text becomes a list, `label` and `index` int64 [b], the rest what torch's default_collate makes of it. Raises TrainError for
-    samples that cannot be collated.
+    `image`, `condition` and `loss_mask` are stacked to float32 [b, c, h, w], `video` to [b, c, f, h, w]; uint8 becomes [-1, 1],
+    of a condition or mask [0, 1]. Text, and images that are not decoded, become a list, `label` and `index` int64 [b], the rest
+    what torch's default_collate makes of it. Raises TrainError for samples that cannot be collated.
     """
     first = samples[0]
     for sample in samples[1:]:
@@ -32,11 +34,11 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) -> Any:
     """Collate the values of one key. `samples` give the names for errors. Raises TrainError."""
-    if isinstance(values[0], str):
+    if isinstance(values[0], (str, PlacedImage)):
         return values
     if key in NUMBERS:
         return torch.stack([_read(key, value, sample) for value, sample in zip(values, samples, strict=True)])
-    if key in ("image", "condition", "loss_mask") and isinstance(values[0], Tensor):
+    if key in IMAGES and isinstance(values[0], Tensor):
         for value, sample in zip(values, samples, strict=True):
             if value.shape != values[0].shape or value.dtype != values[0].dtype:
                 one, two = (f"{s['name']} ({_described(v)})" for v, s in ((values[0], samples[0]), (value, sample)))
@@ -57,13 +59,6 @@ def _read(key: str, value: Any, sample: dict[str, Any]) -> Tensor:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         whole = "" if NUMBERS[key].is_floating_point else " whole"
         raise TrainError(f"{sample['name']}: '{key}' must be a{whole} number, not {shown(value)}") from None
-
-
-def rescaled(key: str, images: Tensor) -> Tensor:
-    """Convert uint8 images to float32 in [-1, 1], conditions to [0, 1]; return floats unchanged."""
-    if images.dtype != torch.uint8:
-        return images
-    return images.float().div_(127.5).sub_(1) if key == "image" else images.float().div_(255)
 
 
 def _described(value: Tensor) -> str:

@@ -16,7 +16,8 @@ from ...core.errors import DEFAULT, SpecError, TrainError, did_you_mean
 from ...core.reading import parse_json
 from ...core.spec.train_section import Data
 from ...core.spec.yaml_source import Section, Source, Where, validate
-from .image_files import read_image, read_size
+from .image_files import read_size
+from .image_sources import IMAGES, ImageFile, ImageSource
 from .sidecars import CONCEPT, ImageSettings, Sidecars, from_json, from_name, from_toml, numbers
 
 METADATA = "metadata.jsonl"  # the form of Hugging Face's ImageFolder
@@ -30,17 +31,19 @@ class Items:
 
     An item is a dict: `name`, and what there is of `image`, `condition` and `loss_mask` (PIL images, or float tensors
     [c, h, w] that are ready), `caption` (str), `label` (int), and other values that collate. An image that cannot be read
-    raises `Unreadable`.
+    raises `Unreadable`. `open_sample` gives the same before image files are decoded, as `ImageSource`.
 
     `root` is the folder that holds them, `classes` the names of their labels, where there are such. `labels` are all that
     there are, where they are numbers and known without reading the samples. `repeats` says how often an epoch has each;
-    `notes`, what was found and is not read. `numbers`: labels of other classes of the same names.
+    `notes`, what was found and is not read; `has_files`, whether all
+    its images are `ImageSource`s. `numbers`: labels of other classes of the same names.
     """
 
     root: str | None = None
     classes: list[str] | None = None
     labels: Collection[int] | None = None
     repeats: list[float] | None = None
+    has_files: bool = False
     notes: Sequence[str] = ()
     values: Sequence[dict[str, Any]] = ()
     numbers: list[int] | None = None
@@ -59,6 +62,11 @@ class Items:
         raise NotImplementedError
 
     def __getitem__(self, i: int) -> dict[str, Any]:
+        item = self.open_sample(i)
+        return item | {key: item[key].read() for key in IMAGES if isinstance(item.get(key), ImageSource)}
+
+    def open_sample(self, i: int) -> dict[str, Any]:
+        """Return item `i`, with the images that are files as `ImageSource`, not decoded."""
         item = self.sample(i)
         if self.numbers is not None and "label" in item:
             if not 0 <= item["label"] < len(self.numbers):
@@ -68,7 +76,7 @@ class Items:
         return item
 
     def sample(self, i: int) -> dict[str, Any]:
-        """Return item `i`, with the label as its source gives it."""
+        """Return item `i` as `open_sample`, with the label as its source gives it."""
         raise NotImplementedError
 
 
@@ -89,6 +97,8 @@ class FileItems(Items):
     """Image files below `top`, with the values of each; `conditions` and `masks` have a further image for
     each."""
 
+    has_files = True
+
     def __init__(
         self,
         top: Path,
@@ -107,17 +117,17 @@ class FileItems(Items):
         return len(self.names)
 
     def sample(self, i: int) -> dict[str, Any]:
-        """Return `image`, `name` (relative to the folder), and the known values. Raises Unreadable."""
+        """Return `image`, `name` (relative to the folder), and the known values."""
         name = self.names[i]
         item = {"image": self._image(self.top / name, name), "name": name, **self.values[i]}
         if self.conditions:
             item["condition"] = self._image(self.conditions[i], f"{self.conditions[i]} (the condition of {name})")
         if self.masks:
-            item["loss_mask"] = read_image(self.masks[i], f"{self.masks[i]} (the mask of {name})", 1, self.background)
+            item["loss_mask"] = ImageFile(self.masks[i], f"{self.masks[i]} (the mask of {name})", 1, self.background)
         return item
 
-    def _image(self, file: Path, name: str) -> Image.Image:
-        return read_image(file, name, self.channels, self.background)
+    def _image(self, file: Path, name: str) -> ImageFile:
+        return ImageFile(file, name, self.channels, self.background)
 
     @cached_property
     def sizes(self) -> list[tuple[int, int]]:

@@ -225,3 +225,10 @@ def placed(image: Image.Image, size: tuple[int, int], place: Crop) -> Image.Imag
     if (image.height, image.width) != size:
         image = ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS, centering=(place.x, place.y))
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if place.flip else image
+
+
+def rescaled(key: str, images: Tensor) -> Tensor:
+    """Convert uint8 images and videos to float32 in [-1, 1], conditions and masks to [0, 1]; return floats unchanged."""
+    if images.dtype != torch.uint8:
+        return images
+    return images.float().div_(255) if key in ("condition", "loss_mask") else images.float().div_(127.5).sub_(1)

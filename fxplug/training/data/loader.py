@@ -26,11 +26,13 @@ from .batch_order import Order, Request, Size, assign, bucket_sizes
 from .collation import collate
 from .files import Items, names_of_classes
 from .image_files import COMPOSED, Crop, Unreadable, as_image, placed, prepared
+from .image_sources import IMAGES, ImageSource, PlacedImage, crop_origin
 from .sidecars import Caption
 from .unreadable import tell_first_process, told_by_others
 
 NAMED = 20  # unreadable images in a message
 Transform = Callable[[Image.Image, Size], Tensor]
+SkipDecoding = Callable[[dict[str, Any]], bool]
 
 
 class Fetched(NamedTuple):
@@ -46,23 +48,30 @@ class Loader(Dataset[Any]):
     """The batches of `items` for one process of `world`.
 
     A batch is a dict: `image` float32 [b, c, h, w], `caption` list of str, `label` int64 [b], `condition` float32 [b, c, h, w],
-    `loss_mask` float32 [b, 1, h, w] in [0, 1], `index` int64 [b], `name` list of str, and what else the items hold. Seed,
-    epoch, index and, where an epoch has it several times, the number of the time alone decide them (see `Order`): neither the
-    number of workers or processes, nor a resumed epoch, nor random numbers drawn elsewhere.
+    `loss_mask` float32 [b, 1, h, w] in [0, 1], `index` int64 [b], `name` list of str, and what else the items hold. Where
+    images are files that the loader itself crops, it has `original_size` int64 [b, 2], height and width of the upright picture
+    in the file, and `crop` int64 [b, 2], top and left of the crop in the resized picture (`crop_origin`); with flips, `flipped`
+    bool [b].
+
+    Seed, epoch, index and, where an epoch has it several times, the number of the time alone decide them (see `Order`): neither
+    the number of workers or processes, nor a resumed epoch, nor random numbers drawn elsewhere.
 
     transform: (PIL image, (h, w)) -> tensor [c, h, w]. None: crop to the shape of the size, resize, flip as `spec` says,
         values in [-1, 1]; a transform does all that itself, but where there are condition images it gets the image cropped
         and flipped already.
     hooks: changes captions and PIL images before anything else does.
+    skip_decoding: (item) -> whether its images need no pixels. Where it is set, `image` and `condition` of a batch are lists of
+        `PlacedImage`, of which those have pixels that are not skipped, and `content` is the digests of the image files. Only
+        where `has_files`.
 
     When training, the place of an unreadable image is taken by the next sample of its group, in the order of the data; in tests
     the batch is smaller. Picklable when items, transform and hooks are.
 
-    `size` is (h, w), or None where images stay as they are; `classes` are the names of the labels (of numbers, those from 0 to
-    the largest), `root` is the data's folder. `skipped` has the unreadable images with the reason; more than
-    `spec.max_corrupt` in this process, since it started, are a TrainError: each process, and each resume, counts from none.
-    `buckets` has the number of images of each size, `left_out` how many samples an epoch goes without. Raises TrainError for a
-    batch larger than the data, SpecError for buckets that cannot be.
+    `size` is (h, w), or None where images stay as they are; `sizes` are those of all batches, one for each bucket. `classes`
+    are the names of the labels (of numbers, those from 0 to the largest), `root` is the data's folder. `skipped` has the
+    unreadable images with the reason; more than `spec.max_corrupt` in this process, since it started, are a TrainError: each
+    process, and each resume, counts from none. `buckets` has the number of images of each size, `left_out` how many samples an
+    epoch goes without. Raises TrainError for a batch larger than the data, SpecError for buckets that cannot be.
     """
 
     def __init__(
@@ -80,6 +89,7 @@ class Loader(Dataset[Any]):
     ) -> None:
         self.items, self.spec, self.seed, self.train, self.hooks = items, spec, seed, train, hooks
         self._transform, self._skipped = transform, dict[str, str]()
+        self._skip_decoding: SkipDecoding | None = None
         self.size: Size | None = (spec.size, spec.size) if isinstance(spec.size, int) else spec.size
         self.classes, self.root = names_of_classes(items.classes, items.labels), items.root
         self.groups: list[Sequence[int]] = [range(len(items))]
@@ -121,6 +131,22 @@ class Loader(Dataset[Any]):
         self.close()
 
     @property
+    def has_files(self) -> bool:
+        """Return whether all that a sample's pixels depend on are its files and the settings, so that these can be cached."""
+        drawn = self._hooked("transform_pil_image") or (self.train and self.spec.crop == "random")
+        return self.items.has_files and self.condition is None and self.transform is None and not drawn
+
+    @property
+    def skip_decoding(self) -> SkipDecoding | None:
+        """Function that says whether an item needs no pixels; may be set between epochs."""
+        return self._skip_decoding
+
+    @skip_decoding.setter
+    def skip_decoding(self, skip: SkipDecoding | None) -> None:
+        self._skip_decoding = skip
+        self.close()
+
+    @property
     def grouped(self) -> bool:
         """Return whether samples come in groups, such as buckets, of which each batch has one."""
         return len(self.groups) > 1
@@ -141,7 +167,8 @@ class Loader(Dataset[Any]):
         """
         number = max(range(len(self.groups)), key=lambda n: len(self.groups[n]))
         group = self.groups[number]
-        fetched = self._copy(train=False, _transform=None, hooks=None).fetch(Request(0, number, group), count)
+        plain = self._copy(train=False, _transform=None, hooks=None, _skip_decoding=None)
+        fetched = plain.fetch(Request(0, number, group), count)
         self._count(fetched.skipped)
         if fetched.error is not None:
             raise fetched.error
@@ -265,9 +292,12 @@ class Loader(Dataset[Any]):
     def _sample(self, index: int, size: Size | None, epoch: int) -> dict[str, Any]:
         random_place = self.train and self.spec.crop == "random"
         x, y, coin = random.random(), random.random(), random.random()
-        item = self.items[index]
+        item = self.items.open_sample(index)
+        drawn = self.train and (self.spec.flip or "flip_p" in item) and isinstance(item.get("image"), ImageSource)
         flip = coin < item.pop("flip_p", 0.5 if self.spec.flip else 0.0)
         place = Crop(*((x, y) if random_place else (0.5, 0.5)), flip=self.train and flip)
+        if drawn and self.transform is None:
+            item.setdefault("flipped", place.flip)
         if isinstance(caption := item.get("caption"), Caption):
             item["caption"] = caption.shuffled() if self.train else caption.text()
         if self.spec.trigger is not None:
@@ -276,14 +306,50 @@ class Loader(Dataset[Any]):
             item["caption"] = with_trigger(item["caption"], self.spec.trigger)
         if self.hooks is not None:
             self.hooks.sample = f"epoch {epoch}, {item['name']}"
-        given = (item.get("image"), item.get("condition"))
-        if any(isinstance(image, Image.Image) and COMPOSED in image.info for image in given):
-            item[COMPOSED] = item["name"]
-        self._put_images(item, size, place)
+        if self.skip_decoding is None:
+            self._read_images(item, size, place)
         if self.hooks is not None and self._hooked("transform_caption") and "caption" in item:
             item["caption"] = self.hooks.transform_caption(item["caption"])  # behind the image, as EveryDream2trainer has it
+        if self.skip_decoding is not None:
+            self._put_placed(item, size, place)
         item["index"] = index
         return item
+
+    def _read_images(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
+        """Decode an item's images and convert them to tensors of a size; note where those that are files are cropped."""
+        opened = {key: item[key] for key in IMAGES if isinstance(item.get(key), ImageSource)}
+        item |= {key: source.read() for key, source in opened.items()}
+        if any(isinstance(image, Image.Image) and COMPOSED in image.info for image in map(item.get, IMAGES)):
+            item[COMPOSED] = item["name"]
+        if "image" in opened and self.transform is None:
+            self._put_sizes(item, (item["image"].height, item["image"].width), size, place)
+        self._put_images(item, size, place)
+
+    def _put_placed(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
+        """Replace an item's images by what is to be decoded of them, and decode it unless `skip_decoding` says otherwise."""
+        assert self.skip_decoding is not None
+        sources: dict[str, ImageSource] = {key: item[key] for key in IMAGES if key in item}
+        sizes = {key: source.size() for key, source in sources.items()}
+        for key, source in sources.items():
+            if not all(sizes[key]):
+                source.read()
+                raise Unreadable(source.name, "its size is not in its header")
+        first = next(iter(sources))  # a condition has the size of its image
+        item |= {key: PlacedImage(source, size or sizes[first], place, key) for key, source in sources.items()}
+        for key, kind in (("condition", "condition"), ("loss_mask", "mask")):
+            if key in sizes and key != first:
+                _check_ratio(sizes[first], sizes[key], item["name"], kind)
+        if not self.skip_decoding(item):
+            item |= {key: item[key].decoded() for key in sources}
+            if any(item[key].composed for key in sources):
+                item[COMPOSED] = item["name"]
+        item.setdefault("content", item[first].content)
+        self._put_sizes(item, sizes[first], size, place)
+
+    def _put_sizes(self, item: dict[str, Any], original: Size, size: Size | None, place: Crop) -> None:
+        """Put `original_size` and `crop` of an item where it has none of its own."""
+        item.setdefault("original_size", torch.tensor(original))
+        item.setdefault("crop", torch.tensor(crop_origin(original, size or original, place)))
 
     def _put_images(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
         """Convert an item's image, condition and mask to tensors of a size. A task's transform crops by itself, without the
@@ -379,10 +445,14 @@ def _check_alike(image: Image.Image, further: Any, size: Size, place: Crop, name
             f"{name}: its {kind} is a float tensor, which cannot be cropped and flipped with it: use a PIL image or uint8"
         )
     if isinstance(further, Image.Image):
-        ratio = image.width * further.height / (image.height * further.width)
-        if not 0.98 < ratio < 1.02:
-            sizes = f"{image.height}x{image.width}, its {kind} {further.height}x{further.width}"
-            raise TrainError(f"{name} is {sizes}: they must have one shape to be cropped alike")
+        _check_ratio((image.height, image.width), (further.height, further.width), name, kind)
+
+
+def _check_ratio(image: Size, further: Size, name: str, kind: str) -> None:
+    """Raise TrainError for an image and its condition, or its mask, of other aspect ratios."""
+    if not 0.98 < image[1] * further[0] / (image[0] * further[1]) < 1.02:
+        sizes = f"{image[0]}x{image[1]}, its {kind} {further[0]}x{further[1]}"
+        raise TrainError(f"{name} is {sizes}: they must have one shape to be cropped alike")
 
 
 def too_many(skipped: dict[str, str]) -> str:

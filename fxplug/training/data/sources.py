@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
@@ -23,6 +24,7 @@ from ..import_paths import construct, function_of, imported
 from ..random_draws import preserve_random_state
 from .files import FileItems, Items, existing, open_files
 from .image_files import Unreadable, as_image, read_size, stored
+from .image_sources import IMAGES, ImageFile
 
 NAMES = {
     "image": ("image", "img"),
@@ -127,6 +129,12 @@ class OwnItems(Items):
         if root is None and self.classes is None:
             self.labels = labels_of(dataset)
 
+    @property
+    def has_files(self) -> bool:  # type: ignore[override]
+        """Whether images, and conditions, are stored as files of a format of images."""
+        columns = [self.columns[key] for key in IMAGES if key in self.columns]
+        return self.root is not None and all(type(self.dataset.features[name]).__name__ == "Image" for name in columns)
+
     @cached_property
     def sizes(self) -> list[tuple[int, int]] | None:
         """(h, w) of each image, where the data set has them, or image files with headers; else None."""
@@ -162,7 +170,7 @@ class OwnItems(Items):
         name = item.setdefault("name", name)
         for key, channels in (("image", self.channels), ("condition", self.channels), ("loss_mask", 1)):
             if key in item:
-                item[key] = as_image(item[key], name, channels, self.background)
+                item[key] = self._image(item[key], name, channels)
         if "label" in item:
             item["label"] = self._label(item["label"], name)
             if self.root is not None and self.classes is not None and item["label"] == -1:
@@ -170,6 +178,13 @@ class OwnItems(Items):
         if "caption" in item and self.captions == "none":
             del item["caption"]
         return item
+
+    def _image(self, value: Any, name: str, channels: int) -> Image.Image | Tensor | ImageFile:
+        """Return an image of a sample; one that lies on the disk as a file of its own format is not decoded."""
+        if self.root is None or not isinstance(value, dict):
+            return as_image(value, name, channels, self.background)
+        known = f"{name} ({value['path']})" if value.get("path") else name
+        return ImageFile(stored(value), known, channels, self.background)
 
     def _label(self, label: Any, name: str) -> int:
         if isinstance(label, str) and self.classes is not None:

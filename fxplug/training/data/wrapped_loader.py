@@ -20,9 +20,9 @@ from ..plugins import Plugins
 from ..random_draws import mixed, preserve_random_state, seed_all
 from ..tasks.task import Task
 from .batch_order import Size
-from .collation import collated, rescaled
+from .collation import collated
 from .files import count_classes, names_of_classes
-from .image_files import as_image
+from .image_files import as_image, rescaled
 from .loader import Loader, Transform
 from .sources import classes_of, items_of, keyed, labels_of
 
