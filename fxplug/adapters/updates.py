@@ -18,6 +18,7 @@ from ..core.errors import ArtifactError, brief_fields
 from .methods import method_named
 
 BY_OUTPUT = ("up", "bias", "magnitude")
+FACTORS = ("up", "hada_w1_a", "lokr_w1", "lokr_w1_a", "down", "hada_w1_b", "lokr_w1_b")  # those that may take a scale
 PRODUCT = 1 << 24  # elements that a product may have although the file and the layer have fewer
 
 
@@ -222,18 +223,23 @@ class Entry:
         up = whole.reshape(len(up), -1, *up.shape[2:])
         return replace(self, tensors={**self.tensors, "up": up}, rank=groups * self.rank)
 
-    def with_scale_in_factor(self) -> Entry:
+    def with_scale_in_factor(self, dtype: torch.dtype | None = None) -> Entry:
         """Return the same update with a scale of 1, multiplied into a factor and the bias, for readers that take alpha for the
         rank.
 
-        Exact for a power of two, otherwise up to rounding.
+        Exact for a power of two, otherwise up to one rounding to `dtype`, None being the factor's own. The factor is the first
+        of the product unless another loses less than half as much there, as where small numbers become subnormal.
         """
-        key = next((name for name in ("up", "hada_w1_a", "lokr_w1", "lokr_w1_a") if name in self.tensors), "")
-        if self.scale == 1 or self.method or not key:
+        names = [name for name in FACTORS if name in self.tensors]
+        if self.scale == 1 or self.method or not names:
             return self
-        own = {name: self.tensors[name] for name in (key, "bias") if name in self.tensors}
-        scaled = {name: (tensor.double() * self.scale).to(tensor.dtype) for name, tensor in own.items()}
-        return replace(self, tensors={**self.tensors, **scaled}, scale=1.0)
+        exact = {name: self.tensors[name].double() * self.scale for name in (*names, "bias") if name in self.tensors}
+        scaled = {name: value.to(dtype or self.tensors[name].dtype) for name, value in exact.items()}
+        lost = {name: (scaled[name].double() - exact[name]).norm() / exact[name].norm().clamp(min=1e-300) for name in names}
+        other = min(names, key=lambda name: float(lost[name]))
+        key = other if lost[other] < lost[names[0]] / 2 else names[0]
+        made = {name: scaled[name] for name in (key, "bias") if name in scaled}
+        return replace(self, tensors={**self.tensors, **made}, scale=1.0)
 
     def product_rank(self) -> int:
         """Return the rank of the update as one low-rank product (`as_lora`) without computing it."""

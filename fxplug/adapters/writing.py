@@ -255,7 +255,7 @@ def content(
             left[entry.key(entry.path)] = why
         else:
             one = entry if as_ == "fxplug" else entry.as_one_group()
-            entries.append(_in_dtype(one.with_scale_in_factor() if as_ == "diffusers" else one, dtype))
+            entries.append(_in_dtype(one.with_scale_in_factor(dtype) if as_ == "diffusers" else one, dtype))
     if as_ in CONFIGURED:
         left |= formats.unlike([(entry.path, entry) for entry in entries], model.layers)
         entries = [entry for entry in entries if entry.path not in left]
