@@ -27,6 +27,7 @@ from .updates import Entry, has_lokr_of_3_dims, joined
 from .wrapped import OUT_PROJ
 
 CONFIGURED = ("peft", "diffusers")  # what says ranks and alphas in a configuration
+SCALED = (".query_norm", ".key_norm")  # norms of Flux's own code, whose weight is called scale
 
 
 # --- names of layers
@@ -68,8 +69,8 @@ def named(
     rows, left = ([(e.path, e) for e in entries], {}) if as_ == "kohya" and early else _first(entries, layers)
     if part.startswith("text_encoder"):  # of CLIP's, whose outer module newer versions of transformers have no more
         rows = [(f"text_model.{name}" if name.startswith("encoder.layers.") else name, entry) for name, entry in rows]
-    if as_ == "comfy":
-        return [(start + name, entry) for name, entry in rows], left
+    if as_ == "comfy":  # which has a parameter that is not called weight by its whole name
+        return [(f"{start}{name}{'.scale' if e.method and name.endswith(SCALED) else ''}", e) for name, e in rows], left
     made, same = _flat(rows, start)
     return made, left | same
 

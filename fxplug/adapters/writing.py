@@ -232,6 +232,8 @@ def content(
     part = part_of(model.classes) if part is None else part
     if part not in PARTS:
         raise SpecError(f"no part '{part}' of a pipeline{did_you_mean(part, PARTS)}; there are {', '.join(PARTS)}")
+    if part == "text_encoder_2" and as_ in ("kohya", "comfy") and "T5" in next(iter(model.classes), ""):
+        part = "text_encoder_3"  # as they call Flux's, where SD 3 has CLIP's second one before it
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise SpecError(f"dtype must be a floating point dtype, such as torch.float16, not {shown(dtype)}")
     if no_text := [pair[0] for pair in (metadata or {}).items() if not all(isinstance(each, str) for each in pair)]:
