@@ -345,7 +345,7 @@ def test_kohya_names_of_sdxl_are_read_by_diffusers(tmp_path):
     done = new.adapters.save("ink", tmp_path / "ink", as_="kohya")
     alike(done.path, state)
     about = metadata(done.path)
-    assert about["modelspec.architecture"] == "UNet2DConditionModel/lora"  # none of the known, as its text is narrower
+    assert "modelspec.architecture" not in about  # none of the known, as its text is narrower
     assert about["modelspec.resolution"] == "128x128"
     assert (about["ss_network_dim"], about["ss_network_alpha"], about["ss_network_module"]) == ("3", "3", "networks.lora")
     converted, alphas = StableDiffusionXLPipeline.lora_state_dict(str(done.path), unet_config=base.model.config)

@@ -141,8 +141,9 @@ def write_parts(
     dtype: torch.dtype | None = None,
     name: str = "",
     errors: Mapping[str, float] | None = None,
+    said: Mapping[str, str] | None = None,
 ) -> EditedFile:
-    """Write updates in a format, those of several parts of a pipeline one after the other."""
+    """Write updates in a format, those of several parts of a pipeline one after the other; `said` is further metadata."""
     own = part_of(about.classes) if about else None
     parts: dict[str, list[Entry]] = {}
     for entry in entries:
@@ -162,7 +163,8 @@ def write_parts(
             where = each if each in PARTS else None
             if about and about.classes[0].startswith("Flux") and as_ in ("kohya", "comfy") and each == "text_encoder_2":
                 where = "text_encoder_3"
-            done = content(AdapterContents(tuple(some), {}), as_, model, name=name, part=where, partial=partial, dtype=dtype)
+            held = AdapterContents(tuple(some), {})
+            done = content(held, as_, model, name=name, part=where, partial=partial, dtype=dtype, metadata=said)
             early = about is not None and own == "unet" and "add_embedding.linear_1" not in about.layers
             if as_ == "kohya" and each == "text_encoder" and about is not None and not early:
                 done = replace(done, tensors={k.replace("lora_te_", "lora_te1_", 1): t for k, t in done.tensors.items()})

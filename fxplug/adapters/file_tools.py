@@ -17,6 +17,7 @@ from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, shown
 from .banks import is_finite
 from .combination import Combination
 from .file_layouts import EditedFile, family_of, layout_of, model_of, on_paths, write_own, write_parts
+from .file_metadata import fields_in
 from .files import AdapterFile, Entry, Source, read
 from .formats import CONFIGURED
 from .own_files import check_no_own
@@ -129,7 +130,10 @@ def convert_adapter(
     own = as_ in (*CONFIGURED, "lycoris", "fxplug") and layout_of(file) in (*CONFIGURED, "fxplug")
     if about is None and not own:
         about = family_of(file)
-    return write_parts(on_paths(file, about), path, as_, about, part=part, partial=partial, dtype=dtype, name=name)
+    said = fields_in(file.about)
+    if name:
+        said.pop("modelspec.title", None)
+    return write_parts(on_paths(file, about), path, as_, about, part=part, partial=partial, dtype=dtype, name=name, said=said)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ SHOWN = 5  # so many of a kind are listed
 TRAINED = ("ss_network_dim", "ss_network_alpha", "ss_network_args", "ss_steps", "ss_epoch", "ss_learning_rate", "ss_optimizer")
 BASES = ("base_model_name_or_path", "ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "baseModel")
 TITLES = ("modelspec.title", "ss_output_name", "name", "title")
+SAID = {"base model": BASES, "title": TITLES, "trigger": ("modelspec.trigger_phrase",), "license": ("modelspec.license",)}
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Inspection:
             ("kind", _counted(self.kinds)),
             ("size", f"{_bytes(self.size)} in {count} tensors: {_counted(self.dtypes)}"),
             ("written by", self.tool),
-            *((name, text) for name, keys in (("base model", BASES), ("title", TITLES)) if (text := _metadata(about, keys))),
+            *((name, text) for name, keys in SAID.items() if (text := _metadata(about, keys))),
             ("ranks", _counted(self.ranks)),
             ("alphas", _counted({f"{a:g}": n for a, n in self.alphas.items()}) or "not given, the scale is taken as 1"),
         ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,13 +21,13 @@ from ..core.writing import new_file, new_folder
 from . import formats
 from .base_weights import describe_base
 from .contents import AdapterContents, ModelLayer, layers_of, trained
-from .file_keys import TABLES
+from .file_metadata import describe_adapter, under_full_names
 from .find_tensors import PICKLED, SAFE
-from .formats import CONFIGURED, alpha_of, part_of, refused, tensors_of
+from .formats import CONFIGURED, part_of, refused, tensors_of
 from .loading import is_table, tensor_of, without_slots
 from .own_files import OWN, described
 from .saved_heads import BEFORE, BIAS, as_changes, changed_layers, trained_layers
-from .tables import FORMATS, PARTS, table
+from .tables import FORMATS, PARTS
 from .updates import Entry
 from .wrapped import in_peft_form
 
@@ -131,7 +130,8 @@ def save_adapter(
         part: The part of a pipeline that the model is ("unet", "transformer", "text_encoder", ...); None tells it by its class.
         partial: Whether what the format has no form for is left out, as the result says.
         dtype: The dtype of the tensors; None is the one that they have.
-        about: Further metadata.
+        about: Further metadata, text by name: fields of ModelSpec ("title", "author", "license", "trigger_phrase",
+            "resolution", "date", ...), which get its prefix, and others as they are. A file has a date only if this has.
 
     Returns:
         The path, and what was left out.
@@ -199,7 +199,7 @@ def _by_name(
         raise ArtifactError(f"'{empty}' is on the meta device and has no values")
     made = {key: value if dtype is None or not value.is_floating_point() else value.to(dtype) for key, value in tensors.items()}
     layers = dict.fromkeys(site["path"] for entry in records.values() for site in entry["sites"] if site["block"])
-    about = {"format": "pt", OWN: described(list(records.values()), list(whole)), **(metadata or {})}
+    about = {"format": "pt", OWN: described(list(records.values()), list(whole)), **under_full_names(metadata)}
     return Content(file_tensors(made), about, {}, (*layers, *whole), {})
 
 
@@ -236,8 +236,7 @@ def content(
         part = "text_encoder_3"  # as they call Flux's, where SD 3 has CLIP's second one before it
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise SpecError(f"dtype must be a floating point dtype, such as torch.float16, not {shown(dtype)}")
-    if no_text := [pair[0] for pair in (metadata or {}).items() if not all(isinstance(each, str) for each in pair)]:
-        raise SpecError(f"metadata must be a mapping of text to text, and {no_text[0]!r} is not text")
+    said = under_full_names(metadata)
     left = dict(held.left_out)
     if held.heads and as_ != "peft":
         left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, which {as_} cannot represent")
@@ -300,7 +299,8 @@ def content(
         made |= {"modules_to_save": sorted(saved) or None, "bias": "lora_only" if biases else "none"}
     paths = (entry.path if entry.method else entry.key(entry.path) for entry in entries)
     base = describe_base((path for path in paths if not {path, f"{path}.weight"} & {*trained}), there)
-    about = {"format": "pt", **_metadata(as_, rows, model, name), **base, **(metadata or {})}
+    described_as = describe_adapter(as_, rows, name, model.layers, next(iter(model.classes), ""), model.config)
+    about = {"format": "pt", **described_as, **base, **said}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}
         about[PACKED] = json.dumps(packed, indent=2, sort_keys=True)
@@ -367,46 +367,3 @@ def _in_dtype(entry: Entry, dtype: torch.dtype | None) -> Entry:
     if odd is not None:
         raise ArtifactError(f"'{entry.path}': its {odd} has numbers out of range for {dtype}: write it in another dtype")
     return Entry(**{**vars(entry), "tensors": made})
-
-
-def _metadata(as_: str, rows: Sequence[tuple[str, Entry]], model: About, name: str) -> dict[str, str]:
-    """Return the metadata that kohya's tools write, with the fields of modelspec 1.0.0 (github.com/Stability-AI/ModelSpec)."""
-    if as_ == "fxplug":
-        tables = {path for path, layer in model.layers.items() if layer.kind == "Embedding"}
-        named = sorted(f"{entry.part or 'adapter'}.{key}" for key, entry in rows if entry.path in tables)
-        return {TABLES: "\n".join(named)} if named else {}
-    if as_ in CONFIGURED:
-        return {}
-    low = [(len(model.layers[e.path].shape), e) for _, e in rows if not e.method]
-    flat = [(e.rank, alpha_of(e)) for dims, e in low if dims == 2]
-    spatial = [(e.rank, alpha_of(e)) for dims, e in low if dims > 2]
-    rank, alpha = Counter(flat or spatial or [(1, 1.0)]).most_common(1)[0][0]
-    words = {"lora": "locon", "dora": "locon", "dora by input": "locon", "delta": "full"}
-    kinds = sorted({words.get(entry.kind, entry.kind) for _, entry in rows})
-    made = {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
-    if as_ != "lycoris" and all(entry.kind == "lora" for _, entry in rows):
-        made["ss_network_module"] = "networks.lora"
-        args = {}
-    else:
-        made["ss_network_module"] = "lycoris.kohya"
-        args = {"algo": kinds[0] if len(kinds) == 1 else "full"}
-        args |= {"dora_wd": "True"} if any("dora" in entry.kind for _, entry in rows) else {}
-    if spatial and flat:
-        conv_rank, conv_alpha = Counter(spatial).most_common(1)[0][0]
-        args |= {"conv_dim": str(conv_rank), "conv_alpha": f"{conv_alpha:g}"}
-    if args:
-        made["ss_network_args"] = json.dumps(args)
-    kind = next(iter(model.classes), "")
-    width = model.config.get("cross_attention_dim") if "UNet" in kind else kind
-    known = table("formats")["architectures"]
-    architecture, version = known.get(width, ("", "")) if isinstance(width, (int, str)) else ("", "")
-    if version:
-        made["ss_base_model_version"] = version
-    size = model.config.get("sample_size")
-    if isinstance(size, int) and "UNet" in kind:
-        made["modelspec.resolution"] = f"{8 * size}x{8 * size}"
-    made |= {
-        "modelspec.sai_model_spec": "1.0.0", "modelspec.implementation": "diffusers",
-        "modelspec.architecture": f"{architecture or kind or 'unknown'}/lora", "modelspec.title": name or "adapter",
-    }  # fmt: skip
-    return made

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
 import os
 import pickle
@@ -350,7 +351,7 @@ def separate(tensor: Tensor, storages: set[int]) -> Tensor:
 
 
 def save_file(tensors: dict[str, Tensor], path: str | os.PathLike[str], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file. Raises OSError where that failed, which safetensors tells as text."""
+    """Write a safetensors file, the same bytes each time. Raises OSError where that failed, which safetensors tells as text."""
     try:
         safetensors.save_file(tensors, path, metadata)
     except SafetensorError as error:
@@ -358,3 +359,17 @@ def save_file(tensors: dict[str, Tensor], path: str | os.PathLike[str], metadata
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+    if metadata:
+        _sort_metadata(path)
+
+
+def _sort_metadata(path: str | os.PathLike[str]) -> None:
+    """Put the metadata of a new safetensors file in the order of its names: safetensors writes another one in each process."""
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        said = json.loads(file.read(length))
+        said["__metadata__"] = dict(sorted(said["__metadata__"].items()))
+        text = json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) <= length:
+            file.seek(8)
+            file.write(text.ljust(length))
