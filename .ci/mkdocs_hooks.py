@@ -11,7 +11,7 @@ from typing import Any
 DOCS = Path(__file__).parents[1] / "docs"
 API = ("core", "adapters", "lowering", "exports", "training", "pipelines", "step_caches", "parallel", "more")
 GUIDES = """
-    configurations passes training pipelines adapters exports step_caches parallel report tracing
+    configurations passes training pipelines adapters hub exports step_caches parallel report tracing
     coming-from hcp zhijian extending
 """.split()  # noqa: SIM905
 SECTIONS: dict[str, list[Any]] = {

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .exports.exporter import export
     from .exports.onnx_model import OnnxModel, load_onnx
     from .exports.package import Package, load_package
+    from .hub.pushing import push
     from .lowerings.linear.fused import fuse
     from .lowerings.linear.measurement import tune
     from .lowerings.merging.fold import merge, unmerge
@@ -142,6 +143,7 @@ __all__ = [
     "pipefusion",
     "pipeline_part",
     "prune",
+    "push",
     "remove",
     "report",
     "resize_adapter",

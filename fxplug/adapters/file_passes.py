@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..core.errors import DEFAULT, ArtifactError, ClashError, Limits, SpecError, did_you_mean, shown
+from ..core.hub_names import is_hub_name
 from ..core.ir.regions import regions_of
 from ..core.ir.traced_module import TracedModule
 from ..core.rewriter.opening import unopened
@@ -353,8 +354,9 @@ def _load(name: Any, given: Any, base: Any, single: bool) -> dict[str, Any]:
     for key in ("adapter", "part"):
         if not isinstance(made.get(key), (str, type(None))):
             raise SpecError(f"must be text, not {shown(made[key])}", path=(*path, key))
-    return {"partial": False, "guess": False, "adapter": None, "part": None, **made, "name": str(name),
-            "file": str(file) if is_target(file) else str(Path(base or "") / file), "strength": float(strength)}  # fmt: skip
+    where = str(file) if is_target(file) or is_hub_name(file, base or "") else str(Path(base or "") / file)
+    return {"partial": False, "guess": False, "adapter": None, "part": None, **made, "name": str(name), "file": where,
+            "strength": float(strength)}  # fmt: skip
 
 
 def _source(file: str) -> Source:

@@ -69,7 +69,7 @@ def read(
                 f"an adapter must be a file, a folder or a dict of tensors, not {shown(source)}: write bytes to a file, or "
                 "read them with safetensors.torch.load, which gives a dict"
             )
-        file = find(Path(source))
+        file = find(source)
         where, folder = str(file), file.parent
         state, about = load(file, limits, meta)
         if OWN in about:

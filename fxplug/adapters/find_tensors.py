@@ -1,11 +1,14 @@
-"""Where the tensors of an adapter are: the file itself, or the one that a folder of PEFT, diffusers or fxplug has."""
+"""Where the tensors of an adapter are: the file itself, or the one that a folder of PEFT, diffusers or fxplug has.
+
+The folder may be a repository on the hub.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 
 from ..core import reading, weight_files
 from ..core.errors import ArtifactError, Limits, did_you_mean
+from ..core.hub_names import local_path
 
 SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")
 _SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
@@ -28,8 +32,9 @@ def kind_of(path: Path) -> str:
         return "folder" if path.is_dir() else "file" if os.path.lexists(path) else ""
 
 
-def find(path: Path) -> Path:
-    """Return the file that holds the tensors of a file or folder. Raises ArtifactError."""
+def find(source: str | os.PathLike[str]) -> Path:
+    """Return the file that holds the tensors of a file, a folder, or a repository on the hub. Raises ArtifactError."""
+    path = local_path(source, "adapter")
     what = kind_of(path)
     if what != "folder":
         if not what:
@@ -39,20 +44,26 @@ def find(path: Path) -> Path:
         return path
     with reading.reported(reading.about(path)):
         found = {entry.name: entry.is_dir() for entry in os.scandir(path)}
+    chosen, files = choose_file([name for name, is_folder in found.items() if not is_folder])
+    if chosen:
+        return path / chosen
+    inner = sorted(name for name, is_folder in found.items() if is_folder and kind_of(path / name / "adapter_config.json"))
+    if inner and not files:
+        raise ArtifactError(f"'{path}' has the adapters {', '.join(inner)}: give the folder of one of them")
+    names = f": give one of {', '.join(files[:6])}" if files else ""
+    raise ArtifactError(f"the folder '{path}' has {len(files) or 'no'} files of weights{names}")
+
+
+def choose_file(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the one among the files of a folder that holds an adapter, "" if none does for certain, and those that may."""
     for stem in ("adapter_model", "pytorch_lora_weights"):
         for suffix in (*SAFE, *PICKLED):
-            if found.get(f"{stem}{suffix}") is False:
-                return path / f"{stem}{suffix}"
-    files = sorted(name for name, is_folder in found.items() if name.endswith(SAFE) and not is_folder)
-    if "manifest.json" in found:  # what `fxplug.save` wrote: the model's own weights are no adapter
+            if f"{stem}{suffix}" in names:
+                return f"{stem}{suffix}", []
+    files = sorted(name for name in names if name.endswith(SAFE))
+    if "manifest.json" in names:  # what `fxplug.save` wrote: the model's own weights are no adapter
         files = [name for name in files if name != "model.safetensors"]
-    if len(files) != 1:
-        inner = sorted(name for name, is_folder in found.items() if is_folder and kind_of(path / name / "adapter_config.json"))
-        if inner and not files:
-            raise ArtifactError(f"'{path}' has the adapters {', '.join(inner)}: give the folder of one of them")
-        names = f": give one of {', '.join(files[:6])}" if files else ""
-        raise ArtifactError(f"the folder '{path}' has {len(files) or 'no'} files of weights{names}")
-    return path / files[0]
+    return files[0] if len(files) == 1 else "", files
 
 
 def load(file: Path, limits: Limits, meta: bool = False) -> tuple[dict[str, Any], Mapping[str, Any]]:

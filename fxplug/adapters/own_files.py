@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -216,7 +215,7 @@ def of_pass(source: Any, records: Mapping[str, Mapping[str, Any]], limits: Limit
     None."""
     if not isinstance(source, (str, os.PathLike)):
         return None
-    file = find(Path(source))
+    file = find(source)
     state, _ = load(file, limits)
     owners = {str(key).partition(".")[0] for key in state}
     if len(owners) != 1 or not owners <= records.keys():

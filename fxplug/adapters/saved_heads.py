@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ def saved_head(path: str | os.PathLike[str], layer: str, name: str, limits: Limi
 
     Raises ArtifactError for a file that cannot be read, and SpecError for one that has no such parameter.
     """
-    file = find(Path(path))
+    file = find(path)
     found, _ = weight_files.read(file, limits=limits)
     values = found if isinstance(found, Mapping) else {}
     known = {WRAPPED.sub("", str(key).removeprefix(BEFORE)): value for key, value in values.items()}

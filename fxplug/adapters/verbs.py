@@ -29,7 +29,9 @@ adapters = typer.Typer(
 )  # fmt: skip
 Saved = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")]
 Named = Annotated[str, typer.Argument(metavar="NAME", help="What the adapter is called.")]
-Source = Annotated[Path, typer.Argument(metavar="FILE", help="The adapter: a file, or a folder.")]
+Source = Annotated[
+    str, typer.Argument(metavar="FILE", help="The adapter: a file, a folder, or a repository on the hub: user/name.")
+]
 Adapter = Annotated[str | None, typer.Option("--adapter", help="Which of several in the file.")]
 Part = Annotated[str | None, typer.Option("--part", help="The part of a pipeline that the model is.")]
 Partial = Annotated[bool, typer.Option("--partial", help="Leave out what the model or the format cannot hold.")]

@@ -20,6 +20,7 @@ from ... import __version__
 from ...blocks.base import LowRank
 from ..errors import DEFAULT, ArtifactError, Limits, SpecError, shown
 from ..extensions import derivation_of
+from ..hub_names import local_path, naming_repository
 from ..ir.containers import Container
 from ..ir.graph import note_tied
 from ..ir.traced_module import TracedModule, drop_forward
@@ -120,6 +121,7 @@ def save(
 
 def load(
     folder: str | os.PathLike[str],
+    revision: str | None = None,
     *,
     allow: Sequence[str] = (),
     device: torch.device | str | None = None,
@@ -128,6 +130,9 @@ def load(
 ) -> TracedModule:
     """Read a folder that `save` wrote. Nothing is unpickled, and only torch, fxplug and what `allow` names is imported.
 
+    Where there is no such folder, `user/name` is a repository on the Hugging Face Hub, as `push` makes it: its manifest and the
+    files that this lists are fetched into the hub's cache, and nothing else. Offline it is read from there.
+
     A folder that another process replaces meanwhile is read as it was before or as it is after.
 
     A call of what was loaded calculates with tensors, as any model does, and takes the memory and the time that they need:
@@ -135,7 +140,8 @@ def load(
     calls functions of a closed list, reads nothing but its tensors, and its whole numbers have an end.
 
     Args:
-        folder: The folder.
+        folder: The folder, or the name of a repository on the hub; `user/name@revision` has the revision in it.
+        revision: A branch, a tag or a commit of the repository; None is the newest of its main branch.
         allow: Modules or packages whose classes may be imported: of result classes, which `ops.Record` stands in for otherwise,
             and of modules that were kept whole or put in by a pass.
         device: Where the weights go; None is the CPU.
@@ -147,14 +153,15 @@ def load(
 
     Raises:
         ArtifactError: The folder is damaged, incomplete, newer than this version, has another digest, or asks for more than is
-            allowed.
-        SpecError: `digest` is none.
+            allowed; or the repository cannot be fetched.
+        SpecError: `digest` is none, or `revision` is given for a folder.
     """
     if isinstance(allow, str):
         allow = [allow]
     if digest is not None and not (isinstance(digest, str) and DIGEST.match(digest)):
         raise SpecError(f"digest must be 'sha256:' and 64 hexadecimal digits, as fxplug.digest gives it, not {shown(digest)}")
-    with snapshot(Path(folder), limits) as files, wrapped(f"{folder} cannot be read"):
+    path = local_path(folder, "artifact", revision, limits)
+    with naming_repository(folder, path), snapshot(path, limits) as files, wrapped(f"{folder} cannot be read"):
         if digest is not None and digest.lower() != files.digest:
             raise ArtifactError(
                 f"{folder} has the digest {files.digest}, not {digest}: it was changed or is another one. If this one is to be "

@@ -15,6 +15,7 @@ import torch
 from pydantic import FailFast, Field
 
 from ..errors import DEFAULT, ArtifactError, Limits, SpecError, printable, shown
+from ..hub_names import unlinked
 from ..reading import about, begins, check_format, opened, parse_json, reported, size_of
 from ..spec.yaml_source import Section, validate
 from ..weight_files import PIECE, header, tensors
@@ -250,8 +251,13 @@ TRIES = 100  # how often a folder may be replaced while its files are opened
 class Snapshot:
     """An artifact whose files are open: a save into its folder that ends later changes nothing here."""
 
-    def __init__(self, files: dict[str, tuple[BinaryIO, str]], limits: Limits, digest: str) -> None:
-        self.files, self.limits, self.digest = files, limits, digest
+    def __init__(self, files: dict[str, tuple[BinaryIO, str]], limits: Limits, manifest: bytes) -> None:
+        self.files, self.limits, self.manifest = files, limits, manifest
+
+    @property
+    def digest(self) -> str:
+        """What `fxplug.digest` gives of it."""
+        return f"sha256:{hashlib.sha256(self.manifest).hexdigest()}"
 
     @property
     def weights(self) -> list[str]:
@@ -329,8 +335,8 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Sn
         raise ArtifactError(f"{folder} is not an artifact: it has no {MANIFEST}")
 
     def open_file(name: str) -> BinaryIO:
-        # no link that leads out of the folder, and nothing that waits or does something when opened
-        return stack.enter_context(opened(folder / name, raises=about(name), links=False))
+        # no link that leads out of the folder, or of the hub's cache, and nothing that waits or does something when opened
+        return stack.enter_context(opened(unlinked(folder / name), raises=about(name), links=False))
 
     manifest = _text(open_file(MANIFEST), MANIFEST, limits)
     files = listed(parse(manifest, MANIFEST, limits), folder)
@@ -345,11 +351,12 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, limits: Limits) -> Sn
             raise ArtifactError(f"{name} has {found} bytes instead of {shown(record.size)}; it is {what}")
         found_files[name] = (file, record.sha256)
     for name in names:
-        if name not in files and Path(name).suffix.lower() in CODE:
+        # in the hub's cache others may have fetched more of the repository, as links
+        if name not in files and Path(name).suffix.lower() in CODE and unlinked(folder / name) == folder / name:
             raise ArtifactError(
                 f"{printable(name)} is in the folder of the artifact, and the manifest does not list it: remove it"
             )
-    return Snapshot(found_files, limits, f"sha256:{hashlib.sha256(manifest).hexdigest()}")
+    return Snapshot(found_files, limits, manifest)
 
 
 def _text(file: BinaryIO, name: str, limits: Limits) -> bytes:

@@ -1,0 +1,26 @@
+"""`fxplug push`: a saved rewrite put on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import fxplug
+
+from ..core.cli.verbs import Allow, Debug, progress
+
+
+def push(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The repository: user/name.")],
+    base: Annotated[str | None, typer.Option("--base", help="The model on the hub that was rewritten, for the card.")] = None,
+    license: Annotated[str | None, typer.Option("--license", help="Its licence, for the card: apache-2.0.")] = None,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Put a saved rewrite into a repository on the Hugging Face Hub, with a card; a new one where there is none."""
+    with progress("push"):
+        commit = fxplug.push(folder, name, base, license, allow=allow or ())
+    print(f"{name} is at {commit}")
