@@ -17,6 +17,7 @@ from torch import nn
 from ..core.artifacts.artifact import save
 from ..core.capture.retracer import with_retracer
 from ..core.errors import SpecError, TraceError, shown
+from ..core.ir import context_managers
 from ..core.ir.entry_checks import signature_of
 from ..core.ir.traced_module import TracedModule
 from ..core.ir.variants import LIMIT, Variants, as_kind
@@ -169,7 +170,10 @@ def pipeline_part(gm: TracedModule, model: nn.Module | None = None, limit: int =
     """
     if not isinstance(gm, TracedModule):
         raise SpecError(f"pipeline_part takes a traced module, not {shown(gm, 80)}: fxplug.trace makes one")
-    part = as_kind(_part_class(_class_of(gm)), gm)
+    kind = _class_of(gm)
+    part = as_kind(_part_class(kind), gm)
+    if contexts := context_managers.names_of(kind):  # what earlier versions have saved does not know them
+        part.meta.setdefault(context_managers.NAMES, contexts)
     return part if model is None or not limit else with_retracer(part, model, limit)
 
 

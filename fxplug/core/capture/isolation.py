@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from .. import quantised
 from ..errors import SpecError, TraceError
-from ..ir import ops
+from ..ir import context_managers, ops
 from ..ir.comparison import equal
 from ..ir.containers import HOOKED, RESERVED, Container, FixedNames, children, plain_attributes
 from ..ir.graph import Graph, note_tied
@@ -241,6 +241,8 @@ def assemble(model: nn.Module, recordings: dict[bool, Recorded], twin_error: str
     note_tied(tree, graphs.values())
     gm = TracedModule(tree, graphs, type(model), kept(model, extras(model)))
     gm.twin_error, gm._steps = twin_error, ()
+    if contexts := context_managers.names_of(type(model)):
+        gm.meta[context_managers.NAMES] = contexts
     return gm
 
 

@@ -20,6 +20,7 @@ from ..quantised import count_parameters, is_transposed
 from ..torch_internals.modules import COMPILED, leave_frame, without_compiler
 from .calls import CHECKPOINTING, FORWARD, call_code, choose_by_gradients, choose_by_mode, make_forward
 from .containers import HOOKED, RESERVED, WATCHED, Container, SharedCode, TracedRoot, child_of, module_at
+from .context_managers import context_manager
 from .graph import OF_THE_ROOT, Graph, compile_graph, copy_graph, note_uncalled, still_tied
 
 if TYPE_CHECKING:
@@ -413,8 +414,8 @@ class TracedModule(TracedRoot, fx.GraphModule):
                 return accessors.setdefault(name, accessor(self))
             except SpecError as error:
                 raise AttributeError(error.finding) from None
-        if inspect.isgeneratorfunction(getattr(found, "__wrapped__", None)):
-            return found.__get__(self)  # a context manager leaves nothing behind, so a pipeline may open it
+        if (context := context_manager(self, name, found)) is not None:  # leaves nothing behind: a pipeline may open it
+            return context
         if callable(found):
             raise AttributeError(
                 f"'{name}' is a method of {self.classes[0]}, which a traced graph does not have: call it on the model before "
