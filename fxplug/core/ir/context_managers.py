@@ -1,8 +1,7 @@
-"""The context managers of a model's class that code around the model opens, such as `cache_context` of diffusers' models."""
+"""The context managers of a model's class that code around the model opens, such as that of diffusers' caches."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +11,6 @@ from torch import nn
 NAMES = "contexts"  # the key in a traced module's `meta` of their names
 
 
-@functools.cache
 def names_of(kind: type) -> list[str]:
     """List the public context managers of a class."""
     return [name for name in dir(kind) if not name.startswith("_") and _is_one(inspect.getattr_static(kind, name))]
