@@ -67,6 +67,7 @@ def draw(pipe: Any, name: str, prompt: Any = "a red ball", steps: int = 2, **mor
     """Latents that a pipeline ends with, from the same noise each time."""
     given = {"height": SIZE, "width": SIZE, **CALLS[name], **more}
     generator = torch.Generator().manual_seed(7)
+    prompt = list(prompt) if isinstance(prompt, list) else prompt  # Z-Image writes into it
     made = pipe(prompt=prompt, num_inference_steps=steps, generator=generator, output_type="latent", **given)
     return torch.as_tensor(made[0])
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .. import quantised
 from ..errors import FxplugError, SpecError, TraceError, shown
 from ..ir.containers import PLAIN_TYPES, Container, leaves, tensor_at
 from ..ir.entry_checks import signature_of
@@ -122,7 +123,7 @@ def _difference(model: nn.Module, traced: TracedModule) -> str:
         if isinstance(part, Container):
             names: Iterable[str] = part.attributes
         elif type(part) is type(module):
-            names = [name for name in vars(part) if not name.startswith("_") and name != "training"]
+            names = [name for name in vars(part) if not name.startswith("_") and name not in ("training", quantised.PACKS)]
         else:
             continue
         for name in names:
