@@ -152,9 +152,9 @@ def test_forms_of_a_model(text, kind, target):
         ("model:\n  tim: m", "c.yaml:2: model: unknown key 'tim' (did you mean 'timm'?)"),
         (
             "model: {timm: a, call: 'b:c'}",
-            "c.yaml:1: model: needs one of 'timm', 'diffusers', 'call'; found 'timm'",
+            "c.yaml:1: model: needs one of 'timm', 'diffusers', 'call', 'pipeline'; found 'timm'",
         ),
-        ("model: {options: {}}", "c.yaml:1: model: needs one of 'timm', 'diffusers', 'call'; found none"),
+        ("model: {options: {}}", "c.yaml:1: model: needs one of 'timm', 'diffusers', 'call', 'pipeline'; found none"),
         ("model:\n  timm: m\n  options: [1]", "c.yaml:3: model.options: must be a mapping, not a list"),
         ("model: {timm: 3}", "c.yaml:1: model.timm: must be text, not 3"),
         ("model: {diffusers: {n: 1}}", "c.yaml:1: model.diffusers: missing key '_class_name'"),
@@ -489,10 +489,14 @@ def test_the_examples_of_a_section_are_taken(section):
     needed |= {"ModelSpec": {"timm": "resnet18"}}
     name = section.__name__
     Path("sd15/unet").mkdir(parents=True)
+    Path("sd15/model_index.json").write_text("{}")
+    Path("sd15.safetensors").touch()
     for key, field in section.model_fields.items():
         assert field.description
         given = {**needed.get(name, {}), key: field.examples[0]}
-        if key in ("epochs", "images", "dataset", "call", "diffusers"):
+        if key in ("config", "part", "quantize"):
+            given = {"pipeline": "sd15.safetensors" if key == "config" else "sd15", key: field.examples[0]}
+        if key in ("epochs", "images", "dataset", "call", "diffusers", "pipeline"):
             given = {k: v for k, v in given.items() if k not in ("steps", "classes", "timm")}
         if name == "Data" and key in ("split", "columns", "repeats", "captions", "crop"):  # which are not of `classes` alone
             given = {"dataset" if key in ("split", "columns") else "images": "a", "size": 8, key: field.examples[0]}

@@ -470,7 +470,10 @@ def test_a_dry_run_that_fails_makes_no_real_model(error, building):
 
 def test_a_dry_run_of_a_rule_that_matches_nothing_makes_no_real_model(monkeypatch):
     devices = []
-    monkeypatch.setattr("fxplug.core.flow.build", lambda config, device: devices.append(device) or build(config, device=device))
+    monkeypatch.setattr(
+        "fxplug.core.models.example_inputs.build",
+        lambda config, device: devices.append(device) or build(config, device=device),
+    )
     message(rewrite, {**NET, "passes": [{"lora": {"at": "nowhere"}}]}, dry_run=True, kind=MatchError)
     assert devices == ["meta"]
 

@@ -20,8 +20,9 @@ from .errors import DEFAULT, LONGEST, ArtifactError, FxplugError, SpecError, bri
 from .ir.containers import parameters
 from .ir.text import diff, patterns
 from .ir.traced_module import TracedModule, class_names
-from .models.example_inputs import added_inputs, default_inputs, example_inputs
-from .models.factory import build, torch_device
+from .models.built_model import BuiltModel
+from .models.example_inputs import added_inputs, build_with_inputs, default_inputs, example_inputs
+from .models.factory import torch_device
 from .rewriter.applying import apply
 from .rewriter.matcher import find
 from .rewriter.sites import Site, Sites
@@ -40,7 +41,8 @@ Step = Callable[[str], AbstractContextManager[Any]]
 class Result:
     """What a rewrite gave: the rewritten `module`, the `base` it was made of (they share weights), the `sites` of each
     pass, the `report` of verification (None when it was off), the example `inputs`, the artifact `out`, the `plan` of
-    parallel passes (`fxplug.Plan`), and what runs the module in steps, `stepped`, where a pass says so."""
+    parallel passes (`fxplug.Plan`), what runs the module in steps, `stepped`, where a pass says so, and the `pipeline` that
+    the model is a part of, with the model still in it (None: a model without one)."""
 
     module: TracedModule
     base: TracedModule
@@ -51,6 +53,7 @@ class Result:
     out: Path | None = None
     plan: Any = None
     stepped: Any = None
+    pipeline: Any = None
 
     __repr__ = brief_fields
 
@@ -130,7 +133,7 @@ def rewrite(
     if out is not None and not dry_run:
         with step("save"):
             save_run_record(result)
-            inputs = {**default_inputs(config, result.base), **added_inputs(config, result.module)[1]}
+            inputs = {**default_inputs(config, result.base, result.inputs), **added_inputs(config, result.module)[1]}
             save(result.module, out, config={**resolved(config), "inputs": inputs})
         result.out = Path(out)
     return result
@@ -194,17 +197,21 @@ def _plan(config: Config, step: Step) -> Result:
 
 
 def _rewritten(config: Config, step: Step) -> Result:
-    base, inputs = _traced(config, step, None)
-    return _applied(config, base, inputs, step, None)
+    return _applied(config, *_traced(config, step, None), step, None)
 
 
-def _traced(config: Config, step: Step, device: str | None) -> tuple[TracedModule, Any]:
+def _traced(config: Config, step: Step, device: str | None) -> tuple[TracedModule, BuiltModel]:
     torch.manual_seed(config.seed)
     with step("build the model"):
-        model = build(config, device=device)
-        args, kwargs = example_inputs(config, model, device=device, later=_later(config))
-    with step("trace"):
-        return trace(model, args, kwargs, leaf=config.leaf), (args, kwargs)
+        built = build_with_inputs(config, device=device, later=_later(config))
+    with step("trace"), config.located():
+        try:
+            return built.complete(trace(built.module, *built.inputs, leaf=config.leaf)), built
+        except Exception as error:  # the model's, which a pipeline called
+            if built.pipeline is None or isinstance(error, FxplugError):
+                raise
+            finding = f"{type(built.module).__name__} fails on what its pipeline calls it with: {type(error).__name__}: {error}"
+            raise SpecError(finding, path=("model",)) from error
 
 
 def _later(config: Config) -> set[str]:
@@ -212,17 +219,17 @@ def _later(config: Config) -> set[str]:
     return {called for p in config.passes for name in p.inputs for called in (name, f"{p.name}_{name}")}
 
 
-def _applied(config: Config, base: TracedModule, inputs: Any, step: Step, device: str | None) -> Result:
+def _applied(config: Config, base: TracedModule, built: BuiltModel, step: Step, device: str | None) -> Result:
     torch.manual_seed(config.seed)  # new blocks do not depend on how much the model's own initialisation drew
-    result = Result(base, base, config, inputs)
+    result = Result(base, base, config, built.inputs, pipeline=built.pipeline)
     for index, p in enumerate(config.passes):
         if not p.goes_last:
             with step(f"apply {p.name}"), with_config_lines(config, index):
                 found = result.sites[p.name] = find(result.module, p)
                 result.module = apply(result.module, found)
     if result.module is not base:
-        args, kwargs = inputs
-        result.inputs = args, {**kwargs, **added_inputs(config, result.module, device=device)[0]}
+        added = added_inputs(config, result.module, device=device if built.pipeline is None else None)[0]
+        result.inputs = built.inputs[0], {**built.inputs[1], **added}
     for kind in dict.fromkeys(type(p) for p in config.passes if p.goes_last):
         kind.finish(result, step)
     return result

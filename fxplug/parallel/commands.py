@@ -125,7 +125,7 @@ def plan_model(subject: str, ways: Mapping[str, int], dry: bool, set: list[str] 
     result = rewrite(config, dry_run=dry, verify=False, progress=progress)
     saved = None
     if not dry:
-        inputs = {**default_inputs(config, result.base), **added_inputs(config, result.module)[1]}
+        inputs = {**default_inputs(config, result.base, result.inputs), **added_inputs(config, result.module)[1]}
         saved = {**resolved(config), "inputs": inputs}
     said = result.plan or (result.stepped and result.stepped.extra_repr()) or "one process: all degrees are 1"
     return result.module, said, result.inputs, saved

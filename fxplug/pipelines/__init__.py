@@ -13,5 +13,8 @@ EXTENSION = Extension(
         "save_pipeline": "fxplug.pipelines.tracing:save_pipeline",
         "trace_pipeline": "fxplug.pipelines.tracing:trace_pipeline",
     },
-    hooks={"saved_part": "fxplug.pipelines.diffusers_types:PipelinePart"},
+    hooks={
+        "pipeline_model": "fxplug.pipelines.pipeline_model:build_pipeline_model",
+        "saved_part": "fxplug.pipelines.diffusers_types:PipelinePart",
+    },
 )

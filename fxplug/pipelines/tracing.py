@@ -66,7 +66,7 @@ def trace_pipeline(
     for name in wanted:
         if name not in models:
             raise TraceError(f"the pipeline has no model '{name}'{did_you_mean(name, models)}; it has {', '.join(models)}")
-    calls = _calls(pipe, {name: models[name] for name in wanted}, args, call, enough=parts is not None)
+    calls = first_calls(pipe, {name: models[name] for name in wanted}, args, call, enough=parts is not None)
     if missing := [name for name in wanted if name not in calls and parts is not None]:
         raise TraceError(
             f"this call of the pipeline does not call {', '.join(missing)}; it calls {', '.join(calls) or 'none'}: give "
@@ -162,8 +162,11 @@ def models_of(pipe: Any) -> dict[str, nn.Module]:
     return models
 
 
-def _calls(pipe: Any, models: dict[str, nn.Module], args: Any, call: Any, enough: bool) -> dict[str, Any]:
-    """Return the arguments of the first call of each model."""
+def first_calls(pipe: Any, models: dict[str, nn.Module], args: Any, call: Any, enough: bool) -> dict[str, Any]:
+    """Call a pipeline and return the arguments of the first call of each of these models that it calls, by name.
+
+    With `enough` the call ends where the last of them is called.
+    """
     calls: dict[str, Any] = {}
 
     def noting(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:

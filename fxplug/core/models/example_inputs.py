@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import SpecError
+from ..extensions import need_hook
 from ..ir.traced_module import TracedModule
 from ..spec.model_section import Constant, InputSpec, Tensor
 from ..spec.pass_file import accepted_arguments, check_known
 from ..spec.run_config import Config, resolved
-from .factory import torch_device
+from .built_model import BuiltModel, describe_inputs
+from .factory import build, torch_device
+
+
+def build_with_inputs(config: Config, *, device: str | None = None, later: Collection[str] = ()) -> BuiltModel:
+    """Build the model of a configuration and an example call of it, with `device` and `later` as in `example_inputs`.
+
+    The call of a model in a pipeline is the first that the pipeline makes, with `inputs` in the places of what they name.
+    """
+    if config.model.kind == "pipeline":
+        with config.located():
+            built: BuiltModel = need_hook("pipeline_model", "pipelines")(config, device=device)
+        named = {name: spec for name, spec in config.inputs.items() if name not in later}
+        if named:
+            bound = inspect.signature(built.module.forward).bind(*built.inputs[0], **built.inputs[1])
+            _check_names(config, built.module, named)
+            bound.arguments.update(_Filler(config, torch_device(config)).mapping(named))
+            built.inputs = bound.args, bound.kwargs
+        return built
+    model = build(config, device=device)
+    return BuiltModel(model, example_inputs(config, model, device=device, later=later))
 
 
 def example_inputs(
@@ -28,15 +49,21 @@ def example_inputs(
     found = accepted_arguments(model.forward)
     given = {name: spec for name, spec in config.inputs.items() if name not in later or name in found.names}
     specs = given or _default_inputs(config, model)
-    for name in () if found.free else specs:
-        says, where = f"{type(model).__name__} takes no input", config.where("inputs", name)
-        check_known([name], found.names, says, path=("inputs",), where=where)
+    _check_names(config, model, specs)
     for name in found.required:
         if name not in specs:
             finding = _wanted_inputs(f"misses the input '{name}'", model)
             raise SpecError(finding, path=("inputs",), where=config.where("inputs"))
     kwargs = _Filler(config, torch_device(config, device)).mapping(specs)
     return (), kwargs
+
+
+def _check_names(config: Config, model: nn.Module, names: Iterable[str]) -> None:
+    """Raise SpecError for an input that the model does not take."""
+    found = accepted_arguments(model.forward)
+    for name in () if found.free else names:
+        says, where = f"{type(model).__name__} takes no input", config.where("inputs", name)
+        check_known([name], found.names, says, path=("inputs",), where=where)
 
 
 def added_inputs(config: Config, module: TracedModule, *, device: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -57,8 +84,10 @@ def added_inputs(config: Config, module: TracedModule, *, device: str | None = N
     return _Filler(config, torch_device(config, device)).mapping(specs), said
 
 
-def default_inputs(config: Config, model: nn.Module) -> dict[str, Any]:
-    """Return the `inputs` section in full: as written, or the image of a timm model."""
+def default_inputs(config: Config, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+    """Return the `inputs` section in full: as written, or the image of a timm model, or what a pipeline's call gave."""
+    if config.model.kind == "pipeline":
+        return describe_inputs(model, *call)
     if config.inputs:
         given: dict[str, Any] = resolved(config)["inputs"]
         return given

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import FxplugError, SpecError, did_you_mean
+from ..extensions import need_hook
 from ..reading import read_json
 from ..spec.model_section import CHECKPOINTS, ModelSpec, WeightsSpec
 from ..spec.pass_file import accepted_arguments, check_known, import_target
@@ -36,6 +37,9 @@ def build(config: Config, *, device: str | None = None) -> nn.Module:
 
 
 def _build(config: Config, device: str | None) -> nn.Module:
+    if config.model.kind == "pipeline":
+        module: nn.Module = need_hook("pipeline_model", "pipelines")(config, device=device).module
+        return module
     target = torch_device(config, device)
     on = torch.device("meta") if target.type == "meta" else torch.device("cpu")
     try:
@@ -145,7 +149,8 @@ def _diffusers_config(path: Path, spec: ModelSpec) -> dict[str, Any]:
         file = _cached_config(file, spec)
     if not file.is_file():
         parts = sorted(p.parent.name for p in path.glob("*/config.json"))
-        hint = f": it is the folder of a pipeline; name one of its models, {', '.join(parts)}" if parts else ""
+        either = f"name one of its models, {', '.join(parts)}, or write '{{pipeline: {spec.target}}}'"
+        hint = f": it is the folder of a pipeline; {either}" if parts else ""
         raise SpecError(f"'{spec.target}' has no config.json{hint}", path=("model",))
     read = read_json(file, lambda finding: SpecError(f"'{file}' {finding}", path=("model",)))
     if not isinstance(read, dict) or "_class_name" not in read:

@@ -21,22 +21,41 @@ TensorDtype = Literal[
 INDICES = (".safetensors.index.json", ".bin.index.json")  # which file has which tensor, of weights in several
 SUFFIXES = (".safetensors", ".pth", ".pt", ".th", ".bin", ".onnx", ".ckpt", *INDICES)
 CHECKPOINTS = (".safetensors", ".ckpt", ".gguf")  # what a model in one file is called
-KINDS = ("timm", "diffusers", "call")
+KINDS = ("timm", "diffusers", "call", "pipeline")
+INDEX = ("model_index.json", "modular_model_index.json")  # what a pipeline's folder has
+OF_PIPELINES = ("config", "part", "call", "quantize")  # keys beside `pipeline`
 
 
 class ModelSpec(Section):
     """Where the model comes from: one key says which `kind`, and its value is the `target`.
 
     A text is a folder, .json or checkpoint of diffusers, `module:name` to call, or else timm's. Paths are relative to the
-    configuration; `options` are keyword arguments.
+    configuration; `options` are keyword arguments. With `pipeline`, `call` has the arguments that the pipeline is called with.
     """
 
     timm: Any = setting(None, "the name of a timm model", "vit_small_patch16_224")
     diffusers: Any = setting(
         None, "a folder or .json of a diffusers model, or its configuration itself, with `_class_name`", "sd15/unet"
     )
-    call: Any = setting(None, "a function or class that gives the model, `package.module:name`", "my_models:tiny")
-    options: dict[str, Any] = setting({}, "keyword arguments of what makes the model", {"num_classes": 37})
+    call: Any = setting(
+        None,
+        "a function or class that gives the model, `package.module:name`; with `pipeline` the arguments of its call",
+        "my_models:tiny",
+    )
+    pipeline: Any = setting(
+        None, "a folder that a pipeline's `save_pretrained` wrote, a name on the hub, or a checkpoint of all models", "sd15"
+    )
+    config: Text | None = setting(None, "the folder of a pipeline by which a checkpoint of all its models is read", "sd15")
+    part: Any = setting(
+        None, "which model of the pipeline it is, or a list; null: its denoiser, if that is one", "transformer"
+    )
+    quantize: Literal["int8", "nf4"] | None = setting(
+        None, "how its linear layers are quantised, `int8` by torchao or `nf4` by bitsandbytes; null: they are not", "nf4"
+    )
+    options: dict[str, Any] = setting(
+        {}, "keyword arguments of what makes the model; `variant` and `revision` of a pipeline", {"num_classes": 37}
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _read_text(cls, value: Any, info: ValidationInfo) -> Any:
@@ -52,12 +71,15 @@ class ModelSpec(Section):
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> ModelSpec:
-        kinds = [kind for kind in KINDS if kind in self.model_fields_set]
+        given = self.model_fields_set
+        kinds = [kind for kind in KINDS if kind in given and not (kind == "call" and "pipeline" in given)]
         if len(kinds) != 1:
             found = " and ".join(f"'{kind}'" for kind in kinds) or "none"
-            raise located(SpecError(f"needs one of 'timm', 'diffusers', 'call'; found {found}"))
+            raise located(SpecError(f"needs one of 'timm', 'diffusers', 'call', 'pipeline'; found {found}"))
         kind, target = self.kind, self.target
         try:
+            if kind != "pipeline" and (extra := [key for key in OF_PIPELINES if key in given - {"call"}]):
+                raise SpecError(f"is a key beside 'pipeline', and this is a model of '{kind}': leave it out", path=(extra[0],))
             if kind == "diffusers" and isinstance(target, Mapping):
                 if not isinstance(target.get("_class_name"), str):
                     raise SpecError("missing key '_class_name'", path=(kind,))
@@ -67,19 +89,70 @@ class ModelSpec(Section):
                 check_target(target, kind)
             elif kind == "diffusers" and not (path := _base(info) / target).is_dir() and not path.is_file():
                 raise SpecError(f"'{target}': {no_such_file(path)}", path=(kind,))
+            elif kind == "pipeline":
+                self._check_pipeline(_base(info))
         except SpecError as error:
             raise located(error) from None
         return self
 
+    def _check_pipeline(self, base: Path) -> None:
+        """Check a pipeline's folder or file as far as that goes without opening it. Raises SpecError."""
+        if self.call is not None and not isinstance(self.call, Mapping):
+            finding = f"must be a mapping of the arguments that the pipeline is called with, not {shown(self.call)}"
+            raise SpecError(finding, path=("call",))
+        parts = self.part if isinstance(self.part, list) else [self.part]
+        if self.part is not None and not (parts and all(isinstance(part, str) and part for part in parts)):
+            finding = f"must be the name of a model of the pipeline, or a list of names, not {shown(self.part)}"
+            raise SpecError(finding, path=("part",))
+        path = base / self.pipeline
+        if self.config is not None and path.is_dir():
+            finding = f"is for a checkpoint in one file, and '{self.pipeline}' is a folder: leave it out"
+            raise SpecError(finding, path=("config",))
+        if path.is_dir():
+            check_pipeline_folder(path, self.pipeline, "pipeline")
+        elif self.pipeline.endswith(CHECKPOINTS) and not path.is_file():
+            raise SpecError(f"'{self.pipeline}': {no_such_file(path)}", path=("pipeline",))
+        elif not path.exists() and ("/" not in self.pipeline or path.parent.is_dir()):  # and no name on the hub
+            near = did_you_mean(path.name, [each.name for each in path.parent.iterdir() if each.is_dir()])
+            raise SpecError(f"'{self.pipeline}': no such folder{near}", path=("pipeline",))
+        elif path.is_file() and not self.pipeline.endswith(CHECKPOINTS):
+            finding = f"'{self.pipeline}' is neither a folder nor a checkpoint, one of {', '.join(CHECKPOINTS)}"
+            raise SpecError(finding, path=("pipeline",))
+        if self.config is not None:
+            if not (base / self.config).is_dir():
+                raise SpecError(f"'{self.config}': {no_such_file(base / self.config)}", path=("config",))
+            check_pipeline_folder(base / self.config, self.config, "config")
+
     @property
     def kind(self) -> str:
-        """Key that is given: `timm`, `diffusers` or `call`."""
-        return next(kind for kind in KINDS if kind in self.model_fields_set)
+        """Key that is given: `timm`, `diffusers`, `call` or `pipeline`, beside which `call` has arguments."""
+        return next(kind for kind in reversed(KINDS) if kind in self.model_fields_set)
 
     @property
     def target(self) -> Any:
         """Name of a timm model, an import path, or for diffusers a path or a configuration itself."""
         return getattr(self, self.kind)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments that a pipeline is called with, as the configuration has them."""
+        return dict(self.call or {}) if self.kind == "pipeline" else {}
+
+
+def check_pipeline_folder(path: Path, name: str, key: str) -> None:
+    """Raise SpecError, at the key, for a folder that is not that of a pipeline."""
+    if any((path / index).is_file() for index in INDEX):
+        return
+    finding = f"'{name}' is not a pipeline: it has no model_index.json, which `save_pretrained` of a pipeline writes"
+    inside = sorted(file.parent.name for index in INDEX for file in path.glob(f"*/{index}"))
+    if (path / "config.json").is_file():
+        home = path.resolve().parent
+        finding += "; it is the folder of one model: " + (
+            f"give its parent, and 'part: {path.resolve().name}'" if (home / INDEX[0]).is_file() else f"model: {name} takes it"
+        )
+    elif inside:
+        finding += f"; these in it have one: {', '.join(inside[:5])}"
+    raise SpecError(finding, path=(key,))
 
 
 def _base(info: ValidationInfo) -> Path:

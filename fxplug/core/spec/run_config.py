@@ -20,7 +20,7 @@ from pydantic import (
 
 from ..errors import DEFAULT, Limits, SpecError, below, did_you_mean, dotted
 from ..reading import reported
-from .model_section import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs
+from .model_section import OF_PIPELINES, Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs
 from .pass_file import find_file, open_pass
 from .rules import COMMON, Pass, check_common
 from .train_section import Data, Export, Train
@@ -230,7 +230,7 @@ def _assign(source: Source, item: str) -> None:
             step = {}
         elif isinstance(step, str) and path[:-1] == ("passes",):
             step = {step: {}}
-        elif step is None and (path[0] in FREE or path == ("model", "options")):
+        elif step is None and (path[0] in FREE or path in (("model", "options"), ("model", "call"))):
             step = {}
         elif not isinstance(step, (dict, list)):
             finding = f"no such key: '{dotted(path)}' is {shown(step)}, which has no '{text}'"
@@ -255,7 +255,8 @@ def _step(node: Any, text: str, path: tuple[str | int, ...], here: Where) -> tup
     if inside:
         key = max(inside, key=len)
         return key, text[len(key) + 1 :], node[key]
-    known = [*node, "options"] if path == ("model",) else list(dict.fromkeys([*node, *fields(Config, path)]))
+    inside_model = ["options", "call"] if "pipeline" in node else ["options"]
+    known = [*node, *inside_model] if path == ("model",) else list(dict.fromkeys([*node, *fields(Config, path)]))
     closed = not path or rest or (path[0] == "passes" and len(path) == 2)
     if closed and head not in known:
         place = f"'{dotted(path)}'" if path else "a configuration"
@@ -275,7 +276,8 @@ def resolved(config: Config) -> dict[str, Any]:
     for key in Config.model_fields:
         value = getattr(config, key)
         if key == "model":
-            out[key] = {value.kind: copy.deepcopy(value.target), "options": copy.deepcopy(value.options)}
+            extra = [name for name in OF_PIPELINES if value.kind == "pipeline" and getattr(value, name) is not None]
+            out[key] = {name: copy.deepcopy(getattr(value, name)) for name in (value.kind, *extra, "options")}
         elif key in ("weights", "inputs"):
             out[key] = raw.get(key, Config.model_fields[key].default)
         elif key == "passes":

@@ -1,0 +1,123 @@
+"""The model that a configuration names as a part of a pipeline: opened, quantised, and with the first call that it gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import FxplugError, SpecError, did_you_mean
+from ..core.ir.entry_checks import refusal
+from ..core.ir.traced_module import TracedModule
+from ..core.models.built_model import BuiltModel
+from ..core.models.factory import torch_device
+from ..core.models.state_dict import load_weights
+from ..core.spec.run_config import Config
+from .diffusers_types import pipeline_part
+from .example_call import ExampleCall, call_arguments, call_parameters, encoding_once
+from .opening import open_pipeline, quantize_part, quiet
+from .tracing import first_calls, models_of
+
+NAMES = ("unet", "transformer", "prior", "decoder")  # how the names of denoisers begin
+FORMS = 32  # so many forms of call a part may get a graph for: sizes of buckets are some
+
+
+def build_pipeline_model(config: Config, *, device: str | None = None) -> BuiltModel:
+    """Open the pipeline of a configuration, and take the part of it that the configuration names, or its one denoiser.
+
+    It is opened on real tensors for a dry run too, as what the part is called with is seen in a call.
+
+    Args:
+        config: The configuration, whose `model` has `pipeline`.
+        device: As in `build`.
+
+    Returns:
+        The part with the arguments of its first call, and the pipeline, which has the part in it.
+
+    Raises:
+        SpecError: There is no such pipeline or part; the pipeline cannot be called as the configuration says.
+    """
+    spec, pipe, target = config.model, open_config_pipeline(config), torch_device(config)
+    size = config.data.size if config.data is not None else None
+    size = (size, size) if isinstance(size, int) else size
+    arguments = call_arguments(pipe, spec.arguments, size)
+    part = _part(pipe, spec.part, arguments)
+    model = pipe.components[part]
+    if config.weights is not None:
+        load_weights(model, config.weights, config.base)
+    for name in {part, *denoisers_of(pipe)} if spec.quantize else ():
+        quantize_part(pipe.components[name], spec.quantize or "", target)
+    pipe.to(target)
+    sized = size is not None and not set(spec.arguments).intersection(("height", "width"))
+    call = ExampleCall(pipe, part, arguments, ("data", "size") if sized else ("model", "call"), size or (512, 512))
+    with encoding_once(pipe):
+        inputs = call.example()
+    model.train(config.mode == "train")
+
+    def complete(traced: TracedModule) -> TracedModule:
+        made = pipeline_part(traced, model, FORMS)
+        with encoding_once(pipe):
+            for given in () if device == "meta" else call.forms():
+                if all(refusal(each, *given) is not None for each in made.modules_by_form):
+                    made.add_variant(*given)
+        return made
+
+    return BuiltModel(model, inputs, pipe, complete)
+
+
+def open_config_pipeline(config: Config) -> Any:
+    """Open the pipeline that a configuration names, on the CPU. Raises SpecError."""
+    spec = config.model
+    if torch_device(config).type == "meta":
+        finding = "a pipeline is called once for its model's inputs, which needs values: give another device"
+        raise SpecError(finding, path=("device",))
+    named = config.base / spec.target
+    return open_pipeline(
+        named if named.exists() else spec.target,
+        config=None if spec.config is None else config.base / spec.config,
+        dtype=None if config.dtype is None else getattr(torch, config.dtype),
+        options=spec.options,
+    )
+
+
+def denoisers_of(pipe: Any) -> dict[str, nn.Module]:
+    """Return the models of a pipeline that denoise, as far as their class and their name tell, by name."""
+    from diffusers import ModelMixin
+
+    models = {name: part for name, part in models_of(pipe).items() if isinstance(part, ModelMixin)}
+    models = {name: part for name, part in models.items() if not hasattr(part, "decode")}
+    return {name: part for name, part in models.items() if name.startswith(NAMES)} or models
+
+
+def _part(pipe: Any, wanted: Any, arguments: dict[str, Any]) -> str:
+    """Return the name of the part: what is wanted, or the one denoiser that is called. Raises SpecError."""
+    denoisers, models = denoisers_of(pipe), models_of(pipe)
+    if isinstance(wanted, list) and len(wanted) == 1:
+        wanted = wanted[0]
+    for name in wanted if isinstance(wanted, list) else [] if wanted is None else [wanted]:
+        if name not in models:
+            others = [each for each in models if each not in denoisers]
+            finding = f"{type(pipe).__name__} has no model '{name}'{did_you_mean(name, models)}; it has "
+            raise SpecError(finding + ", ".join([*denoisers, *others]), path=("model", "part"))
+    if isinstance(wanted, list):
+        finding = f"a rewrite is of one model, not of {', '.join(wanted)}: name one, and rewrite the other apart"
+        raise SpecError(finding, path=("model", "part"))
+    if wanted is not None:
+        return str(wanted)
+    called = list(denoisers)
+    if len(called) > 1:
+        few = {"num_inference_steps": 2, "output_type": "latent"}
+        known = {name: value for name, value in few.items() if name in call_parameters(pipe)}
+        try:
+            with quiet():
+                called = list(first_calls(pipe, denoisers, (), {**arguments, **known}, True))
+        except FxplugError:
+            raise
+        except Exception:  # the pipeline's, which is reported when it is called for its part
+            called = list(denoisers)
+    if len(called) != 1:
+        found = ", ".join(called or models)
+        finding = f"{type(pipe).__name__} has {'several denoisers' if called else 'no denoiser that is known as one'}, {found}"
+        raise SpecError(f"{finding}: choose with 'part'", path=("model", "part"))
+    return called[0]
