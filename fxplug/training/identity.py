@@ -64,7 +64,7 @@ def describe_run(
         "train": settings.model_dump(exclude={*FREE, "task"}),
         "optimizer and scheduler": list(kinds),
         "samples of a step": samples_of_a_step,
-        "data": None if spec is None else spec.model_dump(exclude={*FREE_DATA}),
+        "data": None if spec is None else spec.model_dump(exclude={**dict.fromkeys(FREE_DATA, True), "prior": {*FREE_DATA}}),
         "samples": describe_samples(data, seed),
         "seed": seed,
     }
@@ -108,6 +108,7 @@ def describe_samples(data: Any, seed: int) -> dict[str, Any]:
         "classes": data.classes,
         "digest": _digest(_of_files(items) if hasattr(items, "names") else _of_a_few(items, seed)),
         **({"batches": batches} if batches else {}),
+        **({"prior": describe_samples(data.prior, seed)} if getattr(data, "prior", None) is not None else {}),
     }
 
 

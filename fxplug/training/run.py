@@ -25,7 +25,8 @@ from .checkpoint import newest
 from .data.loader import Loader
 from .data.sources import open_items
 from .distributed import check_agreement, gathered, launched
-from .plugins import load_plugins
+from .plugins import Plugins, load_plugins
+from .random_draws import mixed
 from .run_folder import RunFolder
 from .shared_samples import share
 from .tasks.conditioning import ENCODER
@@ -104,7 +105,8 @@ def train(
         rank, world = share(accelerator, config.train)
         common: dict[str, Any] = {"seed": config.seed, "rank": rank, "world": world, "batch": config.train.batch}
         hooks = plugins if plugins.transforms else None
-        data = Loader(open_items(config.data, config.base), config.data, hooks=hooks, **common)
+        prior = _open_prior(config.data, config.base, config.seed, hooks)
+        data = Loader(open_items(config.data, config.base), config.data, hooks=hooks, prior=prior, **common)
         tests: Data | None = config.data.test
         test = None
         if tests is not None:
@@ -141,6 +143,14 @@ def train(
         first = accelerator.is_main_process
         use = into_pipeline(result.module, task, folder, config) if first and isinstance(task, Denoise) else ""
     return Run(result.module, history, folder, trainer.metrics, trainer, use)
+
+
+def _open_prior(spec: Data, base: Path, seed: int, hooks: Plugins | None) -> Loader | None:
+    """Open the prior images of a `data` section, one a batch; None where it has none. They take the sizes of the samples."""
+    if spec.prior is None:
+        return None
+    whole = spec.prior.model_copy(update={"buckets": None})
+    return Loader(open_items(spec.prior, base, prior=True), whole, 1, seed=mixed(seed, 1), hooks=hooks)
 
 
 def _folder(name: str, out: str | Path | None, resume: bool | str | Path) -> Path:

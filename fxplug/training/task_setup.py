@@ -44,8 +44,9 @@ def set_up_task(
         trigger=getattr(getattr(data, "spec", None), "trigger", None),
     )
     for one, part in ((data, ("data",)), (tests, ("data", "test"))):
-        if getattr(getattr(one, "spec", None), "masks", None) is not None and "loss_mask" not in task.reads:
-            raise SpecError(f"has no effect: the loss of {type(task).__name__} reads no masks", path=(*part, "masks"))
+        for key, read, kind in (("masks", "loss_mask", "masks"), ("prior", "prior", "prior images")):
+            if getattr(getattr(one, "spec", None), key, None) is not None and read not in task.reads:
+                raise SpecError(f"has no effect: the loss of {type(task).__name__} reads no {kind}", path=(*part, key))
     try:
         task.setup(module, info)
     except SpecError as error:

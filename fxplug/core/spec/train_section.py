@@ -300,28 +300,38 @@ class Data(Section):
         10, "so many images that cannot be read are named, counted and replaced; one more ends the run", 0, ge=0
     )
     test: Data | None = setting(None, "the test data: a path, or what differs from the training data", "pets/test")
+    prior: Data | None = setting(
+        None,
+        "images of the class of what is learnt, as many in each batch: a path, or what differs from the training data",
+        "dogs/",
+    )
+    prior_weight: float = setting(1.0, "the weight of the loss of `prior`", 0.5, gt=0, le=1e4)
 
     @model_validator(mode="before")
     @classmethod
     def _inherited(cls, value: Any) -> Any:
-        """Test data has the settings of the training data that it does not give itself; `buckets: true` has the defaults."""
+        """Test data and prior images have the settings of the training data that they do not give themselves; `buckets: true`
+        has the defaults."""
         if not isinstance(value, Mapping):
             return value
         buckets = value.get("buckets")
         value = {**value, "buckets": {} if buckets is True else None if buckets is False else buckets}
-        test = value.get("test")
         kinds = [kind for kind in KINDS if value.get(kind) is not None]
-        if isinstance(test, str) and len(kinds) == 1:
-            test = {kinds[0]: test}
-        if isinstance(test, Mapping):
-            own = ["test", "split", "shuffle", "masks"]
-            if ":" not in str(value.get("conditions")):  # a folder, no function
-                own.append("conditions")
-            source = {} if any(kind in test for kind in KINDS) else {kind: value[kind] for kind in kinds}
-            taken = [kind for kind in KINDS if kind in {**source, **test}]
-            own += [key for key, of in OF_KINDS.items() if not set(of).intersection(taken)]
-            kept = {k: v for k, v in value.items() if k not in (*KINDS, *own)}
-            value["test"] = {**source, **kept, "shuffle": False, "flip": False, "crop": "center", **test}
+        still = {"shuffle": False, "flip": False, "crop": "center"}
+        for name, further, changed in (("test", ["shuffle"], still), ("prior", ["trigger"], {})):
+            part = value.get(name)
+            if isinstance(part, str) and len(kinds) == 1:
+                part = {kinds[0]: part}
+            if isinstance(part, Mapping):
+                own = ["test", "prior", "prior_weight", "split", "masks", *further]
+                if ":" not in str(value.get("conditions")):  # a folder, no function
+                    own.append("conditions")
+                inherits = name == "test" and not any(kind in part for kind in KINDS)
+                source = {kind: value[kind] for kind in kinds} if inherits else {}
+                taken = [kind for kind in KINDS if kind in {**source, **part}]
+                own += [key for key, of in OF_KINDS.items() if not set(of).intersection(taken)]
+                kept = {k: v for k, v in value.items() if k not in (*KINDS, *own)}
+                value[name] = {**source, **kept, **changed, **part}
         return value
 
     @model_validator(mode="after")
@@ -334,8 +344,29 @@ class Data(Section):
             if kinds[0] not in of and getattr(self, key) != Data.model_fields[key].default:
                 finding = f"has no effect with '{kinds[0]}': it is for {' and '.join(map(repr, of))}"
                 raise located(SpecError(finding, path=(key,)))
+        self._check_prior()
         if self.trigger is not None and self.captions == "none":
             raise located(SpecError("has no effect with 'captions: none'", path=("trigger",)))
         if self.crop == "random" and self.size is None and self.call is None:
             raise located(SpecError("has no effect without 'size': images stay as they are", path=("crop",)))
         return self
+
+    def _check_prior(self) -> None:
+        """Raise for settings of the prior images that would have no effect."""
+        found: tuple[str, tuple[str, ...]] | None = None
+        if self.prior is None and self.prior_weight != Data.model_fields["prior_weight"].default:
+            found = ("has no effect without 'prior'", ("prior_weight",))
+        elif self.test is not None and self.test.prior is not None:
+            found = ("has no effect: tests have no prior images", ("test", "prior"))
+        elif self.prior is not None:
+            inner = next((key for key in ("test", "prior", "trigger") if getattr(self.prior, key) is not None), None)
+            shared = ("size", "buckets", "channels", "workers", "max_corrupt")
+            other = next((key for key in shared if getattr(self.prior, key) != getattr(self, key)), None)
+            if self.prior.classes is not None:
+                found = ("must be images with captions, and these have classes", ("prior",))
+            elif inner is not None:
+                found = ("has no effect: prior images have none", ("prior", inner))
+            elif other is not None:
+                found = ("has no effect: prior images have that of the images, so leave it out", ("prior", other))
+        if found is not None:
+            raise located(SpecError(found[0], path=found[1]))

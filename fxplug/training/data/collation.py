@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,3 +64,17 @@ def _read(key: str, value: Any, sample: dict[str, Any]) -> Tensor:
 
 def _described(value: Tensor) -> str:
     return "x".join(map(str, value.shape)) + f" {str(value.dtype).removeprefix('torch.')}"
+
+
+def pair_with_prior(sample: dict[str, Any], prior: dict[str, Any], weight: float) -> None:
+    """Mark a sample and a prior image that goes with it, and give each what the other alone has, where that has a default.
+
+    A prior image without a mask counts everywhere.
+    """
+    sample["prior"], prior["prior"] = False, True
+    sample["loss_scale"], prior["loss_scale"] = sample.get("loss_scale", 1.0), prior.get("loss_scale", 1.0) * weight
+    if "cond_dropout" in sample or "cond_dropout" in prior:
+        for one in (sample, prior):
+            one.setdefault("cond_dropout", math.nan)
+    if isinstance(mask := sample.get("loss_mask"), Tensor):
+        prior.setdefault("loss_mask", torch.full_like(mask, 1.0 if mask.is_floating_point() else 255))

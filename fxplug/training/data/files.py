@@ -187,7 +187,8 @@ def _paths(given: str | list[str], base: Path) -> list[Path]:
 
 
 class _OtherFolders:
-    """Folders whose images are other data, and what of: condition images, masks, the test data and theirs.
+    """Folders whose images are other data, and what of: condition images, masks, prior images, the test
+    data and theirs.
 
     They are left out where they lie below `sources`, and `met` has those that did.
     """
@@ -203,6 +204,9 @@ class _OtherFolders:
             own = {os.path.realpath(source) for source in sources}
             found = {os.path.realpath(folder) for folder in others if os.path.isdir(folder)}
             self.kinds = dict.fromkeys(found - own, "test data")
+        if spec.prior is not None:
+            found = {os.path.realpath(folder) for folder in _paths(spec.prior.classes or spec.prior.images or [], base)}
+            self.kinds |= dict.fromkeys(found, "prior images")
         if conditions is not None:
             self.kinds[os.path.realpath(conditions)] = "condition images"
         if masks is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from ..random_draws import mixed, preserve_random_state, seed_all
 from ..tasks.task import Task
 from ..trigger import with_trigger
 from .batch_order import Order, Request, Size, assign, bucket_sizes
-from .collation import collate
+from .collation import collate, pair_with_prior
 from .files import Items, names_of_classes
 from .image_files import COMPOSED, Crop, Unreadable, as_image, placed, prepared
 from .image_sources import IMAGES, ImageSource, PlacedImage, crop_origin
@@ -59,6 +60,8 @@ class Loader(Dataset[Any]):
     transform: (PIL image, (h, w)) -> tensor [c, h, w]. None: crop to the shape of the size, resize, flip as `spec` says,
         values in [-1, 1]; a transform does all that itself, but where there are condition images it gets the image cropped
         and flipped already.
+    prior: prior images, in batches of one. When training, each sample of a batch is followed by one of them, all of which come
+        in turn; `prior` bool [b] says which they are, and `loss_scale` has their weight.
     hooks: changes captions and PIL images before anything else does.
     skip_decoding: (item) -> whether its images need no pixels. Where it is set, `image` and `condition` of a batch are lists of
         `PlacedImage`, of which those have pixels that are not skipped, and `content` is the digests of the image files. Only
@@ -86,7 +89,9 @@ class Loader(Dataset[Any]):
         train: bool = True,
         transform: Transform | None = None,
         hooks: Plugins | None = None,
+        prior: Loader | None = None,
     ) -> None:
+        self.prior = prior if train else None
         self.items, self.spec, self.seed, self.train, self.hooks = items, spec, seed, train, hooks
         self._transform, self._skipped = transform, dict[str, str]()
         self._skip_decoding: SkipDecoding | None = None
@@ -108,6 +113,7 @@ class Loader(Dataset[Any]):
             raise TrainError(f"{batches} is larger than the data: {self.total} samples")
         named = spec.conditions is not None and ":" in spec.conditions.name
         self.condition = function_of(spec.conditions, ("data", "conditions")) if named and spec.conditions else None
+        self.turn: tuple[int, list[Request]] | None = None  # the requests of the epoch that was asked for last
         self._requests, self._composed = list[Request](), False
         self._pool: DataLoader[Any] | None = None
 
@@ -207,7 +213,7 @@ class Loader(Dataset[Any]):
 
     def notes(self, task: Task) -> list[str]:
         """Return notes about the data before the training: values that are ignored and samples that are left out."""
-        notes = list(self.items.notes)
+        notes = [*self.items.notes, *(self.prior.items.notes if self.prior is not None else [])]
         keys = {key for value in self.items.values for key in value}
         for key in ("loss_scale", "cond_dropout"):
             if key in keys and key not in task.reads:
@@ -260,6 +266,14 @@ class Loader(Dataset[Any]):
                         composed = composed or sample.pop(COMPOSED, "")
                         sample.pop(COMPOSED, None)
                         samples.append(sample)
+                        if self.prior is not None and self.train:
+                            other = self._prior_of(self.prior, index, view, request, skipped)
+                            if other is None:
+                                return Fetched(None, skipped)
+                            composed = composed or other.pop(COMPOSED, "")
+                            other.pop(COMPOSED, None)
+                            pair_with_prior(sample, other, self.spec.prior_weight)
+                            samples.append(other)
                 return Fetched(collate(samples) if samples else None, skipped, composed=composed)
             except FxplugError as error:
                 return Fetched(None, skipped, error)
@@ -279,6 +293,18 @@ class Loader(Dataset[Any]):
         if self.train:
             raise TrainError(f"no image of a group of {len(members)} can be read: {too_many(skipped)}")
         return None
+
+    def _prior_of(
+        self, prior: Loader, index: int, view: int, request: Request, skipped: dict[str, str]
+    ) -> dict[str, Any] | None:
+        """Return the prior image that goes with a sample, in its size: however the samples are divided, the same one."""
+        views = math.ceil(max(self.items.repeats)) if self.items.repeats is not None else 1
+        turn, place = divmod(index + len(self.items) * (request.epoch * views + view), len(prior.order))
+        if prior.turn is None or prior.turn[0] != turn:
+            prior.turn = (turn, prior.order.requests(turn))
+        chosen = prior.turn[1][place]
+        sized = prior._copy(sizes=[self.sizes[request.group]])
+        return sized._readable(chosen.indices[0], chosen.views[0] if chosen.views else 0, chosen, skipped)
 
     @staticmethod
     def _from(index: int, members: Sequence[int]) -> Iterator[int]:

@@ -36,13 +36,13 @@ NAMES = {
 KINDS = {"image": ("image",), "label": ("class", "int", "text"), "caption": ("text",), "condition": ("image",)}
 
 
-def open_items(spec: Data, base: Path, *, test: bool = False) -> Items:
-    """Open the samples that a `data` section names, or its `test` section; paths are relative to `base`.
+def open_items(spec: Data, base: Path, *, test: bool = False, prior: bool = False) -> Items:
+    """Open the samples that a `data` section names, or its section `test` or `prior`; paths are relative to `base`.
 
-    `test` only sets how errors call the section, and the default split of a data set. Raises SpecError, whose path begins with
-    `data`, or with the file and line of metadata that is wrong.
+    `test` and `prior` only set how errors call the section, and `test` the default split of a data set. Raises SpecError, whose
+    path begins with `data`, or with the file and line of metadata that is wrong.
     """
-    with below("data", *["test"] * test):
+    with below("data", *["test"] * test, *["prior"] * prior):
         if spec.conditions and ":" in spec.conditions.name:
             function_of(spec.conditions, ("conditions",))
         elif spec.conditions and (spec.dataset or spec.call):

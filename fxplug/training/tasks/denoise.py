@@ -42,7 +42,7 @@ class Denoise(Task):
     has. The condition of a pass such as ControlNet goes where that pass wants it.
     """
 
-    reads = ("loss_scale", "cond_dropout", "loss_mask")
+    reads = ("loss_scale", "cond_dropout", "loss_mask", "prior")
 
     def __init__(
         self,

@@ -114,6 +114,9 @@ def offset_noise(noise: Tensor, draw: Any, offset: float) -> Tensor:
 def mean_loss(losses: Tensor, batch: Batch) -> Tensor:
     """Return the mean over the samples of a batch, weighted by its `loss_scale` where it has one.
 
+    Samples that are prior images (`prior`, bool [b]) count beside the others: the sum of both is divided by the number of the
+    others. With the weight w in `loss_scale` that is mean(own) + w * mean(prior), as in DreamBooth (arXiv 2208.12242).
+
     Args:
         losses: The loss of each sample, float32 [b].
         batch: The batch.
@@ -121,4 +124,5 @@ def mean_loss(losses: Tensor, batch: Batch) -> Tensor:
     Returns:
         A scalar.
     """
-    return (losses * batch["loss_scale"] if "loss_scale" in batch else losses).mean()
+    losses = losses * batch["loss_scale"] if "loss_scale" in batch else losses
+    return losses.sum() / (~batch["prior"]).sum() if "prior" in batch else losses.mean()

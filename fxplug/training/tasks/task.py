@@ -59,7 +59,7 @@ class Task:
     """
 
     best: ClassVar[str | None] = None  # the metric of `test` of which the highest is the best
-    reads: ClassVar[tuple[str, ...]] = ()  # what of `loss_scale`, `cond_dropout` and `loss_mask` of a sample it goes by
+    reads: ClassVar[tuple[str, ...]] = ()  # of `loss_scale`, `cond_dropout`, `loss_mask` and `prior`, what it goes by
     encoder: FolderText | None = None  # what turns captions into tensors, where plugins may look at it
     trains = False  # whether something of `encoder` trains too
 
