@@ -498,8 +498,9 @@ def test_the_examples_of_a_section_are_taken(section):
             given = {"pipeline": "sd15.safetensors" if key == "config" else "sd15", key: field.examples[0]}
         if key in ("epochs", "images", "dataset", "call", "diffusers", "pipeline"):
             given = {k: v for k, v in given.items() if k not in ("steps", "classes", "timm")}
-        if name == "Data" and key in ("split", "columns", "repeats", "captions", "crop"):  # which are not of `classes` alone
+        if name == "Data" and key in ("split", "columns", "repeats", "captions", "crop", "trigger", "prior", "prior_weight"):
             given = {"dataset" if key in ("split", "columns") else "images": "a", "size": 8, key: field.examples[0]}
+            given |= {"prior": "b"} if key == "prior_weight" else {}  # none of these is of `classes` alone
         if name == "Config":
             load_config(given)
         else:

@@ -13,7 +13,7 @@ from .model_section import Constant, ModelSpec, Tensor, WeightsSpec
 from .pass_file import REQUIRED, Draft, open_pass, shipped
 from .run_config import Config
 from .task_section import SCHEDULES, TASKS, ClassifyOptions, DenoiseOptions, Schedule, TextOptions
-from .train_section import Buckets, Data, Export, Log, Parallel, Save, Test, Train
+from .train_section import Buckets, Data, Export, GroupRates, Log, Parallel, Save, Test, Train
 
 Texts = Mapping[str, tuple[str, Any]]
 
@@ -56,6 +56,7 @@ def parameter(name: str, default: Any, said: Mapping[str, str], given: Mapping[s
 SECTIONS: dict[type[BaseModel], str] = {
     Config: "A configuration", ModelSpec: "`model`, where it is a mapping", WeightsSpec: "`weights`, where it is a mapping",
     Tensor: "`inputs`, a tensor", Constant: "`inputs`, a constant", Train: "`train`", Save: "`train.save`", Log: "`train.log`",
+    GroupRates: "`train.groups`, below a pattern",
     Test: "`train.test`", Parallel: "`train.parallel`", Schedule: "`train.scheduler`, below `constant`, `linear` or `cosine`",
     ClassifyOptions: "`train.task`, below `classify`", DenoiseOptions: "`train.task`, below `denoise`",
     TextOptions: "`train.task.denoise.text`, below a folder", Data: "`data`", Buckets: "`data.buckets`", Export: "`export`",
