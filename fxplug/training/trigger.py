@@ -12,6 +12,11 @@ def with_trigger(caption: str, trigger: str | None) -> str:
     return f"{trigger}, {caption}" if caption else trigger
 
 
+def replace_trigger(caption: str, trigger: str, word: str) -> str:
+    """Return a caption with another word in the place of the trigger word."""
+    return _words(trigger).sub(lambda _: word, caption)
+
+
 def _words(trigger: str) -> re.Pattern[str]:
     """Return a pattern for a trigger that is no part of a longer word."""
     return re.compile(rf"(?<!\w){re.escape(trigger)}(?!\w)")

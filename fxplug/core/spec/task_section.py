@@ -123,6 +123,10 @@ class DenoiseOptions(Section):
         None, "guidance that is learnt, as in DreamArtist (arXiv 2211.11337); null: none", 3.0, ge=-1e4, le=1e4
     )
     negative: str = setting("", "the caption that guidance leads away from", "blurry")
+    preserve: Text | None = setting(
+        None, "the class in whose place `data.trigger` stands: what the model makes of it is preserved; null: nothing is", "dog"
+    )
+    preserve_weight: float = setting(1.0, "the weight of the loss of what is preserved", 0.5, gt=0, le=1e4)
 
 
 class TextOptions(Section):

@@ -13,11 +13,12 @@ from ...core.spec.task_section import DenoiseOptions
 from ...core.spec.train_section import read_use
 from ...core.spec.yaml_source import validate
 from ..random_draws import Draws
-from ..trigger import with_trigger
+from ..trigger import replace_trigger, with_trigger
 from .conditioning import Text, Vae
-from .losses import huber_delta, mean_loss, offset_noise, read_loss, sample_losses
+from .losses import MSE, huber_delta, mean_loss, offset_noise, read_loss, sample_losses
 from .model_call import ModuleCall, ModuleInput, check_labels, default_call, embedding_rows, image_of, inputs_of, listed
 from .noise import open_noise, positions, read_density
+from .preservation import without_training
 from .task import Batch, Task, TaskInfo, Totals
 
 TESTED = (0.125, 0.375, 0.625, 0.875)  # the places in the schedule at which a test takes the loss
@@ -36,7 +37,8 @@ class Denoise(Task):
     below 1, time_scale: 0.001). call: what the model is called with, where the names of its inputs do not say it. samples: how
     many sample images, or a list of their captions or labels; guidance (arXiv 2207.12598) and sample_steps are theirs.
     train_guidance: a scale; the batch then has each sample twice, first with the caption `negative`, and what is learnt is
-    negative + scale * (own - negative), as in DreamArtist (arXiv 2211.11337).
+    negative + scale * (own - negative), as in DreamArtist (arXiv 2211.11337). preserve: a class; the batch then has each sample
+    twice, too, then with the class in the place of the trigger, where what the model predicts without what trains is learnt.
 
     `call` gives inputs the values noisy, time, text (text.NAME of several), label, condition, and whatever else the data
     has. The condition of a pass such as ControlNet goes where that pass wants it.
@@ -64,11 +66,13 @@ class Denoise(Task):
         sample_steps: int = 20,
         train_guidance: float | None = None,
         negative: str = "",
+        preserve: str | None = None,
+        preserve_weight: float = 1.0,
     ) -> None:
         given = {"scheduler": scheduler, "prediction": prediction, "vae": vae, "text": text, "dropout": dropout}
         given |= {"null_label": null_label, "snr_gamma": snr_gamma, "density": density, "weighting": weighting}
         given |= {"loss": loss, "noise_offset": noise_offset, "time_scale": time_scale, "call": call, "samples": samples}
-        given |= {"guidance": guidance, "negative": negative}
+        given |= {"guidance": guidance, "negative": negative, "preserve": preserve, "preserve_weight": preserve_weight}
         validate(DenoiseOptions, {**given, "sample_steps": sample_steps, "train_guidance": train_guidance})
         self.scheduler, self.density = read_use(scheduler), read_density(read_use(density))
         self.loss_kind, self.noise_offset = read_loss(read_use(loss)), noise_offset
@@ -76,6 +80,7 @@ class Denoise(Task):
         self.vae_spec, self.text_spec, self.mapping = vae, text, call
         self.dropout, self.null_label, self.guidance, self.sample_steps = dropout, null_label, guidance, sample_steps
         self.wanted, self.train_guidance, self.negative = samples, train_guidance, negative
+        self.preserve, self.preserve_weight = preserve, preserve_weight
         with below("text"):
             said = read_use(text).options if text is not None else {}
         self.trains = bool(said.get("trainable") or said.get("passes"))
@@ -117,10 +122,24 @@ class Denoise(Task):
         if self.text is None and info.trigger is not None:
             raise SpecError("has no effect: the task is given no captions; set its 'text'", path=("data", "trigger"))
         self._check_unused()
+        if self.preserve is not None:
+            with below("preserve"):
+                self._check_preserved()
+                self.untrained = without_training(module)
         self.shape = self._shape(inputs)
+
+    def _check_preserved(self) -> None:
+        if self.info.trigger is None:
+            raise SpecError("needs 'trigger' in the section data, the word in whose place the class stands")
+        if self.train_guidance is not None:
+            raise SpecError("and 'train_guidance' both double the batch: leave one of them out")
+        if self.trains:
+            raise SpecError("needs the text encoder as it was, and this one trains")
 
     def _check_unused(self) -> None:
         """Raise SpecError for an option that would have no effect, and for a label that the model does not have."""
+        if self.preserve is None and self.preserve_weight != 1:
+            raise SpecError("has no effect without 'preserve'", path=("preserve_weight",))
         if self.negative and self.train_guidance is None and self.guidance == 1:
             raise SpecError("has no effect without guidance: set 'guidance' or 'train_guidance'", path=("negative",))
         listed_samples = self.wanted if isinstance(self.wanted, list) else []
@@ -161,7 +180,7 @@ class Denoise(Task):
         dropout = self._dropout(batch)
         if self.info.classes is None and self.null_label is not None and "label" in batch:
             self._check_no_class(batch)
-        return mean_loss(self._losses(module, batch, draw, position, dropout), batch)
+        return mean_loss(self._losses(module, batch, draw, position, dropout, preserve=self.preserve is not None), batch)
 
     def _dropout(self, batch: Batch) -> float | Tensor:
         """Return the probability that a sample loses its caption or label: its own if it has one (not nan), else the task's."""
@@ -240,7 +259,7 @@ class Denoise(Task):
         return ((self.vae.decode(x) if self.vae is not None else x) / 2 + 0.5).clamp(0, 1)
 
     def _losses(
-        self, module: nn.Module, batch: Batch, draw: Any, position: Tensor, dropout: float | Tensor
+        self, module: nn.Module, batch: Batch, draw: Any, position: Tensor, dropout: float | Tensor, *, preserve: bool = False
     ) -> Tensor:
         """Return the weighted loss of each sample, float32 [b]."""
         image = batch["image"]
@@ -255,7 +274,9 @@ class Denoise(Task):
         batch["timesteps"] = self.noise.time(index)
         noisy, target = self.noise.noisy(x, noise, index), self.noise.target(x, noise, index)
         time, conditions = self.noise.time(index), self._conditions(batch, dropped)
-        if self.train_guidance is None:
+        if preserve:
+            predicted, kept = self._preserved(module, batch, noisy, time, conditions)
+        elif self.train_guidance is None:
             predicted = self._predict(module, noisy, time, conditions)
         else:
             without = self._conditions(*self._without(batch, torch.ones_like(dropped)))
@@ -264,7 +285,8 @@ class Denoise(Task):
             found = f"the model returns {list(predicted.shape)} for {list(x.shape)}"
             raise SpecError(f"{found}, but a prediction must have the shape of the noisy input")
         losses = sample_losses(predicted, target, batch, self.loss_kind, self._delta(index))
-        return losses * self.noise.weight(index)
+        losses = losses * self.noise.weight(index)
+        return losses + self.preserve_weight * kept if preserve else losses
 
     def _delta(self, index: Tensor) -> Tensor | None:
         """Return the delta of a Huber loss at these steps; None for another loss."""
@@ -284,6 +306,23 @@ class Denoise(Task):
         both = {key: _joined(without[key], value) for key, value in own.items()}
         negative, positive = self._predict(module, torch.cat([x, x]), torch.cat([time, time]), both).chunk(2)
         return negative + scale * (positive - negative)
+
+    def _preserved(
+        self, module: nn.Module, batch: Batch, noisy: Tensor, time: Tensor, own: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Predict from one batch, in whose second half the class stands in the place of the trigger.
+
+        Returns the prediction of the first half, and for the second the squared distance of each sample, float32 [b], from
+        what the model predicts without what trains: ostris' ai-toolkit calls it differential output preservation.
+        """
+        captions = [replace_trigger(text, str(self.info.trigger), str(self.preserve)) for text in batch["caption"]]
+        rest = {key: value for key, value in batch.items() if key != "tokens"}
+        of_class = self._conditions({**rest, "caption": captions}, torch.zeros_like(time, dtype=torch.bool))
+        both = {key: _joined(value, of_class[key]) for key, value in own.items()}
+        predicted, new = self._predict(module, torch.cat([noisy, noisy]), torch.cat([time, time]), both).chunk(2)
+        with torch.no_grad():
+            before = self._predict(self.untrained, noisy, time, of_class)
+        return predicted, sample_losses(new, before, {}, MSE)
 
     def _without(self, batch: Batch, every: Tensor) -> tuple[Batch, Tensor]:
         """Return the batch with the negative caption for every sample, and which of its samples lose caption and label."""

@@ -16,6 +16,7 @@ from .task import Batch
 
 HUBER: dict[str, Any] = {"delta": 0.1, "schedule": "constant"}
 LOSSES: dict[str, dict[str, Any]] = {"mse": {}, "huber": HUBER, "smooth_l1": HUBER}
+MSE = Use("mse", {})
 SCHEDULES = ("constant", "exponential", "snr")
 
 
