@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -162,6 +163,13 @@ def _by_kinds(lowered: TracedModule, settings: Train) -> TracedModule:
     except MatchError:
         finding = "the model has no repeated regions, so 'compile: regions' saves nothing: write 'compile: true'"
         raise SpecError(finding, path=("train", "compile")) from None
+
+
+def to_device(module: nn.Module, place: torch.device) -> None:
+    """Move a module to a device, unless it is there: torch refuses for packed weights that compiled code looks at."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    if any((t.device.type, t.device.index or 0) != (place.type, place.index or 0) for t in tensors):
+        module.to(place)
 
 
 def set_mode(runner: nn.Module, module: TracedModule, mode: str) -> None:

@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 
-from ..core.errors import SpecError, below
+from ..core.errors import FxplugError, SpecError, below
 from ..core.ir.traced_module import TracedModule
-from ..core.spec.run_config import check_settings
+from ..core.rewriter.applying import apply
+from ..core.rewriter.matcher import find
+from ..core.spec.run_config import check_settings, read_passes
 from ..core.spec.train_section import Train
 from .evaluation import moved
 from .plugins import Plugins
 from .tasks.task import Task, TaskInfo
+
+ASSISTANT = "assistant"  # the name of the pass
 
 
 def set_up_task(
@@ -61,6 +65,29 @@ def set_up_task(
             if one.transform and spec and not spec.conditions and (spec.flip or spec.crop == "random"):
                 finding = "has no effect: the task crops and flips itself (classify: augment)"
                 raise SpecError(finding, path=("data", "flip" if spec.flip else "crop"))
+
+
+def with_assistant(module: TracedModule, settings: Train, base: Path) -> TracedModule:
+    """Return the module that steps train: with the frozen adapter of `assistant`, if there is one, else the module itself.
+
+    It is another graph on the same weights: the module, of which pictures, tests and files are, stays without it. Such an
+    adapter undoes the distillation of a model, as long as another one learns beside it. Raises SpecError.
+    """
+    if settings.assistant is None:
+        return module
+    with below("train", "assistant"):
+        if settings.shard or settings.parallel is not None:
+            raise SpecError("is for runs without 'shard' and 'parallel'")
+        given = {"file": settings.assistant, "slots": 0, "train": False, "name": ASSISTANT}
+        try:
+            (found,) = read_passes([{"adapter": given}], base)
+            made = apply(module, find(module, found))
+        except FxplugError as error:
+            raise SpecError(f"'{settings.assistant}' cannot be put beside what trains: {error}") from error
+    for name, parameter in made.named_parameters():
+        if name.startswith(f"{ASSISTANT}."):
+            parameter.requires_grad_(False)
+    return made.to(next(module.parameters()).device)
 
 
 def trained_beside(task: Task, settings: Train, processes: int) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from .data.loader import Loader, too_many
 from .data.sources import match_test_items
 from .data.wrapped_loader import loader_of
 from .diagnosis import check_fits, without_gradient
-from .distributed import check_agreement, gathered, launched, prepared, set_mode
+from .distributed import check_agreement, gathered, launched, prepared, set_mode, to_device
 from .evaluation import Evaluation, moved
 from .identity import describe_run, digest_of_tensors
 from .interrupts import interruptible
@@ -42,7 +42,7 @@ from .run_outputs import RunOutputs, buffers_of, buffers_of_sharded
 from .schedule import RateSchedule
 from .shared_samples import divided, share
 from .state import TrainState
-from .task_setup import check_task_settings, rewritten_parts, set_up_task, trained_beside
+from .task_setup import check_task_settings, rewritten_parts, set_up_task, trained_beside, with_assistant
 from .tasks.task import Batch, Task, make_task
 
 
@@ -105,9 +105,8 @@ class Trainer:
         self.plugins = plugins
         self.groups = choose(module, self.settings, others=self.task.trains)
         place = self.accelerator.device
-        tensors = itertools.chain(module.parameters(), module.buffers())
-        if any((t.device.type, t.device.index or 0) != (place.type, place.index or 0) for t in tensors):
-            module.to(place)  # which torch refuses for packed weights that compiled code looks at, even where nothing moves
+        self.base = Path(base or Path.cwd())
+        to_device(module, place)
         self.rank, self.world = share(self.accelerator, self.settings)
         self.draws = RunDraws(seed, rank=self.rank, world=self.world, device=place)
         common: dict[str, Any] = {"batch": self.settings.batch, "seed": seed, "rank": self.rank, "world": self.world}
@@ -120,7 +119,7 @@ class Trainer:
                 raise TrainError(f"test.{key} compares tests: set test.every, and the test data ('test' in the section data)")
         check_used(self.settings, self.out, self.tests)
         check_batches(self.settings, self.task, data)
-        where = {"device": place, "base": Path(base or Path.cwd()), "timm": timm, "plugins": self.plugins, "seed": seed}
+        where = {"device": place, "base": self.base, "timm": timm, "plugins": self.plugins, "seed": seed}
         set_up_task(self.task, module, self.data, self.tests, name=self.settings.task.name, **where)
         self.parts = rewritten_parts(module, self.task)
         if self.out is not None:
@@ -203,8 +202,9 @@ class Trainer:
             check_agreement(self.accelerator, {"weights at the start": digest_of_tensors(start)})
         self.frozen = frozen_names(self.module, names, self.settings.trainable)
         self.divided = self._divided()
+        self.learner = with_assistant(self.divided, self.settings, self.base)
         unused = self._some_without_gradient()
-        self.runner, self.sharded = prepared(self.divided, self.settings, self.frozen, self.accelerator, unused)
+        self.runner, self.sharded = prepared(self.learner, self.settings, self.frozen, self.accelerator, unused)
         if self.sharded is not None:
             held = originals(self.sharded)
             for group in self.groups:
@@ -234,7 +234,8 @@ class Trainer:
     @functools.cached_property
     def run(self) -> dict[str, Any]:
         """Identity of the run in plain values, which checkpoints store and a run that resumes from one must equal."""
-        every = {f"{before}{name}": p for before, part in self.parts.items() for name, p in part.named_parameters()}
+        parts = {**self.parts, "": self.learner} if self.settings.assistant else self.parts
+        every = {f"{before}{name}": p for before, part in parts.items() for name, p in part.named_parameters()}
         base = {name: p for name, p in every.items() if name not in self.trained}
         return describe_run(
             self.parts,

@@ -190,6 +190,9 @@ class Train(Section):
         "train", "`eval`: the base computes as in evaluation, without dropout, and only what was added trains", "eval"
     )
     trainable: list[Text] = setting([], "patterns of base parameters that train too; `**` is all of it", ["head"])
+    assistant: Text | None = setting(
+        None, "an adapter file that is on, frozen, in training steps alone, and in nothing saved", "undistilled.safetensors"
+    )
     ema: float | None = setting(None, "the decay of averaged weights; null keeps none", 0.999, gt=0, lt=1)
     plugins: list[One] = setting([], "classes of plugins, `package.module.Class`, with options", ["my_plugins.Watch"])
     on_plugin_error: Stop = setting("stop", "whether the run stops when a plugin raises", "continue")
