@@ -90,6 +90,50 @@ class LatentMap:
         return text + (f", beside {own} elements of the condition" if own else "")
 
 
+class BatchedMap:
+    """A `LatentMap` of many samples at once, on one device: a reshape where the map moves nothing, else one gather."""
+
+    def __init__(self, one: LatentMap, device: torch.device) -> None:
+        """Read the map; `own` says which elements of a result do not come from the source, None where all do."""
+        taken, self.source = one.index >= 0, one.source
+        self.own = None if bool(taken.all()) else (~taken).to(device)
+        in_order = len(taken) == one.source.numel() and bool((one.index == torch.arange(len(taken))).all())
+        self.index = None if in_order else one.index.clamp(min=0).to(device)
+        self.factor = _shared(one.factor.where(taken, one.factor[taken][0]), 1.0, device)
+        self.term = _shared(one.term.where(taken, one.term[taken][0]), 0.0, device)
+        places = torch.zeros(one.source.numel(), dtype=torch.long)
+        places[one.index[taken]] = taken.nonzero().flatten()
+        self.places = None if in_order else places.to(device)
+        self.covers = one.covers
+
+    def __call__(self, source: Tensor, own: Tensor | None = None) -> Tensor:
+        """Return the elements [b, n] of the results for sources [b, ...]; `own` [b, n] has those that do not come from them."""
+        rows = source.reshape(len(source), -1)
+        if self.index is not None:
+            rows = rows.index_select(1, self.index)
+        if self.factor is not None or self.term is not None:
+            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            wide = wide if self.factor is None else wide * self.factor
+            rows = (wide if self.term is None else wide + self.term).to(rows.dtype)
+        return rows if self.own is None or own is None else torch.where(self.own, own.to(rows), rows)
+
+    def inverse(self, result: Tensor) -> Tensor:
+        """Return the elements [b, n] of the sources of results [b, ...], for a map that `covers` its source."""
+        rows = result.reshape(len(result), -1)
+        if self.factor is not None or self.term is not None:
+            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            wide = wide if self.term is None else wide - self.term
+            rows = (wide if self.factor is None else wide / self.factor).to(rows.dtype)
+        return rows if self.places is None else rows.index_select(1, self.places)
+
+
+def _shared(values: Tensor, neutral: float, device: torch.device) -> Tensor | float | None:
+    """Return values as one number where they are equal, None where that one changes nothing."""
+    if bool((values == values[0]).all()):
+        return None if float(values[0]) == neutral else float(values[0])
+    return values.to(device)
+
+
 def flatten_tensors(value: Any) -> Tensor:
     """Return the elements of all tensors in a structure, one after the other, in the dtype of the first."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

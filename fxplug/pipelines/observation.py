@@ -21,7 +21,8 @@ from ..core.errors import SpecError, brief_fields, did_you_mean, first_line
 from .latent_maps import LatentMap, MapError, codes, flatten_tensors, solve_map
 from .recorded_run import RecordedRun, Step, arguments_of, check_arguments, record_run
 
-STEPS = 6  # of a run with coded values, which costs little: enough for both denoisers of a pipeline that changes them
+STEPS = 6  # of a run with coded values, which costs little
+MOST_STEPS = 24  # where a denoiser is called in few of them, as the first one of two
 PROMPTS = "a red ball", "two old green boats on a lake"
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of what is confirmed, over the largest value; of others 1e-5
 PREDICTIONS = ("epsilon", "v_prediction", "sample", "flow_prediction")
@@ -36,7 +37,7 @@ class Observation:
     given, and of the latents to what `vae` decodes. The denoiser's time is `slope * t + offset` of the scheduler's. `shape`
     is that of the scheduler's latents of one sample, `call` what the pipeline is called with, `condition` the arguments of the
     denoiser's call for it, and `schedule` what the scheduler's `set_timesteps` got beside the steps. `others` are the names of
-    further denoisers, which are called at other times.
+    further denoisers, which are called at other times; in a run of so many `steps` this one is called more than twice.
     """
 
     part: str
@@ -53,6 +54,7 @@ class Observation:
     condition: dict[str, Any]
     schedule: dict[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    steps: int = STEPS
 
     __repr__ = brief_fields
 
@@ -164,8 +166,11 @@ def call_pipeline(pipe: Any, call: Mapping[str, Any], *, steps: int = STEPS, **o
 def _observed(
     pipe: Any, call: dict[str, Any], part: str, others: tuple[str, ...], results: dict[str, Any]
 ) -> Observation:
-    first = call_pipeline(pipe, call, results=results, latents=torch.ones_like, outputs=torch.ones_like,
-                      denoisers=frozenset({part, *others}))  # fmt: skip
+    coded: dict[str, Any] = {"results": results, "denoisers": frozenset({part, *others})}
+    for number in (STEPS, 2 * STEPS, MOST_STEPS):
+        first = call_pipeline(pipe, call, steps=number, latents=torch.ones_like, outputs=torch.ones_like, **coded)
+        if number == MOST_STEPS or not others or sum(bool(s.calls) and s.calls[-1][0] == part for s in first.steps) > 2:
+            break
     steps = _steps_of(pipe, first, part)
     shape, sample = steps[0].sample.shape, steps[0].sample
     output = steps[0].calls[-1][2]
@@ -173,8 +178,7 @@ def _observed(
     runs = {"ones": first}
     for name, code in codes(size).items():
         if name != "ones":
-            runs[name] = call_pipeline(pipe, call, results=results, latents=code, outputs=code,
-                                   denoisers=frozenset({part, *others}))  # fmt: skip
+            runs[name] = call_pipeline(pipe, call, steps=number, latents=code, outputs=code, **coded)
     seen = {name: _steps_of(pipe, run, part) for name, run in runs.items()}
     for name, run in runs.items():
         code = codes(size)[name]
@@ -215,7 +219,7 @@ def _observed(
     slope, offset = _line(pipe, part, time_name, steps)
     call_of = steps[0].calls[-1][1]
     return Observation(part, noisy_name, time_name, to_input, to_output, to_decoder, vae, slope, offset, shape, call, call_of,
-                       {k: v for k, v in first.schedule.items() if k in ("mu",)}, others)  # fmt: skip
+                       {k: v for k, v in first.schedule.items() if k in ("mu",)}, others, number)  # fmt: skip
 
 
 def _steps_of(pipe: Any, run: RecordedRun, part: str) -> list[Step]:
@@ -323,12 +327,13 @@ def confirm(pipe: Any, observation: Observation, calls: tuple[Mapping[str, Any],
         assert calls is not None
     worst = 0.0
     for seed, call in enumerate(calls):
-        run = call_pipeline(pipe, call, steps=STEPS if observation.others else 3, seed=seed + 1)
+        run = call_pipeline(pipe, call, steps=observation.steps if observation.others else 3, seed=seed + 1)
         worst = max(worst, _compare_run(pipe, observation, run))
         # the same on random values, in float32: those of a few steps may be large all of them, or rounded
         code = functools.partial(_random_like, torch.Generator().manual_seed(seed))
         names = frozenset({observation.part, *observation.others})
-        coded = call_pipeline(pipe, call, seed=seed + 1, latents=code, outputs=code, denoisers=names, results={})
+        changed: dict[str, Any] = {"latents": code, "outputs": code, "denoisers": names, "results": {}}
+        coded = call_pipeline(pipe, call, steps=observation.steps, seed=seed + 1, **changed)
         worst = max(worst, _compare_run(pipe, observation, coded))
     return worst
 

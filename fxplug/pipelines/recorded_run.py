@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,7 @@ def record_run(
     seed: int = 0,
     latents: Code | None = None,
     outputs: Code | None = None,
+    predict: Callable[[Tensor, Tensor], Tensor] | None = None,
     denoisers: frozenset[str] = frozenset(),
     results: dict[str, Any] | None = None,
     first_call: str | None = None,
@@ -96,6 +98,8 @@ def record_run(
         seed: What torch's random numbers begin with.
         latents: What the scheduler returns instead of its own next latents, a function of the latents before.
         outputs: What the models in `denoisers` return instead of their results, a function of the flattened result.
+        predict: What the scheduler is given instead of the pipeline's prediction, a function of the sample as it was scaled for
+            the denoiser, and of the time.
         denoisers: Their names.
         results: Results by the form of arguments, which is filled: what is in `denoisers` is not run again for arguments of the
             same form, and without these no model after the first step. None runs each call.
@@ -123,14 +127,18 @@ def record_run(
 
     @functools.wraps(watched.step)
     def step(*args: Any, **named: Any) -> Any:
-        given = inspect.signature(original_step).bind(*args, **named).arguments
+        bound = inspect.signature(original_step).bind(*args, **named)
+        given = bound.arguments
         sample = scaled[-1] if latents is None and scaled else given["sample"]
-        made = next((given[key] for key in ("model_output", "noise_pred") if key in given), None)
+        key = next((key for key in ("model_output", "noise_pred") if key in given), "")
+        made = given.get(key)
+        if predict is not None and isinstance(made, Tensor):
+            made = given[key] = predict(sample, torch.as_tensor(given.get("timestep"))).to(made)
         run.steps.append(Step(list(pending), given.get("timestep"), sample, made))
         pending.clear()
         scaled.clear()
         if latents is None:
-            result = original_step(*args, **named)
+            result = original_step(*bound.args, **bound.kwargs)
             run.final = result[0] if isinstance(result, tuple) else result.prev_sample
             return result
         run.final = following = latents(given["sample"])
@@ -205,9 +213,18 @@ def record_run(
                 stack.enter_context(_shown_as_float32(module))
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(seed)
-        with torch.no_grad(), contextlib.suppress(StopCall):
+        with quiet_libraries(), torch.no_grad(), contextlib.suppress(StopCall):
             pipe(**{**call, **({"num_inference_steps": steps} if "num_inference_steps" in arguments_of(pipe) else {})})
     return run
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Ignore what libraries say of each other's old forms, in a context."""
+    with warnings.catch_warnings():
+        for kind in (DeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", kind)
+        yield
 
 
 @contextlib.contextmanager

@@ -1,0 +1,209 @@
+"""The call of a denoiser for a batch: its samples' conditions, latents and times put together, its output taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..core.errors import SpecError, brief_fields
+from .conditions import Batching, Call, encode_condition, find_batching
+from .latent_maps import BatchedMap, flatten_tensors
+from .observation import Observation
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What the denoiser is called with for one sample, beside latents and time: the arguments in `call`.
+
+    `form` is a text that conditions have in common if they can be in one batch; `own` float [n] are the elements of the input
+    that are no latents, None where there are none.
+    """
+
+    call: Call
+    form: str
+    own: Tensor | None = None
+
+    __repr__ = brief_fields
+
+    def to(self, device: torch.device) -> Condition:
+        """Return the condition on a device."""
+        call = pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), self.call)
+        return Condition(call, self.form, None if self.own is None else self.own.to(device, non_blocking=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the tensors."""
+        tensors = [leaf for leaf in pytree.tree_leaves((self.call, self.own)) if isinstance(leaf, Tensor)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+class DenoiserCall:
+    """Calls of the denoiser of a pipeline, for batches of one size of picture.
+
+    `observation` is what the pipeline does around its denoiser, `batching` says which parts of a call have samples.
+    """
+
+    def __init__(self, pipe: Any, observation: Observation, batching: Batching, device: torch.device) -> None:
+        """Read the maps. Raises SpecError for latents, a time or an output that a batch cannot have."""
+        self.pipe, self.observation, self.batching, self.device = pipe, observation, batching, device
+        self.to_input = BatchedMap(observation.to_input, device)
+        self.to_output = BatchedMap(observation.to_output, device)
+        self.to_decoder = BatchedMap(observation.to_decoder, device)
+        self.shape = observation.shape[1:]
+        part, noisy = observation.part, observation.noisy
+        if observation.shape[0] != 1:
+            self._refuse("latents", f"those of one sample are {list(observation.shape)}, and the first size must be 1")
+        if self.to_output.own is not None:
+            self._refuse("output", f"a part of what the scheduler is given does not come from {part}")
+        time = observation.condition[observation.time]
+        self.time = torch.as_tensor(time)
+        if self.time.shape not in ((), (1,)):
+            self._refuse("time", f"{observation.time} of {part} is {list(self.time.shape)} for one sample, and must be [1]")
+        self.like = observation.condition[noisy]
+        leaves = pytree.tree_flatten_with_path({noisy: self.like})[0]
+        self.sizes = [leaf.numel() for _, leaf in leaves if isinstance(leaf, Tensor)]
+        self.listed = noisy in batching.lists
+        self.dims = [batching.dims.get(path) for path, leaf in leaves if isinstance(leaf, Tensor)]
+        if not self.listed and None in self.dims:
+            self._refuse("input", f"{noisy} of {part} has no dimension of samples")
+        self.outputs = len([leaf for leaf in pytree.tree_leaves(observation.to_output.like) if isinstance(leaf, Tensor)])
+
+    def _refuse(self, what: str, why: str) -> None:
+        raise SpecError(f"{what} of {type(self.pipe).__name__}: {why}", path=("model", "pipeline"))
+
+    def encode(self, **arguments: Any) -> Condition:
+        """Return the condition of one sample, by a call of the pipeline as far as its denoiser.
+
+        Args:
+            **arguments: What differs from the observed call: a prompt, a picture.
+
+        Returns:
+            The condition, on the pipeline's device.
+
+        Raises:
+            SpecError: The pipeline does not take the arguments, or calls the denoiser in another form.
+        """
+        call = dict(encode_condition(self.pipe, self.observation, **arguments))
+        noisy, part = call.pop(self.observation.noisy, None), self.observation.part
+        call.pop(self.observation.time, None)
+        own = None
+        if noisy is not None:
+            own = flatten_tensors(noisy)
+            if own.numel() != sum(self.sizes):
+                what = f"{self.observation.noisy} of {part} has {own.numel()} elements for one sample and {sum(self.sizes)} for"
+                self._refuse("condition", f"{what} another of the same size of picture")
+        return Condition(call, self.batching.form(call), own if self.to_input.own is not None else None)
+
+    def __call__(self, conditions: Sequence[Condition], x: Tensor, time: Tensor) -> Call:
+        """Return the arguments of the denoiser by name.
+
+        Args:
+            conditions: Those of the samples, of one form.
+            x: The latents as the scheduler scales them for the denoiser, [b, ...].
+            time: The scheduler's times [b].
+
+        Returns:
+            The arguments by name.
+        """
+        call = self.batching.join([condition.call for condition in conditions])
+        own = None if conditions[0].own is None else torch.stack([c.own for c in conditions if c.own is not None])
+        call[self.observation.noisy] = self._structure(self.to_input(x, own))
+        times = time if time.is_floating_point() else time.double()
+        call[self.observation.time] = self.observation.model_time(times).to(self.time.dtype)
+        return call
+
+    def _structure(self, rows: Tensor) -> Any:
+        """Return the denoiser's input, of its elements [b, n]."""
+        count, noisy = len(rows), self.observation.noisy
+        leaves, form = pytree.tree_flatten(self.like)
+        parts = iter(torch.split(rows, self.sizes, 1))
+        if self.listed:
+            split = [next(parts).unbind() if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
+            each = [
+                pytree.tree_unflatten([p[n].reshape(leaf.shape) if isinstance(leaf, Tensor) else p[n]
+                                       for p, leaf in zip(split, leaves, strict=True)], form)
+                for n in range(count)
+            ]  # fmt: skip
+            return [entry for entries in each for entry in entries]
+        made, dims = [], iter(self.dims)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                made.append(leaf)
+                continue
+            part, dim = next(parts), next(dims)
+            if dim == 0:
+                made.append(part.reshape(count * leaf.shape[0], *leaf.shape[1:]))
+            else:
+                assert dim is not None, noisy
+                made.append(torch.cat([row.reshape(leaf.shape) for row in part], dim))
+        return pytree.tree_unflatten(made, form)
+
+    def predictions(self, output: Any, count: int) -> Tensor:
+        """Return what the scheduler is given for the denoiser's output, [b, n] for b samples.
+
+        Raises:
+            SpecError: The output has another number of elements than the observed one.
+        """
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        rows = torch.empty(0)
+        if len(leaves) == self.outputs:
+            whole = all(leaf.numel() % count == 0 for leaf in leaves)
+            each = [leaf.reshape(count, -1) for leaf in leaves] if whole else []
+            rows = each[0] if len(each) == 1 else torch.cat(each, 1) if each else rows
+        elif len(leaves) == self.outputs * count:
+            rows = torch.stack([leaf.flatten() for leaf in leaves]).reshape(count, -1)
+        if rows.dim() != 2 or rows.shape[1] != self.to_output.source.numel():
+            found = f"{', '.join(str(list(leaf.shape)) for leaf in leaves)} for {count} samples"
+            self._refuse("output", f"{self.observation.part} returns {found}, and was observed to return "
+                         f"{self.to_output.source.numel()} elements for one")  # fmt: skip
+        return self.to_output(rows)
+
+    def latents(self, encoded: Tensor) -> Tensor:
+        """Return the scheduler's latents [b, ...] of what the VAE has made of pictures, [b, c, ...]."""
+        return self.to_decoder.inverse(encoded).reshape(len(encoded), *self.shape)
+
+
+def denoiser_call(pipe: Any, observation: Observation, device: torch.device, **arguments: Any) -> DenoiserCall:
+    """Make the `DenoiserCall` of a pipeline.
+
+    Args:
+        pipe: The pipeline.
+        observation: What it does around its denoiser.
+        device: Where latents are.
+        **arguments: What the pipeline needs beside, such as a picture.
+
+    Returns:
+        What makes calls of batches.
+
+    Raises:
+        SpecError: Batches are not possible.
+    """
+    return DenoiserCall(pipe, observation, find_batching(pipe, observation, **arguments), device)
+
+
+def example_call(pipe: Any, observation: Observation, count: int = 2, **arguments: Any) -> Call:
+    """Return the arguments of a denoiser for so many samples, as in training, to trace it with.
+
+    Args:
+        pipe: The pipeline.
+        observation: What it does around its denoiser.
+        count: The number of samples.
+        **arguments: What the pipeline needs beside, such as a picture.
+
+    Returns:
+        The arguments by name.
+
+    Raises:
+        SpecError: Batches are not possible.
+    """
+    device = next((leaf.device for leaf in pytree.tree_leaves(observation.condition) if isinstance(leaf, Tensor)), None)
+    made = denoiser_call(pipe, observation, device or torch.device("cpu"), **arguments)
+    condition = made.encode(**arguments)
+    dtype = next(leaf.dtype for leaf in pytree.tree_leaves(made.like) if isinstance(leaf, Tensor))
+    x = torch.randn(count, *made.shape, generator=torch.Generator().manual_seed(0)).to(made.device, dtype)
+    return made([condition] * count, x, torch.linspace(300, 700, count).to(made.device))
