@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,6 +79,16 @@ def gathered(accelerator: Accelerator, value: Any) -> list[Any]:
     return list(gather_object([value])) if accelerator.num_processes > 1 else [value]
 
 
+def most_of_all(number: int) -> int:
+    """Return the largest of the numbers that the processes of a run have; of one process its own."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return number
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.distributed.get_backend() == "nccl" else None
+    most = torch.tensor(number, device=device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)
+
+
 def mean_by_name(
     accelerator: Accelerator, values: Mapping[str, float], names: list[str], flag: float
 ) -> tuple[dict[str, float], float]:
@@ -118,15 +129,17 @@ def prepared(
     Raises SpecError for settings that exclude each other, and if no regions are alike.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)  # what autocast multiplies
-    lowered = fuse(module, "auto" if settings.fuse is True else settings.fuse, dtype=dtype) if settings.fuse else module
-    lowered = freeze_norms(lowered, frozen)
+    lowered = module
+    if settings.fuse:
+        lowered = _repeatable(partial(fuse, how="auto" if settings.fuse is True else settings.fuse, dtype=dtype), lowered)
+    lowered = _repeatable(partial(freeze_norms, frozen=frozen), lowered)
     if settings.checkpointing or settings.shard:
         named = [patterns for patterns in (settings.shard, settings.checkpointing) if not isinstance(patterns, bool)]
         if len(named) == 2 and named[0] != named[1]:
             raise SpecError("'shard' and 'checkpointing' must name the same regions", path=("train", "shard"))
         chosen = named[0] if named else None
         try:
-            lowered = outline(lowered, chosen, checkpoint=bool(settings.checkpointing))
+            lowered = _repeatable(partial(outline, regions=chosen, checkpoint=bool(settings.checkpointing)), lowered)
         except MatchError as error:
             key = "checkpointing" if chosen is None or settings.checkpointing == chosen else "shard"
             raise SpecError(str(error), path=("train", key)) from error
@@ -151,6 +164,12 @@ def prepared(
     return runner, sharded
 
 
+def _repeatable(step: Callable[[TracedModule], TracedModule], module: TracedModule) -> TracedModule:
+    """Do a step to a module and to its variants, so that further forms of call can be met in training too."""
+    made = step(module)
+    return made if made is module else made.made_by(step, module)
+
+
 def _by_kinds(lowered: TracedModule, settings: Train) -> TracedModule:
     for key in ("checkpointing", "shard"):
         if getattr(settings, key):
@@ -159,7 +178,7 @@ def _by_kinds(lowered: TracedModule, settings: Train) -> TracedModule:
             )
             raise SpecError(finding, path=("train", "compile"))
     try:
-        return nest(lowered)
+        return _repeatable(nest, lowered)
     except MatchError:
         finding = "the model has no repeated regions, so 'compile: regions' saves nothing: write 'compile: true'"
         raise SpecError(finding, path=("train", "compile")) from None
