@@ -46,7 +46,10 @@ def set_up_task(
         prompt=plugins.modify_sample_prompt,
         seed=seed,
         trigger=getattr(getattr(data, "spec", None), "trigger", None),
-    )
+        sizes=tuple(dict.fromkeys(
+            size for one in (data, tests) for size in getattr(one, "sizes", ()) if size is not None
+        )),
+    )  # fmt: skip
     for one, part in ((data, ("data",)), (tests, ("data", "test"))):
         for key, read, kind in (("masks", "loss_mask", "masks"), ("prior", "prior", "prior images")):
             if getattr(getattr(one, "spec", None), key, None) is not None and read not in task.reads:

@@ -197,7 +197,7 @@ class Denoise(Task):
             if self.takes_label and self.rows is not None and "label" in batch:  # other data than those with the classes
                 check_labels(batch, self.rows, None, "rows for classes")
             for place in TESTED:
-                draw = _Fixed(batch, self.info.device)
+                draw = FixedDraws(batch, self.info.device)
                 position = torch.full((len(image_of(batch)),), place, device=self.info.device)
                 losses = self._losses(module, batch, draw, position, 0.0)
                 total, count = total + float(losses.double().sum()), count + len(losses)
@@ -425,7 +425,7 @@ class Denoise(Task):
         count = self.wanted if isinstance(self.wanted, int) else len(self.wanted)
         batch = self.info.examples(count) if self.info.examples is not None and count else {}
         if batch:
-            batch = _rows(batch, [row % len(image_of(batch)) for row in range(count)])
+            batch = rows_of(batch, [row % len(image_of(batch)) for row in range(count)])
         if isinstance(self.wanted, list):
             label = all(isinstance(item, int) for item in self.wanted)
             captions = [with_trigger(str(caption), self.info.trigger) for caption in self.wanted]
@@ -443,16 +443,16 @@ def _joined(first: Any, second: Any) -> Any:
     return [*first, *second] if isinstance(second, (list, tuple)) else second
 
 
-def _rows(values: Any, rows: list[int]) -> Any:
+def rows_of(values: Any, rows: list[int]) -> Any:
     """Return some rows of a batch, in order and possibly repeated."""
     if isinstance(values, Mapping):
-        return {name: _rows(value, rows) for name, value in values.items()}
+        return {name: rows_of(value, rows) for name, value in values.items()}
     if isinstance(values, (list, tuple)) and not isinstance(values[0], str):  # of samples that hold lists
-        return [_rows(value, rows) for value in values]
+        return [rows_of(value, rows) for value in values]
     return values[rows] if isinstance(values, Tensor) else [values[row] for row in rows]
 
 
-class _Fixed:
+class FixedDraws:
     """Draws that depend on the sample alone, by its place in the data: the same in every batch and process."""
 
     def __init__(self, batch: Batch, device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,11 @@ class Diffusion(Noise):
             raise SpecError("the betas of the scheduler must be one or more, from 0 to 1", path=("scheduler",))
         self.sampler()
 
+    def take_alphas(self, alphas: Tensor) -> None:
+        """Take the products of alphas, [steps], of a scheduler that makes others of its betas than DDPM does."""
+        self.scheduler.alphas_cumprod = alphas.detach().clone().float().cpu()
+        self.steps = len(alphas)
+
     def time(self, index: Tensor) -> Tensor:
         """Return the steps themselves."""
         return index
@@ -161,11 +166,18 @@ class Flow(Noise):
     def __init__(self, kind: type, config: dict[str, Any], weighting: str, time_scale: float) -> None:
         self.kind, self.config, self.weighting, self.time_scale = kind, config, weighting, time_scale
         scheduler = self.sampler()
-        self.sigmas: Tensor = scheduler.sigmas.clone()
-        self.times: Tensor = scheduler.timesteps.clone()
-        self.steps = len(self.times)
+        if not hasattr(kind, "scale_noise"):  # has flow matching as one of its options, and sigmas of another one before
+            dynamic = {"mu": 0.0} if config.get("use_dynamic_shifting") else {}  # which shifts nothing
+            scheduler.set_timesteps(int(scheduler.config.num_train_timesteps), **dynamic)
+        self.take_schedule(scheduler)
         if not self.steps or not ((self.sigmas >= 0) & (self.sigmas <= 1)).all() or not self.times.isfinite().all():
             raise SpecError("the sigmas of the scheduler must be one or more, from 0 to 1", path=("scheduler",))
+
+    def take_schedule(self, scheduler: Any) -> None:
+        """Take the timesteps and sigmas of a scheduler as it is set."""
+        self.times: Tensor = scheduler.timesteps.detach().clone().cpu()
+        self.steps = len(self.times)
+        self.sigmas: Tensor = scheduler.sigmas.detach().clone().cpu()[: self.steps]  # without the last one, 0
 
     def time(self, index: Tensor) -> Tensor:
         """Return the scheduler's timesteps at these steps, scaled."""
@@ -207,15 +219,17 @@ class Flow(Noise):
 DENSITIES: dict[str, dict[str, float]] = {"uniform": {}, "logit_normal": {"mean": 0.0, "std": 1.0}, "mode": {"scale": 1.29}}
 
 
-def read_density(use: Use) -> Use:
-    """Return the density of the noise levels, with all its parameters. Raises SpecError for an unknown one."""
-    if use.name not in DENSITIES:
-        hint = f"{did_you_mean(use.name, DENSITIES)}; there are {', '.join(DENSITIES)}"
+def read_density(use: Use, more: Collection[str] = ()) -> Use:
+    """Return the density of the noise levels, with all its parameters; `more` are names without any. Raises SpecError for an
+    unknown one."""
+    known = {**DENSITIES, **{name: {} for name in more}}
+    if use.name not in known:
+        hint = f"{did_you_mean(use.name, known)}; there are {', '.join(known)}"
         raise SpecError(f"no density '{use.name}'{hint}", path=("density",))
-    check_known(use.options, DENSITIES[use.name], f"{use.name} has no option", path=("density",))
+    check_known(use.options, known[use.name], f"{use.name} has no option", path=("density",))
     for key, value in use.options.items():
         check_number(value, "density", use.name, key, above=0 if key == "std" else -math.inf)
-    return Use(use.name, {**DENSITIES[use.name], **use.options})
+    return Use(use.name, {**known[use.name], **use.options})
 
 
 def positions(density: Use, count: int, draw: Draws) -> Tensor:
@@ -254,6 +268,23 @@ def open_noise(
         raise SpecError(text, path=("prediction",))
     if latents and "clip_sample" in accepted_arguments(kind).names:
         config.setdefault("clip_sample", False)  # clipping is for pixels in [-1, 1]
+    options = {"prediction": prediction, "snr_gamma": snr_gamma, "weighting": weighting, "time_scale": time_scale}
+    return noise_of(kind, config, flow, **options)  # type: ignore[arg-type]
+
+
+def noise_of(
+    kind: type,
+    config: dict[str, Any],
+    flow: bool,
+    *,
+    prediction: str | None = None,
+    snr_gamma: float | None = None,
+    weighting: str = "none",
+    time_scale: float = 1.0,
+) -> Diffusion | Flow:
+    """Return the noise of a class of schedulers with a configuration: of flow matching or not, with weights as
+    `Diffusion` and `Flow` have them. Raises SpecError for an option that is the other one's."""
+    name = kind.__name__
     if not flow:
         for key, value, wanted in (("weighting", weighting, "none"), ("time_scale", time_scale, 1.0)):
             if value != wanted:

@@ -32,7 +32,8 @@ class TaskInfo:
     name of the model when it is one of timm's; `base` the folder that paths are relative to. `examples(n)` gives the first n
     items of the test data, else of the training data, as a batch on the device; None where there is no data yet. `prompt` is
     what plugins make of the caption of a sample image; `seed` is what the random numbers of the run begin with. `trigger` is
-    the word that is before each caption of the data.
+    the word that is before each caption of the data; `sizes` are those of the buckets of the
+    images, as far as they are known.
     """
 
     size: tuple[int, int]
@@ -44,6 +45,7 @@ class TaskInfo:
     prompt: Callable[[str], str] = str
     seed: int = 0
     trigger: str | None = None
+    sizes: tuple[tuple[int, int], ...] = ()
 
     __repr__ = brief_fields
 

@@ -1,0 +1,166 @@
+"""What the denoiser of a pipeline is called with for the samples of a batch: captions, pictures beside them, sizes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ...core.errors import SpecError
+from ...pipelines.denoiser_call import Condition, DenoiserCall
+from ...pipelines.recorded_run import arguments_of
+from .task import Batch
+
+# the arguments of pipelines that take a picture beside the caption, the likeliest first
+PICTURES = ("image", "control_image", "mask_image", "video", "control_video", "mask", "reference_images", "image_reference")
+FRAMES = ("video", "control_video")  # which take a list of pictures
+LIMIT = 2 << 30  # bytes of encoded conditions that are kept in memory
+# arguments in which a pipeline is told of a picture's own size and place, by what the data calls these
+SIZES = {"original_size": "original_size", "crops_coords_top_left": "crop"}
+
+
+class Store(Protocol):
+    """Place where conditions are kept by a key."""
+
+    def get(self, key: str) -> Condition | None:
+        """Return the condition of a key, None if it is not there."""
+
+    def put(self, key: str, value: Condition) -> None:
+        """Keep a condition."""
+
+
+class MemoryStore:
+    """Conditions in the memory of the process, up to `limit` bytes: those used longest ago go first."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.limit, self.size = limit, 0
+        self.kept: OrderedDict[str, Condition] = OrderedDict()
+
+    def get(self, key: str) -> Condition | None:
+        """Return the condition of a key, None if it is not there."""
+        found = self.kept.get(key)
+        if found is not None:
+            self.kept.move_to_end(key)
+        return found
+
+    def put(self, key: str, value: Condition) -> None:
+        """Keep a condition, unless it is larger than the limit."""
+        if key in self.kept or value.nbytes > self.limit:
+            return
+        self.kept[key] = value
+        self.size += value.nbytes
+        while self.size > self.limit:
+            self.size -= self.kept.popitem(last=False)[1].nbytes
+
+
+def picture_argument(pipe: Any, call: Mapping[str, Any]) -> str | None:
+    """Return the argument in which a pipeline takes the picture that a sample has beside its caption.
+
+    Args:
+        pipe: The pipeline.
+        call: What it is called with already.
+
+    Returns:
+        `image`, or the only one of `PICTURES` that the pipeline takes and the call does not give; None for none.
+
+    Raises:
+        SpecError: There are several.
+    """
+    free = [name for name in PICTURES if name in arguments_of(pipe) and name not in call]
+    if "image" in free or len(free) < 2:
+        return free[0] if free else None
+    raise SpecError(f"a condition of {type(pipe).__name__} could be its {' or '.join(free)}: give all but one in 'call'",
+                    path=("model", "call"))  # fmt: skip
+
+
+def as_pictures(condition: Tensor) -> list[Image.Image]:
+    """Return the pictures of a batch of conditions [b, c, h, w] in [0, 1]."""
+    whole = (condition.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
+    rows = (row.permute(1, 2, 0).numpy() for row in whole)
+    return [Image.fromarray(row[:, :, 0] if row.shape[2] == 1 else row[:, :, :3]).convert("RGB") for row in rows]
+
+
+class Conditions:
+    """The conditions of samples of one size, each encoded once by the pipeline itself."""
+
+    def __init__(self, pipe: Any, call: DenoiserCall, argument: str | None, store: Store, device: torch.device) -> None:
+        """Take the calls' form; `argument` is that for pictures, `device` where batches are."""
+        self.pipe, self.call, self.argument, self.store, self.device = pipe, call, argument, store, device
+        known = arguments_of(pipe)
+        given = call.observation.call
+        self.sizes = {name: key for name, key in SIZES.items() if name in known and name not in given}
+        kept = sorted((name, repr(value)) for name, value in given.items() if name != "prompt")
+        self.prefix = f"{type(pipe).__name__} {call.observation.part} {kept}"
+
+    def of(self, batch: Batch, captions: Sequence[str]) -> list[Condition]:
+        """Return the condition of each sample of a batch.
+
+        Args:
+            batch: The batch, with `condition` where the pipeline takes pictures.
+            captions: Their captions.
+
+        Returns:
+            The conditions, on the device of the batches.
+
+        Raises:
+            SpecError: The pipeline does not take them.
+        """
+        rows = self._arguments(batch, len(captions))
+        return [self.one(caption, row) for caption, row in zip(captions, rows, strict=True)]
+
+    def one(self, caption: str, arguments: Mapping[str, Any]) -> Condition:
+        """Return the condition of a caption, and of what the pipeline is called with beside it."""
+        parts = [self.prefix, caption]
+        for name, value in arguments.items():
+            plain = value[0] if isinstance(value, list) else value
+            parts.append(f"{name} {plain.size} {_digest(plain)}" if isinstance(plain, Image.Image) else f"{name} {value}")
+        key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        found = self.store.get(key)
+        if found is None:
+            with torch.autocast(self.device.type, enabled=False):
+                found = self.call.encode(**self.prompt(caption), **arguments).to(torch.device("cpu"))
+            self.store.put(key, found)
+        return found.to(self.device)
+
+    def prompt(self, caption: str) -> dict[str, Any]:
+        """Return the argument of a caption; none where the pipeline takes no captions."""
+        return {"prompt": caption} if "prompt" in self.call.observation.call else {}
+
+    def _arguments(self, batch: Batch, count: int) -> list[dict[str, Any]]:
+        """Return what the pipeline is called with for each sample beside its caption."""
+        rows: list[dict[str, Any]] = [{} for _ in range(count)]
+        if self.argument is not None and "condition" in batch:
+            for row, picture in zip(rows, as_pictures(batch["condition"]), strict=True):
+                row[self.argument] = [picture] if self.argument in FRAMES else picture
+        for name, key in self.sizes.items():
+            if key in batch:
+                for row, value in zip(rows, batch[key].tolist(), strict=True):
+                    row[name] = tuple(int(number) for number in value)
+        return rows
+
+
+def _digest(picture: Image.Image) -> str:
+    return hashlib.sha256(picture.tobytes()).hexdigest()
+
+
+def grouped(conditions: Sequence[Condition], alone: bool = False) -> list[list[int]]:
+    """Group samples whose conditions have one form.
+
+    Args:
+        conditions: Those of the samples of a batch.
+        alone: Whether a part of a batch is one sample: a graph holds for one number of entries in a list.
+
+    Returns:
+        The numbers of the samples of each group, in order of the first of each form.
+    """
+    groups: dict[str, list[int]] = {}
+    for number, condition in enumerate(conditions):
+        groups.setdefault(condition.form, []).append(number)
+    if alone and len(groups) > 1:
+        return [[number] for number in range(len(conditions))]
+    return list(groups.values())

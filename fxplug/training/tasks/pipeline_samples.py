@@ -1,0 +1,156 @@
+"""Pictures and videos that a stock pipeline draws with the trained module in its denoiser's place."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from ...core.errors import FxplugError, SpecError, first_line
+from ...core.ir.traced_module import TracedModule
+from ...pipelines.diffusers_types import pipeline_part
+from ...pipelines.recorded_run import arguments_of, components_of, quiet_libraries
+
+GUIDANCES = ("true_cfg_scale", "guidance_scale")  # which argument guides, if a pipeline has the first, the second tells
+
+
+class PipelineSamples:
+    """Draws with a copy of a pipeline, in which a module stands for its denoiser."""
+
+    def __init__(self, pipe: Any, part: str) -> None:
+        """Take the pipeline and the name of the denoiser in it."""
+        self.pipe, self.part = pipe, part
+        self.made: tuple[Any, nn.Module] | None = None  # the module that was put in last, and as a part
+
+    def __call__(self, module: nn.Module, call: Mapping[str, Any], *, steps: int, seed: int = 0) -> Tensor:
+        """Draw one sample.
+
+        Args:
+            module: What stands for the denoiser.
+            call: The arguments of the pipeline.
+            steps: The number of steps.
+            seed: The seed of its noise.
+
+        Returns:
+            A picture [c, h, w] or a video [f, c, h, w], float32 in [0, 1], on the CPU.
+
+        Raises:
+            SpecError: The pipeline raises something else, which is quoted.
+        """
+        known = arguments_of(self.pipe)
+        device = self.pipe.device.type
+        autocast = torch.is_autocast_enabled(device)
+        given = {"num_inference_steps": steps, "output_type": "pt", "generator": torch.Generator().manual_seed(seed)}
+        given = {name: value for name, value in given.items() if name in known}
+        with self._standing(module, device, autocast) as pipe, torch.autocast(device, enabled=False), torch.no_grad():
+            try:
+                with quiet_libraries():
+                    found = pipe(**{**call, **given})
+            except FxplugError:
+                raise
+            except Exception as error:  # the pipeline's
+                kind = type(self.pipe).__name__
+                finding = f"{kind} cannot draw with {', '.join(call)}: {type(error).__name__}: {first_line(error)}"
+                raise SpecError(finding, path=("model", "call")) from error
+        return as_samples(found)[0]
+
+    @contextlib.contextmanager
+    def _standing(self, module: nn.Module, device: str, autocast: bool) -> Iterator[Any]:
+        """Yield a copy of the pipeline with the module in it, which computes in the precision of the run."""
+        pipe, own = copy.copy(self.pipe), components_of(self.pipe)[self.part]
+        if self.made is None or self.made[0] is not module:
+            self.made = (module, pipeline_part(module, own) if isinstance(module, TracedModule) else _stand_in(module, own))
+        part = self.made[1].eval()
+        vars(pipe)[self.part] = part
+        if not autocast:
+            yield pipe
+            return
+        forward = part.forward
+
+        @functools.wraps(forward)
+        def in_precision(*args: Any, **named: Any) -> Any:
+            with torch.autocast(device, dtype=torch.get_autocast_dtype(device)):
+                return forward(*args, **named)
+
+        vars(part)["forward"] = in_precision
+        try:
+            yield pipe
+        finally:
+            vars(part).pop("forward", None)
+            if "forward" not in dir(type(part)) or part.forward is in_precision:
+                vars(part)["forward"] = forward
+
+
+def _stand_in(module: nn.Module, own: nn.Module) -> nn.Module:
+    """Return the pipeline's denoiser with the forward of a module that is no traced one, as where weights are sharded."""
+    made, signature = copy.copy(own), inspect.signature(type(own).forward)
+    vars(made)["_parameters"], vars(made)["_modules"] = dict(own._parameters), dict(own._modules)
+
+    def forward(*args: Any, **named: Any) -> Any:
+        bound = dict(signature.bind(own, *args, **named).arguments)
+        bound.pop("self", None)
+        for rest in [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]:
+            bound |= bound.pop(rest, {})
+        return module(**bound)
+
+    vars(made)["forward"] = forward
+    return made
+
+
+def as_samples(result: Any) -> list[Tensor]:
+    """Return what a pipeline of diffusers has drawn, in any of its types: pictures [c, h, w] or videos [f, c, h, w] in
+    [0, 1]."""
+    drawn = result[0] if not isinstance(result, Mapping) else next(iter(result.values()))
+    return [_tensor(each) for each in drawn]
+
+
+def _tensor(value: Any) -> Tensor:
+    if isinstance(value, (list, tuple)):
+        frames = torch.stack([_tensor(each) for each in value])
+        return frames[0] if len(frames) == 1 else frames
+    if isinstance(value, np.ndarray):  # [..., h, w, c]
+        value = torch.from_numpy(value).movedim(-1, -3)
+    elif not isinstance(value, Tensor):
+        value = pil_to_tensor(value).float() / 255
+    found = value.detach().float().cpu()
+    found = found[0] if found.dim() == 4 and len(found) == 1 else found
+    return torch.nan_to_num(found).clamp(0, 1)
+
+
+def sample_arguments(pipe: Any, call: Mapping[str, Any], guidance: float | None, negative: str) -> dict[str, Any]:
+    """Return the arguments that samples are drawn with beside prompt and size.
+
+    Args:
+        pipe: The pipeline.
+        call: What the user calls it with.
+        guidance: The scale of guidance instead of that of the call; None leaves that.
+        negative: The caption that guidance leads away from.
+
+    Returns:
+        The arguments.
+
+    Raises:
+        SpecError: The pipeline takes no guidance, or no negative prompt.
+    """
+    known, made = arguments_of(pipe), dict(call)
+    kind = type(pipe).__name__
+    if guidance is not None:
+        name = next((name for name in GUIDANCES if name in known), None)
+        if name is None:
+            raise SpecError(f"{kind} takes no guidance_scale: leave it out", path=("guidance",))
+        made[name] = guidance
+        if name == "true_cfg_scale":  # which guides where there is a negative prompt
+            made.setdefault("negative_prompt", negative or " ")
+    if negative:
+        if "negative_prompt" not in known:
+            raise SpecError(f"{kind} takes no negative_prompt: leave it out", path=("negative",))
+        made["negative_prompt"] = negative
+    return made
