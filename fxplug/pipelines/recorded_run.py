@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from ..core.errors import SpecError, brief_fields, did_you_mean
 from .latent_maps import flatten_tensors, unflatten_tensors
 
 Code = Callable[[Tensor], Tensor]
+LOGGING = "diffusers.utils.logging", "transformers.utils.logging"
 
 
 class StopCall(BaseException):  # noqa: N818
@@ -220,11 +222,19 @@ def record_run(
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Ignore what libraries say of each other's old forms, in a context."""
+    """Let libraries say nothing but errors in a context: in a run the same call is made for each sample."""
+    found: list[Any] = [sys.modules[name] for name in LOGGING if name in sys.modules]
+    before = [logging.get_verbosity() for logging in found]
     with warnings.catch_warnings():
         for kind in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", kind)
-        yield
+        for logging in found:
+            logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            for logging, verbosity in zip(found, before, strict=True):
+                logging.set_verbosity(verbosity)
 
 
 @contextlib.contextmanager

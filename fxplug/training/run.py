@@ -11,16 +11,14 @@ from typing import Any
 
 import yaml
 
-from ..adapters.contents import trained
-from ..adapters.formats import part_of
-from ..adapters.writing import about_of, content, save_parts
-from ..core.errors import ArtifactError, FxplugError, SpecError, TrainError, brief_fields
+from ..core.errors import FxplugError, SpecError, TrainError, brief_fields
 from ..core.flow import Step, rewrite, save_run_record
-from ..core.ir.traced_module import TRAINED, TracedModule
+from ..core.ir.traced_module import TracedModule
 from ..core.reading import reported
 from ..core.spec.run_config import Config, load_config, resolved
 from ..core.spec.train_section import Data
 from ..reporting.reports import report
+from .adapter_output import check_adapter, has_adapter, into_pipeline, pipeline_of, prove_adapter
 from .checkpoint import newest
 from .data.loader import Loader
 from .data.sources import open_items
@@ -29,13 +27,9 @@ from .plugins import Plugins, load_plugins
 from .random_draws import mixed
 from .run_folder import RunFolder
 from .shared_samples import share
-from .tasks.conditioning import ENCODER
-from .tasks.denoise import Denoise
-from .tasks.task import make_task
+from .tasks.pipeline_denoise import PipelineDenoise, check_options, pipeline_task
+from .tasks.task import Task, make_task
 from .trainer import Trainer
-
-PIPELINES = ("unet", "transformer")
-FILE = "pytorch_lora_weights.safetensors"
 
 
 @dataclass
@@ -100,7 +94,10 @@ def train(
         if accelerator.is_main_process:
             check = RunFolder(folder, config.train.save, warnings.warn).check
             check(resumes=start is not None and start.is_relative_to(folder))
-        task = make_task(config.train.task)
+        piped = config.model.kind == "pipeline" and config.train.task.name == "denoise"
+        if piped:
+            check_options(config.train.task)
+        task: Task | None = None if piped else make_task(config.train.task)
         plugins = load_plugins(config.train.plugins, base=config.base, on_error=config.train.on_plugin_error)
         rank, world = share(accelerator, config.train)
         common: dict[str, Any] = {"seed": config.seed, "rank": rank, "world": world, "batch": config.train.batch}
@@ -114,6 +111,8 @@ def train(
         checked = config.verify and accelerator.is_main_process
         result = rewrite(config, verify=checked, progress=progress, compile=False)
         save_run_record(result)
+        if task is None:
+            task = pipeline_task(result.pipeline, config.model.arguments, config.model.part, config.train.task)
         trainer = Trainer(
             result.module,
             task,
@@ -133,15 +132,18 @@ def train(
         if accelerator.is_main_process:
             with reported(lambda finding: TrainError(f"{folder} {finding}"), "cannot be written"):
                 (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), "utf-8")
-            if isinstance(task, Denoise):
-                _check_adapter(result.module, task, config)
+            if has_adapter(task, config, result.module):
+                check_adapter(result.module, task)
         try:
             history = trainer.fit(resume=start)
         finally:
             if accelerator.is_main_process and (folder / "module").is_dir():
                 _report(folder, trainer)
-        first = accelerator.is_main_process
-        use = into_pipeline(result.module, task, folder, config) if first and isinstance(task, Denoise) else ""
+        use = ""
+        if accelerator.is_main_process and has_adapter(task, config, result.module):
+            use = into_pipeline(result.module, task, folder, pipeline_of(config))
+            if isinstance(task, PipelineDenoise) and (folder / "adapter").is_dir():
+                prove_adapter(trainer, task, folder / "adapter")
     return Run(result.module, history, folder, trainer.metrics, trainer, use)
 
 
@@ -173,71 +175,3 @@ def _report(folder: Path, trainer: Trainer) -> None:
         report(None, trainer.module, folder / "report.html", folder=folder)
     except (FxplugError, OSError) as error:
         trainer.watch.note(f"report.html could not be written: {error}")
-
-
-def _parts(module: TracedModule, task: Denoise) -> dict[str, TracedModule]:
-    """Return the models that a run trains, by their names in a pipeline: the module, unless only the text encoder has passes,
-    and a text encoder with passes."""
-    found = {part_of(module.classes): module}
-    if task.encoder is None or task.encoder.traced is None:
-        return found
-    changed = module.meta.get("passes") or module.meta.get(TRAINED)
-    return {**(found if changed else {}), ENCODER: task.encoder.traced}
-
-
-def _check_adapter(module: TracedModule, task: Denoise, config: Config) -> None:
-    """Warn, before the training starts, of trainable parameters that `adapter/` cannot hold: a layer of the base, an
-    encoder."""
-    if config.model.kind != "diffusers" or part_of(module.classes) not in PIPELINES:
-        return
-    parts = _parts(module, task)
-    where = "module/ has" if ENCODER not in parts else "module/ and text/ have"
-    try:
-        _check_encoder(module, task)
-        for part, one in parts.items():
-            if one.meta.get(TRAINED):
-                content(trained(one), "diffusers", about_of(one), part=part)
-    except FxplugError as error:
-        warnings.warn(f"adapter/ is not written, {where} all that trains: {error}", stacklevel=3)
-
-
-def _check_encoder(module: TracedModule, task: Denoise) -> None:
-    """Raise ArtifactError for a text encoder with passes that no pipeline of such a module reads from its adapter file."""
-    encoder = task.encoder
-    if encoder is not None and encoder.traced is not None and not (encoder.is_clip and part_of(module.classes) == "unet"):
-        raise ArtifactError("the one file for a model and its text encoder is that of a UNet with CLIP's text encoder")
-
-
-def into_pipeline(module: TracedModule, task: Denoise, out: Path, config: Config) -> str:
-    """Write `adapter/` beside the saved models of a run if diffusers has a format for everything that was trained.
-
-    Returns the lines of Python that use the result in a pipeline, from that file or the models themselves; "" for a model that
-    is no denoiser of a pipeline, and for weights that were trained beside passes. A file that cannot be written is a
-    warning.
-    """
-    if config.model.kind != "diffusers" or part_of(module.classes) not in PIPELINES:
-        return ""
-    parts = _parts(module, task)
-    lines = ["from diffusers import DiffusionPipeline", f"pipe = DiffusionPipeline.from_pretrained({_pipeline(config)})"]
-    try:
-        _check_encoder(module, task)
-        (out / "adapter").mkdir(exist_ok=True)
-        save_parts(parts, out / "adapter" / FILE)
-    except (FxplugError, OSError) as error:  # such as a pass that no adapter file of diffusers has a form for
-        if isinstance(error, OSError):
-            warnings.warn(f"{out / 'adapter'} cannot be written: {error}", stacklevel=2)
-        elif (out / "adapter").is_dir() and not any((out / "adapter").iterdir()):
-            (out / "adapter").rmdir()
-        kept = {part: out / "text" / ENCODER if part == ENCODER else out / "module" for part in parts}
-        return "\n".join(["import fxplug", *lines, *(f"pipe.{part} = fxplug.load({str(kept[part])!r})" for part in parts)])
-    return "\n".join([*lines, f"pipe.load_lora_weights({str(out / 'adapter')!r})"])
-
-
-def _pipeline(config: Config) -> str:
-    """Return the folder of the pipeline that a model's folder is in, as Python text."""
-    if isinstance(config.model.target, str):
-        folder = config.base / config.model.target
-        home = folder.parent if folder.is_dir() else folder.parent.parent
-        if (home / "model_index.json").is_file():
-            return repr(str(home))
-    return '"the pipeline of this model"'

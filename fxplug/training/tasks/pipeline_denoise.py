@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +107,7 @@ class PipelineDenoise(Task):
         Raises:
             SpecError: An option is wrong.
         """
-        check_options(others)
+        _check_options(others)
         given: dict[str, Any] = {"density": density, "dropout": dropout, "snr_gamma": snr_gamma, "weighting": weighting}
         given |= {"samples": samples, "sample_steps": sample_steps, "negative": negative}
         validate(DenoiseOptions, {**given, **({} if guidance is None else {"guidance": guidance})})
@@ -416,7 +415,7 @@ class PipelineDenoise(Task):
     def sample_calls(self, given: Batch) -> list[dict[str, Any]]:
         """Return the arguments of the pipeline for each sample of a batch."""
         seen = self.sized[self.size].call.observation
-        size = {name: seen.call[name] for name in ("height", "width", "num_frames") if name in seen.call}
+        size: dict[str, Any] = {name: seen.call[name] for name in ("height", "width", "num_frames") if name in seen.call}
         pictures = as_pictures(given["condition"]) if self.condition is not None and "condition" in given else []
         calls = []
         for number, caption in enumerate(given["caption"]):
@@ -428,32 +427,45 @@ class PipelineDenoise(Task):
             calls.append(call)
         return calls
 
-    def _sample_batch(self) -> Batch:
+    def last_sample(self) -> tuple[dict[str, Any], int]:
+        """Return the arguments and the seed of the last sample, also where none is drawn: then of the first of the data."""
+        batch = self._sample_batch(at_least=1)
+        count = len(batch["caption"])
+        return self.sample_calls({key: value[-1:] for key, value in batch.items()})[0], count - 1
+
+    def _sample_batch(self, at_least: int = 0) -> Batch:
         """Return the batch for the samples: the listed captions, else those of the first of the data."""
-        count = self.wanted if isinstance(self.wanted, int) else len(self.wanted)
+        count = max(self.wanted if isinstance(self.wanted, int) else len(self.wanted), at_least)
         batch: Batch = self.info.examples(count) if self.info.examples is not None and count else {}
         if batch:
             batch = rows_of(batch, [row % len(image_of(batch)) for row in range(count)])
-        if isinstance(self.wanted, list):
+        if isinstance(self.wanted, list) and self.wanted:
             batch["caption"] = list(self.wanted)
-        captions: list[str] = [""] * count
-        return {"caption": captions, **batch}
+        batch.setdefault("caption", [""] * count)
+        return batch
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Check options of the task that a pipeline does not have.
+def check_options(use: Use) -> None:
+    """Check the options of a task `denoise` for a pipeline, as far as that goes without one.
 
     Args:
-        options: The options by name.
+        use: The task with its options.
 
     Raises:
-        SpecError: There is one; it says where that is set instead.
+        SpecError: There is an option that a pipeline does not have; it says where that is set instead.
     """
+    with below("train", "task", use.name):
+        _check_options(use.options, DenoiseOptions.model_fields)
+
+
+def _check_options(options: Mapping[str, Any], known: Collection[str] = ()) -> None:
     for name in options:
         if name in ELSEWHERE:
             raise SpecError(f"is no option of denoise on a pipeline: {ELSEWHERE[name]}", path=(name,))
-        known = [key for key in DenoiseOptions.model_fields if key not in ELSEWHERE]
-        raise SpecError(f"denoise has no option '{name}'{did_you_mean(name, known)}; it has {', '.join(known)}", path=(name,))
+        if name not in known:
+            there = [key for key in DenoiseOptions.model_fields if key not in ELSEWHERE]
+            finding = f"denoise has no option '{name}'{did_you_mean(name, there)}; it has {', '.join(there)}"
+            raise SpecError(finding, path=(name,))
 
 
 def pipeline_task(pipe: Any, call: Mapping[str, Any] | None, part: str | None, use: Use) -> PipelineDenoise:
@@ -472,4 +484,4 @@ def pipeline_task(pipe: Any, call: Mapping[str, Any] | None, part: str | None, u
         SpecError: An option is wrong.
     """
     with below("train", "task", use.name):
-        return PipelineDenoise(pipe, copy.copy(call), part, **use.options)
+        return PipelineDenoise(pipe, call, part, **use.options)

@@ -45,22 +45,38 @@ class PipelineSamples:
         Raises:
             SpecError: The pipeline raises something else, which is quoted.
         """
-        known = arguments_of(self.pipe)
         device = self.pipe.device.type
-        autocast = torch.is_autocast_enabled(device)
+        with self._standing(module, device, torch.is_autocast_enabled(device)) as pipe:
+            return self._drawn(pipe, call, steps, seed)
+
+    def stock(self, call: Mapping[str, Any], *, steps: int, seed: int = 0) -> Tensor:
+        """Draw one sample by the pipeline as it is, from the same noise.
+
+        Args:
+            call: The arguments of the pipeline.
+            steps: The number of steps.
+            seed: The seed of its noise.
+
+        Returns:
+            As when a module stands for the denoiser.
+
+        Raises:
+            SpecError: The pipeline raises something else, which is quoted.
+        """
+        return self._drawn(self.pipe, call, steps, seed)
+
+    def _drawn(self, pipe: Any, call: Mapping[str, Any], steps: int, seed: int) -> Tensor:
+        known, kind = arguments_of(self.pipe), type(self.pipe).__name__
         given = {"num_inference_steps": steps, "output_type": "pt", "generator": torch.Generator().manual_seed(seed)}
         given = {name: value for name, value in given.items() if name in known}
-        with self._standing(module, device, autocast) as pipe, torch.autocast(device, enabled=False), torch.no_grad():
-            try:
-                with quiet_libraries():
-                    found = pipe(**{**call, **given})
-            except FxplugError:
-                raise
-            except Exception as error:  # the pipeline's
-                kind = type(self.pipe).__name__
-                finding = f"{kind} cannot draw with {', '.join(call)}: {type(error).__name__}: {first_line(error)}"
-                raise SpecError(finding, path=("model", "call")) from error
-        return as_samples(found)[0]
+        try:
+            with quiet_libraries(), torch.autocast(self.pipe.device.type, enabled=False), torch.no_grad():
+                return as_samples(pipe(**{**call, **given}))[0]
+        except FxplugError:
+            raise
+        except Exception as error:  # the pipeline's
+            finding = f"{kind} cannot draw with {', '.join(call)}: {type(error).__name__}: {first_line(error)}"
+            raise SpecError(finding, path=("model", "call")) from error
 
     @contextlib.contextmanager
     def _standing(self, module: nn.Module, device: str, autocast: bool) -> Iterator[Any]:

@@ -1,0 +1,176 @@
+"""What a run on a denoiser of diffusers leaves for its pipeline: `adapter/`, and the proof that the pipeline draws the same."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..adapters.contents import trained
+from ..adapters.formats import part_of
+from ..adapters.writing import about_of, content, save_parts
+from ..core.errors import ArtifactError, FxplugError, first_line
+from ..core.ir.traced_module import TRAINED, TracedModule
+from ..core.spec.run_config import Config
+from ..pipelines.recorded_run import components_of, quiet_libraries
+from .tasks.conditioning import ENCODER
+from .tasks.denoise import Denoise
+from .tasks.pipeline_denoise import PipelineDenoise
+from .tasks.task import Task
+from .trainer import Trainer
+
+DENOISERS = ("unet", "transformer")  # whose layers `load_lora_weights` reads
+FILE = "pytorch_lora_weights.safetensors"
+EQUAL = {torch.float32: 1e-5, torch.float64: 1e-5}  # of pictures in [0, 1]; in other dtypes PEFT's layers round elsewhere
+
+
+def has_adapter(task: Task, config: Config, module: TracedModule) -> bool:
+    """Return whether a run leaves `adapter/`: one on a pipeline, or on a denoiser of diffusers by the task denoise."""
+    if isinstance(task, PipelineDenoise):
+        return True
+    return isinstance(task, Denoise) and config.model.kind == "diffusers" and part_of(module.classes) in DENOISERS
+
+
+def check_adapter(module: TracedModule, task: Task) -> None:
+    """Warn, before the training starts, of trainable parameters that `adapter/` cannot hold: a layer of the base, an encoder;
+    and of a pipeline that does not load it."""
+    parts = trained_parts(module, task)
+    where = "module/ has" if ENCODER not in parts else "module/ and text/ have"
+    try:
+        _check_encoder(module, task)
+        for part, one in parts.items():
+            if one.meta.get(TRAINED) or isinstance(task, PipelineDenoise):
+                content(trained(one), "diffusers", about_of(one), part=part)
+    except FxplugError as error:
+        warnings.warn(f"adapter/ is not written, {where} all that trains: {error}", stacklevel=3)
+        return
+    if isinstance(task, PipelineDenoise) and (lacking := _lacking_loader(task)):
+        warnings.warn(lacking, stacklevel=3)
+
+
+def trained_parts(module: TracedModule, task: Task) -> dict[str, TracedModule]:
+    """Return the models that a run trains, by their names in a pipeline: the module, unless only the text encoder has passes,
+    and a text encoder with passes."""
+    found = {task.part if isinstance(task, PipelineDenoise) else part_of(module.classes): module}
+    if task.encoder is None or task.encoder.traced is None:
+        return found
+    changed = module.meta.get("passes") or module.meta.get(TRAINED)
+    return {**(found if changed else {}), ENCODER: task.encoder.traced}
+
+
+def into_pipeline(module: TracedModule, task: Task, out: Path, pipeline: str) -> str:
+    """Write `adapter/` beside the saved models of a run if diffusers has a format for everything that was trained.
+
+    Args:
+        module: The trained module.
+        task: The task of the run.
+        out: The folder of the run.
+        pipeline: The folder or name of the pipeline, as Python text.
+
+    Returns:
+        The lines of Python that use the result in a pipeline, from that file or the models themselves. A file that cannot be
+        written is a warning.
+    """
+    parts = trained_parts(module, task)
+    lines = ["from diffusers import DiffusionPipeline", f"pipe = DiffusionPipeline.from_pretrained({pipeline})"]
+    try:
+        _check_encoder(module, task)
+        (out / "adapter").mkdir(exist_ok=True)
+        save_parts(parts, out / "adapter" / FILE)
+    except (FxplugError, OSError) as error:  # such as a pass that no adapter file of diffusers has a form for
+        if isinstance(error, OSError):
+            warnings.warn(f"{out / 'adapter'} cannot be written: {error}", stacklevel=2)
+        elif (out / "adapter").is_dir() and not any((out / "adapter").iterdir()):
+            (out / "adapter").rmdir()
+        kept = {part: out / "text" / ENCODER if part == ENCODER else out / "module" for part in parts}
+        return "\n".join(["import fxplug", *lines, *(f"pipe.{part} = fxplug.load({str(kept[part])!r})" for part in parts)])
+    loading = f"pipe.load_lora_weights({str(out / 'adapter')!r})"
+    if isinstance(task, PipelineDenoise) and not _loads_itself(task):
+        loading = f"pipe.{task.part}.load_lora_adapter({str(out / 'adapter')!r}, prefix={task.part!r})"
+    return "\n".join([*lines, loading])
+
+
+def prove_adapter(trainer: Trainer, task: PipelineDenoise, folder: Path) -> None:
+    """Load `adapter/` in the stock pipeline, draw the last sample again, and tell how far it is from the run's own.
+
+    Args:
+        trainer: The run, which is done.
+        task: Its task, whose pipeline is as before afterwards.
+        folder: The folder `adapter/`.
+    """
+    if trainer.sharded is not None or not (_loads_itself(task) or _loads_in_part(task)):
+        return
+    what = "adapter/ in the stock pipeline"
+    try:
+        call, seed = task.last_sample()
+        trainer.module.eval()
+        own = task.sampler(trainer.module, call, steps=task.sample_steps, seed=seed)
+        stock = _drawn_with(task, folder, call, seed)
+    except Exception as error:  # of the pipeline's loader, PEFT, or a device without memory for both
+        trainer.watch.note(f"{what}: could not be compared: {type(error).__name__}: {first_line(error)}")
+        return
+    off = float((stock - own).abs().max())
+    dtype = next((p.dtype for p in components_of(task.pipe)[task.part].parameters() if p.is_floating_point()), torch.float32)
+    alike = "equal" if off <= EQUAL.get(dtype, 2e-2) else "differs"
+    trainer.watch.note(f"{what}: {alike} ({off:.1g})")
+
+
+def _drawn_with(task: PipelineDenoise, folder: Path, call: dict[str, Any], seed: int) -> Tensor:
+    """Return the sample that the stock pipeline draws with the adapter of a folder; the pipeline is without it afterwards."""
+    pipe, part = task.pipe, components_of(task.pipe)[task.part]
+    before = {name: p.requires_grad for name, p in part.named_parameters()}
+    try:
+        with quiet_libraries():
+            if _loads_itself(task):
+                pipe.load_lora_weights(str(folder), weight_name=FILE)
+            else:
+                part.load_lora_adapter(str(folder), prefix=task.part, weight_name=FILE)
+        return task.sampler.stock(call, steps=task.sample_steps, seed=seed)
+    finally:
+        if getattr(part, "peft_config", None):
+            part.unload_lora()
+        for name, parameter in part.named_parameters():
+            parameter.requires_grad_(before.get(name, parameter.requires_grad))
+
+
+def _loads_itself(task: PipelineDenoise) -> bool:
+    """Return whether the pipeline loads layers of the trained part by itself."""
+    return hasattr(task.pipe, "load_lora_weights") and task.part in DENOISERS
+
+
+def _loads_in_part(task: PipelineDenoise) -> bool:
+    return hasattr(components_of(task.pipe)[task.part], "load_lora_adapter")
+
+
+def _lacking_loader(task: PipelineDenoise) -> str:
+    """Return what is to be said of a pipeline that does not load the adapter by itself; "" if it does."""
+    if _loads_itself(task):
+        return ""
+    why = f"{type(task.pipe).__name__} has no load_lora_weights"
+    if hasattr(task.pipe, "load_lora_weights"):
+        why = f"load_lora_weights of {type(task.pipe).__name__} does not read layers of '{task.part}'"
+    if _loads_in_part(task):
+        return f"{why}: pipe.{task.part}.load_lora_adapter(FOLDER, prefix='{task.part}') loads adapter/"
+    return f"{why}, nor has its {task.part} load_lora_adapter: fxplug.load reads module/"
+
+
+def _check_encoder(module: TracedModule, task: Task) -> None:
+    """Raise ArtifactError for a text encoder with passes that no pipeline of such a module reads from its adapter file."""
+    encoder = task.encoder
+    if encoder is not None and encoder.traced is not None and not (encoder.is_clip and part_of(module.classes) == "unet"):
+        raise ArtifactError("the one file for a model and its text encoder is that of a UNet with CLIP's text encoder")
+
+
+def pipeline_of(config: Config) -> str:
+    """Return the folder of the pipeline that a model is in, as Python text."""
+    if isinstance(config.model.target, str):
+        folder = config.base / config.model.target
+        if config.model.kind == "pipeline":
+            return repr(str(folder) if folder.exists() else config.model.target)
+        home = folder.parent if folder.is_dir() else folder.parent.parent
+        if (home / "model_index.json").is_file():
+            return repr(str(home))
+    return '"the pipeline of this model"'
