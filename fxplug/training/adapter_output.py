@@ -89,6 +89,8 @@ def into_pipeline(module: TracedModule, task: Task, out: Path, pipeline: str) ->
         return "\n".join(["import fxplug", *lines, *(f"pipe.{part} = fxplug.load({str(kept[part])!r})" for part in parts)])
     loading = f"pipe.load_lora_weights({str(out / 'adapter')!r})"
     if isinstance(task, PipelineDenoise) and not _loads_itself(task):
+        if not _loads_in_part(task):
+            return "\n".join(["import fxplug", *lines, f"pipe.{task.part} = fxplug.load({str(out / 'module')!r})"])
         loading = f"pipe.{task.part}.load_lora_adapter({str(out / 'adapter')!r}, prefix={task.part!r})"
     return "\n".join([*lines, loading])
 

@@ -47,7 +47,7 @@ class Evaluation:
         return means({name: (sum(a for a, _ in found), sum(b for _, b in found)) for name, found in pairs.items()})
 
     def samples(self, draws: Draws) -> Tensor | None:
-        """Return the task's pictures, [n, c, h, w] in [0, 1], or None if it has none."""
+        """Return the task's pictures, [n, c, h, w] in [0, 1], or videos, or None if it has none."""
         with self.evaluating() as module:
             return self.task.samples(module, draws)
 

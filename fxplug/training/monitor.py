@@ -19,7 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from ..core.spec.train_section import Train
 from .epoch_table import TRAINING, UNITS, best_line, columns, header, parameters_line, testing_row, titles, training_row
 from .log_files import Lines, plain
-from .pictures import grid, save_curves, save_picture
+from .pictures import grid, save_animation, save_curves, save_picture
 
 FLUSHED = 10  # seconds after which TensorBoard has what was written
 ROWS = 50  # of a run that is given in steps: with small data it has very many epochs
@@ -134,8 +134,12 @@ class RunMonitor:
             self._print(best_line(columns(best)))
 
     def samples(self, step: int, images: Tensor) -> None:
-        """Save pictures that the model made after a step: [n, c, h, w] in [0, 1], c being 1 or 3."""
-        picture = grid(images)
+        """Save pictures that the model made after a step: [n, c, h, w] in [0, 1], c being 1 or 3; of videos [n, f, c, h, w] the
+        first frames as a picture, and all as an animation beside it."""
+        picture = grid(images if images.dim() == 4 else images[:, 0])
+        if self.out and images.dim() == 5:
+            frames = [grid(each) for each in images.unbind(1)]
+            self._try("samples", save_animation, frames, self.out / "samples" / f"step-{step:08d}.webp")
         if self.out:
             self._try("samples", save_picture, picture, self.out / "samples" / f"step-{step:08d}.png")
         if self._events:

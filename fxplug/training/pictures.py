@@ -1,4 +1,4 @@
-"""Pictures of a run as PNG files: grids of samples, and the curves."""
+"""Pictures of a run as PNG files: grids of samples, and the curves; videos as animated WebP."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ def save_picture(picture: Tensor, path: Path) -> None:
     image = Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
     with new_file(path) as beside:
         image.save(beside, format="png")
+
+
+def save_animation(frames: Sequence[Tensor], path: Path) -> None:
+    """Save uint8 images [3, h, w] as the frames of an animated WebP, 8 a second. Raises OSError as `save_picture` does."""
+    images = [Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in frames]
+    with new_file(path) as beside:
+        images[0].save(beside, format="webp", save_all=True, append_images=images[1:], duration=125, loop=0, lossless=True)
 
 
 def save_curves(history: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[str, Any]], path: Path) -> bool:

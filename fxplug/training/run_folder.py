@@ -129,7 +129,7 @@ class RunFolder:
         if any("note" not in json.loads(line) for line in dropped.splitlines()):
             (self.path / LATER).write_bytes(dropped)
         later = [p for p in list_checkpoints(self.path / "checkpoints") if int(p.name.removeprefix(PREFIX)) > step]
-        pictures = sorted((self.path / "samples").glob("step-*.png"))
+        pictures = sorted(p for end in ("png", "webp") for p in (self.path / "samples").glob(f"step-*.{end}"))
         later += [p for p in pictures if p.stem.removeprefix("step-").isdigit() and int(p.stem.removeprefix("step-")) > step]
         if (self.path / "best").is_dir() and self._best_step() != best_step:
             later.append(self.path / "best")

@@ -19,6 +19,7 @@ from .task import Batch
 # the arguments of pipelines that take a picture beside the caption, the likeliest first
 PICTURES = ("image", "control_image", "mask_image", "video", "control_video", "mask", "reference_images", "image_reference")
 FRAMES = ("video", "control_video")  # which take a list of pictures
+MASK, MASKED = "mask_image", "image"  # of inpainting: the mask is the condition, and what it is of the picture itself
 LIMIT = 2 << 30  # bytes of encoded conditions that are kept in memory
 # arguments in which a pipeline is told of a picture's own size and place, by what the data calls these
 SIZES = {"original_size": "original_size", "crops_coords_top_left": "crop"}
@@ -66,12 +67,15 @@ def picture_argument(pipe: Any, call: Mapping[str, Any]) -> str | None:
         call: What it is called with already.
 
     Returns:
-        `image`, or the only one of `PICTURES` that the pipeline takes and the call does not give; None for none.
+        `image`, or the only one of `PICTURES` that the pipeline takes and the call does not give; the mask of one that paints
+        into a picture, which is then the sample's own; None for none.
 
     Raises:
         SpecError: There are several.
     """
     free = [name for name in PICTURES if name in arguments_of(pipe) and name not in call]
+    if MASK in free and MASKED in free:
+        return MASK
     if "image" in free or len(free) < 2:
         return free[0] if free else None
     raise SpecError(f"a condition of {type(pipe).__name__} could be its {' or '.join(free)}: give all but one in 'call'",
@@ -83,6 +87,24 @@ def as_pictures(condition: Tensor) -> list[Image.Image]:
     whole = (condition.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
     rows = (row.permute(1, 2, 0).numpy() for row in whole)
     return [Image.fromarray(row[:, :, 0] if row.shape[2] == 1 else row[:, :, :3]).convert("RGB") for row in rows]
+
+
+def picture_arguments(argument: str | None, picture: Image.Image, own: Image.Image) -> dict[str, Any]:
+    """Return the arguments of a pipeline for a sample's condition.
+
+    Args:
+        argument: What `picture_argument` has found.
+        picture: The condition.
+        own: The sample's own picture.
+
+    Returns:
+        The arguments by name.
+    """
+    if argument is None:
+        return {}
+    if argument == MASK:
+        return {MASK: picture.convert("L"), MASKED: own}
+    return {argument: [picture] if argument in FRAMES else picture}
 
 
 class Conditions:
@@ -135,8 +157,9 @@ class Conditions:
         """Return what the pipeline is called with for each sample beside its caption."""
         rows: list[dict[str, Any]] = [{} for _ in range(count)]
         if self.argument is not None and "condition" in batch:
-            for row, picture in zip(rows, as_pictures(batch["condition"]), strict=True):
-                row[self.argument] = [picture] if self.argument in FRAMES else picture
+            both = zip(as_pictures(batch["condition"]), as_pictures(batch["image"] / 2 + 0.5), strict=True)
+            for row, (picture, own) in zip(rows, both, strict=True):
+                row.update(picture_arguments(self.argument, picture, own))
         for name, key in self.sizes.items():
             if key in batch:
                 for row, value in zip(rows, batch[key].tolist(), strict=True):

@@ -23,7 +23,7 @@ from ..random_draws import Draws
 from .denoise import TESTED, FixedDraws, rows_of
 from .model_call import first_tensor, image_of
 from .noise import Diffusion, Flow, positions, read_density
-from .pipeline_conditions import Conditions, MemoryStore, Store, as_pictures, grouped, picture_argument
+from .pipeline_conditions import Conditions, MemoryStore, Store, as_pictures, grouped, picture_argument, picture_arguments
 from .pipeline_noise import check_scheduler, open_scheduler, steps_of_part, take_sampled
 from .pipeline_samples import PipelineSamples, sample_arguments
 from .task import Batch, Task, TaskInfo, Totals
@@ -173,8 +173,8 @@ class PipelineDenoise(Task):
         if self.condition is None:
             return {}
         generator = torch.Generator().manual_seed(seed)
-        picture = as_pictures(torch.rand(1, 3, *size[-2:], generator=generator))[0]
-        return {self.condition: [picture] if "video" in self.condition else picture}
+        picture, own = as_pictures(torch.rand(2, 3, *size[-2:], generator=generator))
+        return picture_arguments(self.condition, picture, own)
 
     def _sized(self, size: Size, check: bool = False) -> SizedPart:
         """Return the denoiser for pictures of a size, observed and confirmed when the first ones come."""
@@ -416,14 +416,15 @@ class PipelineDenoise(Task):
         """Return the arguments of the pipeline for each sample of a batch."""
         seen = self.sized[self.size].call.observation
         size: dict[str, Any] = {name: seen.call[name] for name in ("height", "width", "num_frames") if name in seen.call}
-        pictures = as_pictures(given["condition"]) if self.condition is not None and "condition" in given else []
+        pictures: list[dict[str, Any]] = [{}] * len(given["caption"])
+        if self.condition is not None and "condition" in given:
+            both = zip(as_pictures(given["condition"]), as_pictures(given["image"] / 2 + 0.5), strict=True)
+            pictures = [picture_arguments(self.condition, picture, own) for picture, own in both]
         calls = []
         for number, caption in enumerate(given["caption"]):
-            call = {**size, **self.sample_call}
+            call = {**size, **self.sample_call, **pictures[number]}
             if "prompt" in seen.call:
                 call["prompt"] = self.info.prompt(caption)
-            if pictures and self.condition is not None:
-                call[self.condition] = [pictures[number]] if "video" in self.condition else pictures[number]
             calls.append(call)
         return calls
 

@@ -164,7 +164,7 @@ class Task:
             draw: What all random numbers come from.
 
         Returns:
-            Float32 [n, c, h, w] in [0, 1]; None for none.
+            Float32 [n, c, h, w] in [0, 1], of videos [n, f, c, h, w]; None for none.
         """
         return None
 
