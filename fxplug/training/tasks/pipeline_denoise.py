@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, below, brief_fields, did_you_mean, shown
+from ...core.errors import SpecError, below, brief_fields, did_you_mean, first_line, shown
 from ...core.ir.traced_module import TracedModule
 from ...core.ir.variants import Variants, module_for
 from ...core.spec.task_section import DenoiseOptions
@@ -120,6 +120,7 @@ class PipelineDenoise(Task):
         self.store: Store = store or MemoryStore()
         self.sized: dict[Size, SizedPart] = {}
         self.part, self.batch = part or "", 2
+        self.within = False  # a search for a size that is drawn
 
     # --- what is seen before the training
 
@@ -212,6 +213,13 @@ class PipelineDenoise(Task):
         try:
             return observe(self.pipe, call, self.wanted_part)
         except SpecError as error:
+            if "divisible" in error.finding and not self.within:
+                self.within = True
+                try:
+                    hint = self._multiple(size)
+                finally:
+                    self.within = False
+                raise SpecError(f"{error.finding}: take a size that is {hint}", path=("data", "size")) from error
             argument = picture_argument(self.pipe, self.given)
             if argument is None or self.condition is not None or error.path != ("model", "call"):
                 raise
@@ -221,21 +229,29 @@ class PipelineDenoise(Task):
 
     def _check_latents(self, size: Size, call: DenoiserCall) -> None:
         """Raise SpecError for a size of which the VAE makes other latents than the pipeline decodes."""
-        empty = torch.zeros(1, 3, *size, device=self.device)
-        found = self._encode(empty, Draws(0, 0, device=self.device), call)
-        wanted = first_tensor([call.observation.to_decoder.like])
-        if found.shape[1:] != wanted.shape[1:]:
+        found = self._encoded_shape(size, call.observation)
+        wanted = first_tensor([call.observation.to_decoder.like]).shape[1:]
+        if found != wanted:
             height, width = size[-2:]
-            finding = f"of {height}x{width} {call.observation.vae} makes latents of {list(found.shape[1:])}, and the pipeline "
-            raise SpecError(f"a picture {finding}decodes {list(wanted.shape[1:])}: take a size that is {self._multiple(size)}",
+            finding = f"of {height}x{width} {call.observation.vae} makes latents of {[*found]}, and the pipeline decodes "
+            raise SpecError(f"a picture {finding}{[*wanted]}: take a size that is {self._multiple(size)}",
                             path=("data", "size"))  # fmt: skip
 
+    def _encoded_shape(self, size: Size, seen: Observation) -> torch.Size:
+        empty = torch.zeros(1, 3, *size, device=self.device)
+        return self._encode(empty, Draws(0, 0, device=self.device), seen).shape[1:]
+
     def _multiple(self, size: Size) -> str:
-        """Say of what number sides must be multiples, as far as the pipeline tells."""
-        wanted = self.pipe
-        factor = getattr(wanted, "vae_scale_factor", None) or getattr(wanted, "vae_scale_factor_spatial", None) or 8
-        found = int(factor) * 2
-        return f"a multiple of {found}, such as {max(found, size[-2] // found * found)}x{max(found, size[-1] // found * found)}"
+        """Say of what number sides must be multiples: the first power of two of which an odd multiple is drawn as it is."""
+        for factor in (8, 16, 32, 64, 128):
+            sides = [max(1, side // factor - (side // factor + 1) % 2) * factor for side in size[-2:]]
+            try:
+                seen = self._observation((*size[:-2], *sides))
+                if self._encoded_shape((*size[:-2], *sides), seen) == first_tensor([seen.to_decoder.like]).shape[1:]:
+                    return f"a multiple of {factor}, such as {sides[0]}x{sides[1]}"
+            except SpecError:
+                continue
+        return "a multiple of what the pipeline says"
 
     # --- training
 
@@ -314,21 +330,20 @@ class PipelineDenoise(Task):
 
     def _latents(self, batch: Batch, draw: Any, one: SizedPart) -> Tensor:
         """Return the scheduler's latents of the pictures of a batch, float32."""
-        return one.call.latents(self._encode(image_of(batch), draw, one.call))
+        return one.call.latents(self._encode(image_of(batch), draw, one.call.observation))
 
     @torch.no_grad()
-    def _encode(self, image: Tensor, draw: Any, call: DenoiserCall) -> Tensor:
+    def _encode(self, image: Tensor, draw: Any, seen: Observation) -> Tensor:
         """Return a sample of what the VAE makes of pictures, float32; of one without a distribution what it makes."""
-        vae = components_of(self.pipe)[call.observation.vae]
-        frames = first_tensor([call.observation.to_decoder.like]).dim() == 5
+        vae = components_of(self.pipe)[seen.vae]
+        frames = first_tensor([seen.to_decoder.like]).dim() == 5
         dtype = next((p.dtype for p in vae.parameters()), torch.float32)
         with torch.autocast(image.device.type, enabled=False):
             try:
                 found = vae.encode((image[:, :, None] if frames and image.dim() == 4 else image).to(dtype))
             except RuntimeError as error:
                 sides = "x".join(str(side) for side in image.shape[2:])
-                finding = f"{call.observation.vae} does not encode pictures of {sides}: take a size that is "
-                raise SpecError(f"{finding}{self._multiple(tuple(image.shape[2:]))}; {error}",
+                raise SpecError(f"{seen.vae} does not encode pictures of {sides}: {first_line(error)}",
                                 path=("data", "size")) from error  # fmt: skip
             inside = getattr(found, "latent_dist", found)
             if hasattr(inside, "mean") and hasattr(inside, "std") and not isinstance(inside, Tensor):
