@@ -23,7 +23,6 @@ from fxplug.pipelines.observation import observe
 from fxplug.training.random_draws import Draws, RunDraws
 from fxplug.training.tasks.pipeline_conditions import MemoryStore, as_pictures
 from fxplug.training.tasks.pipeline_denoise import PipelineDenoise, check_options
-from fxplug.training.tasks.pipeline_noise import check_scheduler, open_scheduler, shares, steps_of_part
 from fxplug.training.tasks.task import TaskInfo
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # numpy's, of some schedulers
@@ -117,10 +116,10 @@ def test_samples_in_a_batch_have_the_losses_that_they_have_alone(name):
     """Conditions are joined, latents packed and outputs taken apart for each sample."""
     pipe = tiny.make(name)
     task = set_up(PipelineDenoise(pipe, tiny.CALLS[name], part_of(name), samples=0))
-    one = task.sized[SIZE]
+    one = task.sized.of(SIZE)
     captions = ["a red ball", "a blue cat on a box"]
     image = batch_of(*captions)["image"]
-    x = one.call.latents(task._encode(image, Draws(0, 1), one.call.observation))
+    x = one.call.latents(task.sized.encode(image, Draws(0, 1), one.call.observation))
     time = one.noise.time(one.steps[[100, 200]])
     target = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
     model = getattr(pipe, task.part)
@@ -177,7 +176,7 @@ def test_captions_are_encoded_once_and_the_memory_for_them_is_bounded():
     pipe = tiny.make("sd15")
     task = set_up(PipelineDenoise(pipe, {}, samples=0))
     loss_of(task, batch_of("a red ball", "a blue cat"))
-    one = task.sized[SIZE].conditions
+    one = task.sized.of(SIZE).conditions
     calls = []
     encode = one.call.encode
     one.call.encode = lambda **given: calls.append(given) or encode(**given)
@@ -191,100 +190,10 @@ def test_captions_are_encoded_once_and_the_memory_for_them_is_bounded():
 
 def test_every_bucket_is_observed_before_the_training_and_others_when_they_come():
     task = set_up(PipelineDenoise(tiny.make("flux"), {}, samples=0), sizes=(SIZE, (48, 80)))
-    assert [*task.sized] == [SIZE, (48, 80)]
+    assert [*task.sized.made] == [SIZE, (48, 80)]
     loss_of(task, {"image": torch.zeros(2, 3, 80, 48), "caption": ["a", "b"]})
-    assert task.sized[80, 48].call.observation.condition["img_ids"].shape[0] == 5 * 3
-    assert task.sized[48, 80].call.observation.shape == (1, 15, 16)
-
-
-# --- noise
-
-
-BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
-SCHEDULERS = {
-    "DDPMScheduler": {}, "PNDMScheduler": {"skip_prk_steps": True}, "EulerDiscreteScheduler": {"use_karras_sigmas": True},
-    "EulerAncestralDiscreteScheduler": {"prediction_type": "v_prediction"}, "LCMScheduler": {}, "HeunDiscreteScheduler": {},
-    "DPMSolverMultistepScheduler": {"algorithm_type": "sde-dpmsolver++"}, "CogVideoXDDIMScheduler": {},
-    "UniPCMultistepScheduler": {"prediction_type": "sample"},
-    "DPMSolverSinglestepScheduler": {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0},
-    "DDIMScheduler": {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_denoiser_that_knows_the_data_leads_the_scheduler_to_them(name):
-    pipe = tiny.make("sd15")
-    pipe.scheduler = scheduler = getattr(diffusers, name)(**BETAS, **SCHEDULERS[name])
-    seen = observe(pipe, {"height": SIZE[0], "width": SIZE[1]})
-    assert check_scheduler(pipe, seen, open_scheduler(scheduler)) < 0.03
-
-
-@pytest.mark.parametrize("wrong", ["prediction", "alphas", "sigmas"])
-def test_other_noise_than_the_schedulers_is_seen(wrong):
-    pipe = tiny.make("flux" if wrong == "sigmas" else "sd15")
-    seen = observe(pipe, {"height": SIZE[0], "width": SIZE[1]})
-    noise = open_scheduler(pipe.scheduler)
-    if wrong == "prediction":
-        noise.prediction = "v_prediction"
-    elif wrong == "alphas":
-        noise.take_alphas(noise.scheduler.alphas_cumprod ** 1.2)
-    else:
-        noise.sigmas = noise.sigmas**1.2
-    with pytest.raises(SpecError, match="scheduler"):
-        check_scheduler(pipe, seen, noise)
-
-
-OTHERS = {
-    "EDMEulerScheduler": {}, "IPNDMScheduler": {},
-    "EulerDiscreteScheduler": {**BETAS, "timestep_type": "continuous", "prediction_type": "v_prediction"},
-    "DPMSolverMultistepScheduler": {"prediction_type": "epsilon", "use_flow_sigmas": True, "flow_shift": 3.0},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_schedulers_of_another_kind_are_refused(name):
-    pipe = tiny.make("sd15")
-    pipe.scheduler = getattr(diffusers, name)(**OTHERS[name])
-    with pytest.raises(SpecError, match="scheduler"):
-        set_up(PipelineDenoise(pipe, {}, samples=0))
-
-
-def test_a_scheduler_with_flow_matching_as_an_option_shifts_as_it_says():
-    noise = open_scheduler(diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
-    ))  # fmt: skip
-    u = torch.linspace(1, 1 / 1000, 1001)[:-1]
-    assert torch.allclose(noise.sigmas, 5 * u / (1 + 4 * u), atol=2e-6)
-    assert noise.times.dtype == torch.int64
-
-
-def test_as_sampled_has_the_sigmas_of_the_pipeline_for_the_size():
-    task = set_up(PipelineDenoise(tiny.make("flux"), {}, samples=0, density="as_sampled"), sizes=(SIZE, (128, 128)))
-    means = [float(one.noise.sigmas.mean()) for one in task.sized.values()]
-    assert means[0] < means[1]  # larger pictures have more noise
-    one = task.sized[SIZE]
-    mu = one.call.observation.schedule["mu"]
-    shifted = torch.tensor(mu).exp()
-    u = torch.linspace(1, 1 / 1000, 1000)
-    assert torch.allclose(one.noise.sigmas, shifted * u / (1 + (shifted - 1) * u), atol=1e-5)
-
-
-def test_one_of_two_denoisers_is_trained_at_its_own_times():
-    pipe = tiny.make("wan22")
-    found = {}
-    for part in ("transformer", "transformer_2"):
-        seen = observe(pipe, {"height": SIZE[0], "width": SIZE[1], "num_frames": 1}, part)
-        noise = open_scheduler(pipe.scheduler)
-        found[part] = noise.time(steps_of_part(noise, pipe, seen))
-    assert found["transformer"].min() >= 870 and found["transformer_2"].max() <= 880
-    assert len(found["transformer"]) + len(found["transformer_2"]) == pytest.approx(1000, abs=10)
-
-
-def test_the_shares_of_a_step_are_the_schedulers():
-    noise = open_scheduler(diffusers.DDIMScheduler(**BETAS))
-    kept = noise.scheduler.alphas_cumprod[300]
-    assert shares(noise, 300) == pytest.approx((float(kept.sqrt()), float((1 - kept).sqrt())), rel=1e-5)
-    assert shares(open_scheduler(diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)), 250.0) == pytest.approx((0.75, 0.25))
+    assert task.sized.of((80, 48)).call.observation.condition["img_ids"].shape[0] == 5 * 3
+    assert task.sized.of((48, 80)).call.observation.shape == (1, 15, 16)
 
 
 # --- conditions
@@ -325,11 +234,11 @@ def test_each_sample_has_its_own_condition(name):
     pipe = make()
     both = batch_of("a red ball", "a blue cat", condition=torch.rand(2, 3, *SIZE, generator=torch.Generator().manual_seed(9)))
     task = set_up(PipelineDenoise(pipe, call, samples=0), lambda count: {k: v[:count] for k, v in both.items()})
-    assert task.condition == argument
+    assert task.sized.condition == argument
     first = loss_of(task, dict(both))
     assert loss_of(task, {**both, "condition": both["condition"].flip(0)}) != first
     assert loss_of(task, dict(both)) == first
-    one = task.sized[SIZE]
+    one = task.sized.of(SIZE)
     conditions = one.conditions.of(both, both["caption"])
     call = one.call(conditions, torch.zeros(2, *one.call.shape), torch.tensor([300.0, 700.0]))
     given = call[one.call.observation.noisy]
@@ -361,7 +270,7 @@ def test_the_size_and_the_crop_of_a_picture_reach_sdxl():
     task = set_up(PipelineDenoise(tiny.make("sdxl"), {}, samples=0))
     sizes = {"original_size": torch.tensor([[640, 480], [64, 64]]), "crop": torch.tensor([[5, 7], [0, 0]])}
     batch = batch_of("a red ball", "a red ball", **sizes)
-    conditions = task.sized[SIZE].conditions.of(batch, batch["caption"])
+    conditions = task.sized.of(SIZE).conditions.of(batch, batch["caption"])
     found = [condition.call["added_cond_kwargs"]["time_ids"][0].tolist() for condition in conditions]
     assert found == [[640, 480, 5, 7, 64, 64], [64, 64, 0, 0, 64, 64]]
 

@@ -61,7 +61,8 @@ class Batching:
                 own = path in self.dims or _argument(path) in self.lists
                 parts.append(f"{pytree.keystr(path)} {leaf.dtype} {shape} {'' if own else _digest(leaf)}")
             else:
-                parts.append(f"{pytree.keystr(path)} {leaf!r}")
+                plain = leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))
+                parts.append(f"{pytree.keystr(path)} {leaf!r}" if plain else f"{pytree.keystr(path)} {type(leaf)}")
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def join(self, calls: Sequence[Call]) -> Call:

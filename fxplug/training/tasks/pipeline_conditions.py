@@ -26,13 +26,13 @@ SIZES = {"original_size": "original_size", "crops_coords_top_left": "crop"}
 
 
 class Store(Protocol):
-    """Place where conditions are kept by a key."""
+    """Place where values of tensors and plain data are kept by a key: `EncodedCache`, on the disk."""
 
-    def get(self, key: str) -> Condition | None:
-        """Return the condition of a key, None if it is not there."""
+    def get(self, key: Any) -> Any:
+        """Return the value of a key, None if it is not there."""
 
-    def put(self, key: str, value: Condition) -> None:
-        """Keep a condition."""
+    def put(self, key: Any, value: Any) -> Any:
+        """Keep a value."""
 
 
 class MemoryStore:
@@ -110,9 +110,19 @@ def picture_arguments(argument: str | None, picture: Image.Image, own: Image.Ima
 class Conditions:
     """The conditions of samples of one size, each encoded once by the pipeline itself."""
 
-    def __init__(self, pipe: Any, call: DenoiserCall, argument: str | None, store: Store, device: torch.device) -> None:
-        """Take the calls' form; `argument` is that for pictures, `device` where batches are."""
-        self.pipe, self.call, self.argument, self.store, self.device = pipe, call, argument, store, device
+    def __init__(
+        self,
+        pipe: Any,
+        call: DenoiserCall,
+        argument: str | None,
+        memory: MemoryStore,
+        store: Store | None,
+        device: torch.device,
+    ) -> None:
+        """Take the calls' form; `argument` is that for pictures, `device` where batches are. What is in `store` is there in
+        later runs, too."""
+        self.pipe, self.call, self.argument, self.device = pipe, call, argument, device
+        self.memory, self.store = memory, store
         known = arguments_of(pipe)
         given = call.observation.call
         self.sizes = {name: key for name, key in SIZES.items() if name in known and name not in given}
@@ -142,11 +152,17 @@ class Conditions:
             plain = value[0] if isinstance(value, list) else value
             parts.append(f"{name} {plain.size} {_digest(plain)}" if isinstance(plain, Image.Image) else f"{name} {value}")
         key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-        found = self.store.get(key)
+        found = self.memory.get(key)
         if found is None:
-            with torch.autocast(self.device.type, enabled=False):
-                found = self.call.encode(**self.prompt(caption), **arguments).to(torch.device("cpu"))
-            self.store.put(key, found)
+            kept = self.store.get(["condition", key]) if self.store is not None else None
+            if kept is not None:
+                found = Condition(**kept)
+            else:
+                with torch.autocast(self.device.type, enabled=False):
+                    found = self.call.encode(**self.prompt(caption), **arguments).to(torch.device("cpu"))
+                if self.store is not None:
+                    self.store.put(["condition", key], {"call": found.call, "form": found.form, "own": found.own})
+            self.memory.put(key, found)
         return found.to(self.device)
 
     def prompt(self, caption: str) -> dict[str, Any]:

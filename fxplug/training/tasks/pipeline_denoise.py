@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import SpecError, below, brief_fields, did_you_mean, first_line, shown
+from ...core.errors import SpecError, below, did_you_mean, shown
 from ...core.ir.traced_module import TracedModule
 from ...core.ir.variants import Variants, module_for
 from ...core.spec.task_section import DenoiseOptions
 from ...core.spec.train_section import Use, read_use
 from ...core.spec.yaml_source import validate
-from ...pipelines.denoiser_call import Condition, DenoiserCall, denoiser_call
-from ...pipelines.observation import PROMPTS, Observation, confirm, observe
-from ...pipelines.recorded_run import arguments_of, components_of
+from ...pipelines.denoiser_call import Condition
+from ...pipelines.observation import PROMPTS
+from ...pipelines.recorded_run import components_of
 from ..distributed import most_of_all
 from ..random_draws import Draws
 from .denoise import TESTED, FixedDraws, rows_of
-from .model_call import first_tensor, image_of
-from .noise import Diffusion, Flow, positions, read_density
-from .pipeline_conditions import Conditions, MemoryStore, Store, as_pictures, grouped, picture_argument, picture_arguments
-from .pipeline_noise import check_scheduler, open_scheduler, steps_of_part, take_sampled
+from .model_call import image_of
+from .noise import positions, read_density
+from .pipeline_conditions import Store, as_pictures, grouped, picture_arguments
 from .pipeline_samples import PipelineSamples, sample_arguments
+from .sized_parts import Size, SizedPart, SizedParts
 from .task import Batch, Task, TaskInfo, Totals
 
 AS_SAMPLED = "as_sampled"
@@ -40,21 +39,6 @@ ELSEWHERE = {
     "time_scale": "how the denoiser is told the time is seen in the pipeline",
     "train_guidance": "it is learnt with 'text' by a model without a pipeline: model: {diffusers: ...}",
 }
-Size = tuple[int, ...]  # height and width; frames, height and width of videos
-
-
-@dataclass(frozen=True)
-class SizedPart:
-    """A denoiser as it is trained on pictures of one size: its call, its samples' conditions, its noise, and which `steps`
-    of it."""
-
-    call: DenoiserCall
-    conditions: Conditions
-    noise: Diffusion | Flow
-    steps: Tensor
-
-    __repr__ = brief_fields
-
 
 class PipelineDenoise(Task):
     """Trains the denoiser of a stock pipeline on pictures with captions, with no line about its model.
@@ -101,7 +85,7 @@ class PipelineDenoise(Task):
             sample_steps: Steps of a picture.
             guidance: The scale of guidance of pictures; None is that of the call.
             negative: The caption that guidance leads away from.
-            store: Where encoded captions are kept; None is in memory, up to 2 GiB.
+            store: Where encoded captions are kept beside the memory, which has 2 GiB of them; None is nowhere.
             **others: Options of `Denoise` that a pipeline does not have: an error says where each is set instead.
 
         Raises:
@@ -117,10 +101,8 @@ class PipelineDenoise(Task):
         self.density = read_density(read_use(density), more=(AS_SAMPLED,))
         self.dropout, self.snr_gamma, self.weighting = dropout, snr_gamma, weighting
         self.wanted, self.sample_steps, self.guidance, self.negative = samples, sample_steps, guidance, negative
-        self.store: Store = store or MemoryStore()
-        self.sized: dict[Size, SizedPart] = {}
+        self.store = store
         self.part, self.batch = part or "", 2
-        self.within = False  # a search for a size that is drawn
 
     # --- what is seen before the training
 
@@ -136,20 +118,25 @@ class PipelineDenoise(Task):
         sizes = dict.fromkeys(tuple(size) for size in ([tuple(first)] if first else []) + known)
         if not sizes:
             raise SpecError("the size of the pictures is not known: set 'size'", path=("data", "size"))
-        self.condition = self._condition_argument(example)
+        weights = {"snr_gamma": self.snr_gamma, "weighting": self.weighting}
+        as_sampled = self.density.name == AS_SAMPLED
+        self.sized = SizedParts(
+            self.pipe, self.given, self.wanted_part, self.store, self.device, as_sampled=as_sampled, **weights
+        )
+        self.sized.take_condition(example)
         self.size: Size = next(iter(sizes))
         self.sample_call = sample_arguments(self.pipe, self.given, self.guidance, self.negative)
-        self.sized.clear()
         for size in sizes:
-            self._sized(size, check=True)
+            self.sized.of(size, check=True)
+            self.part = self.sized.part
             if isinstance(module, Variants):
                 self._trace_form(module, size)
         self.sampler = PipelineSamples(self.pipe, self.part)
 
     def _trace_form(self, module: Variants, size: Size) -> None:
         """Let a module that takes several forms of call have that of the training, of this size."""
-        one = self.sized[size]
-        condition = one.conditions.one(PROMPTS[0], self._example_arguments(size))
+        one = self.sized.of(size)
+        condition = one.conditions.one(PROMPTS[0], self.sized.example_arguments(size))
         for count in dict.fromkeys((self.batch, 1)) if one.call.batching.lists else (self.batch,):
             x = torch.zeros(count, *one.call.shape, device=self.device)
             time = one.noise.time(one.steps[:1].expand(count)).to(self.device)
@@ -157,101 +144,6 @@ class PipelineDenoise(Task):
 
     def check_batch(self, size: int) -> None:
         self.batch = max(self.batch, size)
-
-    def _condition_argument(self, example: Batch) -> str | None:
-        """Return the argument for the pictures beside captions, where the data have such. Raises SpecError without one."""
-        argument = picture_argument(self.pipe, self.given)
-        if "condition" not in example:
-            return None
-        if argument is None:
-            kind = type(self.pipe).__name__
-            finding = f"has no effect: {kind} takes no picture as a condition beside the caption"
-            raise SpecError(f"{finding}, or 'call' gives it already", path=("data", "conditions"))
-        return argument
-
-    def _example_arguments(self, size: Size, seed: int = 0) -> dict[str, Any]:
-        """Return a picture of random colours as the condition, for a pipeline that gets one."""
-        if self.condition is None:
-            return {}
-        generator = torch.Generator().manual_seed(seed)
-        picture, own = as_pictures(torch.rand(2, 3, *size[-2:], generator=generator))
-        return picture_arguments(self.condition, picture, own)
-
-    def _sized(self, size: Size, check: bool = False) -> SizedPart:
-        """Return the denoiser for pictures of a size, observed and confirmed when the first ones come."""
-        if size in self.sized:
-            return self.sized[size]
-        with torch.autocast(self.device.type, enabled=False):
-            seen = self._observation(size)
-            calls = tuple({**seen.call, **({"prompt": prompt} if "prompt" in seen.call else {}),
-                           **self._example_arguments(size, seed)} for seed, prompt in enumerate(PROMPTS))  # fmt: skip
-            confirm(self.pipe, seen, (calls[0], calls[1]))
-            call = denoiser_call(self.pipe, seen, self.device, **self._example_arguments(size))
-            noise = open_scheduler(components_of(self.pipe)["scheduler"], snr_gamma=self.snr_gamma, weighting=self.weighting)
-            if check:
-                check_scheduler(self.pipe, seen, noise)
-            steps = steps_of_part(noise, self.pipe, seen)
-            if self.density.name == AS_SAMPLED:
-                sampled = take_sampled(noise, self.pipe, seen)
-                steps = steps_of_part(noise, self.pipe, seen) if seen.others else sampled
-            self.part = seen.part
-            self._check_latents(size, call)
-        made = SizedPart(call, Conditions(self.pipe, call, self.condition, self.store, self.device), noise, steps.cpu())
-        self.sized[size] = made
-        return made
-
-    def _observation(self, size: Size) -> Observation:
-        """Observe the pipeline for pictures of a size. Raises SpecError, of a condition where one is lacking."""
-        known, call = arguments_of(self.pipe), dict(self.given)
-        for name, value in zip(("num_frames", "height", "width")[-len(size) :], size, strict=True):
-            if name in call and call[name] != value:
-                finding = f"is {shown(call[name])}, and the size of the pictures says {value}: leave it out"
-                raise SpecError(finding, path=("model", "call", name))
-            if name in known:
-                call[name] = value
-        call |= self._example_arguments(size)
-        try:
-            return observe(self.pipe, call, self.wanted_part)
-        except SpecError as error:
-            if "divisible" in error.finding and not self.within:
-                self.within = True
-                try:
-                    hint = self._multiple(size)
-                finally:
-                    self.within = False
-                raise SpecError(f"{error.finding}: take a size that is {hint}", path=("data", "size")) from error
-            argument = picture_argument(self.pipe, self.given)
-            if argument is None or self.condition is not None or error.path != ("model", "call"):
-                raise
-            finding = f"{type(self.pipe).__name__} needs a condition beside the caption, its argument '{argument}': set "
-            raise SpecError(f"{finding}'conditions' in the section data, a folder with pictures of the same names; "
-                            f"{error.finding}", path=("data", "conditions")) from error  # fmt: skip
-
-    def _check_latents(self, size: Size, call: DenoiserCall) -> None:
-        """Raise SpecError for a size of which the VAE makes other latents than the pipeline decodes."""
-        found = self._encoded_shape(size, call.observation)
-        wanted = first_tensor([call.observation.to_decoder.like]).shape[1:]
-        if found != wanted:
-            height, width = size[-2:]
-            finding = f"of {height}x{width} {call.observation.vae} makes latents of {[*found]}, and the pipeline decodes "
-            raise SpecError(f"a picture {finding}{[*wanted]}: take a size that is {self._multiple(size)}",
-                            path=("data", "size"))  # fmt: skip
-
-    def _encoded_shape(self, size: Size, seen: Observation) -> torch.Size:
-        empty = torch.zeros(1, 3, *size, device=self.device)
-        return self._encode(empty, Draws(0, 0, device=self.device), seen).shape[1:]
-
-    def _multiple(self, size: Size) -> str:
-        """Say of what number sides must be multiples: the first power of two of which an odd multiple is drawn as it is."""
-        for factor in (8, 16, 32, 64, 128):
-            sides = [max(1, side // factor - (side // factor + 1) % 2) * factor for side in size[-2:]]
-            try:
-                seen = self._observation((*size[:-2], *sides))
-                if self._encoded_shape((*size[:-2], *sides), seen) == first_tensor([seen.to_decoder.like]).shape[1:]:
-                    return f"a multiple of {factor}, such as {sides[0]}x{sides[1]}"
-            except SpecError:
-                continue
-        return "a multiple of what the pipeline says"
 
     # --- training
 
@@ -295,7 +187,7 @@ class PipelineDenoise(Task):
     ) -> Tensor:
         """Return the weighted loss of each sample, float32 [b]; `alike` says that processes call the module equally often."""
         image = image_of(batch)
-        one = self._sized(tuple(image.shape[2:]))
+        one = self.sized.of(tuple(image.shape[2:]))
         x = self._latents(batch, draw, one)
         noise = draw.like(x)
         steps = one.steps.to(position.device)
@@ -330,26 +222,7 @@ class PipelineDenoise(Task):
 
     def _latents(self, batch: Batch, draw: Any, one: SizedPart) -> Tensor:
         """Return the scheduler's latents of the pictures of a batch, float32."""
-        return one.call.latents(self._encode(image_of(batch), draw, one.call.observation))
-
-    @torch.no_grad()
-    def _encode(self, image: Tensor, draw: Any, seen: Observation) -> Tensor:
-        """Return a sample of what the VAE makes of pictures, float32; of one without a distribution what it makes."""
-        vae = components_of(self.pipe)[seen.vae]
-        frames = first_tensor([seen.to_decoder.like]).dim() == 5
-        dtype = next((p.dtype for p in vae.parameters()), torch.float32)
-        with torch.autocast(image.device.type, enabled=False):
-            try:
-                found = vae.encode((image[:, :, None] if frames and image.dim() == 4 else image).to(dtype))
-            except RuntimeError as error:
-                sides = "x".join(str(side) for side in image.shape[2:])
-                raise SpecError(f"{seen.vae} does not encode pictures of {sides}: {first_line(error)}",
-                                path=("data", "size")) from error  # fmt: skip
-            inside = getattr(found, "latent_dist", found)
-            if hasattr(inside, "mean") and hasattr(inside, "std") and not isinstance(inside, Tensor):
-                drawn: Tensor = inside.mean + inside.std * draw.like(inside.mean)
-                return drawn.float()
-            return first_tensor(inside).float()
+        return one.call.latents(self.sized.encode(image_of(batch), draw, one.call.observation))
 
     def encode_all(self, loader: Any) -> int:
         """Encode the captions and conditions of one epoch of a loader ahead, and move what encodes them off the device.
@@ -362,7 +235,7 @@ class PipelineDenoise(Task):
         """
         count = 0
         for batch in loader.epoch(0):
-            one = self._sized(tuple(image_of(batch).shape[2:]))
+            one = self.sized.of(tuple(image_of(batch).shape[2:]))
             number = len(image_of(batch))
             for dropped in (False, True) if self.dropout else (False,):
                 captions = self._captions(batch, torch.full((number,), dropped))
@@ -392,7 +265,7 @@ class PipelineDenoise(Task):
         """Raise SpecError for a number of steps that the pipeline does not take."""
         from ...pipelines.observation import call_pipeline
 
-        seen = self.sized[self.size].call.observation
+        seen = self.sized.of(self.size).call.observation
         try:
             call_pipeline(self.pipe, seen.call, steps=self.sample_steps, first_call=seen.part)
         except SpecError as error:
@@ -429,12 +302,13 @@ class PipelineDenoise(Task):
 
     def sample_calls(self, given: Batch) -> list[dict[str, Any]]:
         """Return the arguments of the pipeline for each sample of a batch."""
-        seen = self.sized[self.size].call.observation
+        seen = self.sized.of(self.size).call.observation
         size: dict[str, Any] = {name: seen.call[name] for name in ("height", "width", "num_frames") if name in seen.call}
         pictures: list[dict[str, Any]] = [{}] * len(given["caption"])
-        if self.condition is not None and "condition" in given:
+        argument = self.sized.condition
+        if argument is not None and "condition" in given:
             both = zip(as_pictures(given["condition"]), as_pictures(given["image"] / 2 + 0.5), strict=True)
-            pictures = [picture_arguments(self.condition, picture, own) for picture, own in both]
+            pictures = [picture_arguments(argument, picture, own) for picture, own in both]
         calls = []
         for number, caption in enumerate(given["caption"]):
             call = {**size, **self.sample_call, **pictures[number]}
@@ -484,7 +358,9 @@ def _check_options(options: Mapping[str, Any], known: Collection[str] = ()) -> N
             raise SpecError(finding, path=(name,))
 
 
-def pipeline_task(pipe: Any, call: Mapping[str, Any] | None, part: str | None, use: Use) -> PipelineDenoise:
+def pipeline_task(
+    pipe: Any, call: Mapping[str, Any] | None, part: str | None, use: Use, store: Store | None = None
+) -> PipelineDenoise:
     """Make the task of a configuration whose model is a pipeline's.
 
     Args:
@@ -492,6 +368,7 @@ def pipeline_task(pipe: Any, call: Mapping[str, Any] | None, part: str | None, u
         call: The arguments of the section model.
         part: The denoiser.
         use: The task with its options.
+        store: As in `PipelineDenoise`.
 
     Returns:
         The task.
@@ -500,4 +377,4 @@ def pipeline_task(pipe: Any, call: Mapping[str, Any] | None, part: str | None, u
         SpecError: An option is wrong.
     """
     with below("train", "task", use.name):
-        return PipelineDenoise(pipe, call, part, **use.options)
+        return PipelineDenoise(pipe, call, part, store=store, **use.options)

@@ -1,0 +1,218 @@
+"""The denoiser of a pipeline for each size of picture: observed, confirmed, and ready to be called for batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.errors import SpecError, brief_fields, first_line, shown
+from ...pipelines.denoiser_call import DenoiserCall, denoiser_call
+from ...pipelines.observation import PROMPTS, Observation, confirm, observe
+from ...pipelines.recorded_run import arguments_of, components_of
+from ..random_draws import Draws
+from .model_call import first_tensor
+from .noise import Diffusion, Flow
+from .pipeline_conditions import Conditions, MemoryStore, Store, as_pictures, picture_argument, picture_arguments
+from .pipeline_noise import check_scheduler, open_scheduler, steps_of_part, take_sampled
+from .task import Batch
+
+Size = tuple[int, ...]  # height and width; frames, height and width of videos
+
+
+@dataclass(frozen=True)
+class SizedPart:
+    """A denoiser as it is trained on pictures of one size: its call, its samples' conditions, its noise, and which `steps`
+    of it."""
+
+    call: DenoiserCall
+    conditions: Conditions
+    noise: Diffusion | Flow
+    steps: Tensor
+
+    __repr__ = brief_fields
+
+
+class SizedParts:
+    """The `SizedPart` of each size that pictures have.
+
+    `part` is the denoiser's name, known with the first size; `condition` is the argument for pictures beside the captions.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        call: Mapping[str, Any],
+        part: str | None,
+        store: Store | None,
+        device: torch.device,
+        *,
+        as_sampled: bool,
+        **weights: Any,
+    ) -> None:
+        """Take a pipeline, what it is called with, and where batches are; `as_sampled` takes the pipeline's own amounts of
+        noise, `weights` are those of `open_scheduler`."""
+        self.pipe, self.given, self.wanted, self.store, self.device = pipe, dict(call), part, store, device
+        self.as_sampled, self.weights = as_sampled, weights
+        self.memory = MemoryStore()
+        self.made: dict[Size, SizedPart] = {}
+        self.part = part or ""
+        self.condition: str | None = None
+        self._searches = False  # for a size that is drawn as it is
+
+    def take_condition(self, example: Batch) -> None:
+        """Find the argument for the pictures beside captions, where a batch of the data has such.
+
+        Args:
+            example: The batch.
+
+        Raises:
+            SpecError: The pipeline takes no such picture.
+        """
+        argument = picture_argument(self.pipe, self.given)
+        self.condition = None
+        if "condition" not in example:
+            return
+        if argument is None:
+            kind = type(self.pipe).__name__
+            finding = f"has no effect: {kind} takes no picture as a condition beside the caption"
+            raise SpecError(f"{finding}, or 'call' gives it already", path=("data", "conditions"))
+        self.condition = argument
+
+    def example_arguments(self, size: Size, seed: int = 0) -> dict[str, Any]:
+        """Return the arguments of a picture of random colours as the condition, for a pipeline that gets one.
+
+        Args:
+            size: The size of the pictures.
+            seed: The seed of the colours.
+
+        Returns:
+            The arguments by name; none without conditions.
+        """
+        if self.condition is None:
+            return {}
+        generator = torch.Generator().manual_seed(seed)
+        picture, own = as_pictures(torch.rand(2, 3, *size[-2:], generator=generator))
+        return picture_arguments(self.condition, picture, own)
+
+    def of(self, size: Size, check: bool = False) -> SizedPart:
+        """Return the denoiser for pictures of a size, observed and confirmed when it is asked for first.
+
+        Args:
+            size: The size of the pictures.
+            check: Whether the scheduler is proved to lead to the data.
+
+        Returns:
+            The denoiser.
+
+        Raises:
+            SpecError: The pipeline is not understood for this size, or cannot draw it.
+        """
+        if size in self.made:
+            return self.made[size]
+        with torch.autocast(self.device.type, enabled=False):
+            seen = self._observation(size)
+            calls = tuple({**seen.call, **({"prompt": prompt} if "prompt" in seen.call else {}),
+                           **self.example_arguments(size, seed)} for seed, prompt in enumerate(PROMPTS))  # fmt: skip
+            confirm(self.pipe, seen, (calls[0], calls[1]))
+            call = denoiser_call(self.pipe, seen, self.device, **self.example_arguments(size))
+            noise = open_scheduler(components_of(self.pipe)["scheduler"], **self.weights)
+            if check:
+                check_scheduler(self.pipe, seen, noise)
+            steps = steps_of_part(noise, self.pipe, seen)
+            if self.as_sampled:
+                sampled = take_sampled(noise, self.pipe, seen)
+                steps = steps_of_part(noise, self.pipe, seen) if seen.others else sampled
+            self.part = seen.part
+            self._check_latents(size, call)
+        conditions = Conditions(self.pipe, call, self.condition, self.memory, self.store, self.device)
+        made = SizedPart(call, conditions, noise, steps.cpu())
+        self.made[size] = made
+        return made
+
+    def _observation(self, size: Size) -> Observation:
+        """Observe the pipeline for pictures of a size. Raises SpecError, of a condition where one is lacking."""
+        known, call = arguments_of(self.pipe), dict(self.given)
+        for name, value in zip(("num_frames", "height", "width")[-len(size) :], size, strict=True):
+            if name in call and call[name] != value:
+                finding = f"is {shown(call[name])}, and the size of the pictures says {value}: leave it out"
+                raise SpecError(finding, path=("model", "call", name))
+            if name in known:
+                call[name] = value
+        call |= self.example_arguments(size)
+        try:
+            return observe(self.pipe, call, self.wanted)
+        except SpecError as error:
+            if "divisible" in error.finding and not self._searches:
+                self._searches = True
+                try:
+                    hint = self._multiple(size)
+                finally:
+                    self._searches = False
+                raise SpecError(f"{error.finding}: take a size that is {hint}", path=("data", "size")) from error
+            argument = picture_argument(self.pipe, self.given)
+            if argument is None or self.condition is not None or error.path != ("model", "call"):
+                raise
+            finding = f"{type(self.pipe).__name__} needs a condition beside the caption, its argument '{argument}': set "
+            raise SpecError(f"{finding}'conditions' in the section data, a folder with pictures of the same names; "
+                            f"{error.finding}", path=("data", "conditions")) from error  # fmt: skip
+
+    def _check_latents(self, size: Size, call: DenoiserCall) -> None:
+        """Raise SpecError for a size of which the VAE makes other latents than the pipeline decodes."""
+        found = self._encoded_shape(size, call.observation)
+        wanted = first_tensor([call.observation.to_decoder.like]).shape[1:]
+        if found != wanted:
+            height, width = size[-2:]
+            finding = f"of {height}x{width} {call.observation.vae} makes latents of {[*found]}, and the pipeline decodes "
+            raise SpecError(f"a picture {finding}{[*wanted]}: take a size that is {self._multiple(size)}",
+                            path=("data", "size"))  # fmt: skip
+
+    def _encoded_shape(self, size: Size, seen: Observation) -> torch.Size:
+        empty = torch.zeros(1, 3, *size, device=self.device)
+        return self.encode(empty, Draws(0, 0, device=self.device), seen).shape[1:]
+
+    def _multiple(self, size: Size) -> str:
+        """Say of what number sides must be multiples: the first power of two of which an odd multiple is drawn as it is."""
+        for factor in (8, 16, 32, 64, 128):
+            sides = [max(1, side // factor - (side // factor + 1) % 2) * factor for side in size[-2:]]
+            try:
+                seen = self._observation((*size[:-2], *sides))
+                if self._encoded_shape((*size[:-2], *sides), seen) == first_tensor([seen.to_decoder.like]).shape[1:]:
+                    return f"a multiple of {factor}, such as {sides[0]}x{sides[1]}"
+            except SpecError:
+                continue
+        return "a multiple of what the pipeline says"
+
+    @torch.no_grad()
+    def encode(self, image: Tensor, draw: Any, seen: Observation) -> Tensor:
+        """Return a sample of what the VAE makes of pictures.
+
+        Args:
+            image: Pictures [b, c, h, w] or videos [b, c, f, h, w] in [-1, 1].
+            draw: What the sample comes from.
+            seen: What is known of the pipeline.
+
+        Returns:
+            Latents as the VAE has them, float32; of one without a distribution what it makes.
+
+        Raises:
+            SpecError: It does not encode pictures of this size.
+        """
+        vae = components_of(self.pipe)[seen.vae]
+        frames = first_tensor([seen.to_decoder.like]).dim() == 5
+        dtype = next((p.dtype for p in vae.parameters()), torch.float32)
+        with torch.autocast(image.device.type, enabled=False):
+            try:
+                found = vae.encode((image[:, :, None] if frames and image.dim() == 4 else image).to(dtype))
+            except RuntimeError as error:
+                sides = "x".join(str(side) for side in image.shape[2:])
+                raise SpecError(f"{seen.vae} does not encode pictures of {sides}: {first_line(error)}",
+                                path=("data", "size")) from error  # fmt: skip
+            inside = getattr(found, "latent_dist", found)
+            if hasattr(inside, "mean") and hasattr(inside, "std") and not isinstance(inside, Tensor):
+                drawn: Tensor = inside.mean + inside.std * draw.like(inside.mean)
+                return drawn.float()
+            return first_tensor(inside).float()
