@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 import fxplug.core.torch_internals as names
-from fxplug.core.torch_internals import modules, tensors
+from fxplug.core.torch_internals import modules, tensors, trees
 
 CPU = torch.device("cpu")
 
@@ -206,3 +206,11 @@ def test_a_recurrent_layer_keeps_its_weights_in_lists():
 
 
 # --- graphs
+
+
+def test_paths_of_a_structure_lead_to_its_leaves():
+    call = {"a": [torch.zeros(1), 2], "b": {"c": None}}
+    rows, form = trees.tree_flatten_with_path(call)
+    assert [trees.keystr(path) for path, _ in rows] == ["['a'][0]", "['a'][1]", "['b']['c']"]
+    assert trees.tree_unflatten([leaf for _, leaf in rows], form) == call
+    assert trees.tree_leaves(trees.tree_map_only(int, lambda n: n + 1, call))[1] == 3

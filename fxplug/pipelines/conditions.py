@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..core.errors import SpecError, brief_fields
+from ..core.torch_internals import trees as pytree
 from .observation import Observation, call_pipeline
 
 Call = dict[str, Any]

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..core.errors import SpecError, brief_fields
+from ..core.torch_internals import trees as pytree
 from .conditions import Batching, Call, encode_condition, find_batching
 from .latent_maps import BatchedMap, flatten_tensors
 from .observation import Observation
 
 
 @dataclass(frozen=True)
-class Condition:
+class SampleCondition:
     """What the denoiser is called with for one sample, beside latents and time: the arguments in `call`.
 
     `form` is a text that conditions have in common if they can be in one batch; `own` float [n] are the elements of the input
@@ -30,10 +30,10 @@ class Condition:
 
     __repr__ = brief_fields
 
-    def to(self, device: torch.device) -> Condition:
+    def to(self, device: torch.device) -> SampleCondition:
         """Return the condition on a device."""
         call = pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), self.call)
-        return Condition(call, self.form, None if self.own is None else self.own.to(device, non_blocking=True))
+        return SampleCondition(call, self.form, None if self.own is None else self.own.to(device, non_blocking=True))
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +59,7 @@ class DenoiserCall:
         if observation.shape[0] != 1:
             self._refuse("latents", f"those of one sample are {list(observation.shape)}, and the first size must be 1")
         if self.to_output.own is not None:
-            self._refuse("output", f"a part of what the scheduler is given does not come from {part}")
+            self._refuse("output", f"a part of what the scheduler is given is not in the output of {part}")
         time = observation.condition[observation.time]
         self.time = torch.as_tensor(time)
         if self.time.shape not in ((), (1,)):
@@ -76,7 +76,7 @@ class DenoiserCall:
     def _refuse(self, what: str, why: str) -> None:
         raise SpecError(f"{what} of {type(self.pipe).__name__}: {why}", path=("model", "pipeline"))
 
-    def encode(self, **arguments: Any) -> Condition:
+    def encode(self, **arguments: Any) -> SampleCondition:
         """Return the condition of one sample, by a call of the pipeline as far as its denoiser.
 
         Args:
@@ -97,9 +97,9 @@ class DenoiserCall:
             if own.numel() != sum(self.sizes):
                 what = f"{self.observation.noisy} of {part} has {own.numel()} elements for one sample and {sum(self.sizes)} for"
                 self._refuse("condition", f"{what} another of the same size of picture")
-        return Condition(call, self.batching.form(call), own if self.to_input.own is not None else None)
+        return SampleCondition(call, self.batching.form(call), own if self.to_input.own is not None else None)
 
-    def __call__(self, conditions: Sequence[Condition], x: Tensor, time: Tensor) -> Call:
+    def __call__(self, conditions: Sequence[SampleCondition], x: Tensor, time: Tensor) -> Call:
         """Return the arguments of the denoiser by name.
 
         Args:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..core.errors import brief_fields
+from ..core.torch_internals import trees as pytree
 
 DIGIT = 16  # the base of the codes: half precision, which rounds factors by 2**-8, still tells digits below 16
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..core.errors import SpecError, brief_fields, did_you_mean, first_line
+from ..core.torch_internals import trees as pytree
 from .latent_maps import LatentMap, MapError, codes, flatten_tensors, solve_map
-from .recorded_run import RecordedRun, Step, arguments_of, check_arguments, record_run
+from .recorded_run import RecordedRun, RecordedStep, arguments_of, check_arguments, record_run
 
 STEPS = 6  # of a run with coded values, which costs little
 MOST_STEPS = 24  # where a denoiser is called in few of them, as the first one of two
@@ -222,7 +222,7 @@ def _observed(
                        {k: v for k, v in first.schedule.items() if k in ("mu",)}, others, number)  # fmt: skip
 
 
-def _steps_of(pipe: Any, run: RecordedRun, part: str) -> list[Step]:
+def _steps_of(pipe: Any, run: RecordedRun, part: str) -> list[RecordedStep]:
     """Return the steps but the first that end with a call of the denoiser. Raises SpecError for another number of calls."""
     found = []
     for step in run.steps[1:]:
@@ -277,7 +277,7 @@ def _decoder_map(pipe: Any, runs: Mapping[str, RecordedRun], shape: torch.Size) 
     return name, found
 
 
-def _line(pipe: Any, part: str, name: str, steps: list[Step]) -> tuple[float, float]:
+def _line(pipe: Any, part: str, name: str, steps: list[RecordedStep]) -> tuple[float, float]:
     """Return slope and offset of the denoiser's time over the scheduler's."""
     values, times = [], []
     for step in steps:
@@ -297,7 +297,7 @@ def _line(pipe: Any, part: str, name: str, steps: list[Step]) -> tuple[float, fl
         return max(abs(v - slope * t - offset) for v, t in zip(values, times, strict=True))
 
     if off(slope, offset) > 1e-3 * max(1e-6, largest):
-        raise _refused(pipe, "time", f"{name} of {part} is no line of the scheduler's time")
+        raise _refused(pipe, "time", f"{name} of {part} is not a linear function of the scheduler's time")
     for digits in range(1, 7):  # what the pipeline computes is a round number, of which the scheduler's rounding is left
         plain = float(f"{slope:.{digits}g}"), round(offset, digits) + 0.0
         if off(*plain) <= max(1e-6 * largest, 2 * off(slope, offset)):

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,21 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..core.errors import SpecError, brief_fields, did_you_mean
+from ..core.torch_internals import trees as pytree
 from .latent_maps import flatten_tensors, unflatten_tensors
+from .opening import quiet
 
 Code = Callable[[Tensor], Tensor]
-LOGGING = "diffusers.utils.logging", "transformers.utils.logging"
 
 
-class StopCall(BaseException):  # noqa: N818
+class EndOfRecording(BaseException):  # noqa: N818
     """All that is wanted was seen: the call need not go on. No Exception, of which modular pipelines log the traceback."""
 
 
 @dataclass
-class Step:
+class RecordedStep:
     """One step of the scheduler: the calls of models before it (name, arguments by name, result), the `time`, the `sample`
     as it was scaled for the denoiser, and the model's `prediction`."""
 
@@ -45,7 +44,7 @@ class RecordedRun:
     """What was seen of a call: its `steps`, the `final` latents, what the VAE was to decode (by the VAE's name), the scheduler,
     as it was set, and the arguments of `set_timesteps`."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RecordedStep] = field(default_factory=list)
     decoded: dict[str, Tensor] = field(default_factory=dict)
     scheduler: Any = None
     schedule: dict[str, Any] = field(default_factory=dict)
@@ -136,7 +135,7 @@ def record_run(
         made = given.get(key)
         if predict is not None and isinstance(made, Tensor):
             made = given[key] = predict(sample, torch.as_tensor(given.get("timestep"))).to(made)
-        run.steps.append(Step(list(pending), given.get("timestep"), sample, made))
+        run.steps.append(RecordedStep(list(pending), given.get("timestep"), sample, made))
         pending.clear()
         scaled.clear()
         if latents is None:
@@ -177,8 +176,8 @@ def record_run(
             kept = pytree.tree_map_only(Tensor, Tensor.clone, given)
             if name == first_call:
                 pending.append((name, kept, None))
-                run.steps.append(Step(list(pending), None, torch.empty(0), None))
-                raise StopCall
+                run.steps.append(RecordedStep(list(pending), None, torch.empty(0), None))
+                raise EndOfRecording
             key = f"{name} {pytree.tree_map_only(Tensor, lambda t: tuple(t.shape), given)}"
             reused = name in denoisers if denoisers else bool(run.steps)
             if results is None or not reused or (found := results.get(key)) is None:
@@ -196,7 +195,7 @@ def record_run(
 
     def decode(name: str, *args: Any, **named: Any) -> Any:
         run.decoded[name] = args[0] if args else next(iter(named.values()))
-        raise StopCall
+        raise EndOfRecording
 
     models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     vaes = {name for name, part in models.items() if callable(getattr(part, "decode", None)) and hasattr(part, "encode")}
@@ -215,7 +214,7 @@ def record_run(
                 stack.enter_context(_shown_as_float32(module))
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(seed)
-        with quiet_libraries(), torch.no_grad(), contextlib.suppress(StopCall):
+        with quiet_libraries(), torch.no_grad(), contextlib.suppress(EndOfRecording):
             pipe(**{**call, **({"num_inference_steps": steps} if "num_inference_steps" in arguments_of(pipe) else {})})
     return run
 
@@ -223,18 +222,10 @@ def record_run(
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Let libraries say nothing but errors in a context: in a run the same call is made for each sample."""
-    found: list[Any] = [sys.modules[name] for name in LOGGING if name in sys.modules]
-    before = [logging.get_verbosity() for logging in found]
-    with warnings.catch_warnings():
+    with quiet(), warnings.catch_warnings():
         for kind in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", kind)
-        for logging in found:
-            logging.set_verbosity_error()
-        try:
-            yield
-        finally:
-            for logging, verbosity in zip(found, before, strict=True):
-                logging.set_verbosity(verbosity)
+        yield
 
 
 @contextlib.contextmanager

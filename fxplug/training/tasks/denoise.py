@@ -461,7 +461,9 @@ class FixedDraws:
         self.device = device
 
     def like(self, x: Tensor) -> Tensor:
+        """Draw standard normal numbers of the shape, dtype and device of `x`."""
         return torch.stack([torch.randn(x.shape[1:], generator=g) for g in self.generators]).to(x)
 
     def uniform(self, *shape: int) -> Tensor:
+        """Draw numbers of this shape, at least 0 and below 1."""
         return torch.stack([torch.rand(shape[1:], generator=g) for g in self.generators]).to(self.device)

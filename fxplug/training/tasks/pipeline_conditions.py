@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from ...core.errors import SpecError
-from ...pipelines.denoiser_call import Condition, DenoiserCall
+from ...pipelines.denoiser_call import DenoiserCall, SampleCondition
 from ...pipelines.recorded_run import arguments_of
 from .task import Batch
 
@@ -40,16 +40,16 @@ class MemoryStore:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit, self.size = limit, 0
-        self.kept: OrderedDict[str, Condition] = OrderedDict()
+        self.kept: OrderedDict[str, SampleCondition] = OrderedDict()
 
-    def get(self, key: str) -> Condition | None:
+    def get(self, key: str) -> SampleCondition | None:
         """Return the condition of a key, None if it is not there."""
         found = self.kept.get(key)
         if found is not None:
             self.kept.move_to_end(key)
         return found
 
-    def put(self, key: str, value: Condition) -> None:
+    def put(self, key: str, value: SampleCondition) -> None:
         """Keep a condition, unless it is larger than the limit."""
         if key in self.kept or value.nbytes > self.limit:
             return
@@ -129,7 +129,7 @@ class Conditions:
         kept = sorted((name, repr(value)) for name, value in given.items() if name != "prompt")
         self.prefix = f"{type(pipe).__name__} {call.observation.part} {kept}"
 
-    def of(self, batch: Batch, captions: Sequence[str]) -> list[Condition]:
+    def of(self, batch: Batch, captions: Sequence[str]) -> list[SampleCondition]:
         """Return the condition of each sample of a batch.
 
         Args:
@@ -145,7 +145,7 @@ class Conditions:
         rows = self._arguments(batch, len(captions))
         return [self.one(caption, row) for caption, row in zip(captions, rows, strict=True)]
 
-    def one(self, caption: str, arguments: Mapping[str, Any]) -> Condition:
+    def one(self, caption: str, arguments: Mapping[str, Any]) -> SampleCondition:
         """Return the condition of a caption, and of what the pipeline is called with beside it."""
         parts = [self.prefix, caption]
         for name, value in arguments.items():
@@ -156,7 +156,7 @@ class Conditions:
         if found is None:
             kept = self.store.get(["condition", key]) if self.store is not None else None
             if kept is not None:
-                found = Condition(**kept)
+                found = SampleCondition(**kept)
             else:
                 with torch.autocast(self.device.type, enabled=False):
                     found = self.call.encode(**self.prompt(caption), **arguments).to(torch.device("cpu"))
@@ -187,7 +187,7 @@ def _digest(picture: Image.Image) -> str:
     return hashlib.sha256(picture.tobytes()).hexdigest()
 
 
-def grouped(conditions: Sequence[Condition], alone: bool = False) -> list[list[int]]:
+def grouped(conditions: Sequence[SampleCondition], alone: bool = False) -> list[list[int]]:
     """Group samples whose conditions have one form.
 
     Args:

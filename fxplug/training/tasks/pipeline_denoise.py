@@ -14,7 +14,7 @@ from ...core.ir.variants import Variants, module_for
 from ...core.spec.task_section import DenoiseOptions
 from ...core.spec.train_section import Use, read_use
 from ...core.spec.yaml_source import validate
-from ...pipelines.denoiser_call import Condition
+from ...pipelines.denoiser_call import SampleCondition
 from ...pipelines.observation import PROMPTS
 from ...pipelines.recorded_run import components_of
 from ..distributed import most_of_all
@@ -36,7 +36,7 @@ ELSEWHERE = {
     "text": "captions are encoded by the pipeline's own text encoders: change them in the pipeline's folder",
     "call": "what the denoiser is called with is seen in the pipeline: its own arguments are set in model: {call: ...}",
     "null_label": "a pipeline is called with captions, and an empty one is that of a dropped caption: set 'dropout'",
-    "time_scale": "how the denoiser is told the time is seen in the pipeline",
+    "time_scale": "how the time is given to the denoiser is seen in the pipeline",
     "train_guidance": "it is learnt with 'text' by a model without a pipeline: model: {diffusers: ...}",
 }
 
@@ -209,7 +209,7 @@ class PipelineDenoise(Task):
         return losses * one.noise.weight(index)
 
     def _of_group(
-        self, module: nn.Module, one: SizedPart, conditions: list[Condition], noisy: Tensor, time: Tensor, target: Tensor
+        self, module: nn.Module, one: SizedPart, conditions: list[SampleCondition], noisy: Tensor, time: Tensor, target: Tensor
     ) -> Tensor:
         """Return the loss of samples whose conditions have one form, float32 [n]."""
         found = one.call.predictions(module(**one.call(conditions, noisy, time)), len(noisy))
@@ -351,7 +351,7 @@ def check_options(use: Use) -> None:
 def _check_options(options: Mapping[str, Any], known: Collection[str] = ()) -> None:
     for name in options:
         if name in ELSEWHERE:
-            raise SpecError(f"is no option of denoise on a pipeline: {ELSEWHERE[name]}", path=(name,))
+            raise SpecError(f"is not an option of denoise on a pipeline: {ELSEWHERE[name]}", path=(name,))
         if name not in known:
             there = [key for key in DenoiseOptions.model_fields if key not in ELSEWHERE]
             finding = f"denoise has no option '{name}'{did_you_mean(name, there)}; it has {', '.join(there)}"

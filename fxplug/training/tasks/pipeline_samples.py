@@ -46,7 +46,7 @@ class PipelineSamples:
             SpecError: The pipeline raises something else, which is quoted.
         """
         device = self.pipe.device.type
-        with self._standing(module, device, torch.is_autocast_enabled(device)) as pipe:
+        with self._with_module(module, device, torch.is_autocast_enabled(device)) as pipe:
             return self._drawn(pipe, call, steps, seed)
 
     def stock(self, call: Mapping[str, Any], *, steps: int, seed: int = 0) -> Tensor:
@@ -79,7 +79,7 @@ class PipelineSamples:
             raise SpecError(finding, path=("model", "call")) from error
 
     @contextlib.contextmanager
-    def _standing(self, module: nn.Module, device: str, autocast: bool) -> Iterator[Any]:
+    def _with_module(self, module: nn.Module, device: str, autocast: bool) -> Iterator[Any]:
         """Yield a copy of the pipeline with the module in it, which computes in the precision of the run."""
         pipe, own = copy.copy(self.pipe), components_of(self.pipe)[self.part]
         if self.made is None or self.made[0] is not module:
