@@ -120,13 +120,14 @@ def test_samples_in_a_batch_have_the_losses_that_they_have_alone(name):
     captions = ["a red ball", "a blue cat on a box"]
     image = batch_of(*captions)["image"]
     x = one.call.latents(task.sized.encode(image, Draws(0, 1), one.call.observation))
-    time = one.noise.time(one.steps[[100, 200]])
+    index = one.steps[[100, 200]]
     target = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
     model = getattr(pipe, task.part)
     with torch.no_grad():
         conditions = [one.conditions.one(caption, {}) for caption in captions]
-        alone = [task._of_group(model, one, [conditions[n]], x[n : n + 1], time[n : n + 1], target[n : n + 1]) for n in (0, 1)]
-        joint = [task._of_group(model, one, [conditions[n]] * 2, x, time, target) for n in (0, 1)]
+        own = [slice(n, n + 1) for n in (0, 1)]
+        alone = [task._of_group(model, one, [conditions[n]], x[own[n]], index[own[n]], target[own[n]], {}) for n in (0, 1)]
+        joint = [task._of_group(model, one, [conditions[n]] * 2, x, index, target, {}) for n in (0, 1)]
     for n in (0, 1):
         assert float(joint[n][n]) == pytest.approx(float(alone[n][0]), rel=2e-5)
 

@@ -48,23 +48,29 @@ class DenoiserCall:
     `observation` is what the pipeline does around its denoiser, `batching` says which parts of a call have samples.
     """
 
-    def __init__(self, pipe: Any, observation: Observation, batching: Batching, device: torch.device) -> None:
-        """Read the maps. Raises SpecError for latents, a time or an output that a batch cannot have."""
+    def __init__(
+        self, pipe: Any, observation: Observation, batching: Batching, device: torch.device, example: Call | None = None
+    ) -> None:
+        """Read the maps; `example` is a call in the dtypes that the pipeline has, where it was observed in others. Raises
+        SpecError for latents, a time or an output that a batch cannot have."""
+        example = observation.condition if example is None else example
         self.pipe, self.observation, self.batching, self.device = pipe, observation, batching, device
         self.to_input = BatchedMap(observation.to_input, device)
         self.to_output = BatchedMap(observation.to_output, device)
         self.to_decoder = BatchedMap(observation.to_decoder, device)
         self.shape = observation.shape[1:]
+        decoded = pytree.tree_leaves(observation.to_decoder.like)
+        self.decoded = next(leaf.shape[1:] for leaf in decoded if isinstance(leaf, Tensor))
         part, noisy = observation.part, observation.noisy
         if observation.shape[0] != 1:
             self._refuse("latents", f"those of one sample are {list(observation.shape)}, and the first size must be 1")
         if self.to_output.own is not None:
             self._refuse("output", f"a part of what the scheduler is given is not in the output of {part}")
-        time = observation.condition[observation.time]
+        time = example[observation.time]
         self.time = torch.as_tensor(time)
         if self.time.shape not in ((), (1,)):
             self._refuse("time", f"{observation.time} of {part} is {list(self.time.shape)} for one sample, and must be [1]")
-        self.like = observation.condition[noisy]
+        self.like = example[noisy]
         leaves = pytree.tree_flatten_with_path({noisy: self.like})[0]
         self.sizes = [leaf.numel() for _, leaf in leaves if isinstance(leaf, Tensor)]
         self.listed = noisy in batching.lists
@@ -121,6 +127,7 @@ class DenoiserCall:
         """Return the denoiser's input, of its elements [b, n]."""
         count, noisy = len(rows), self.observation.noisy
         leaves, form = pytree.tree_flatten(self.like)
+        rows = rows.to(next(leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)))
         parts = iter(torch.split(rows, self.sizes, 1))
         if self.listed:
             split = [next(parts).unbind() if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
@@ -167,6 +174,14 @@ class DenoiserCall:
         """Return the scheduler's latents [b, ...] of what the VAE has made of pictures, [b, c, ...]."""
         return self.to_decoder.inverse(encoded).reshape(len(encoded), *self.shape)
 
+    def as_decoded(self, latents: Tensor) -> Tensor:
+        """Return values of latents [b, ...] in the places [b, c, ..., h, w] that the VAE decodes, as they are."""
+        return self.to_decoder.rearranged(latents).reshape(len(latents), *self.decoded)
+
+    def as_latents(self, decoded: Tensor) -> Tensor:
+        """Return values in the places that the VAE decodes, [b, c, ..., h, w], in those of the latents [b, ...]."""
+        return self.to_decoder.arranged_back(decoded).reshape(len(decoded), *self.shape)
+
 
 def denoiser_call(pipe: Any, observation: Observation, device: torch.device, **arguments: Any) -> DenoiserCall:
     """Make the `DenoiserCall` of a pipeline.
@@ -183,7 +198,8 @@ def denoiser_call(pipe: Any, observation: Observation, device: torch.device, **a
     Raises:
         SpecError: Batches are not possible.
     """
-    return DenoiserCall(pipe, observation, find_batching(pipe, observation, **arguments), device)
+    example = encode_condition(pipe, observation, **arguments)
+    return DenoiserCall(pipe, observation, find_batching(pipe, observation, **arguments), device, example)
 
 
 def example_call(pipe: Any, observation: Observation, count: int = 2, **arguments: Any) -> Call:

@@ -117,6 +117,16 @@ class BatchedMap:
             rows = (wide if self.term is None else wide + self.term).to(rows.dtype)
         return rows if self.own is None or own is None else torch.where(self.own, own.to(rows), rows)
 
+    def rearranged(self, source: Tensor) -> Tensor:
+        """Return the elements [b, n] of sources [b, ...] in the places of the results, as they are."""
+        rows = source.reshape(len(source), -1)
+        return rows if self.index is None else rows.index_select(1, self.index)
+
+    def arranged_back(self, result: Tensor) -> Tensor:
+        """Return the elements [b, n] of results [b, ...] in the places of the sources, as they are."""
+        rows = result.reshape(len(result), -1)
+        return rows if self.places is None else rows.index_select(1, self.places)
+
     def inverse(self, result: Tensor) -> Tensor:
         """Return the elements [b, n] of the sources of results [b, ...], for a map that `covers` its source."""
         rows = result.reshape(len(result), -1)

@@ -103,7 +103,9 @@ class DenoiseOptions(Section):
     )
     snr_gamma: float | None = setting(None, "min-SNR weights (arXiv 2303.09556); null: none", 5.0, gt=0)
     density: Named = setting(
-        "uniform", "how often each amount of noise is drawn: `uniform`, `logit_normal`, `mode`", {"logit_normal": {"std": 1.0}}
+        "uniform",
+        "how often each amount of noise is drawn: `uniform`, `logit_normal`, `mode`; on a pipeline also `as_sampled`",
+        {"logit_normal": {"std": 1.0}},
     )
     loss: Named = setting(
         "mse",

@@ -1,4 +1,4 @@
-"""Structures of containers and leaves, such as the arguments of a call: torch's own pytrees, which are private by name alone."""
+"""Structures of containers and leaves, such as the arguments of a call: torch's pytrees, whose module is private."""
 
 from __future__ import annotations
 

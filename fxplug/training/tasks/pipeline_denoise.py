@@ -19,7 +19,9 @@ from ...pipelines.observation import PROMPTS
 from ...pipelines.recorded_run import components_of
 from ..distributed import most_of_all
 from ..random_draws import Draws
+from ..trigger import with_trigger
 from .denoise import TESTED, FixedDraws, rows_of
+from .losses import huber_delta, mean_loss, offset_noise, read_loss, sample_losses
 from .model_call import image_of
 from .noise import positions, read_density
 from .pipeline_conditions import Store, as_pictures, grouped, picture_arguments
@@ -52,7 +54,7 @@ class PipelineDenoise(Task):
     pipeline draws them, with the arguments of `call`, and the scale of `guidance` where it is given.
     """
 
-    reads = ("loss_scale", "cond_dropout")
+    reads = ("loss_scale", "cond_dropout", "loss_mask")
 
     def __init__(
         self,
@@ -64,6 +66,8 @@ class PipelineDenoise(Task):
         dropout: float = 0.0,
         snr_gamma: float | None = None,
         weighting: str = "none",
+        loss: Any = "mse",
+        noise_offset: float = 0.0,
         samples: int | list[str] = 8,
         sample_steps: int = 20,
         guidance: float | None = None,
@@ -81,6 +85,8 @@ class PipelineDenoise(Task):
             dropout: The share of samples that are trained with the empty caption.
             snr_gamma: Min-SNR weights (arXiv 2303.09556); None has none.
             weighting: Weights of flow matching.
+            loss: `mse`, `huber` or `smooth_l1`, with options.
+            noise_offset: A number that a sample's noise has in all of a channel of what the VAE decodes, of this deviation.
             samples: How many pictures are drawn, or their captions.
             sample_steps: Steps of a picture.
             guidance: The scale of guidance of pictures; None is that of the call.
@@ -94,11 +100,13 @@ class PipelineDenoise(Task):
         _check_options(others)
         given: dict[str, Any] = {"density": density, "dropout": dropout, "snr_gamma": snr_gamma, "weighting": weighting}
         given |= {"samples": samples, "sample_steps": sample_steps, "negative": negative}
+        given |= {"loss": loss, "noise_offset": noise_offset}
         validate(DenoiseOptions, {**given, **({} if guidance is None else {"guidance": guidance})})
         if isinstance(samples, list) and not all(isinstance(caption, str) for caption in samples):
             raise SpecError("must be captions: a pipeline is not called with labels", path=("samples",))
         self.pipe, self.given, self.wanted_part = pipe, dict(call or {}), part
         self.density = read_density(read_use(density), more=(AS_SAMPLED,))
+        self.loss_kind, self.noise_offset = read_loss(read_use(loss)), noise_offset
         self.dropout, self.snr_gamma, self.weighting = dropout, snr_gamma, weighting
         self.wanted, self.sample_steps, self.guidance, self.negative = samples, sample_steps, guidance, negative
         self.store = store
@@ -168,7 +176,7 @@ class PipelineDenoise(Task):
         own = batch.get("cond_dropout")
         dropout = self.dropout if own is None else torch.where(own.isnan(), self.dropout, own)
         losses = self._losses(module, batch, draw, position, dropout, alike=draw.world > 1)
-        return (losses * batch["loss_scale"] if "loss_scale" in batch else losses).mean()
+        return mean_loss(losses, batch)
 
     @torch.no_grad()
     def test(self, module: nn.Module, batches: Iterable[Batch]) -> Totals:
@@ -190,30 +198,46 @@ class PipelineDenoise(Task):
         one = self.sized.of(tuple(image.shape[2:]))
         x = self._latents(batch, draw, one)
         noise = draw.like(x)
+        if self.noise_offset:
+            noise = one.call.as_latents(offset_noise(one.call.as_decoded(noise), draw, self.noise_offset))
         steps = one.steps.to(position.device)
         index = steps[(position * len(steps)).long().clamp(0, len(steps) - 1)]
         dropped = draw.uniform(len(x)) < dropout
-        time = batch["timesteps"] = one.noise.time(index)
+        batch["timesteps"] = one.noise.time(index)
         noisy, target = one.noise.noisy(x, noise, index), one.noise.target(x, noise, index)
         conditions = one.conditions.of(batch, self._captions(batch, dropped))
         groups = grouped(conditions, alone=bool(one.call.batching.lists))
         if len(groups) == 1 and not alike:
-            losses = self._of_group(module, one, conditions, noisy, time, target)
+            losses = self._of_group(module, one, conditions, noisy, index, target, batch)
         else:
             losses = torch.zeros(len(x), device=x.device)
             for number in range(most_of_all(len(groups)) if alike else len(groups)):
                 rows = groups[min(number, len(groups) - 1)]
-                found = self._of_group(module, one, [conditions[n] for n in rows], noisy[rows], time[rows], target[rows])
+                part = {"loss_mask": batch["loss_mask"][rows]} if "loss_mask" in batch else {}
+                own = [conditions[n] for n in rows]
+                found = self._of_group(module, one, own, noisy[rows], index[rows], target[rows], part)
                 # a process with fewer groups than others calls the module as often
                 losses = losses.index_add(0, torch.tensor(rows, device=x.device), found * float(number < len(groups)))
         return losses * one.noise.weight(index)
 
     def _of_group(
-        self, module: nn.Module, one: SizedPart, conditions: list[SampleCondition], noisy: Tensor, time: Tensor, target: Tensor
+        self,
+        module: nn.Module,
+        one: SizedPart,
+        conditions: list[SampleCondition],
+        noisy: Tensor,
+        index: Tensor,
+        target: Tensor,
+        batch: Batch,
     ) -> Tensor:
         """Return the loss of samples whose conditions have one form, float32 [n]."""
-        found = one.call.predictions(module(**one.call(conditions, noisy, time)), len(noisy))
-        return (found.float() - target.float().flatten(1)).square().mean(1)
+        found = one.call.predictions(module(**one.call(conditions, noisy, one.noise.time(index))), len(noisy))
+        delta = None
+        if self.loss_kind.name != "mse":
+            delta = huber_delta(self.loss_kind, one.noise.share(index), one.noise.ratio(index))
+        if "loss_mask" in batch:
+            return sample_losses(one.call.as_decoded(found), one.call.as_decoded(target), batch, self.loss_kind, delta)
+        return sample_losses(found, target.flatten(1), batch, self.loss_kind, delta)
 
     def _captions(self, batch: Batch, dropped: Tensor) -> list[str]:
         """Return the captions of a batch, empty where they are dropped; all are without captions in the data."""
@@ -330,7 +354,7 @@ class PipelineDenoise(Task):
         if batch:
             batch = rows_of(batch, [row % len(image_of(batch)) for row in range(count)])
         if isinstance(self.wanted, list) and self.wanted:
-            batch["caption"] = list(self.wanted)
+            batch["caption"] = [with_trigger(caption, self.info.trigger) for caption in self.wanted]
         batch.setdefault("caption", [""] * count)
         return batch
 
