@@ -23,7 +23,7 @@ FREE = (
     *("steps", "epochs", "batch", "accumulate", "parallel", "shard", "compile", "checkpointing", "fuse"),
     *("plugins", "on_plugin_error", "save", "log", "test", "trainable", "parallel"),
 )
-FREE_DATA = ("workers", "max_corrupt", "test", *("images", "classes", "dataset", "call"))  # the samples have a digest
+FREE_DATA = ("workers", "max_corrupt", "cache", "test", *("images", "classes", "dataset", "call"))  # the samples have a digest
 HEADS, HEAD = 1000, 4096  # of so many files so many bytes are read
 SHOWN = 16  # of the digits of a digest
 SAMPLES = 3  # so many of a data set that has no files

@@ -70,6 +70,12 @@ def _size(value: Any) -> int | tuple[int, int] | None:
     return (sides[0], sides[1]) if isinstance(value, (list, tuple)) else value
 
 
+def _cache(value: Any) -> str | Literal[False] | None:
+    if not (value is None or value is False or (isinstance(value, str) and value)):
+        raise SpecError(f"must be a folder, or false for none, not {shown(value)}")
+    return value
+
+
 def _colour(value: Any) -> tuple[int, int, int]:
     """Read a colour: a name of HTML's, `#rrggbb`, or [red, green, blue]. Raises SpecError."""
     from PIL import ImageColor
@@ -87,6 +93,7 @@ One = Annotated[Use, checked(read_use, str | dict[str, Any]), PlainSerializer(wr
 Texts = Annotated[str | list[str], checked(_texts, str | list[str])]
 Patterns = Annotated[bool | list[str], checked(_patterns, bool | str | list[str])]
 Colour = Annotated[tuple[int, int, int], checked(_colour, str | list[int])]
+Cache = Annotated[str | Literal[False] | None, checked(_cache, str | Literal[False] | None)]
 Size = Annotated[int | tuple[int, int] | None, checked(_size, int | list[int] | None)]
 
 
@@ -297,6 +304,9 @@ class Data(Section):
     buckets: Buckets | None = setting(None, "aspect-ratio buckets; true has the defaults", {"step": 32})
     crop: Literal["center", "random"] = setting("center", "where an image is cut to size", "random")
     flip: bool = setting(False, "mirror every second image", True)
+    cache: Cache = setting(
+        None, "the folder that caches latents and encoded captions; null: below the user's cache folder; false: none", "cache"
+    )
     workers: int = setting(0, "processes that load images, at most 64; 0: the run itself", 4, ge=0, le=64)
     shuffle: bool = setting(True, "whether the samples of an epoch come in random order", False)
     max_corrupt: int = setting(
@@ -352,6 +362,9 @@ class Data(Section):
             raise located(SpecError("has no effect with 'captions: none'", path=("trigger",)))
         if self.crop == "random" and self.size is None and self.call is None:
             raise located(SpecError("has no effect without 'size': images stay as they are", path=("crop",)))
+        if self.crop == "random" and self.cache:
+            finding = "gives an image another crop in each epoch, and a cache has one of each: set 'cache: false', or"
+            raise located(SpecError(f"{finding} 'crop: center'", path=("crop",)))
         return self
 
     def _check_prior(self) -> None:
