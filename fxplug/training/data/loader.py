@@ -187,6 +187,13 @@ class Loader(Dataset[Any]):
         request = next(iter(self.order.requests(0)), None)
         return None if request is None else self._copy(hooks=None).fetch(request).batch
 
+    def in_order(self) -> Loader:
+        """Return a loader of the same samples of this process, one in a batch, each once and in order. It counts unreadable
+        images as this one's."""
+        old = self.order
+        order = Order(self.groups, 1, seed=self.seed, rank=old.rank, world=old.world, train=False, shuffle=False)
+        return self._copy(order=order, steps=len(order))
+
     def epoch(self, number: int, start: int = 0) -> Iterator[dict[str, Any]]:
         """Yield the batches of epoch `number` from the `start`-th on. Raises TrainError for data that cannot be used."""
         self._requests[:] = self.order.requests(number)[start:]

@@ -1,0 +1,126 @@
+"""Pictures encoded before a run, into a cache: then its steps decode no files, and run no VAE."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from ..core.errors import TrainError
+from .data.image_files import Unreadable
+from .data.image_sources import PlacedImage
+from .data.loader import Loader
+from .encoded_cache import EncodedCache
+from .tasks.task import Batch
+
+Encode = Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True)
+class AllEncoded:
+    """Tells a loader which samples need no pixels: those whose image, or video, is in a cache; `others` looks at the rest."""
+
+    cache: EncodedCache
+    others: Callable[[dict[str, Any]], bool] | None = None
+
+    def __call__(self, item: dict[str, Any]) -> bool:
+        image: PlacedImage = item["image"] if "image" in item else item["video"]
+        return self.cache.has(image.key) and (self.others is None or self.others(item))
+
+
+def encode_images(
+    loader: Any,
+    cache: EncodedCache | None,
+    encode: Encode,
+    *,
+    others: Callable[[dict[str, Any]], bool] | None = None,
+    each: Callable[[Batch], object] | None = None,
+    quiet: bool = False,
+) -> bool:
+    """Encode what a cache lacks of a loader's images or videos, and let the loader leave out the pixels of those in it.
+
+    Each process does its part of the samples. From then on `image` (or `video`), and `condition`, of a batch are lists of
+    `PlacedImage`, which `encoded` takes; also of those that could not be written.
+
+    Args:
+        loader: The loader. One whose pixels do not depend on files alone (`Loader.has_files`) stays as it is.
+        cache: The cache; None leaves the loader as it is.
+        encode: What makes a value of pixels float32 [1, c, h, w], or [1, c, f, h, w] of a video. It is given one sample at a
+            time, here and in `encoded`: models round differently in batches of other sizes.
+        others: Whether the rest of a sample (its condition, its caption) needs no pixels either.
+        each: What is called with each sample as a batch of one, such as what encodes captions.
+        quiet: Whether nothing is printed.
+
+    Returns:
+        Whether the loader leaves out pixels.
+
+    Raises:
+        TrainError: More samples cannot be read than `max_corrupt` says.
+    """
+    if cache is None or not isinstance(loader, Loader) or not loader.has_files:
+        return False
+    loader.skip_decoding = AllEncoded(cache, others)
+    walk = loader.in_order()
+    console = Console(stderr=True)
+    progress = Progress(
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+        *(TimeRemainingColumn(compact=True), TextColumn("left")),
+        console=console,
+        transient=True,
+        auto_refresh=False,  # its thread may hold a lock while a worker process is forked
+        redirect_stdout=sys.stdout.isatty(),
+        disable=quiet or not console.is_terminal,
+    )
+    with progress:
+        shown, task = 0.0, progress.add_task("encoding", total=walk.steps)
+        for batch in walk.epoch(0):
+            for image in _images(batch):
+                for view in (image, image.mirrored()) if "flipped" in batch else (image,):
+                    if not cache.has(view.key):
+                        cache.put(view.key, _encode(encode, view))
+            if each is not None:
+                each(batch)
+            if not cache.writable:
+                break  # the rest would be made for nothing
+            progress.advance(task)
+            if time.monotonic() - shown > 0.2:
+                shown = time.monotonic()
+                progress.refresh()
+    walk.close()
+    return True
+
+
+def encoded(batch: Batch, cache: EncodedCache, encode: Encode) -> list[Any]:
+    """Return what `encode` makes of each image or video of a batch whose loader leaves out pixels, from the cache where it is.
+
+    Args:
+        batch: With `image` or `video` as a list of `PlacedImage`.
+        cache: The cache that `encode_images` filled.
+        encode: As there.
+
+    Returns:
+        A value for each sample.
+
+    Raises:
+        TrainError: A file has gone, or changed, since the loader looked at it.
+    """
+    return [cache.get_or_make(image.key, partial(_encode, encode, image)) for image in _images(batch)]
+
+
+def _encode(encode: Encode, image: PlacedImage) -> Any:
+    try:
+        return encode(image.read()[None])
+    except Unreadable as error:  # what could be read when the loader looked at it
+        raise TrainError(f"{error.name} cannot be read any more: {error.why}") from error
+
+
+def _images(batch: Batch) -> Sequence[PlacedImage]:
+    found: Sequence[PlacedImage] = batch["image"] if "image" in batch else batch["video"]
+    return found
