@@ -144,7 +144,7 @@ def test_forms_of_a_model(text, kind, target):
             ),
             ("model: m\ntrain:\n  task: a\n  save:\n    evry: 1", "c.yaml:5: train.save: unknown key 'evry' (did you mean"),
             ("model: m\ntrain:\n  task: a\n  plugins:\n  - 3", "c.yaml:5: train.plugins[0]: must be a name, or one name"),
-            ("model: m\ndata: {}", "c.yaml:2: data: needs one of 'images', 'classes', 'dataset', 'call'; found none"),
+            ("model: m\ndata: {}", "c.yaml:2: data: needs one of 'images', 'videos', 'classes', 'dataset', 'call'; found none"),
             ("model: m\ndata:\n  images: a\n  size: [3]", "c.yaml:4: data.size: must be a side in pixels or [height, width]"),
             ("model: m\ndata:\n  images: a\n  test: {crp: 1}", "c.yaml:4: data.test: unknown key 'crp' (did you mean 'crop'?)"),
         # model
@@ -496,8 +496,10 @@ def test_the_examples_of_a_section_are_taken(section):
         given = {**needed.get(name, {}), key: field.examples[0]}
         if key in ("config", "part", "quantize"):
             given = {"pipeline": "sd15.safetensors" if key == "config" else "sd15", key: field.examples[0]}
-        if key in ("epochs", "images", "dataset", "call", "diffusers", "pipeline"):
+        if key in ("epochs", "images", "videos", "dataset", "call", "diffusers", "pipeline"):
             given = {k: v for k, v in given.items() if k not in ("steps", "classes", "timm")}
+        if name == "Data" and key in ("videos", "frames", "fps"):
+            given = {"videos": "a", "frames": 4, key: field.examples[0]}
         if name == "Data" and key in ("split", "columns", "repeats", "captions", "crop", "trigger", "prior", "prior_weight"):
             given = {"dataset" if key in ("split", "columns") else "images": "a", "size": 8, key: field.examples[0]}
             given |= {"prior": "b"} if key == "prior_weight" else {}  # none of these is of `classes` alone

@@ -669,7 +669,7 @@ REFUSED = {
     "images": "nowhere", "classes": 5, "dataset": "a.png", "call": "nowhere:At", "split": "", "columns": [], "captions": "some",
     "repeats": 2, "conditions": "a.png", "masks": "a.png", "trigger": "", "channels": 2, "background": "none", "size": 0,
     "buckets": {"step": 999}, "crop": None, "flip": 1, "workers": -1, "shuffle": "yes", "max_corrupt": float("nan"),
-    "test": {"images": "nowhere"},
+    "test": {"images": "nowhere"}, "videos": 5, "frames": 4, "fps": 0, "cache": True,
 }  # fmt: skip
 
 
@@ -677,7 +677,7 @@ REFUSED = {
 def test_a_refused_setting_leaves_nothing_behind(tmp_path, key):
     folder(tmp_path, ["a.png"], a_txt="a")
     given = {"images": str(tmp_path), "size": 8, key: REFUSED[key]}
-    if key in ("classes", "dataset", "call"):
+    if key in ("classes", "dataset", "call", "videos"):
         del given["images"]
     config = {"model": "resnet18", "train": {"task": "classify", "steps": 1, "batch": 1}, "data": given, "device": "cpu"}
     with pytest.raises(SpecError, match=rf"data(\.test)?\.{key if key != 'test' else 'images'}\b"):

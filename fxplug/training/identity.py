@@ -124,7 +124,7 @@ def _of_files(items: Any) -> Iterator[bytes]:
     conditions = items.conditions or [None] * len(items.names)
     for number, (name, values, condition) in enumerate(zip(items.names, items.values, conditions, strict=True)):
         yield repr((name, sorted(values.items(), key=lambda pair: pair[0]))).encode()
-        for file in filter(None, (items.top / name, condition)):
+        for file in filter(None, (*items.files(number), condition)):
             with contextlib.suppress(OSError):  # one that cannot be read is told when its turn comes
                 yield str(Path(file).stat().st_size).encode()
                 if number in read:

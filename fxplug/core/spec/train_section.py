@@ -15,6 +15,7 @@ from .yaml_source import Section, Text, check_finite, checked, located, setting,
 
 Stop = Literal["stop", "continue"]
 LONGEST_SIDE = 65536  # of an image, pixels
+MOST_FRAMES = 10_000  # of a video
 MOST_PIXELS = 2**28  # of an image: 3 GiB as floats of three colours
 
 
@@ -268,19 +269,23 @@ class Export(Section):
     device: Text | None = setting(None, "where compiled code will run; null: where it is exported", "cuda")
 
 
-KINDS = ("images", "classes", "dataset", "call")
+KINDS = ("images", "videos", "classes", "dataset", "call")
 # of which kinds of data a setting is, where it is not of all
 OF_KINDS = {
-    "split": ("dataset",), "columns": ("dataset", "call"), "captions": ("images", "dataset", "call"), "repeats": ("images",),
-    "trigger": ("images", "dataset", "call"), "masks": ("images", "classes"),
+    "split": ("dataset",), "columns": ("dataset", "call"), "captions": ("images", "videos", "dataset", "call"),
+    "repeats": ("images", "videos"), "conditions": ("images", "classes", "dataset", "call"), "frames": ("videos",),
+    "fps": ("videos",), "trigger": ("images", "videos", "dataset", "call"), "masks": ("images", "classes"),
 }  # fmt: skip
 
 
 class Data(Section):
-    """The `data` section: one of `images`, `classes`, `dataset` and `call` says where samples come from."""
+    """The `data` section: one of `images`, `videos`, `classes`, `dataset` and `call` says where samples come from."""
 
     images: Texts | None = setting(
         None, "a folder of images with captions, a list of folders, a .json list of files, a .toml of kohya's", "photos/"
+    )
+    videos: Text | None = setting(
+        None, "a folder of videos with captions: video files, animated pictures, folders of frames", "clips/"
     )
     classes: Text | None = setting(None, "a folder with a folder for each class", "pets/train")
     dataset: Text | None = setting(None, "a Hugging Face data set on disk", "datasets/pets")
@@ -300,6 +305,8 @@ class Data(Section):
     )
     channels: Literal[1, 3] = setting(3, "colours of an image", 1)
     background: Colour = setting((255, 255, 255), "the colour behind transparent pixels", "black")
+    frames: int | None = setting(None, "how many frames of a video are taken, from its start", 17, ge=1, le=MOST_FRAMES)
+    fps: float | None = setting(None, "frames that are taken of a second of video; null: all", 16, gt=0, le=1000)
     size: Size = setting(None, "a side in pixels, or [height, width]; null takes images as they are", 224)
     buckets: Buckets | None = setting(None, "aspect-ratio buckets; true has the defaults", {"step": 32})
     crop: Literal["center", "random"] = setting("center", "where an image is cut to size", "random")
@@ -360,6 +367,9 @@ class Data(Section):
         self._check_prior()
         if self.trigger is not None and self.captions == "none":
             raise located(SpecError("has no effect with 'captions: none'", path=("trigger",)))
+        if self.videos is not None and self.frames is None:
+            finding = "needs a number: how many frames of each video are taken"
+            raise located(SpecError(finding, path=("frames",)))
         if self.crop == "random" and self.size is None and self.call is None:
             raise located(SpecError("has no effect without 'size': images stay as they are", path=("crop",)))
         if self.crop == "random" and self.cache:

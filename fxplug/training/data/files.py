@@ -109,7 +109,7 @@ class FileItems(Items):
         masks: Path | None = None,
     ) -> None:
         self.top, self.names, self.values, self.root = top, names, values, str(top)
-        self.channels, self.background = spec.channels, spec.background
+        self.spec, self.channels, self.background = spec, spec.channels, spec.background
         self.conditions = match_stems(names, conditions) if conditions else None
         self.masks = match_stems(names, masks, "masks", "mask") if masks else None
 
@@ -129,21 +129,30 @@ class FileItems(Items):
     def _image(self, file: Path, name: str) -> ImageFile:
         return ImageFile(file, name, self.channels, self.background)
 
+    def files(self, i: int) -> list[Path]:
+        """Return the files of item `i` without its condition."""
+        return [self.top / self.names[i]]
+
     @cached_property
     def sizes(self) -> list[tuple[int, int]]:
         """(h, w) of each image, from the headers."""
         return [read_size(self.top / name) for name in self.names]
 
+    @staticmethod
+    def below(top: Path, skip: Container[str] = (), notes: list[str] | None = None) -> list[str]:
+        """Return the samples below a folder as relative paths in natural order."""
+        return images_below(top, skip)
 
-def open_files(spec: Data, base: Path) -> FileItems:
+
+def open_files(spec: Data, base: Path, kind: type[FileItems] = FileItems) -> FileItems:
     """Open folders of images and their sub-folders, in natural order (`2.png` before `10.png`), or lists of files.
 
     For `images`, captions and further values come from the nearest `metadata.jsonl` above an image, else from its sidecar
     files. For `classes`, the label is the top folder, by sorted names; sidecar files of folders are read, those of images are
     not. Raises SpecError for a folder that is absent or empty, metadata that does not fit, and captions that are missing.
     """
-    key = "images" if spec.classes is None else "classes"
-    given = spec.images if spec.classes is None else spec.classes
+    key = next(key for key in ("images", "videos", "classes") if getattr(spec, key) is not None)
+    given = getattr(spec, key)
     assert given is not None  # a section has one of the kinds
     conditions = _condition_folder(spec, base)
     masks = existing(base / spec.masks, "masks") if spec.masks is not None else None
@@ -151,8 +160,8 @@ def open_files(spec: Data, base: Path) -> FileItems:
     roots = [source.parent if os.path.isfile(source) and key == "images" else existing(source, key) for source in sources]
     # the folder that holds all of them
     top = roots[0] if len(roots) == 1 else Path(os.path.commonpath([folder.resolve() for folder in roots]))
-    sidecars, others = Sidecars(roots), _OtherFolders(spec, base, conditions, masks, sources)
-    listed = [image for source in sources for image in _listed(source, sidecars, others, key)]
+    sidecars, others = Sidecars(roots, key == "videos"), _OtherFolders(spec, base, conditions, masks, sources)
+    listed = [image for source in sources for image in _listed(source, sidecars, others, key, kind)]
     names = [Path(os.path.relpath(file, top)).as_posix() for file, _ in listed]
     if spec.classes is None:
         values = _with_metadata(top, names)
@@ -175,7 +184,7 @@ def open_files(spec: Data, base: Path) -> FileItems:
     else:
         classes = folders
     numbers(values, said, spec.flip)
-    items = FileItems(top, names, values, spec, conditions, masks)
+    items = kind(top, names, values, spec, conditions, masks)
     items.classes, items.notes, items.repeats = classes, notes, _repeats(said, names, key)
     if classes is None and values and "label" in values[0]:
         items.labels = {value["label"] for value in values}
@@ -196,7 +205,7 @@ class _OtherFolders:
     def __init__(self, spec: Data, base: Path, conditions: Path | None, masks: Path | None, sources: Sequence[Path]) -> None:
         self.kinds, self.met = dict[str, str](), set[str]()
         if (test := spec.test) is not None:
-            others = _paths(test.classes or test.images or [], base)
+            others = _paths(test.classes or test.images or test.videos or [], base)
             if test.conditions is not None and ":" not in test.conditions.name:
                 others.append(base / test.conditions.name)
             if test.masks is not None:
@@ -240,19 +249,20 @@ def _repeats(said: Sequence[ImageSettings], names: Sequence[str], key: str) -> l
 
 
 def _listed(
-    source: Path, sidecars: Sidecars, skip: Container[str], key: str
+    source: Path, sidecars: Sidecars, skip: Container[str], key: str, kind: type[FileItems]
 ) -> list[tuple[Path, ImageSettings | None]]:
     """Return the image files of a folder or a list, each with its settings from the list; None where sidecar files have
     them."""
-    if os.path.isfile(source) and source.suffix == ".json":
+    if key == "images" and os.path.isfile(source) and source.suffix == ".json":
         return from_json(source, sidecars)
-    if os.path.isfile(source) and source.suffix == ".toml":
+    if key == "images" and os.path.isfile(source) and source.suffix == ".toml":
         return from_toml(source, images_below, sidecars.notes)
-    found = images_below(existing(source, key), skip=skip)
+    found = kind.below(existing(source, key), skip, sidecars.notes)
     if not found:
         suffixes = sorted({p.suffix or "no suffix" for p in source.rglob("*") if p.is_file()})
         has = f"it has files with {', '.join(suffixes[:6])}" if suffixes else "it is empty"
-        raise SpecError(f"no images in '{source}'; {has}", path=(key,))
+        hint = "; a video is a folder of frames, an animated picture or a video file" if key == "videos" else ""
+        raise SpecError(f"no {'videos' if key == 'videos' else 'images'} in '{source}'; {has}{hint}", path=(key,))
     return [(source / name, None) for name in found]
 
 
@@ -312,7 +322,7 @@ def existing(folder: Path, key: str) -> Path:
 def images_below(top: Path, skip: Container[str] = ()) -> list[str]:
     """Return the images below a folder as relative paths in natural order. Hidden files, and folders whose real path is in
     `skip`, are left out."""
-    known, names, seen = _suffixes(), [], set()
+    known, names, seen = image_suffixes(), [], set()
     for folder, folders, files in os.walk(top, followlinks=True):
         here = os.path.realpath(folder)
         if here in seen or here in skip:
@@ -366,7 +376,8 @@ def few(names: Sequence[str], kind: str) -> str:
 
 
 @cache
-def _suffixes() -> frozenset[str]:
+def image_suffixes() -> frozenset[str]:
+    """Return the suffixes of files that PIL opens."""
     Image.init()
     return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN)
 

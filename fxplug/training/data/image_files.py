@@ -36,12 +36,12 @@ def read_image(
     source: Path | bytes, name: str, channels: int = 3, background: tuple[int, int, int] = WHITE
 ) -> Image.Image:
     """Decode the image in a file or its bytes, upright, in mode RGB or L, as `prepared` does. Raises Unreadable."""
-    with _readable(name, source), _opened(source) as file, Image.open(file) as image:
+    with readable(name, source), _opened(source) as file, Image.open(file) as image:
         return prepared(image, channels, background)
 
 
 @contextlib.contextmanager
-def _readable(name: str, source: Path | bytes = b"...") -> Iterator[None]:
+def readable(name: str, source: Path | bytes = b"...") -> Iterator[None]:
     """Raise Unreadable, with the reason, for whatever decoders raise for broken data."""
     try:
         yield
@@ -172,7 +172,7 @@ def as_image(
     if value is None:
         raise Unreadable(name, "no image")
     if isinstance(value, Image.Image):
-        with _readable(name):  # it may not be loaded yet
+        with readable(name):  # it may not be loaded yet
             return prepared(value, channels, background)
     if isinstance(value, dict) and value.get("path"):
         name = f"{name} ({value['path']})"

@@ -39,11 +39,11 @@ def digest_of_file(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, which are read again only where the file may have changed. Raises OSError."""
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
-        digest: str = _remembered(path, "digest", found, lambda: hashlib.file_digest(file, "sha256").hexdigest())
+        digest: str = remembered(path, "digest", found, lambda: hashlib.file_digest(file, "sha256").hexdigest())
     return digest
 
 
-def _remembered(path: Path, what: str, found: os.stat_result, work_out: Callable[[], Any]) -> Any:
+def remembered(path: Path, what: str, found: os.stat_result, work_out: Callable[[], Any]) -> Any:
     """Return what this process has worked out of a file before, unless its times, size, inode or device have changed since, or
     it was written just before."""
     key = (what, str(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
@@ -110,7 +110,7 @@ class ImageFile(ImageSource):
         if isinstance(source, bytes):
             return read_size(source)
         with contextlib.suppress(OSError, ValueError):
-            size: Size = _remembered(source, "size", source.stat(), lambda: read_size(source))
+            size: Size = remembered(source, "size", source.stat(), lambda: read_size(source))
             return size
         return (0, 0)
 

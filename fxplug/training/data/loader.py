@@ -27,7 +27,7 @@ from .batch_order import Order, Request, Size, assign, bucket_sizes
 from .collation import collate, pair_with_prior
 from .files import Items, names_of_classes
 from .image_files import COMPOSED, Crop, Unreadable, as_image, placed, prepared
-from .image_sources import IMAGES, ImageSource, PlacedImage, crop_origin
+from .image_sources import IMAGES, ImageSource, PlacedImage, crop_origin, to_pixels
 from .sidecars import Caption
 from .unreadable import tell_first_process, told_by_others
 
@@ -49,10 +49,10 @@ class Loader(Dataset[Any]):
     """The batches of `items` for one process of `world`.
 
     A batch is a dict: `image` float32 [b, c, h, w], `caption` list of str, `label` int64 [b], `condition` float32 [b, c, h, w],
-    `loss_mask` float32 [b, 1, h, w] in [0, 1], `index` int64 [b], `name` list of str, and what else the items hold. Where
-    images are files that the loader itself crops, it has `original_size` int64 [b, 2], height and width of the upright picture
-    in the file, and `crop` int64 [b, 2], top and left of the crop in the resized picture (`crop_origin`); with flips, `flipped`
-    bool [b].
+    `loss_mask` float32 [b, 1, h, w] in [0, 1], `video` float32 [b, c, f, h, w], `index` int64 [b], `name` list of str, and what
+    else the items hold. Where images are files that the loader itself crops, it has `original_size` int64 [b, 2], height and
+    width of the upright picture in the file, and `crop` int64 [b, 2], top and left of the crop in the resized picture
+    (`crop_origin`); with flips, `flipped` bool [b].
 
     Seed, epoch, index and, where an epoch has it several times, the number of the time alone decide them (see `Order`): neither
     the number of workers or processes, nor a resumed epoch, nor random numbers drawn elsewhere.
@@ -326,7 +326,8 @@ class Loader(Dataset[Any]):
         random_place = self.train and self.spec.crop == "random"
         x, y, coin = random.random(), random.random(), random.random()
         item = self.items.open_sample(index)
-        drawn = self.train and (self.spec.flip or "flip_p" in item) and isinstance(item.get("image"), ImageSource)
+        files = any(isinstance(item.get(key), ImageSource) for key in IMAGES)
+        drawn = self.train and (self.spec.flip or "flip_p" in item) and files
         flip = coin < item.pop("flip_p", 0.5 if self.spec.flip else 0.0)
         place = Crop(*((x, y) if random_place else (0.5, 0.5)), flip=self.train and flip)
         if drawn and self.transform is None:
@@ -352,10 +353,13 @@ class Loader(Dataset[Any]):
         """Decode an item's images and convert them to tensors of a size; note where those that are files are cropped."""
         opened = {key: item[key] for key in IMAGES if isinstance(item.get(key), ImageSource)}
         item |= {key: source.read() for key, source in opened.items()}
-        if any(isinstance(image, Image.Image) and COMPOSED in image.info for image in map(item.get, IMAGES)):
+        frames = [item.get("image"), item.get("condition"), *(item["video"] if "video" in opened else ())]
+        if any(isinstance(image, Image.Image) and COMPOSED in image.info for image in frames):
             item[COMPOSED] = item["name"]
         if "image" in opened and self.transform is None:
             self._put_sizes(item, (item["image"].height, item["image"].width), size, place)
+        if "video" in opened:
+            self._put_video(item, size, place)
         self._put_images(item, size, place)
 
     def _put_placed(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
@@ -383,6 +387,15 @@ class Loader(Dataset[Any]):
         """Put `original_size` and `crop` of an item where it has none of its own."""
         item.setdefault("original_size", torch.tensor(original))
         item.setdefault("crop", torch.tensor(crop_origin(original, size or original, place)))
+
+    def _put_video(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
+        """Convert the frames of an item's video to one tensor. Raises TrainError where they are to be changed as images are."""
+        what = "the task" if self.transform is not None else "a plugin's transform_pil_image"
+        if self.transform is not None or self._hooked("transform_pil_image"):
+            raise TrainError(f"{item['name']} is a video, and {what} changes images")
+        original = (item["video"][0].height, item["video"][0].width)
+        self._put_sizes(item, original, size, place)
+        item["video"] = to_pixels(item["video"], size or original, place)
 
     def _put_images(self, item: dict[str, Any], size: Size | None, place: Crop) -> None:
         """Convert an item's image, condition and mask to tensors of a size. A task's transform crops by itself, without the

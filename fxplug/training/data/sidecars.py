@@ -140,9 +140,13 @@ def numbers(values: Sequence[dict[str, Any]], said: Sequence[ImageSettings], fli
 
 
 class Sidecars:
-    """The settings of images below the folders `roots` by what lies beside them. `notes` says what is not read."""
+    """The settings of images below the folders `roots` by what lies beside them. `notes` says what is not read.
 
-    def __init__(self, roots: Sequence[Path]) -> None:
+    `of_folders` says that some samples are folders, whose names have no suffix.
+    """
+
+    def __init__(self, roots: Sequence[Path], of_folders: bool = False) -> None:
+        self.of_folders = of_folders
         self.roots, self.notes = {*roots}, list[str]()
         self._folders: dict[Path, tuple[set[str], ImageSettings, ImageSettings]] = {}
 
@@ -153,9 +157,10 @@ class Sidecars:
         settings = everywhere.under(here)
         if alone:
             return settings
+        stem = file.name if self.of_folders and file.is_dir() else file.stem
         for suffix in (".txt", ".caption", ".yml", ".yaml"):
-            if file.stem + suffix in names:
-                settings = settings.under(self.read(file.with_suffix(suffix)))
+            if stem + suffix in names:
+                settings = settings.under(self.read(file.with_name(stem + suffix)))
         return settings
 
     def read(self, file: Path) -> ImageSettings:

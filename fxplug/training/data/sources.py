@@ -25,6 +25,7 @@ from ..random_draws import preserve_random_state
 from .files import FileItems, Items, existing, open_files
 from .image_files import Unreadable, as_image, read_size, stored
 from .image_sources import IMAGES, ImageFile
+from .videos import VideoItems
 
 NAMES = {
     "image": ("image", "img"),
@@ -51,7 +52,9 @@ def open_items(spec: Data, base: Path, *, test: bool = False, prior: bool = Fals
             raise SpecError(finding, path=("conditions",))
         if spec.dataset is not None:
             return open_dataset(spec, base, "test" if test else "train")
-        return open_files(spec, base) if spec.call is None else open_call(spec)
+        if spec.call is not None:
+            return open_call(spec)
+        return open_files(spec, base, FileItems if spec.videos is None else VideoItems)
 
 
 def match_test_items(test: Items, train: Items) -> Items:

@@ -185,6 +185,8 @@ def image_of(batch: Mapping[str, Any]) -> Tensor:
     """Return the images of a batch. Raises SpecError for data without an `image`."""
     if "image" not in batch:
         found = ", ".join(name for name in batch if name not in ("index", "name")) or "nothing"
+        if "video" in batch:
+            raise SpecError("the task takes images, and the data has videos: give 'images'", path=("data", "videos"))
         hint = "name it with columns: {image: ...}, or call it 'image' in the data set"
         raise SpecError(f"the data has no 'image'{did_you_mean('image', batch)}; it has {found}; {hint}", path=("data",))
     image: Tensor = batch["image"]
