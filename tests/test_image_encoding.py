@@ -66,10 +66,7 @@ class Denoising(fxplug.Task):
         self.vae, self.cache = vae, cache
 
     def loss(self, module, batch, draw):
-        if isinstance(batch["image"], torch.Tensor):
-            rows = [self.vae(row[None]) for row in batch["image"]]
-        else:
-            rows = encoded(batch, self.cache, self.vae)
+        rows = encoded(batch, self.cache, self.vae)
         mean, std = (torch.stack([row[key] for row in rows]) for key in ("mean", "std"))
         x = mean + std * draw.like(mean)
         noise = draw.like(x)
@@ -178,6 +175,27 @@ def test_a_picture_that_goes_during_the_run_is_named(tmp_path):
     (tmp_path / "data" / batch["name"][0]).unlink()
     with pytest.raises(TrainError, match=r"\.png cannot be read any more: no such file"):
         encoded(batch, cache, Vae())
+
+
+def test_a_batch_is_encoded_whether_it_has_pixels_or_not(tmp_path):
+    folder(tmp_path / "data", 3)
+    data, cache, vae = loader(tmp_path / "data", 1, flip=False, buckets=None), EncodedCache(tmp_path / "c", "v"), Vae()
+    encode_images(data, cache, vae)
+    first = data.first(3)  # of which the loader gives pixels always
+    assert isinstance(first["image"], torch.Tensor)
+    lazy = {int(batch["index"]): batch for batch in data.epoch(0)}
+    for row, value in enumerate(encoded(first, cache, vae)):
+        for given in (cache, None):
+            (found,) = encoded(lazy[row], given, vae)
+            assert all(torch.equal(found[key], value[key]) for key in ("mean", "std"))
+
+
+def test_what_processes_compare_of_a_sample_is_not_whether_it_was_decoded(tmp_path):
+    folder(tmp_path / "data", 1)
+    data = loader(tmp_path / "data", 1, buckets=None)
+    data.skip_decoding = bool
+    one = next(data.epoch(0))["image"][0]
+    assert one.pixels is None and repr(one) == repr(one.decoded()) and one.decoded().pixels is not None
 
 
 def test_loaders_that_a_cache_cannot_serve_stay_as_they_are(tmp_path):

@@ -97,12 +97,12 @@ def encode_images(
     return True
 
 
-def encoded(batch: Batch, cache: EncodedCache, encode: Encode) -> list[Any]:
-    """Return what `encode` makes of each image or video of a batch whose loader leaves out pixels, from the cache where it is.
+def encoded(batch: Batch, cache: EncodedCache | None, encode: Encode) -> list[Any]:
+    """Return what `encode` makes of each image or video of a batch, from the cache where it is.
 
     Args:
-        batch: With `image` or `video` as a list of `PlacedImage`.
-        cache: The cache that `encode_images` filled.
+        batch: With `image` or `video` as a list of `PlacedImage`, or as a tensor, which is encoded row by row.
+        cache: The cache that `encode_images` filled; None where it left the loader as it was.
         encode: As there.
 
     Returns:
@@ -111,7 +111,10 @@ def encoded(batch: Batch, cache: EncodedCache, encode: Encode) -> list[Any]:
     Raises:
         TrainError: A file has gone, or changed, since the loader looked at it.
     """
-    return [cache.get_or_make(image.key, partial(_encode, encode, image)) for image in _images(batch)]
+    images = _images(batch)
+    if cache is None or isinstance(images, Tensor):
+        return [encode(row[None]) if isinstance(row, Tensor) else _encode(encode, row) for row in images]
+    return [cache.get_or_make(image.key, partial(_encode, encode, image)) for image in images]
 
 
 def _encode(encode: Encode, image: PlacedImage) -> Any:
@@ -121,6 +124,6 @@ def _encode(encode: Encode, image: PlacedImage) -> Any:
         raise TrainError(f"{error.name} cannot be read any more: {error.why}") from error
 
 
-def _images(batch: Batch) -> Sequence[PlacedImage]:
-    found: Sequence[PlacedImage] = batch["image"] if "image" in batch else batch["video"]
+def _images(batch: Batch) -> Any:
+    found: Sequence[PlacedImage] | Tensor = batch["image"] if "image" in batch else batch["video"]
     return found

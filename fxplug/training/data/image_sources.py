@@ -7,7 +7,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -142,9 +142,9 @@ class PlacedImage:
     size: Size | None
     place: Crop
     kind: str = "image"
-    known: str | None = None
-    pixels: Tensor | None = None
-    composed: bool = False
+    known: str | None = field(default=None, repr=False)  # processes that share samples compare what is shown
+    pixels: Tensor | None = field(default=None, repr=False)
+    composed: bool = field(default=False, repr=False)
 
     __repr__ = brief_fields
 
