@@ -273,6 +273,7 @@ def _shown_as_float32(module: nn.Module) -> Iterator[None]:
     if getattr(module, "dtype", None) not in (torch.float16, torch.bfloat16):
         yield
         return
+    # Nothing plainer works: `dtype` is a property of the class, and pipelines read it of the model
     module.__class__ = type(kind.__name__, (kind,), {"dtype": torch.float32, "__module__": kind.__module__})
     try:
         yield

@@ -5,7 +5,7 @@ from ..core.extensions import Extension
 EXTENSION = Extension(
     name="training",
     extra="train",
-    bases=("lowerings", "parallel", "reporting"),
+    bases=("lowerings", "parallel", "pipelines", "reporting"),
     names={
         "trainable": "fxplug.training.param_groups:trainable",
         "Run": "fxplug.training.run:Run",

@@ -232,3 +232,20 @@ def rescaled(key: str, images: Tensor) -> Tensor:
     if images.dtype != torch.uint8:
         return images
     return images.float().div_(255) if key in ("condition", "loss_mask") else images.float().div_(127.5).sub_(1)
+
+
+def check_alike(image: Image.Image, further: Any, size: tuple[int, int], place: Crop, name: str, kind: str) -> None:
+    """Raise TrainError for an image and its condition, or its mask, that cannot be cropped alike."""
+    if isinstance(further, Tensor) and (place.flip or not size == (image.height, image.width) == further.shape[1:]):
+        raise TrainError(
+            f"{name}: its {kind} is a float tensor, which cannot be cropped and flipped with it: use a PIL image or uint8"
+        )
+    if isinstance(further, Image.Image):
+        check_ratio((image.height, image.width), (further.height, further.width), name, kind)
+
+
+def check_ratio(image: tuple[int, int], further: tuple[int, int], name: str, kind: str) -> None:
+    """Raise TrainError for an image and its condition, or its mask, of other aspect ratios."""
+    if not 0.98 < image[1] * further[0] / (image[0] * further[1]) < 1.02:
+        sizes = f"{image[0]}x{image[1]}, its {kind} {further[0]}x{further[1]}"
+        raise TrainError(f"{name} is {sizes}: they must have one shape to be cropped alike")

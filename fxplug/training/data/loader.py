@@ -26,7 +26,7 @@ from ..trigger import with_trigger
 from .batch_order import Order, Request, Size, assign, bucket_sizes
 from .collation import collate, pair_with_prior
 from .files import Items, names_of_classes
-from .image_files import COMPOSED, Crop, Unreadable, as_image, placed, prepared
+from .image_files import COMPOSED, Crop, Unreadable, as_image, check_alike, check_ratio, placed, prepared
 from .image_sources import IMAGES, ImageSource, PlacedImage, crop_origin, to_pixels
 from .sidecars import Caption
 from .unreadable import tell_first_process, told_by_others
@@ -375,7 +375,7 @@ class Loader(Dataset[Any]):
         item |= {key: PlacedImage(source, size or sizes[first], place, key) for key, source in sources.items()}
         for key, kind in (("condition", "condition"), ("loss_mask", "mask")):
             if key in sizes and key != first:
-                _check_ratio(sizes[first], sizes[key], item["name"], kind)
+                check_ratio(sizes[first], sizes[key], item["name"], kind)
         if not self.skip_decoding(item):
             item |= {key: item[key].decoded() for key in sources}
             if any(item[key].composed for key in sources):
@@ -414,7 +414,7 @@ class Loader(Dataset[Any]):
             size = size or (image.height, image.width)
             both = self.condition is not None or condition is not None or mask is not None
             for further, kind in ((condition, "condition"), (mask, "mask")):
-                _check_alike(image, further, size, place, name, kind)
+                check_alike(image, further, size, place, name, kind)
             if both or self.transform is None:
                 image = placed(image, size, place)
             image = self._changed(image, name, fixed=both or self.transform is None)
@@ -482,23 +482,6 @@ class Loader(Dataset[Any]):
 
 def _are_equal(fetched: Any) -> Any:
     return fetched
-
-
-def _check_alike(image: Image.Image, further: Any, size: Size, place: Crop, name: str, kind: str) -> None:
-    """Raise TrainError for an image and its condition, or its mask, that cannot be cropped alike."""
-    if isinstance(further, Tensor) and (place.flip or not size == (image.height, image.width) == further.shape[1:]):
-        raise TrainError(
-            f"{name}: its {kind} is a float tensor, which cannot be cropped and flipped with it: use a PIL image or uint8"
-        )
-    if isinstance(further, Image.Image):
-        _check_ratio((image.height, image.width), (further.height, further.width), name, kind)
-
-
-def _check_ratio(image: Size, further: Size, name: str, kind: str) -> None:
-    """Raise TrainError for an image and its condition, or its mask, of other aspect ratios."""
-    if not 0.98 < image[1] * further[0] / (image[0] * further[1]) < 1.02:
-        sizes = f"{image[0]}x{image[1]}, its {kind} {further[0]}x{further[1]}"
-        raise TrainError(f"{name} is {sizes}: they must have one shape to be cropped alike")
 
 
 def too_many(skipped: dict[str, str]) -> str:
