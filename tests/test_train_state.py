@@ -16,7 +16,9 @@ from sweeps import sweep
 from torch.utils.data import DataLoader
 
 import fxplug
-from fxplug.training.checkpoint import list_checkpoints, read
+from fxplug.core.spec.train_section import Data, Train
+from fxplug.training.checkpoint import Checkpoint, list_checkpoints, read
+from fxplug.training.identity import check_same_run
 from fxplug.training.random_draws import Drawn, Draws
 
 TASK: dict[str, Any] = {"classify": {"augment": "none"}}
@@ -373,3 +375,14 @@ def test_random_runs_go_on_as_if_nothing_had_happened():
 @pytest.mark.slow
 def test_more_random_runs_go_on_as_if_nothing_had_happened():
     assert fuzz_runs.fuzz_runs(20, 2000) == []
+
+
+def test_settings_that_were_added_since_a_checkpoint_count_as_their_defaults(tmp_path):
+    run = {"train": Train(task="classify", epochs=1, batch=2).model_dump(), "data": Data(images="a").model_dump(), "seed": 0}
+    kept = Checkpoint({}, {**run, **{key: dict(run[key]) for key in ("train", "data")}})
+    for section, key in (("train", "assistant"), ("data", "trigger"), ("data", "prior_weight")):
+        del kept.run[section][key]
+    check_same_run(kept, run, tmp_path)
+    run["data"]["trigger"] = "ohwx"
+    with pytest.raises(fxplug.TrainError, match=r"data\.trigger: nothing then, ohwx now"):
+        check_same_run(kept, run, tmp_path)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.errors import TrainError
 from ..core.ir.traced_module import TracedModule
 from ..core.quantised import plain
-from ..core.spec.train_section import Train
+from ..core.spec.train_section import Data, Train
 from .checkpoint import Checkpoint, differences
 from .random_draws import preserve_random_state, seed_all
 
@@ -72,7 +72,7 @@ def describe_run(
 
 def check_same_run(kept: Checkpoint, run: Mapping[str, Any], path: Path) -> None:
     """Raise TrainError, with the differences, for a checkpoint of another run."""
-    lines = differences(kept.run, run)
+    lines = differences(_with_later_settings(kept.run, run), run)
     if not lines:
         return
     weights = [line for line in lines if line.startswith("trained.")]  # which follow from the passes, mostly
@@ -81,6 +81,17 @@ def check_same_run(kept: Checkpoint, run: Mapping[str, Any], path: Path) -> None
     shown = [*others, more] if others and weights else others or [*weights[:3], *([more] if weights[3:] else [])]
     listed = "\n  ".join(shown)
     raise TrainError(f"'{path}' is a checkpoint of another run:\n  {listed}")
+
+
+def _with_later_settings(kept: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a kept description with the settings that were added since, where a run has their defaults."""
+    found = dict(kept)
+    for key, section in (("train", Train), ("data", Data)):
+        if isinstance(kept.get(key), dict) and isinstance(run.get(key), dict):
+            defaults = {name: field.get_default(call_default_factory=True) for name, field in section.model_fields.items()}
+            later = {k: v for k, v in run[key].items() if k not in kept[key] and k in defaults and v == defaults[k]}
+            found[key] = {**later, **kept[key]}
+    return found
 
 
 def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
