@@ -26,7 +26,7 @@ SIZES = {"original_size": "original_size", "crops_coords_top_left": "crop"}
 
 
 class Store(Protocol):
-    """Place where values of tensors and plain data are kept by a key: `EncodedCache`, on the disk."""
+    """Place where values of tensors and plain data are kept by a key, such as a cache on the disk."""
 
     def get(self, key: Any) -> Any:
         """Return the value of a key, None if it is not there."""
