@@ -173,6 +173,62 @@ def test_a_loss_scale_and_a_dropped_caption_of_a_sample_count():
     assert dropped != loss_of(task, batch)
 
 
+@pytest.mark.parametrize("name", ["sd15", "flux", "wan"])
+def test_a_mask_weighs_the_places_of_the_picture_however_latents_are_packed(name):
+    pipe = tiny.make(name)
+    task = set_up(PipelineDenoise(pipe, tiny.CALLS[name], samples=0))
+    batch = batch_of("a red ball", "a blue cat")
+    whole = loss_of(task, dict(batch))
+    masks = torch.zeros(2, 1, *SIZE)
+    assert loss_of(task, {**batch, "loss_mask": masks}) == 0
+    left, right = masks.clone(), masks.clone()
+    left[..., :32], right[..., 32:] = 1, 1
+    halves = [loss_of(task, {**batch, "loss_mask": mask}) for mask in (left, right)]
+    assert sum(halves) == pytest.approx(whole, rel=1e-5) and min(halves) > 0.2 * whole
+    one = task.sized.of(SIZE)
+    z = torch.randn(2, *one.call.decoded, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(one.call.as_decoded(one.call.as_latents(z)), z)
+
+
+def test_the_offset_of_noise_is_one_number_in_a_channel_of_the_vae():
+    task = set_up(PipelineDenoise(tiny.make("flux"), {}, samples=0, noise_offset=0.5))
+    plain = set_up(PipelineDenoise(tiny.make("flux"), {}, samples=0))
+    batch, seen = batch_of("a red ball", "a blue cat"), []
+    for each in (task, plain):
+        one = each.sized.of(SIZE)
+        target = one.noise.target
+        one.noise.target = lambda x, noise, index, one=one, target=target: (
+            seen.append(one.call.as_decoded(noise)) or target(x, noise, index)
+        )
+        loss_of(each, dict(batch))
+    added = seen[0] - seen[1]
+    assert float((added - added.mean((2, 3), keepdim=True)).abs().max()) < 1e-6
+    assert float(added.abs().max()) > 0.05
+
+
+def test_what_is_encoded_ahead_is_not_encoded_in_the_training(tmp_path):
+    kept = {}
+
+    class Kept:
+        def get(self, key):
+            return kept.get(str(key))
+
+        def put(self, key, value):
+            kept[str(key)] = value
+
+    class Epoch:
+        def epoch(self, number):
+            yield batch_of("a red ball", "a blue cat")
+
+    task = set_up(PipelineDenoise(tiny.make("sd15"), {}, samples=0, dropout=0.1, store=Kept()))
+    assert task.encode_all(Epoch()) == 4
+    loss = loss_of(task, batch_of("a red ball", "a blue cat"))
+    again = set_up(PipelineDenoise(tiny.make("sd15"), {}, samples=0, dropout=0.1, store=Kept()))
+    again.sized.of(SIZE).call.encode = None  # nothing is left to encode
+    assert loss_of(again, batch_of("a red ball", "a blue cat")) == loss
+    assert len(kept) == 3
+
+
 def test_captions_are_encoded_once_and_the_memory_for_them_is_bounded():
     pipe = tiny.make("sd15")
     task = set_up(PipelineDenoise(pipe, {}, samples=0))

@@ -57,7 +57,7 @@ def set_up_task(
     try:
         task.setup(module, info)
     except SpecError as error:
-        if error.path[:1] in (("train",), ("data",)):
+        if error.path[:1] in (("train",), ("data",), ("model",)):
             raise
         with below("train", "task", name):
             raise
