@@ -10,7 +10,7 @@ import pytest
 import tiny_pipelines as tiny
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2.functional import pil_to_tensor
@@ -20,6 +20,7 @@ from fxplug.core.errors import FxplugError, SpecError
 from fxplug.core.spec.train_section import Use
 from fxplug.pipelines.denoiser_call import denoiser_call, example_call
 from fxplug.pipelines.observation import observe
+from fxplug.training.adapter_output import prove_adapter
 from fxplug.training.random_draws import Draws, RunDraws
 from fxplug.training.tasks.pipeline_conditions import MemoryStore, as_pictures
 from fxplug.training.tasks.pipeline_denoise import PipelineDenoise, check_options
@@ -473,6 +474,18 @@ def test_a_configuration_trains_a_family_and_its_adapter_is_proved(name, tmp_pat
     assert "adapter/ in the stock pipeline: equal" in log
     part = run.trainer.task.part
     assert all(key.startswith(f"{part}.") for key in load_file(Path(run.out) / "adapter" / "pytorch_lora_weights.safetensors"))
+
+
+@pytest.mark.slow
+def test_an_adapter_with_which_the_pipeline_draws_something_else_is_said(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = fxplug.train(config(tmp_path, "sd15"), out=tmp_path / "run", quiet=True)
+        file = tmp_path / "run" / "adapter" / "pytorch_lora_weights.safetensors"
+        save_file({key: value * 3 for key, value in load_file(file).items()}, file, {"format": "pt"})
+        prove_adapter(run.trainer, run.trainer.task, file.parent)
+    notes = [line for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines() if "adapter/" in line]
+    assert "equal" in notes[0] and "differs" in notes[1]
 
 
 @pytest.mark.slow
