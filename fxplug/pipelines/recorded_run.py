@@ -121,9 +121,8 @@ def record_run(
     run.scheduler = watched = copy.deepcopy(scheduler)
     pipe = copy.copy(pipe)  # pipelines keep what they are called with
     vars(pipe)["scheduler"] = watched
-    if (guider := parts.get("guider")) is not None and hasattr(guider, "disable"):
-        vars(pipe)["guider"] = copy.deepcopy(guider)
-        pipe.guider.disable()
+    if (guider := parts.get("guider")) is not None and hasattr(guider, "prepare_inputs"):
+        vars(pipe)["guider"] = _conditional(guider)
     scaled: list[Tensor] = []
 
     @functools.wraps(watched.step)
@@ -217,6 +216,25 @@ def record_run(
         with quiet_libraries(), torch.no_grad(), contextlib.suppress(EndOfRecording):
             pipe(**{**call, **({"num_inference_steps": steps} if "num_inference_steps" in arguments_of(pipe) else {})})
     return run
+
+
+def _conditional(guider: Any) -> Any:
+    """Copy a guider of diffusers as one by which the denoiser sees the condition alone, and whose result is that prediction.
+
+    It stays on: some pipelines fail where it is off, as they take what they then do not prepare.
+    """
+    from diffusers.guiders.guider_utils import GuiderOutput
+
+    kind = type(guider)
+
+    def one(method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **named: method(*args, **named)[:1]  # of batches, of which the first is the condition's
+
+    made = copy.deepcopy(guider)
+    methods = {name: one(getattr(kind, name)) for name in ("prepare_inputs", "prepare_inputs_from_block_state")}
+    result = {"__call__": lambda self, data: GuiderOutput(pred=data[0].noise_pred, pred_cond=data[0].noise_pred)}
+    made.__class__ = type(kind.__name__, (kind,), {**methods, **result, "__module__": kind.__module__})
+    return made
 
 
 @contextlib.contextmanager
