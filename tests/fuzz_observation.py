@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from fxplug.core.errors import SpecError
-from fxplug.pipelines.observation import confirm, observe
+from fxplug.pipelines.observation import PROMPTS, confirm, observe
 
 COST = 10
 TRAITS = (
     "input by time", "input squashed", "input clamped", "input sums", "input by condition", "latents masked", "latents scaled",
+    "latents by condition", "condition at first", "input at first",
     "times per frame", "time squared", "time by condition", "output by latents", "output by time", "output normed",
     "output halved", "decoder clamped", "decoder partial", "decoder by condition", "decoder random", "decoder elsewhere",
     "two inputs", "condition by time", "condition by latents", "guided twice", "guided doubled", "two calls",
@@ -122,6 +123,8 @@ class Pipeline:
                 packed = packed + 0.1 * packed.flip(1)
             if trait == "input by condition":
                 packed = packed + own[:, None] * 0.3
+            if trait == "input at first" and t == self.scheduler.timesteps[0]:
+                packed = torch.cat([packed, text], 1)
             packed = torch.cat([packed, padding], 1).to(dtype)
             time = torch.as_tensor(float(t) * self.slope + self.offset)
             if trait == "time squared":
@@ -136,6 +139,8 @@ class Pipeline:
             more: dict[str, Any] = {"text": text}
             if trait == "two inputs":
                 more["extra"] = packed * 2
+            if trait == "condition at first" and t == self.scheduler.timesteps[0]:
+                more["extra"] = text * 2  # as what a model caches
             if trait == "condition by time":
                 more["text"] = text * (1 + float(t) / 1000)
             if trait == "condition by latents":
@@ -165,6 +170,8 @@ class Pipeline:
                 latents = torch.where(torch.arange(latents.numel()).reshape(latents.shape) % 3 == 0, own[0] * 0.1, latents)
             if trait == "latents scaled":
                 latents = latents * 0.99
+            if trait == "latents by condition" and prompts[0] != PROMPTS[0] and t != self.scheduler.timesteps[-1]:
+                latents = latents * 0.99  # as a mask that leaves all to be drawn, or not
         z = latents.flatten(1)[:, self.decoded_order]
         z = z * self.decoded_factor.to(z) + self.decoded_term.to(z)
         if trait == "decoder clamped":

@@ -25,6 +25,10 @@ STEPS = 6  # of a run with coded values, which costs little
 MOST_STEPS = 24  # where a denoiser is called in few of them, as the first one of two
 PROMPTS = "a red ball", "two old green boats on a lake"
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of what is confirmed, over the largest value; of others 1e-5
+CHANGED = (
+    "the pipeline changes them between two steps, as inpainting does with a mask: not what the scheduler returned is what it "
+    "is given next"
+)
 PREDICTIONS = ("epsilon", "v_prediction", "sample", "flow_prediction")
 
 
@@ -159,7 +163,8 @@ def call_pipeline(pipe: Any, call: Mapping[str, Any], *, steps: int = STEPS, **o
             raise _refused(pipe, "scheduler", why) from error
         named = next((name for name in call if f"`{name}`" in str(error) or f"'{name}'" in str(error)), None)
         given = f"this '{named}'" if named else ", ".join(call) or "nothing"
-        finding = f"a call of {type(pipe).__name__} with {given} fails: {type(error).__name__}: {first_line(error)}"
+        what = f"a call of {type(pipe).__name__} with {given}, of {steps} steps of its scheduler, fails"
+        finding = f"{what}: {type(error).__name__}: {first_line(error)}"
         raise SpecError(finding, path=("model", "call")) from error
 
 
@@ -183,15 +188,19 @@ def _observed(
     for name, run in runs.items():
         code = codes(size)[name]
         if any(not torch.equal(step.sample, code(step.sample)) for step in run.steps[1:]):
-            raise _refused(pipe, "latents", "the pipeline changes them between two steps, as inpainting does with a mask: not "
-                           "what the scheduler returned is what it is given next")  # fmt: skip
+            raise _refused(pipe, "latents", CHANGED)
     noisy = _changed(steps[0].calls[-1][1], seen["twos"][0].calls[-1][1])
     time = [name for name in _changed(steps[0].calls[-1][1], steps[-1].calls[-1][1]) if name not in noisy]
+    before = list(dict.fromkeys(name for name, _, _ in steps[0].calls[:-1]))
     if len(noisy) != 1:
-        raise _refused(pipe, "input", f"{_listed(noisy)} of {part} change with the latents, and must be one argument: models "
-                       "that are called before it in each step, such as a ControlNet, are none")  # fmt: skip
+        why = f"{_listed(noisy)} of {part} change with the latents, and must be one argument"
+        if before:
+            raise _refused(pipe, "input", f"{why}: {_listed(before)} is called before it in each step, such as a ControlNet")
+        two = ": two latents, as of a video and its sound, with times of their own, are not understood" if noisy else ""
+        raise _refused(pipe, "latents" if noisy else "input", why + two)
     if len(time) != 1:
-        raise _refused(pipe, "time", f"{_listed(time)} of {part} change with the time, and must be one argument")
+        more = f": {_listed(before)} is called before it in each step" if before else ": two times, or parts with own times"
+        raise _refused(pipe, "time", f"{_listed(time)} of {part} change with the time, and must be one argument{more}")
     noisy_name, time_name = noisy[0], time[0]
     try:
         to_input = solve_map({n: s[0].calls[-1][1][noisy_name] for n, s in seen.items()}, shape)
@@ -207,8 +216,9 @@ def _observed(
     try:
         to_output = solve_map({n: s[0].prediction for n, s in seen.items()}, _shape_of(output))
         final = solve_map({n: s[-1].prediction for n, s in seen.items()}, _shape_of(output))
-    except MapError as error:
-        raise _refused(pipe, "output", f"what the scheduler is given of {part}'s output: {error}") from None
+    except MapError:
+        why = "in an order, times factors, plus terms: it depends on the latents or the time, or is a sum"
+        raise _refused(pipe, "output", f"what the scheduler is given is not the output of {part} alone, {why}") from None
     if not all(torch.equal(getattr(to_output, key), getattr(final, key)) for key in ("index", "factor", "term")):
         raise _refused(pipe, "output", f"what the scheduler is given of {part}'s output depends on the time, or on the latents")
     prediction = steps[0].prediction
@@ -238,7 +248,7 @@ def _steps_of(pipe: Any, run: RecordedRun, part: str) -> list[RecordedStep]:
 
 def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the names of arguments that differ."""
-    return [name for name in one if not _equal(one[name], other.get(name))]
+    return [name for name in {**one, **other} if not _equal(one.get(name), other.get(name))]
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -249,7 +259,7 @@ def _equal(one: Any, other: Any) -> bool:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             if a.shape != b.shape or not torch.equal(a, b):
                 return False
-        elif isinstance(a, (int, float, str, bool)) and a != b:
+        elif type(a) is not type(b) or (isinstance(a, (int, float, str, bool)) and a != b):
             return False
     return True
 
@@ -273,7 +283,9 @@ def _decoder_map(pipe: Any, runs: Mapping[str, RecordedRun], shape: torch.Size) 
     except MapError as error:
         raise _refused(pipe, "VAE", f"what {name} decodes of the latents: {error}") from None
     if not found.covers or found.keeps_own:
-        raise _refused(pipe, "VAE", f"what {name} decodes is not all of the latents, or more than them")
+        taken = int((found.index >= 0).sum())
+        own = f", and {len(found.index) - taken} others" if found.keeps_own else ""
+        raise _refused(pipe, "VAE", f"{name} decodes {taken} of {found.source.numel()} elements of the latents{own}")
     return name, found
 
 
@@ -345,10 +357,18 @@ def _random_like(draw: torch.Generator, like: Tensor) -> Tensor:
 def _compare_run(pipe: Any, observation: Observation, run: RecordedRun) -> float:
     """Return the largest difference between a run and what was observed. Raises SpecError where it differs."""
     worst = 0.0
-    taken = [step for step in run.steps if step.calls and step.calls[-1][0] == observation.part][-2:]
-    condition = taken[0].calls[-1][1] if taken else {}
-    for step in taken:
+    if run.changed:
+        raise _refused(pipe, "latents", CHANGED)
+    taken = [step for step in run.steps if step.calls and step.calls[-1][0] == observation.part]
+    condition = taken[0].calls[-1][1] if taken else {}  # that of the first call is what training takes
+    for step in taken[-2:]:
         _, given, output = step.calls[-1]
+        if changing := [n for n in _changed(condition, given) if n not in (observation.noisy, observation.time)]:
+            raise _refused(pipe, "condition", f"{', '.join(changing)} of {observation.part} change from step to step")
+        sizes = [flatten_tensors(call[observation.noisy]).numel() for call in (condition, given)]
+        if sizes[0] != sizes[1]:
+            why = f"{observation.noisy} of {observation.part} has {sizes[0]} elements in the first step, and then {sizes[1]}"
+            raise _refused(pipe, "input", why)
         time = observation.model_time(torch.as_tensor(step.time).double().flatten()[0])
         leaves = pytree.tree_leaves(given[observation.time])
         told = torch.as_tensor(next(leaf for leaf in leaves if isinstance(leaf, (Tensor, float, int))))
@@ -358,8 +378,6 @@ def _compare_run(pipe: Any, observation: Observation, run: RecordedRun) -> float
             "time": (time.expand(told.numel()), told.flatten()),
         }
         worst = max(worst, *(_difference(pipe, what, mapped, real) for what, (mapped, real) in pairs.items()))
-        if changing := [n for n in _changed(condition, given) if n not in (observation.noisy, observation.time)]:
-            raise _refused(pipe, "condition", f"{', '.join(changing)} of {observation.part} change from step to step")
     if run.final is not None and observation.vae in run.decoded:
         mapped = observation.to_decoder(run.final)
         worst = max(worst, _difference(pipe, "VAE", mapped, run.decoded[observation.vae]))

@@ -41,14 +41,15 @@ class RecordedStep:
 
 @dataclass
 class RecordedRun:
-    """What was seen of a call: its `steps`, the `final` latents, what the VAE was to decode (by the VAE's name), the scheduler,
-    as it was set, and the arguments of `set_timesteps`."""
+    """What was seen of a call: its `steps`, the `final` latents, whether latents `changed` between two steps, what the VAE was
+    to decode (by the VAE's name), the scheduler, as it was set, and the arguments of `set_timesteps`."""
 
     steps: list[RecordedStep] = field(default_factory=list)
     decoded: dict[str, Tensor] = field(default_factory=dict)
     scheduler: Any = None
     schedule: dict[str, Any] = field(default_factory=dict)
     final: Tensor | None = None
+    changed: bool = False
 
     __repr__ = brief_fields
 
@@ -134,12 +135,13 @@ def record_run(
         made = given.get(key)
         if predict is not None and isinstance(made, Tensor):
             made = given[key] = predict(sample, torch.as_tensor(given.get("timestep"))).to(made)
-        run.steps.append(RecordedStep(list(pending), given.get("timestep"), sample, made))
+        run.steps.append(RecordedStep(list(pending), given.get("timestep"), sample.clone(), made))
+        run.changed |= run.final is not None and not _same(run.final, given["sample"])
         pending.clear()
         scaled.clear()
         if latents is None:
             result = original_step(*bound.args, **bound.kwargs)
-            run.final = result[0] if isinstance(result, tuple) else result.prev_sample
+            run.final = (result[0] if isinstance(result, tuple) else result.prev_sample).clone()
             return result
         run.final = following = latents(given["sample"])
         return type("Output", (), {"prev_sample": following})() if named.get("return_dict", True) else (following,)
@@ -216,6 +218,10 @@ def record_run(
         with quiet_libraries(), torch.no_grad(), contextlib.suppress(EndOfRecording):
             pipe(**{**call, **({"num_inference_steps": steps} if "num_inference_steps" in arguments_of(pipe) else {})})
     return run
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    return one.shape == two.shape and torch.equal(one.to(two), two)
 
 
 def _conditional(guider: Any) -> Any:
