@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.errors import SpecError, brief_fields
 from ..core.torch_internals import trees as pytree
 from .observation import Observation, call_pipeline
+from .recorded_run import arguments_of
 
 Call = dict[str, Any]
 Path = tuple[Any, ...]
@@ -82,7 +83,10 @@ class Batching:
 
 
 def find_batching(pipe: Any, observation: Observation, **arguments: Any) -> Batching:
-    """Find which parts of the denoiser's call have samples, by calling the pipeline with one prompt and with it twice.
+    """Find which parts of the denoiser's call have samples, by calling the pipeline for one sample and for two.
+
+    Two are asked for by a prompt that is there twice, and where the pipeline does not take that beside its pictures, by the
+    argument `num_images_per_prompt`, or one of such a name.
 
     Args:
         pipe: The pipeline.
@@ -95,7 +99,14 @@ def find_batching(pipe: Any, observation: Observation, **arguments: Any) -> Batc
     Raises:
         SpecError: A tensor has samples in no dimension, or in several.
     """
-    one, two = (encode_condition(pipe, observation, **{**arguments, **_repeated(observation, count)}) for count in (1, 2))
+    one = encode_condition(pipe, observation, **arguments)
+    try:
+        two = encode_condition(pipe, observation, **{**arguments, **_repeated(observation, 2)})
+    except SpecError:
+        many = [name for name in arguments_of(pipe) if name.startswith("num_") and name.endswith("_per_prompt")]
+        if not many:
+            raise
+        two = encode_condition(pipe, observation, **arguments, **{many[0]: 2})
     dims: dict[Path, int] = {}
     lists = {
         name for name, value in one.items()
