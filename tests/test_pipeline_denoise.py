@@ -456,7 +456,7 @@ def config(folder, name, **changed):
         "model": {"pipeline": str(folder / "pipe"), "call": tiny.CALLS[name], **part},
         "passes": [{"lora": {"at": AT, "rank": 4, "alpha": 2}}],
         "train": {"task": {"denoise": {"samples": 1, "sample_steps": 2}}, "steps": 2, "batch": 2, "lr": 1e-2},
-        "data": {"images": str(pictures), "size": SIZE[0]}, "device": "cpu", "verify": False, **changed,
+        "data": {"images": str(pictures), "size": SIZE[0], "cache": False}, "device": "cpu", "verify": False, **changed,
     }  # fmt: skip
 
 
@@ -474,6 +474,19 @@ def test_a_configuration_trains_a_family_and_its_adapter_is_proved(name, tmp_pat
     assert "adapter/ in the stock pipeline: equal" in log
     part = run.trainer.task.part
     assert all(key.startswith(f"{part}.") for key in load_file(Path(run.out) / "adapter" / "pytorch_lora_weights.safetensors"))
+
+
+@pytest.mark.slow
+def test_what_is_encoded_in_a_run_is_in_the_cache_of_the_next(tmp_path):
+    given = config(tmp_path, "sd15")
+    given["data"]["cache"] = str(tmp_path / "cache")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runs = [fxplug.train(given, out=tmp_path / f"run{n}", quiet=True) for n in (0, 1)]
+    assert list((tmp_path / "cache").rglob("*.safetensors"))
+    store = runs[1].trainer.task.store
+    assert store.get(["condition", next(iter(runs[1].trainer.task.sized.memory.kept))]) is not None
+    assert [r["loss"] for r in runs[0].history] == [r["loss"] for r in runs[1].history]
 
 
 @pytest.mark.slow

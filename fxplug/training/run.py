@@ -17,12 +17,16 @@ from ..core.ir.traced_module import TracedModule
 from ..core.reading import reported
 from ..core.spec.run_config import Config, load_config, resolved
 from ..core.spec.train_section import Data
+from ..pipelines.pipeline_model import denoisers_of
+from ..pipelines.recorded_run import components_of
 from ..reporting.reports import report
 from .adapter_output import check_adapter, has_adapter, into_pipeline, pipeline_of, prove_adapter
 from .checkpoint import newest
 from .data.loader import Loader
 from .data.sources import open_items
 from .distributed import check_agreement, gathered, launched
+from .encoded_cache import EncodedCache, open_cache
+from .model_digest import digest_models
 from .plugins import Plugins, load_plugins
 from .random_draws import mixed
 from .run_folder import RunFolder
@@ -112,7 +116,8 @@ def train(
         result = rewrite(config, verify=checked, progress=progress, compile=False)
         save_run_record(result)
         if task is None:
-            task = pipeline_task(result.pipeline, config.model.arguments, config.model.part, config.train.task)
+            store = _open_store(config, result.pipeline)
+            task = pipeline_task(result.pipeline, config.model.arguments, config.model.part, config.train.task, store)
         trainer = Trainer(
             result.module,
             task,
@@ -153,6 +158,17 @@ def _open_prior(spec: Data, base: Path, seed: int, hooks: Plugins | None) -> Loa
         return None
     whole = spec.prior.model_copy(update={"buckets": None})
     return Loader(open_items(spec.prior, base, prior=True), whole, 1, seed=mixed(seed, 1), hooks=hooks)
+
+
+def _open_store(config: Config, pipe: Any) -> EncodedCache | None:
+    """Open the cache on the disk for what a pipeline makes of captions; None where nothing tells what makes it."""
+    if config.data is None or config.data.cache is False:
+        return None
+    makers = {name: part for name, part in components_of(pipe).items() if part is not None and name not in denoisers_of(pipe)}
+    try:
+        return open_cache(config.data, config.base, digest_models(type(pipe), makers))
+    except TrainError:
+        return None
 
 
 def _folder(name: str, out: str | Path | None, resume: bool | str | Path) -> Path:
