@@ -50,8 +50,8 @@ def processor(cls: Any) -> Any:
     name = cls.__name__.removesuffix("Processor")
     pictures = getattr(transformers, f"{'Qwen2VL' if 'Qwen' in name else name}ImageProcessor")()
     made = tokenizer()
-    videos = getattr(transformers, f"{name}VideoProcessor", None)
-    parts = {"image_processor": pictures, "tokenizer": made, **({"video_processor": videos()} if videos else {})}
+    videos = getattr(transformers, f"{name}VideoProcessor", transformers.Qwen2VLVideoProcessor)()
+    parts = {"image_processor": pictures, "tokenizer": made, "video_processor": videos}
     return cls(**parts, chat_template=CHAT)
 
 

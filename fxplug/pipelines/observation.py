@@ -238,7 +238,8 @@ def _steps_of(pipe: Any, run: RecordedRun, part: str) -> list[RecordedStep]:
     for step in run.steps[1:]:
         called = [name for name, _, _ in step.calls]
         if called.count(part) > 1:
-            raise _refused(pipe, "guidance", f"{part} is called {called.count(part)} times in a step")
+            why = f"{part} is called {called.count(part)} times in a step, for guidance or to fill a cache, and must be once"
+            raise _refused(pipe, "guidance", why)
         if called and called[-1] == part:
             found.append(step)
     if len(found) < 2:
