@@ -123,6 +123,32 @@ def test_captions_of_other_token_counts_are_no_batch():
     assert batching.form(short) != batching.form(long)
 
 
+def test_a_pipeline_that_takes_a_picture_for_each_prompt_has_samples_by_pictures_too():
+    """As image to video does: the prompt twice fails beside one picture, and it has no `num_images_per_prompt` that works."""
+    pipe = tiny.make("sd15")
+    seen = observe(pipe, call_of("sd15"))
+    inner = type(pipe).__call__
+
+    class Pictured(type(pipe)):
+        def __call__(self, prompt=None, picture=None, num_images_per_prompt=1, **more):
+            prompts = [prompt] if isinstance(prompt, str) else prompt
+            if num_images_per_prompt != 1 or len(prompts) != len(picture):
+                raise RuntimeError("Sizes of tensors must match")
+            return inner(self, prompts, **more)
+
+    pipe.__class__ = Pictured
+    plain = find_batching(tiny.make("sd15"), seen)
+    assert find_batching(pipe, seen, picture=torch.zeros(1, 3, 8, 8)).dims == plain.dims
+    with pytest.raises(fxplug.SpecError, match="Sizes of tensors must match"):
+        find_batching(pipe, seen, picture="none")
+
+
+def test_calls_with_expanded_times_have_a_form():
+    batching = find_batching(*(pipe := tiny.make("sd15"), observe(pipe, call_of("sd15"))))
+    forms = [batching.form({"other": torch.tensor([value]).expand(1).as_strided((1,), (0,))}) for value in (5, 5, 6)]
+    assert forms[0] == forms[1] != forms[2]
+
+
 def test_a_run_stops_where_it_is_to_and_draws_by_its_seed():
     pipe = tiny.make("sd15")
     state = torch.random.get_rng_state()

@@ -86,7 +86,7 @@ def find_batching(pipe: Any, observation: Observation, **arguments: Any) -> Batc
     """Find which parts of the denoiser's call have samples, by calling the pipeline for one sample and for two.
 
     Two are asked for by a prompt that is there twice, and where the pipeline does not take that beside its pictures, by the
-    argument `num_images_per_prompt`, or one of such a name.
+    argument `num_images_per_prompt`, or one of such a name, and by pictures that are there twice, too.
 
     Args:
         pipe: The pipeline.
@@ -100,13 +100,15 @@ def find_batching(pipe: Any, observation: Observation, **arguments: Any) -> Batc
         SpecError: A tensor has samples in no dimension, or in several.
     """
     one = encode_condition(pipe, observation, **arguments)
-    try:
-        two = encode_condition(pipe, observation, **{**arguments, **_repeated(observation, 2)})
-    except SpecError:
-        many = [name for name in arguments_of(pipe) if name.startswith("num_") and name.endswith("_per_prompt")]
-        if not many:
-            raise
-        two = encode_condition(pipe, observation, **arguments, **{many[0]: 2})
+    failures: list[SpecError] = []
+    for asked in _asked_twice(pipe, observation, arguments):
+        try:
+            two = encode_condition(pipe, observation, **{**arguments, **asked})
+            break
+        except SpecError as error:
+            failures.append(error)
+    else:
+        raise failures[0]
     dims: dict[Path, int] = {}
     lists = {
         name for name, value in one.items()
@@ -127,13 +129,15 @@ def find_batching(pipe: Any, observation: Observation, **arguments: Any) -> Batc
     return Batching(dims, frozenset(lists))
 
 
-def _repeated(observation: Observation, count: int) -> dict[str, Any]:
-    """Return the arguments that ask for so many samples."""
-    prompt = observation.call.get("prompt")
-    if isinstance(prompt, str):
-        return {"prompt": [prompt] * count}
-    listed = {n: v for n, v in observation.call.items() if n.startswith("prompt") and isinstance(v, list)}
-    return {name: value * count for name, value in listed.items()}
+def _asked_twice(pipe: Any, observation: Observation, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return arguments that ask for two samples, in the order in which they are tried."""
+    given = {**observation.call, **arguments}
+    listed = {n: [v] if isinstance(v, str) else v for n, v in given.items() if n.startswith("prompt")}
+    prompts = {n: v * 2 for n, v in listed.items() if isinstance(v, list)}
+    pictures = {n: torch.cat([v, v]) if isinstance(v, Tensor) else [v, v] for n, v in given.items()
+                if hasattr(v, "convert") or (isinstance(v, Tensor) and v.dim() > 2)}  # fmt: skip
+    many = [{n: 2} for n in arguments_of(pipe) if n.startswith("num_") and n.endswith("_per_prompt")]
+    return [prompts, *many, *([{**prompts, **pictures}] if pictures else [])]
 
 
 def _argument(path: Path) -> str:
@@ -141,5 +145,5 @@ def _argument(path: Path) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
-    plain = tensor.detach().cpu().contiguous()
+    plain = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)  # one element may have a stride of 0
     return hashlib.sha256(plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"").hexdigest()
