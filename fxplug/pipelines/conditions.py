@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..core.errors import SpecError, brief_fields
 from ..core.torch_internals import trees as pytree
+from .latent_maps import flatten_tensors
 from .observation import Observation, call_pipeline
 from .recorded_run import arguments_of
 
@@ -104,9 +105,15 @@ def find_batching(pipe: Any, observation: Observation, **arguments: Any) -> Batc
     for asked in _asked_twice(pipe, observation, arguments):
         try:
             two = encode_condition(pipe, observation, **{**arguments, **asked})
-            break
         except SpecError as error:
             failures.append(error)
+            continue
+        sizes = [flatten_tensors(call[observation.noisy]).numel() for call in (one, two)]
+        if sizes[1] == 2 * sizes[0]:
+            break
+        # some pipelines ignore a number
+        finding = f"{', '.join(asked) or 'nothing'} for two samples gives {sizes[1] / sizes[0]:g} of one"
+        failures.append(SpecError(f"condition of {type(pipe).__name__}: {finding}", path=("model",)))
     else:
         raise failures[0]
     dims: dict[Path, int] = {}
