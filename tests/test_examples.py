@@ -260,7 +260,7 @@ def test_fashion(tmp_path):
     assert (tmp_path / "samples.png").is_file()
 
 
-@sweep("name", shipped("configs"), "quickstart", "vit_lora")
+@sweep("name", [name for name in shipped("configs") if "/" not in name], "quickstart", "vit_lora")  # recipes: test_recipes
 def test_shipped_configurations_find_their_sites(name):
     result = fxplug.rewrite(name, dry_run=True, verify=False)
     assert {n: len(sites) for n, sites in result.sites.items()} == {

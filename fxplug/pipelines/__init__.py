@@ -13,6 +13,7 @@ EXTENSION = Extension(
         "save_pipeline": "fxplug.pipelines.tracing:save_pipeline",
         "trace_pipeline": "fxplug.pipelines.tracing:trace_pipeline",
     },
+    verbs={"recipes": "fxplug.pipelines.verbs:show_recipes"},
     hooks={
         "pipeline_model": "fxplug.pipelines.pipeline_model:build_pipeline_model",
         "saved_part": "fxplug.pipelines.diffusers_types:PipelinePart",

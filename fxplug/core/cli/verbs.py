@@ -26,7 +26,7 @@ import fxplug
 
 from .. import extensions, extra_with
 from ..errors import FxplugError, SpecError, printable
-from ..spec.pass_file import shipped
+from ..spec.pass_file import recipes, shipped
 from ..spec.run_config import Config, load_config
 from ..torch_internals import FAKE_TENSOR_LOG
 
@@ -144,7 +144,7 @@ Allow = Annotated[
 
 
 def _shipped(kind: str) -> list[str]:
-    return list(shipped(kind))
+    return list(shipped(kind) if kind == "passes" else {**recipes(), **shipped(kind)})
 
 
 def complete_config(incomplete: str) -> list[str]:

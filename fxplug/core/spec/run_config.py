@@ -21,7 +21,7 @@ from pydantic import (
 from ..errors import DEFAULT, Limits, SpecError, below, did_you_mean, dotted
 from ..reading import reported
 from .model_section import OF_PIPELINES, Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs
-from .pass_file import find_file, open_pass
+from .pass_file import find_file, names_file, open_pass
 from .rules import COMMON, Pass, check_common
 from .train_section import Data, Export, Train
 from .yaml_source import QUOTES, Section, Source, Text, Where, fields, findings, parse_yaml, read_yaml, setting, shown
@@ -148,7 +148,7 @@ def load_config(
     Args:
         source: The bare name of a shipped one, the path of a YAML file, or a mapping with the same keys.
         set: Changes of values, such as `"passes.0.lora.rank=8"`, which are made first.
-        base: The folder that paths of a mapping are relative to; None is the working folder.
+        base: The folder that paths of a mapping, or of a shipped one, are relative to; None is the working folder.
         limits: Bounds of what is read.
 
     Returns:
@@ -161,7 +161,7 @@ def load_config(
         read, base = Source(_plain(source, ())), Path(base or Path.cwd())
     elif isinstance(source, (str, Path)):
         path = find_file(source, "configs", Path(base) if base else None)
-        read, base = read_yaml(path, limits), path.parent
+        read, base = read_yaml(path, limits), path.parent if names_file(source) else Path(base or Path.cwd())
     else:
         raise SpecError(f"a configuration is a name, a path or a mapping, not {shown(source)}")
     if not isinstance(read.data, dict):

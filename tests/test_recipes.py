@@ -1,0 +1,134 @@
+"""The recipes that ship: each trains its twin of a few layers, and is counted at its full size, where nothing has values."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import full_size
+import pytest
+import transformers
+import yaml
+from PIL import Image
+from sweeps import sweep
+from typer.testing import CliRunner
+
+import fxplug
+from fxplug.__main__ import app
+from fxplug.core.errors import SpecError
+from fxplug.core.spec.pass_file import recipes, shipped
+
+BACKBONES = {
+    "vit": {"timm": "vit_tiny_patch16_224", "options": {"img_size": 32, "depth": 2, "num_classes": 2}},
+    "dino": {"timm": "vit_small_patch14_dinov2", "options": {"img_size": 28, "depth": 2, "num_classes": 2}},
+    "convnext": {"timm": "convnext_tiny", "options": {"depths": [1, 1, 1, 1], "dims": [8] * 4, "num_classes": 2}},
+    "swin": {"timm": "swin_tiny_patch4_window7_224",
+             "options": {"img_size": 56, "embed_dim": 24, "depths": [2, 2], "num_heads": [2, 2], "num_classes": 2}},
+}  # fmt: skip
+SIDES = {"dino": 28, "swin": 56}
+
+
+def cli(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(args), prog_name="fxplug")
+    assert result.exit_code == code, result.output
+    return result.stdout if code == 0 else result.stderr
+
+
+def sections(name: str) -> dict[str, Any]:
+    return yaml.safe_load(recipes()[name].read_text("utf-8"))
+
+
+def photos(folder: Path, side: int = 32) -> Path:
+    for n, label in enumerate(("cat", "cat", "dog", "dog")):
+        path = folder / label / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (side, side), (60 * n, 200 - 40 * n, 90)).save(path)
+    return folder
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_is_short_and_says_how_to_use_it(name):
+    text = recipes()[name].read_text("utf-8")
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    rest = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    assert text.isascii() and text.endswith("\n") and max(map(len, text.splitlines())) <= 127
+    assert len(rest) <= 12 and all(rest) and set(sections(name)) >= {"model", "passes", "train", "data"}
+    assert re.search(r"\d GB", comments[0])
+    assert f"#   fxplug recipes {name} > mine.yaml" in comments
+    assert any(line.startswith("#   fxplug train mine.yaml") for line in comments)
+
+
+def test_names_of_recipes_are_taken_bare(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = fxplug.load_config("vit")
+    assert config.base == tmp_path == fxplug.load_config("train/vit").base
+    assert fxplug.load_config("vit", base=tmp_path.parent).base == tmp_path.parent
+    assert set(recipes()).isdisjoint(shipped("configs"))
+    with pytest.raises(SpecError, match="no config named 'convnet'.*did you mean 'convnext'"):
+        fxplug.load_config("convnet")
+    with pytest.raises(SpecError, match="no pass named 'vit'"):
+        fxplug.load_pass("vit")
+
+
+def test_the_verb_lists_and_prints():
+    listed = cli("recipes").splitlines()
+    assert [line.split()[0] for line in listed] == list(recipes())
+    for line, path in zip(listed, recipes().values(), strict=True):
+        text = path.read_text("utf-8")
+        assert line.split(maxsplit=1)[1] == text.splitlines()[0].removeprefix("# ")
+        assert cli("recipes", path.stem) == text == cli("recipes", f"train/{path.stem}")
+
+
+def test_a_wrong_name_has_the_nearest_and_all():
+    said = cli("recipes", "convnet", code=1)
+    assert "no recipe named 'convnet' (did you mean 'convnext'?); there are " in said and ", vit" in said
+
+
+@sweep("name", BACKBONES, "vit")
+def test_a_backbone_trains(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    side = SIDES.get(name, 32)
+    photos(tmp_path / "photos", side)
+    changes = [f"model={json.dumps(BACKBONES[name])}", f"data.size={side}", "data.workers=0", "train.batch=2"]
+    trained(name, changes)
+
+
+@sweep("name", ["clip", "siglip"])
+def test_a_backbone_of_transformers_trains(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    photos(tmp_path / "photos")
+    family = {"clip": "CLIP", "siglip": "Siglip"}[name]
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    words = {"bos_token_id": 0, "eos_token_id": 1, "vocab_size": 8}
+    config = getattr(transformers, f"{family}Config")(
+        vision_config={**sizes, "image_size": 32, "patch_size": 8}, text_config={**sizes, **words}
+    )
+    getattr(transformers, f"{family}ForImageClassification")(config).save_pretrained(tmp_path / "tiny")
+    changes = ["model.options.pretrained_model_name_or_path=tiny", "model.options.num_labels=2"]
+    trained(name, [*changes, "inputs.pixel_values=[2, 3, 32, 32]", "data.size=32", "data.workers=0", "train.batch=2"])
+
+
+def trained(name: str, changes: list[str], **more: Any) -> Any:
+    """Run two steps of a recipe, the rest of its file as it is."""
+    steps = ["train.epochs=null"] if "epochs" in sections(name)["train"] else []
+    config = fxplug.load_config(name, [*changes, *steps, "train.steps=2", "train.log.tensorboard=false"])
+    run = fxplug.train(config, out="run", quiet=True, **more)
+    assert [row["step"] for row in run.history] == [1, 2]
+    assert all(row["loss"] == row["loss"] and row["loss"] < 1e6 for row in run.history)
+    return run
+
+
+@sweep("name", [name for name in recipes() if name in full_size.MODELS], "vit")
+def test_a_recipe_at_its_full_size(name):
+    """What the recipe's own passes find and add on the architecture itself; the comment says the memory of the formula."""
+    found = full_size.count(name)
+    assert found.text == full_size.EXPECTED[name]
+    assert abs(found.parameters / found.published - 1) < 0.02
+    said = re.search(r": (\d+) GB", recipes()[name].read_text("utf-8").splitlines()[0])
+    assert said is not None and int(said[1]) == found.gigabytes
+
+
+def test_every_recipe_is_counted():
+    assert set(recipes()) == set(full_size.MODELS) == set(full_size.EXPECTED)
