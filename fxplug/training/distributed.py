@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core.errors import MatchError, SpecError, TrainError
 from ..core.ir.traced_module import TracedModule
+from ..core.ir.variants import Variants
 from ..core.spec.train_section import Train
 from ..lowerings.frozen_norms import freeze_norms
 from ..lowerings.linear.fused import fuse
@@ -26,6 +27,7 @@ from ..lowerings.regions.fsdp import shard
 from ..lowerings.regions.nested import nest
 from ..lowerings.regions.submodules import outline
 from .checkpoint import differences
+from .outlined_forms import OutlinedForms
 
 PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
@@ -129,7 +131,7 @@ def prepared(
     Raises SpecError for settings that exclude each other, and if no regions are alike.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)  # what autocast multiplies
-    lowered = module
+    lowered, several = module, None
     if settings.fuse:
         lowered = _repeatable(partial(fuse, how="auto" if settings.fuse is True else settings.fuse, dtype=dtype), lowered)
     lowered = _repeatable(partial(freeze_norms, frozen=frozen), lowered)
@@ -138,14 +140,18 @@ def prepared(
         if len(named) == 2 and named[0] != named[1]:
             raise SpecError("'shard' and 'checkpointing' must name the same regions", path=("train", "shard"))
         chosen = named[0] if named else None
+        cut = partial(outline, regions=chosen, checkpoint=bool(settings.checkpointing))
         try:
-            lowered = _repeatable(partial(outline, regions=chosen, checkpoint=bool(settings.checkpointing)), lowered)
+            if isinstance(lowered, Variants) and not (settings.shard or settings.compile):
+                several = OutlinedForms(lowered, cut)
+            else:
+                lowered = _repeatable(cut, lowered)
         except MatchError as error:
             key = "checkpointing" if chosen is None or settings.checkpointing == chosen else "shard"
             raise SpecError(str(error), path=("train", key)) from error
     if settings.compile == "regions":
         lowered = _by_kinds(lowered, settings)
-    runner: nn.Module = lowered
+    runner: nn.Module = several or lowered
     sharded = None
     if settings.shard:
         if not torch.distributed.is_initialized():
@@ -204,4 +210,4 @@ def set_mode(runner: nn.Module, module: TracedModule, mode: str) -> None:
 
 def _below_wrappers(name: str) -> str:
     """Strip the prefixes that DDP, torch.compile and outlining put before a module's name."""
-    return re.sub(r"^(?:module\.|_orig_mod\.)*(?:regions\.[^.]+\.(?:region\.)?)?", "", name)
+    return re.sub(r"^(?:module\.|_orig_mod\.|forms\.\d+\.)*(?:regions\.[^.]+\.(?:region\.)?)?", "", name)
