@@ -20,8 +20,8 @@ VERBS = """# Verbs of the command line
 Written by `make pages` from what `fxplug VERB --help` says.
 
 `CONFIG` is a file or the name of a shipped configuration: `quickstart`, `vit_lora`, `sd15_meta`, or a recipe that
-`fxplug recipes` lists. `DIR` is the folder of a saved rewrite. Results go to stdout, progress and errors to stderr. A mistake in
-a configuration is one message and exit code 1, a wrong call exit code 2; `--debug` shows the traceback.
+`fxplug recipes` lists. `DIR` is the folder of a saved rewrite. Results go to stdout, progress and errors to stderr. A mistake
+in a configuration is one message and exit code 1, a wrong call exit code 2; `--debug` shows the traceback.
 `fxplug --install-completion` lets the shell complete verbs, options, configurations and passes.
 """
 PASSES = """# Passes

@@ -405,3 +405,17 @@ def test_a_library_that_is_not_there_is_named_with_how_to_install_it(how, librar
     monkeypatch.setitem(sys.modules, {"int8": "torchao.quantization", "nf4": "bitsandbytes.nn"}[how], None)
     assert re.search(rf"model.quantize: {how} needs {library}, .*: pip install {library}$",
                      refused(pipes("flux"), {"pipeline": "flux", "quantize": how}))
+
+
+def test_layers_that_a_model_keeps_in_float32_stay_so(tmp_path):
+    """Wan's code asks for the dtype of its time embedding; nf4 leaves it, and the traced part has the model's own dtype."""
+    tiny_pipelines.save("wan", tmp_path / "wan")
+    wanted = {"pipeline": str(tmp_path / "wan"), "call": {"num_frames": 1, "height": 64, "width": 64}, "quantize": "nf4"}
+    config = load_config({"model": wanted, "dtype": "bfloat16"})
+    built = pipeline_model.build_pipeline_model(config)
+    model, (args, kwargs) = built.module, built.inputs
+    kept = [name for name, p in model.named_parameters() if p.dtype == torch.float32]
+    assert {name.split(".")[-2] for name in kept if "time_embedder" in name} == {"linear_1", "linear_2"}
+    assert not any("attn" in name and name.endswith("weight") and "norm" not in name for name in kept)
+    part = fxplug.pipeline_part(fxplug.trace(model, args, kwargs), model)
+    assert part.dtype == model.dtype == torch.bfloat16

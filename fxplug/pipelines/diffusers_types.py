@@ -83,6 +83,8 @@ class PipelinePart(Variants):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == "_keep_in_fp32_modules" and (origin := self.__dict__.get("_origin")) is not None:
+                return getattr(origin, name, None)  # which diffusers looks up for the model's `dtype`
             if name.startswith("_"):
                 raise
             if (found := _method(self, name)) is not None:

@@ -172,8 +172,9 @@ def quantize_part(module: nn.Module, how: str, device: torch.device | str = "cpu
 
 
 def _with_four_bits(module: nn.Module, kind: Any, device: torch.device | str) -> None:
+    whole = getattr(module, "_keep_in_fp32_modules", None) or ()  # of diffusers' models, whose code asks for their dtype
     for path, layer in [*module.named_modules()]:
-        if type(layer) is not nn.Linear:
+        if type(layer) is not nn.Linear or any(name in path.split(".") for name in whole):
             continue
         options = {"bias": layer.bias is not None, "compute_dtype": layer.weight.dtype, "quant_type": "nf4"}
         made = kind(layer.in_features, layer.out_features, **options)
