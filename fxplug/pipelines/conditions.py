@@ -87,7 +87,7 @@ def find_batching(pipe: Any, observation: Observation, **arguments: Any) -> Batc
     """Find which parts of the denoiser's call have samples, by calling the pipeline for one sample and for two.
 
     Two are asked for by a prompt that is there twice, and where the pipeline does not take that beside its pictures, by the
-    argument `num_images_per_prompt`, or one of such a name, and by pictures that are there twice, too.
+    argument "num_images_per_prompt", or one of such a name, and by pictures that are there twice, too.
 
     Args:
         pipe: The pipeline.

@@ -236,10 +236,11 @@ def _conditional(guider: Any) -> Any:
     def one(method: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **named: method(*args, **named)[:1]  # of batches, of which the first is the condition's
 
-    made = copy.deepcopy(guider)
     methods = {name: one(getattr(kind, name)) for name in ("prepare_inputs", "prepare_inputs_from_block_state")}
     result = {"__call__": lambda self, data: GuiderOutput(pred=data[0].noise_pred, pred_cond=data[0].noise_pred)}
-    made.__class__ = type(kind.__name__, (kind,), {**methods, **result, "__module__": kind.__module__})
+    alone: Any = type(kind.__name__, (kind,), {**methods, **result, "__module__": kind.__module__})
+    made = alone.__new__(alone)
+    vars(made).update(copy.deepcopy(vars(guider)))
     return made
 
 
