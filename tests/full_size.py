@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import diffusers
 import timm
 import torch
 import transformers
@@ -67,7 +68,98 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+def denoiser(kind: str, call: dict[str, Any], published: float, beside: float, **config: Any) -> Model:
+    return Model(lambda: getattr(diffusers, kind)(**config).to(torch.bfloat16), call, published, beside)
+
+
+def half(*shape: int) -> torch.Tensor:
+    return empty(*shape, dtype=torch.bfloat16)
+
+
+def sd3() -> Model:
+    """Stable Diffusion 3.5 medium, of 2.5 billion with the table of positions, a buffer; 333 tokens of T5 and CLIP."""
+    call = {"hidden_states": half(1, 16, 128, 128), "encoder_hidden_states": half(1, 333, 4096), "timestep": half(1),
+            "pooled_projections": half(1, 2048)}  # fmt: skip
+    return denoiser(
+        "SD3Transformer2DModel", call, 2.24, 5.66, num_layers=24, num_attention_heads=24, caption_projection_dim=1536,
+        pos_embed_max_size=384, dual_attention_layers=tuple(range(13)), qk_norm="rms_norm",
+    )  # fmt: skip
+
+
+def flux() -> Model:
+    call = {"hidden_states": half(1, 4096, 64), "encoder_hidden_states": half(1, 512, 4096), "timestep": half(1),
+            "pooled_projections": half(1, 768), "guidance": half(1), "img_ids": half(4096, 3),
+            "txt_ids": half(512, 3)}  # fmt: skip
+    return denoiser("FluxTransformer2DModel", call, 11.9, 4.97, guidance_embeds=True)
+
+
+def flux2() -> Model:
+    call = {"hidden_states": half(1, 4096, 128), "encoder_hidden_states": half(1, 512, 7680), "timestep": half(1),
+            "img_ids": half(1, 4096, 4), "txt_ids": half(1, 512, 4)}  # fmt: skip
+    sizes = {"num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680}
+    return denoiser("Flux2Transformer2DModel", call, 3.88, 4.1, guidance_embeds=False, **sizes)
+
+
+def qwen() -> Model:
+    call = {"hidden_states": half(1, 4096, 64), "encoder_hidden_states": half(1, 256, 3584), "timestep": half(1),
+            "img_shapes": [[(1, 64, 64)]]}  # fmt: skip
+    return denoiser("QwenImageTransformer2DModel", call, 20.4, 8.42)
+
+
+def z_image() -> Model:
+    call = {"x": [half(16, 1, 128, 128)], "t": half(1), "cap_feats": [half(256, 2560)]}
+    return denoiser("ZImageTransformer2DModel", call, 6.15, 4.1)
+
+
+def krea2() -> Model:
+    call = {"hidden_states": half(1, 4096, 64), "encoder_hidden_states": half(1, 512, 12, 2560), "timestep": half(1),
+            "position_ids": empty(4608, 3)}  # fmt: skip
+    return denoiser("Krea2Transformer2DModel", call, 12.8, 4.6)
+
+
+def wan() -> Model:
+    """One of the two denoisers of Wan 2.2; the other one is quantised as well, which is 0.55 of 2 bytes."""
+    call = {"hidden_states": half(1, 16, 1, 64, 64), "timestep": empty(1, dtype=torch.int64),
+            "encoder_hidden_states": half(1, 512, 4096)}  # fmt: skip
+    return denoiser("WanTransformer3DModel", call, 14.3, 5.81 + 14.3 * 0.55 / 2)
+
+
+def sana() -> Model:
+    call = {"hidden_states": half(1, 32, 32, 32), "encoder_hidden_states": half(1, 300, 2304), "timestep": half(1),
+            "encoder_attention_mask": half(1, 300)}  # fmt: skip
+    return denoiser("SanaTransformer2DModel", call, 1.604, 2.93)
+
+
+def pixart() -> Model:
+    call = {"hidden_states": half(1, 4, 128, 128), "encoder_hidden_states": half(1, 300, 4096), "timestep": half(1),
+            "encoder_attention_mask": half(1, 300),
+            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}  # fmt: skip
+    return denoiser("PixArtTransformer2DModel", call, 0.61, 4.85, caption_channels=4096, use_additional_conditions=False)
+
+
+def unet(side: int, text: int, published: float, beside: float, channels: list[int], **config: Any) -> Model:
+    call = {"sample": half(1, 4, side, side), "timestep": empty(1, dtype=torch.int64),
+            "encoder_hidden_states": half(1, 77, text)}  # fmt: skip
+    if "addition_embed_type" in config:
+        call["added_cond_kwargs"] = {"text_embeds": half(1, 1280), "time_ids": half(1, 6)}
+    sizes = {"sample_size": side, "block_out_channels": channels, "cross_attention_dim": text}
+    return denoiser("UNet2DConditionModel", call, published, beside, **sizes, **config)
+
+
+def sdxl() -> Model:
+    down = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
+    up = ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
+    more = {"addition_embed_type": "text_time", "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816}
+    return unet(
+        128, 2048, 2.567, 0.9, [320, 640, 1280], down_block_types=down, up_block_types=up, attention_head_dim=(5, 10, 20),
+        transformer_layers_per_block=(1, 2, 10), use_linear_projection=True, **more,
+    )  # fmt: skip
+
+
 MODELS: dict[str, Model] = {
+    "sd15": unet(64, 768, 0.86, 0.21, [320, 640, 1280, 1280], attention_head_dim=8),
+    "sdxl": sdxl(), "sd35": sd3(), "flux1": flux(), "flux2": flux2(), "qwen_image": qwen(), "z_image": z_image(),
+    "z_image_turbo": z_image(), "wan22": wan(), "sana": sana(), "pixart": pixart(), "krea2": krea2(),
     "vit": backbone("vit_base_patch16_224", 0.0864, num_classes=37),
     "dino": backbone("vit_base_patch14_dinov2", 0.0866, img_size=224, num_classes=37),
     "convnext": backbone("convnext_base", 0.0886, num_classes=37),
@@ -77,6 +169,18 @@ MODELS: dict[str, Model] = {
 }
 # sites of each pass; numbers that are frozen and that train
 EXPECTED = {
+    "sd15": "lora 128: 859.5 M frozen, 3.19 M train",
+    "sdxl": "lora 560: 2567.5 M frozen, 23.22 M train",
+    "sd35": "lora 191: 2243.2 M frozen, 9.39 M train",
+    "flux1": "lora 266: 11901.4 M frozen, 26.15 M train",
+    "flux2": "lora 60: 3875.5 M frozen, 16.71 M train",
+    "qwen_image": "lora 240: 20430.4 M frozen, 23.59 M train",
+    "z_image": "lora 136: 6154.9 M frozen, 16.71 M train",
+    "z_image_turbo": "lora 136: 6154.9 M frozen, 16.71 M train",
+    "wan22": "lora 320: 14288.5 M frozen, 52.43 M train",
+    "sana": "lora 120: 1604.5 M frozen, 8.60 M train",
+    "pixart": "lora 224: 610.9 M frozen, 8.26 M train",
+    "krea2": "lora 226: 12820.1 M frozen, 93.26 M train",
     "vit": "lora 48: 85.8 M frozen, 2.39 M train",
     "dino": "lora 48: 85.8 M frozen, 2.39 M train",
     "convnext": "lora 72: 87.6 M frozen, 2.93 M train",
