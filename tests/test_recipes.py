@@ -90,7 +90,29 @@ def test_the_verb_lists_and_prints():
 
 def test_a_wrong_name_has_the_nearest_and_all():
     said = cli("recipes", "convnet", code=1)
-    assert "no recipe named 'convnet' (did you mean 'convnext'?); there are " in said and ", vit" in said
+    assert "no recipe or folder named 'convnet' (did you mean 'convnext'?); there are " in said and ", vit" in said
+
+
+def test_a_pipeline_is_described_and_confirmed_or_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe_twins.save("wan22", tmp_path / "wan22")  # the name of a recipe, which --size shows to be a folder
+    said = cli("recipes", "wan22", "--size", "64", "--call", "num_frames=1")
+    for part, other in (("transformer", "transformer_2"), ("transformer_2", "transformer")):
+        assert re.search(rf"^denoiser +{part}, and at other times {other}$", said, re.M)
+    assert len(re.findall(r"^time  ", said, re.M)) == 2
+    worst = re.findall(r"^confirmed on real steps \((.*)\)$", said, re.M)
+    assert len(worst) == 2 and all(float(number) < 1e-5 for number in worst)
+    one = cli("recipes", "./wan22", "--size", "64x64", "--call", "num_frames=1", "--part", "transformer_2")
+    assert one.splitlines() == said.splitlines()[len(said.splitlines()) // 2 :]
+    other = ["--part", "transformer_3", "--call", "num_frames=1"]
+    wrong = {
+        "has no denoiser 'transformer_3' (did you mean 'transformer_2'?)": other,
+        "takes no argument 'num_frame' (did you mean 'num_frames'?)": ["--call", "num_frame=1"],
+    }
+    for text, options in wrong.items():
+        assert text in cli("recipes", "./wan22", "--size", "64", *options, code=1)
+    assert "wan22/vae' is not a pipeline" in cli("recipes", "wan22/vae", code=1)
+    assert "--size must be a side" in cli("recipes", "./wan22", "--size", "64x", code=2)
 
 
 @sweep("name", BACKBONES, "vit")

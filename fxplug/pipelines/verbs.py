@@ -1,15 +1,17 @@
-"""The verb `fxplug recipes`: configurations of trainings that ship, to be copied and changed."""
+"""The verb `fxplug recipes`: configurations of trainings that ship, and what a pipeline that has none does."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from ..core.cli.verbs import Debug
+from ..core.cli.verbs import Debug, progress
 from ..core.errors import SpecError, did_you_mean
 from ..core.spec.pass_file import recipes
+from ..core.spec.yaml_source import parse_yaml
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -20,17 +22,77 @@ def complete_recipe(incomplete: str) -> list[str]:
 def show_recipes(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="The recipe to print; a list of all without.", autocompletion=complete_recipe),
+        typer.Argument(
+            metavar="[NAME]",
+            help="The recipe to print; or a pipeline to look at: a folder, a name on the hub or a checkpoint. A list without.",
+            autocompletion=complete_recipe,
+        ),
     ] = None,
+    part: Annotated[str | None, typer.Option("--part", help="Which denoiser; all that are called without it.")] = None,
+    call: Annotated[
+        list[str] | None,
+        typer.Option("--call", metavar="NAME=VALUE", help="What a pipeline is called with: num_frames=1. Repeatable."),
+    ] = None,
+    size: Annotated[str | None, typer.Option("--size", help="The size of pictures: 512, or 768x512, height first.")] = None,
     debug: Debug = False,
 ) -> None:
-    """List the configurations of trainings that ship, or print one: `fxplug recipes sd15 > mine.yaml`."""
+    """List the configurations of trainings that ship, or print one: `fxplug recipes sd15 > mine.yaml`.
+
+    Of a pipeline print what it does around its denoiser, which is what `denoise` trains on, or why it cannot be trained.
+    """
     known = recipes()
+    given = part is not None or bool(call) or size is not None
+    found = None if name is None or given and Path(name).exists() else known.get(name.removeprefix("train/"))
+    if given and (name is None or found):
+        raise typer.BadParameter("--part, --call and --size are for a pipeline, of which NAME is the folder")
     if name is None:
         width = max(map(len, known), default=0)
         for each, path in known.items():
             print(f"{each:{width}}  {path.read_text('utf-8').partition(chr(10))[0].lstrip('# ')}")
-    elif path_of := known.get(name.removeprefix("train/")):
-        sys.stdout.write(path_of.read_text("utf-8"))
+    elif found:
+        sys.stdout.write(found.read_text("utf-8"))
+    elif "/" in name or Path(name).exists():
+        arguments = dict(_argument(text) for text in call or [])
+        for text in _looked_at(name, part, arguments, _size(size)):
+            print(text)
     else:
-        raise SpecError(f"no recipe named '{name}'{did_you_mean(name, known)}; there are {', '.join(known)}")
+        raise SpecError(f"no recipe or folder named '{name}'{did_you_mean(name, known)}; there are {', '.join(known)}")
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    """Read `name=value`, a value in YAML."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise typer.BadParameter(f"--call must look like name=value, for example num_frames=1, not '{text}'")
+    return name, parse_yaml(value).data
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    """Read a side, or height and width with an x between."""
+    if text is None:
+        return None
+    sides = text.split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
+        raise typer.BadParameter(f"--size must be a side in pixels, or height and width such as 768x512, not '{text}'")
+    return int(sides[0]), int(sides[-1])
+
+
+def _looked_at(source: str, part: str | None, call: dict[str, Any], size: tuple[int, int] | None) -> list[str]:
+    """Return what is observed of each denoiser of a pipeline, confirmed. Raises SpecError, the reason of a refusal."""
+    from .example_call import call_arguments
+    from .observation import confirm, denoisers_of, observe
+    from .opening import open_pipeline
+
+    with progress("opening the pipeline"):
+        pipe = open_pipeline(source)
+    arguments = call_arguments(pipe, call, size)
+    parts: list[str | None] = [part]
+    if part is None:
+        parts = [*denoisers_of(pipe, arguments)[0]] or parts
+    texts = []
+    for each in parts:
+        with progress(f"observing {each or 'the pipeline'}"):
+            found = observe(pipe, arguments, each)
+            worst = f"{confirm(pipe, found):.0e}".replace("e-0", "e-").replace("0e+00", "0")
+        texts.append(f"{found.describe()}\nconfirmed on real steps ({worst})")
+    return texts
