@@ -207,29 +207,6 @@ def test_the_offset_of_noise_is_one_number_in_a_channel_of_the_vae():
     assert float(added.abs().max()) > 0.05
 
 
-def test_what_is_encoded_ahead_is_not_encoded_in_the_training(tmp_path):
-    kept = {}
-
-    class Kept:
-        def get(self, key):
-            return kept.get(str(key))
-
-        def put(self, key, value):
-            kept[str(key)] = value
-
-    class Epoch:
-        def epoch(self, number):
-            yield batch_of("a red ball", "a blue cat")
-
-    task = set_up(PipelineDenoise(tiny.make("sd15"), {}, samples=0, dropout=0.1, store=Kept()))
-    assert task.encode_all(Epoch()) == 4
-    loss = loss_of(task, batch_of("a red ball", "a blue cat"))
-    again = set_up(PipelineDenoise(tiny.make("sd15"), {}, samples=0, dropout=0.1, store=Kept()))
-    again.sized.of(SIZE).call.encode = None  # nothing is left to encode
-    assert loss_of(again, batch_of("a red ball", "a blue cat")) == loss
-    assert len(kept) == 3
-
-
 def test_captions_are_encoded_once_and_the_memory_for_them_is_bounded():
     pipe = tiny.make("sd15")
     task = set_up(PipelineDenoise(pipe, {}, samples=0))

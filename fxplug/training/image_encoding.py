@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -118,9 +119,16 @@ def encoded(batch: Batch, cache: EncodedCache | None, encode: Encode) -> list[An
 
 
 def _encode(encode: Encode, image: PlacedImage) -> Any:
-    try:
+    with still_readable():
         return encode(image.read()[None])
-    except Unreadable as error:  # what could be read when the loader looked at it
+
+
+@contextlib.contextmanager
+def still_readable() -> Iterator[None]:
+    """Raise TrainError, inside the context, for an image that could be read when the loader looked at it, and cannot now."""
+    try:
+        yield
+    except Unreadable as error:
         raise TrainError(f"{error.name} cannot be read any more: {error.why}") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import nn
 
 from ..core.errors import FxplugError, SpecError, TrainError, brief_fields
 from ..core.flow import Step, rewrite, save_run_record
@@ -34,6 +36,8 @@ from .shared_samples import share
 from .tasks.pipeline_denoise import PipelineDenoise, check_options, pipeline_task
 from .tasks.task import Task, make_task
 from .trainer import Trainer
+
+LATENTS = "latents"  # what the cache of a VAE has, beside its weights
 
 
 @dataclass
@@ -116,8 +120,9 @@ def train(
         result = rewrite(config, verify=checked, progress=progress, compile=False)
         save_run_record(result)
         if task is None:
-            store = _open_store(config, result.pipeline)
-            task = pipeline_task(result.pipeline, config.model.arguments, config.model.part, config.train.task, store)
+            pipe, model = result.pipeline, config.model
+            caches = {"store": _open_store(config, pipe), "latents": functools.partial(_open_cache, config, LATENTS)}
+            task = pipeline_task(pipe, model.arguments, model.part, config.train.task, **caches)
         trainer = Trainer(
             result.module,
             task,
@@ -161,12 +166,28 @@ def _open_prior(spec: Data, base: Path, seed: int, hooks: Plugins | None) -> Loa
 
 
 def _open_store(config: Config, pipe: Any) -> EncodedCache | None:
-    """Open the cache on the disk for what a pipeline makes of captions; None where nothing tells what makes it."""
+    """Open the cache on the disk for what a pipeline makes of captions, and of pictures beside them: without these its VAE has
+    a part in it by its configuration alone."""
+    denoisers = denoisers_of(pipe)
+    makers = {name: part for name, part in components_of(pipe).items() if part is not None and name not in denoisers}
+    if config.data is not None and config.data.conditions is None:
+        makers = {name: _without_weights(part) for name, part in makers.items()}
+    return _open_cache(config, type(pipe), makers)
+
+
+def _without_weights(part: Any) -> Any:
+    """Return the class and the configuration of a VAE; anything else as it is."""
+    if not isinstance(part, nn.Module) or not (hasattr(part, "encode") and hasattr(part, "decode")):
+        return part
+    return [type(part), dict(getattr(part, "config", {}))]
+
+
+def _open_cache(config: Config, *makers: Any) -> EncodedCache | None:
+    """Open a cache on the disk for what these make; None where nothing tells what they do, and where the data has none."""
     if config.data is None or config.data.cache is False:
         return None
-    makers = {name: part for name, part in components_of(pipe).items() if part is not None and name not in denoisers_of(pipe)}
     try:
-        return open_cache(config.data, config.base, digest_models(type(pipe), makers))
+        return open_cache(config.data, config.base, digest_models(*makers))
     except TrainError:
         return None
 

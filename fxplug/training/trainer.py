@@ -212,8 +212,7 @@ class Trainer:
             if self.plugins.has("on_backpropagation"):
                 raise TrainError("a plugin's on_backpropagation cannot see the gradients of a sharded run: remove 'shard'")
         made = open_optimizer(optimizer, scheduler, self.groups, self.settings)
-        steps, per_epoch = self.steps, self.progress.per_epoch
-        self.schedule = RateSchedule(made, self.settings.scheduler, steps, per_epoch, given=scheduler)
+        self.schedule = RateSchedule(made, self.settings.scheduler, self.steps, self.progress.per_epoch, given=scheduler)
         self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
         self.plugins.begin_steps(self.optimizer)
         self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
@@ -296,7 +295,8 @@ class Trainer:
             for line in (*self.notes, *self.data.notes(self.task), *self.progress.notes()):
                 self.watch.note(line)
             begun = time.perf_counter()
-            self._run()
+            with self.task.prepared(self.data, self.tests, self.quiet or not self.first):
+                self._run()
             for line in self.plugins.summary(time.perf_counter() - begun):
                 self.watch.note(line)
             return self.history

@@ -154,6 +154,12 @@ class PlacedImage:
         return self.source.content() if self.known is None else self.known
 
     @property
+    def sides(self) -> tuple[int, ...]:
+        """Height and width of its pixels, of a video after the number of frames; known without pixels."""
+        frames = getattr(self.source, "frames", None) if self.kind == "video" else None
+        return (*(() if frames is None else (frames,)), *(self.size or self.source.size()))
+
+    @property
     def key(self) -> dict[str, Any]:
         """Plain values on which the pixels depend, and nothing else does: what a cache knows it by. Raises Unreadable."""
         place = [self.place.x, self.place.y, bool(self.place.flip)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -14,6 +15,9 @@ from torch import Tensor
 from ...core.errors import SpecError
 from ...pipelines.denoiser_call import DenoiserCall, SampleCondition
 from ...pipelines.recorded_run import arguments_of
+from ..data.image_sources import PlacedImage
+from ..image_encoding import still_readable
+from .pipeline_encoders import Encoders, pictures_of
 from .task import Batch
 
 # the arguments of pipelines that take a picture beside the caption, the likeliest first
@@ -23,6 +27,7 @@ MASK, MASKED = "mask_image", "image"  # of inpainting: the mask is the condition
 LIMIT = 2 << 30  # bytes of encoded conditions that are kept in memory
 # arguments in which a pipeline is told of a picture's own size and place, by what the data calls these
 SIZES = {"original_size": "original_size", "crops_coords_top_left": "crop"}
+Picture = Image.Image | PlacedImage
 
 
 class Store(Protocol):
@@ -89,13 +94,13 @@ def as_pictures(condition: Tensor) -> list[Image.Image]:
     return [Image.fromarray(row[:, :, 0] if row.shape[2] == 1 else row[:, :, :3]).convert("RGB") for row in rows]
 
 
-def picture_arguments(argument: str | None, picture: Image.Image, own: Image.Image) -> dict[str, Any]:
+def picture_arguments(argument: str | None, picture: Image.Image, own: Image.Image | None = None) -> dict[str, Any]:
     """Return the arguments of a pipeline for a sample's condition.
 
     Args:
         argument: What `picture_argument` has found.
         picture: The condition.
-        own: The sample's own picture.
+        own: The sample's own picture, for a mask.
 
     Returns:
         The arguments by name.
@@ -118,22 +123,24 @@ class Conditions:
         memory: MemoryStore,
         store: Store | None,
         device: torch.device,
+        encoders: Encoders,
     ) -> None:
         """Take the calls' form; `argument` is that for pictures, `device` where batches are. What is in `store` is there in
         later runs, too."""
-        self.pipe, self.call, self.argument, self.device = pipe, call, argument, device
+        self.pipe, self.call, self.argument, self.device, self.encoders = pipe, call, argument, device, encoders
         self.memory, self.store = memory, store
         known = arguments_of(pipe)
         given = call.observation.call
         self.sizes = {name: key for name, key in SIZES.items() if name in known and name not in given}
-        kept = sorted((name, repr(value)) for name, value in given.items() if name != "prompt")
+        own = ("prompt", argument, *([MASKED] if argument == MASK else []))  # what each sample has of its own
+        kept = sorted((name, _named(value)) for name, value in given.items() if name not in own)
         self.prefix = f"{type(pipe).__name__} {call.observation.part} {kept}"
 
     def of(self, batch: Batch, captions: Sequence[str]) -> list[SampleCondition]:
         """Return the condition of each sample of a batch.
 
         Args:
-            batch: The batch, with `condition` where the pipeline takes pictures.
+            batch: The batch, with `condition` where the pipeline takes pictures, decoded or not.
             captions: Their captions.
 
         Returns:
@@ -141,16 +148,31 @@ class Conditions:
 
         Raises:
             SpecError: The pipeline does not take them.
+            TrainError: A picture's file cannot be read any more.
         """
-        rows = self._arguments(batch, len(captions))
-        return [self.one(caption, row) for caption, row in zip(captions, rows, strict=True)]
+        rows, pictures = self._arguments(batch, len(captions)), self.pictures(batch, len(captions))
+        return [self.one(caption, row, own) for caption, row, own in zip(captions, rows, pictures, strict=True)]
 
-    def one(self, caption: str, arguments: Mapping[str, Any]) -> SampleCondition:
-        """Return the condition of a caption, and of what the pipeline is called with beside it."""
+    def one(self, caption: str, arguments: Mapping[str, Any], pictures: Sequence[Picture] = ()) -> SampleCondition:
+        """Return the condition of a caption, and of what the pipeline is called with beside it.
+
+        Args:
+            caption: The caption.
+            arguments: Arguments of the pipeline.
+            pictures: The sample's condition and, for a mask, its own picture. They are decoded only where the condition is not
+                known yet.
+
+        Returns:
+            The condition, on the device of the batches.
+
+        Raises:
+            SpecError: The pipeline does not take them.
+            TrainError: A picture's file cannot be read any more.
+        """
         parts = [self.prefix, caption]
         for name, value in arguments.items():
-            plain = value[0] if isinstance(value, list) else value
-            parts.append(f"{name} {plain.size} {_digest(plain)}" if isinstance(plain, Image.Image) else f"{name} {value}")
+            parts.append(f"{name} {_named(value)}")
+        parts += [f"{self.argument} {_named(picture)}" for picture in pictures]
         key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         found = self.memory.get(key)
         if found is None:
@@ -158,12 +180,14 @@ class Conditions:
             if kept is not None:
                 found = SampleCondition(**kept)
             else:
+                self.encoders.bring_back()
+                given = {**self.prompt(caption), **arguments, **self.picture_arguments(pictures)}
                 with torch.autocast(self.device.type, enabled=False):
-                    found = self.call.encode(**self.prompt(caption), **arguments).to(torch.device("cpu"))
+                    found = self.call.encode(**given).to(torch.device("cpu"))
                 if self.store is not None:
                     self.store.put(["condition", key], {"call": found.call, "form": found.form, "own": found.own})
             self.memory.put(key, found)
-        return found.to(self.device)
+        return found if self.device.type == "cpu" else found.to(self.device)
 
     def prompt(self, caption: str) -> dict[str, Any]:
         """Return the argument of a caption; none where the pipeline takes no captions."""
@@ -172,19 +196,44 @@ class Conditions:
     def _arguments(self, batch: Batch, count: int) -> list[dict[str, Any]]:
         """Return what the pipeline is called with for each sample beside its caption."""
         rows: list[dict[str, Any]] = [{} for _ in range(count)]
-        if self.argument is not None and "condition" in batch:
-            both = zip(as_pictures(batch["condition"]), as_pictures(batch["image"] / 2 + 0.5), strict=True)
-            for row, (picture, own) in zip(rows, both, strict=True):
-                row.update(picture_arguments(self.argument, picture, own))
         for name, key in self.sizes.items():
             if key in batch:
                 for row, value in zip(rows, batch[key].tolist(), strict=True):
                     row[name] = tuple(int(number) for number in value)
         return rows
 
+    def picture_arguments(self, pictures: Sequence[Picture]) -> dict[str, Any]:
+        """Return the arguments of the pipeline for the pictures of a sample. Raises TrainError for one that cannot be read any
+        more."""
+        return picture_arguments(self.argument, *map(_opened, pictures)) if pictures else {}
 
-def _digest(picture: Image.Image) -> str:
-    return hashlib.sha256(picture.tobytes()).hexdigest()
+    def pictures(self, batch: Batch, count: int) -> list[Sequence[Picture]]:
+        """Return the condition of each sample, with its own picture where that is a mask; none without conditions."""
+        if self.argument is None or "condition" not in batch:
+            return [()] * count
+        given = [batch["condition"], *([pictures_of(batch)] if self.argument == MASK else [])]
+        scaled = [value / 2 + 0.5 if place and isinstance(value, Tensor) else value for place, value in enumerate(given)]
+        each = [as_pictures(value) if isinstance(value, Tensor) else value for value in scaled]
+        return list(zip(*each, strict=True))
+
+
+def _named(value: Any) -> str:
+    """Return a text that differs for other arguments: of pictures for other pixels. Raises TrainError."""
+    if isinstance(value, PlacedImage):
+        with still_readable():
+            return json.dumps(value.key, sort_keys=True)
+    if isinstance(value, Image.Image):
+        return f"{value.mode} {value.size} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    return f"[{', '.join(map(_named, value))}]" if isinstance(value, list) else repr(value)
+
+
+def _opened(picture: Picture) -> Image.Image:
+    """Return a picture with its pixels. Raises TrainError where it cannot be read any more."""
+    if not isinstance(picture, PlacedImage):
+        return picture
+    with still_readable():
+        pixels = picture.read()[None]
+    return as_pictures(pixels if picture.kind == "condition" else pixels / 2 + 0.5)[0]
 
 
 def grouped(conditions: Sequence[SampleCondition], alone: bool = False) -> list[list[int]]:

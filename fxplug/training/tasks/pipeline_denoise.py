@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,15 +20,17 @@ from ...pipelines.denoiser_call import SampleCondition
 from ...pipelines.observation import PROMPTS
 from ...pipelines.recorded_run import components_of
 from ..distributed import most_of_all
-from ..random_draws import Draws
+from ..encoded_cache import EncodedCache
+from ..image_encoding import encode_images, encoded, still_readable
+from ..random_draws import Draws, preserve_random_state
 from ..trigger import with_trigger
 from .denoise import TESTED, FixedDraws, rows_of
 from .losses import huber_delta, mean_loss, offset_noise, read_loss, sample_losses
-from .model_call import image_of
 from .noise import positions, read_density
-from .pipeline_conditions import Store, as_pictures, grouped, picture_arguments
+from .pipeline_conditions import Store, grouped
+from .pipeline_encoders import Size, pictures_of, sampled, size_of
 from .pipeline_samples import PipelineSamples, sample_arguments
-from .sized_parts import Size, SizedPart, SizedParts
+from .sized_parts import SizedPart, SizedParts
 from .task import Batch, Task, TaskInfo, Totals
 
 AS_SAMPLED = "as_sampled"
@@ -73,6 +77,7 @@ class PipelineDenoise(Task):
         guidance: float | None = None,
         negative: str = "",
         store: Store | None = None,
+        latents: Callable[[nn.Module], EncodedCache | None] | None = None,
         **others: Any,
     ) -> None:
         """Take a pipeline and what it is called with.
@@ -92,6 +97,7 @@ class PipelineDenoise(Task):
             guidance: The scale of guidance of pictures; None is that of the call.
             negative: The caption that guidance leads away from.
             store: Where encoded captions are kept beside the memory, which has 2 GiB of them; None is nowhere.
+            latents: What opens the cache of what a VAE makes; None has none, and pictures are encoded in each step.
             **others: Options of `Denoise` that a pipeline does not have: an error says where each is set instead.
 
         Raises:
@@ -109,7 +115,8 @@ class PipelineDenoise(Task):
         self.loss_kind, self.noise_offset = read_loss(read_use(loss)), noise_offset
         self.dropout, self.snr_gamma, self.weighting = dropout, snr_gamma, weighting
         self.wanted, self.sample_steps, self.guidance, self.negative = samples, sample_steps, guidance, negative
-        self.store = store
+        self.store, self.open_latents = store, latents
+        self.latents: EncodedCache | None = None
         self.part, self.batch = part or "", 2
 
     # --- what is seen before the training
@@ -122,8 +129,8 @@ class PipelineDenoise(Task):
             self.pipe.to(info.device)
         example = info.examples(1) if info.examples is not None else {}
         known = list(info.sizes) or ([info.size] if all(info.size) else [])
-        first = image_of(example).shape[2:] if example else ()
-        sizes = dict.fromkeys(tuple(size) for size in ([tuple(first)] if first else []) + known)
+        first = size_of(example) if example else ()
+        sizes = dict.fromkeys([*([first] if first else []), *((*first[:-2], *size) for size in known)])
         if not sizes:
             raise SpecError("the size of the pictures is not known: set 'size'", path=("data", "size"))
         weights = {"snr_gamma": self.snr_gamma, "weighting": self.weighting}
@@ -139,7 +146,9 @@ class PipelineDenoise(Task):
             self.part = self.sized.part
             if isinstance(module, Variants):
                 self._trace_form(module, size)
-        self.sampler = PipelineSamples(self.pipe, self.part)
+        self.sampler = PipelineSamples(self.pipe, self.part, self.sized.encoders)
+        if self.open_latents is not None:
+            self.latents = self.open_latents(components_of(self.pipe)[self.sized.of(self.size).call.observation.vae])
 
     def _trace_form(self, module: Variants, size: Size) -> None:
         """Let a module that takes several forms of call have that of the training, of this size."""
@@ -170,7 +179,7 @@ class PipelineDenoise(Task):
         return {name: found[name] for name in names if found.get(name) is not None}
 
     def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor:
-        image = image_of(batch)
+        image = pictures_of(batch)
         density = Use("uniform", {}) if self.density.name == AS_SAMPLED else self.density
         position = positions(density, len(image), draw)
         own = batch.get("cond_dropout")
@@ -184,8 +193,9 @@ class PipelineDenoise(Task):
         total, count = 0.0, 0
         for batch in batches:
             for place in TESTED:
-                draw = FixedDraws(batch, self.device)
-                position = torch.full((len(image_of(batch)),), place, device=self.device)
+                count_of_batch = len(pictures_of(batch))
+                draw = FixedDraws({"index": torch.arange(count_of_batch), **batch}, self.device)
+                position = torch.full((count_of_batch,), place, device=self.device)
                 losses = self._losses(module, batch, draw, position, 0.0, alike=not isinstance(module, TracedModule))
                 total, count = total + float(losses.double().sum()), count + len(losses)
         return {"loss": (total, count)}
@@ -194,8 +204,8 @@ class PipelineDenoise(Task):
         self, module: nn.Module, batch: Batch, draw: Any, position: Tensor, dropout: float | Tensor, alike: bool
     ) -> Tensor:
         """Return the weighted loss of each sample, float32 [b]; `alike` says that processes call the module equally often."""
-        image = image_of(batch)
-        one = self.sized.of(tuple(image.shape[2:]))
+        one = self.sized.of(size_of(batch))
+        mask = self._mask(batch)
         x = self._latents(batch, draw, one)
         noise = draw.like(x)
         if self.noise_offset:
@@ -208,12 +218,12 @@ class PipelineDenoise(Task):
         conditions = one.conditions.of(batch, self._captions(batch, dropped))
         groups = grouped(conditions, alone=bool(one.call.batching.lists))
         if len(groups) == 1 and not alike:
-            losses = self._of_group(module, one, conditions, noisy, index, target, batch)
+            losses = self._of_group(module, one, conditions, noisy, index, target, mask)
         else:
             losses = torch.zeros(len(x), device=x.device)
             for number in range(most_of_all(len(groups)) if alike else len(groups)):
                 rows = groups[min(number, len(groups) - 1)]
-                part = {"loss_mask": batch["loss_mask"][rows]} if "loss_mask" in batch else {}
+                part = {name: value[rows] for name, value in mask.items()}
                 own = [conditions[n] for n in rows]
                 found = self._of_group(module, one, own, noisy[rows], index[rows], target[rows], part)
                 # a process with fewer groups than others calls the module as often
@@ -246,28 +256,55 @@ class PipelineDenoise(Task):
 
     def _latents(self, batch: Batch, draw: Any, one: SizedPart) -> Tensor:
         """Return the scheduler's latents of the pictures of a batch, float32."""
-        return one.call.latents(self.sized.encode(image_of(batch), draw, one.call.observation))
+        rows = encoded(batch, self.latents, functools.partial(self.sized.encoders.latents, seen=one.call.observation))
+        return one.call.latents(sampled(rows, draw, self.device))
 
-    def encode_all(self, loader: Any) -> int:
-        """Encode the captions and conditions of one epoch of a loader ahead, and move what encodes them off the device.
+    def _mask(self, batch: Batch) -> Batch:
+        """Return the masks of a batch as `loss_mask`, float32 [b, 1, h, w] in [0, 1]; nothing without masks."""
+        masks = batch.get("loss_mask")
+        if masks is None or isinstance(masks, Tensor):
+            return {} if masks is None else {"loss_mask": masks}
+        with still_readable():
+            return {"loss_mask": torch.stack([mask.read() for mask in masks]).to(self.device)}
+
+    # --- what is encoded before the training
+
+    @contextlib.contextmanager
+    def prepared(self, data: Any, tests: Any, quiet: bool) -> Iterator[None]:
+        """Encode pictures and captions of the loaders into the caches, before the steps; what encodes them is then on the CPU
+        until something is to be encoded or drawn.
 
         Args:
-            loader: Batches by its `epoch`.
+            data: The loader of the training data.
+            tests: That of the test data; None without.
+            quiet: Whether nothing is printed.
 
-        Returns:
-            The number of conditions.
+        Raises:
+            TrainError: More samples cannot be read than `max_corrupt` says.
         """
-        count = 0
-        for batch in loader.epoch(0):
-            one = self.sized.of(tuple(image_of(batch).shape[2:]))
-            number = len(image_of(batch))
-            for dropped in (False, True) if self.dropout else (False,):
-                captions = self._captions(batch, torch.full((number,), dropped))
-                count += len(one.conditions.of(batch, captions))
-        for name, part in components_of(self.pipe).items():
-            if isinstance(part, nn.Module) and name.startswith(("text_encoder", "image_encoder")):
-                part.to("cpu")
-        return count
+        seen, encoders = self.sized.of(self.size).call.observation, self.sized.encoders
+        encode = functools.partial(encoders.latents, seen=seen)
+        with preserve_random_state():
+            whole = [encode_images(loader, self.latents, encode, each=self._encode_conditions, quiet=quiet)
+                     for loader in (data, tests) if loader is not None]  # fmt: skip
+        if all(whole) and self.latents is not None and self.latents.writable:
+            encoders.leave(seen.part)
+        try:
+            yield
+        finally:
+            encoders.bring_back()
+
+    def _encode_conditions(self, batch: Batch) -> None:
+        """Encode the conditions that a sample, as a batch of one, may have in the training."""
+        one, own = self.sized.of(size_of(batch)), batch.get("cond_dropout")
+        dropout = self.dropout if own is None else float(torch.where(own.isnan(), self.dropout, own).max())
+        views = [batch]
+        if "flipped" in batch and "condition" in batch:
+            pictures = [key for key in ("image", "video", "condition") if key in batch]
+            views.append({**batch, **{key: [image.mirrored() for image in batch[key]] for key in pictures}})
+        for view in views:
+            for dropped in (False, True) if dropout else (False,):
+                one.conditions.of(view, self._captions(view, torch.tensor([dropped])))
 
     # --- pictures
 
@@ -298,7 +335,7 @@ class PipelineDenoise(Task):
 
     def beside_samples(self) -> tuple[Tensor | None, list[str]]:
         batch = self._sample_batch()
-        image = batch.get("image")
+        image = batch.get("image", batch.get("video"))
         if image is not None and image.dim() == 5:
             image = image[:, :, 0]
         return None if image is None else (image.float() / 2 + 0.5).clamp(0, 1), batch["caption"]
@@ -326,16 +363,12 @@ class PipelineDenoise(Task):
 
     def sample_calls(self, given: Batch) -> list[dict[str, Any]]:
         """Return the arguments of the pipeline for each sample of a batch."""
-        seen = self.sized.of(self.size).call.observation
+        one = self.sized.of(self.size)
+        seen = one.call.observation
         size: dict[str, Any] = {name: seen.call[name] for name in ("height", "width", "num_frames") if name in seen.call}
-        pictures: list[dict[str, Any]] = [{}] * len(given["caption"])
-        argument = self.sized.condition
-        if argument is not None and "condition" in given:
-            both = zip(as_pictures(given["condition"]), as_pictures(given["image"] / 2 + 0.5), strict=True)
-            pictures = [picture_arguments(argument, picture, own) for picture, own in both]
         calls = []
-        for number, caption in enumerate(given["caption"]):
-            call = {**size, **self.sample_call, **pictures[number]}
+        for caption, pictures in zip(given["caption"], one.conditions.pictures(given, len(given["caption"])), strict=True):
+            call = {**size, **self.sample_call, **one.conditions.picture_arguments(pictures)}
             if "prompt" in seen.call:
                 call["prompt"] = self.info.prompt(caption)
             calls.append(call)
@@ -352,7 +385,7 @@ class PipelineDenoise(Task):
         count = max(self.wanted if isinstance(self.wanted, int) else len(self.wanted), at_least)
         batch: Batch = self.info.examples(count) if self.info.examples is not None and count else {}
         if batch:
-            batch = rows_of(batch, [row % len(image_of(batch)) for row in range(count)])
+            batch = rows_of(batch, [row % len(pictures_of(batch)) for row in range(count)])
         if isinstance(self.wanted, list) and self.wanted:
             batch["caption"] = [with_trigger(caption, self.info.trigger) for caption in self.wanted]
         batch.setdefault("caption", [""] * count)
@@ -383,7 +416,7 @@ def _check_options(options: Mapping[str, Any], known: Collection[str] = ()) -> N
 
 
 def pipeline_task(
-    pipe: Any, call: Mapping[str, Any] | None, part: str | None, use: Use, store: Store | None = None
+    pipe: Any, call: Mapping[str, Any] | None, part: str | None, use: Use, **caches: Any
 ) -> PipelineDenoise:
     """Make the task of a configuration whose model is a pipeline's.
 
@@ -392,7 +425,7 @@ def pipeline_task(
         call: The arguments of the section model.
         part: The denoiser.
         use: The task with its options.
-        store: As in `PipelineDenoise`.
+        **caches: `store` and `latents` of `PipelineDenoise`.
 
     Returns:
         The task.
@@ -401,4 +434,4 @@ def pipeline_task(
         SpecError: An option is wrong.
     """
     with below("train", "task", use.name):
-        return PipelineDenoise(pipe, call, part, store=store, **use.options)
+        return PipelineDenoise(pipe, call, part, **caches, **use.options)

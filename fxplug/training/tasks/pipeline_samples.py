@@ -18,6 +18,7 @@ from ...core.errors import FxplugError, SpecError, first_line
 from ...core.ir.traced_module import TracedModule
 from ...pipelines.diffusers_types import pipeline_part
 from ...pipelines.recorded_run import arguments_of, components_of, quiet_libraries
+from .pipeline_encoders import Encoders
 
 GUIDANCES = ("true_cfg_scale", "guidance_scale")  # which argument guides, if a pipeline has the first, the second tells
 
@@ -25,9 +26,9 @@ GUIDANCES = ("true_cfg_scale", "guidance_scale")  # which argument guides, if a 
 class PipelineSamples:
     """Draws with a copy of a pipeline, in which a module stands for its denoiser."""
 
-    def __init__(self, pipe: Any, part: str) -> None:
-        """Take the pipeline and the name of the denoiser in it."""
-        self.pipe, self.part = pipe, part
+    def __init__(self, pipe: Any, part: str, encoders: Encoders) -> None:
+        """Take the pipeline, the name of the denoiser in it, and the other models, which are fetched for the drawing."""
+        self.pipe, self.part, self.encoders = pipe, part, encoders
         self.made: tuple[Any, nn.Module] | None = None  # the module that was put in last, and as a part
 
     def __call__(self, module: nn.Module, call: Mapping[str, Any], *, steps: int, seed: int = 0) -> Tensor:
@@ -45,7 +46,7 @@ class PipelineSamples:
         Raises:
             SpecError: The pipeline raises something else, which is quoted.
         """
-        device = self.pipe.device.type
+        device = self.encoders.device.type
         with self._with_module(module, device, torch.is_autocast_enabled(device)) as pipe:
             return self._drawn(pipe, call, steps, seed)
 
@@ -70,7 +71,8 @@ class PipelineSamples:
         given = {"num_inference_steps": steps, "output_type": "pt", "generator": torch.Generator().manual_seed(seed)}
         given = {name: value for name, value in given.items() if name in known}
         try:
-            with quiet_libraries(), torch.autocast(self.pipe.device.type, enabled=False), torch.no_grad():
+            off = torch.autocast(self.encoders.device.type, enabled=False)
+            with self.encoders.present(), quiet_libraries(), off, torch.no_grad():
                 return as_samples(pipe(**{**call, **given}))[0]
         except FxplugError:
             raise

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.errors import SpecError, brief_fields, first_line, shown
+from ...core.errors import SpecError, brief_fields, shown
 from ...pipelines.denoiser_call import DenoiserCall, denoiser_call
 from ...pipelines.observation import PROMPTS, Observation, confirm, observe
 from ...pipelines.recorded_run import arguments_of, components_of
@@ -17,10 +17,9 @@ from ..random_draws import Draws
 from .model_call import first_tensor
 from .noise import Diffusion, Flow
 from .pipeline_conditions import Conditions, MemoryStore, Store, as_pictures, picture_argument, picture_arguments
+from .pipeline_encoders import Encoders, Size, sampled
 from .pipeline_noise import check_scheduler, open_scheduler, steps_of_part, take_sampled
 from .task import Batch
-
-Size = tuple[int, ...]  # height and width; frames, height and width of videos
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class SizedParts:
         noise, `weights` are those of `open_scheduler`."""
         self.pipe, self.given, self.wanted, self.store, self.device = pipe, dict(call), part, store, device
         self.as_sampled, self.weights = as_sampled, weights
-        self.memory = MemoryStore()
+        self.memory, self.encoders = MemoryStore(), Encoders(pipe, device)
         self.made: dict[Size, SizedPart] = {}
         self.part = part or ""
         self.condition: str | None = None
@@ -113,6 +112,7 @@ class SizedParts:
         """
         if size in self.made:
             return self.made[size]
+        self.encoders.bring_back()
         with torch.autocast(self.device.type, enabled=False):
             seen = self._observation(size)
             calls = tuple({**seen.call, **({"prompt": prompt} if "prompt" in seen.call else {}),
@@ -128,7 +128,7 @@ class SizedParts:
                 steps = steps_of_part(noise, self.pipe, seen) if seen.others else sampled
             self.part = seen.part
             self._check_latents(size, call)
-        conditions = Conditions(self.pipe, call, self.condition, self.memory, self.store, self.device)
+        conditions = Conditions(self.pipe, call, self.condition, self.memory, self.store, self.device, self.encoders)
         made = SizedPart(call, conditions, noise, steps.cpu())
         self.made[size] = made
         return made
@@ -186,9 +186,8 @@ class SizedParts:
                 continue
         return "a multiple of what the pipeline says"
 
-    @torch.no_grad()
     def encode(self, image: Tensor, draw: Any, seen: Observation) -> Tensor:
-        """Return a sample of what the VAE makes of pictures.
+        """Return a sample of what the VAE makes of pictures, each encoded by itself.
 
         Args:
             image: Pictures [b, c, h, w] or videos [b, c, f, h, w] in [-1, 1].
@@ -201,18 +200,4 @@ class SizedParts:
         Raises:
             SpecError: It does not encode pictures of this size.
         """
-        vae = components_of(self.pipe)[seen.vae]
-        frames = first_tensor([seen.to_decoder.like]).dim() == 5
-        dtype = next((p.dtype for p in vae.parameters()), torch.float32)
-        with torch.autocast(image.device.type, enabled=False):
-            try:
-                found = vae.encode((image[:, :, None] if frames and image.dim() == 4 else image).to(dtype))
-            except RuntimeError as error:
-                sides = "x".join(str(side) for side in image.shape[2:])
-                raise SpecError(f"{seen.vae} does not encode pictures of {sides}: {first_line(error)}",
-                                path=("data", "size")) from error  # fmt: skip
-            inside = getattr(found, "latent_dist", found)
-            if hasattr(inside, "mean") and hasattr(inside, "std") and not isinstance(inside, Tensor):
-                drawn: Tensor = inside.mean + inside.std * draw.like(inside.mean)
-                return drawn.float()
-            return first_tensor(inside).float()
+        return sampled([self.encoders.latents(row[None], seen) for row in image], draw, self.device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -86,6 +87,17 @@ class Task:
             A function from a PIL image and a size (height, width) to a tensor [c, h, w]; None is the loader's own, in [-1, 1].
         """
         return None
+
+    @contextlib.contextmanager
+    def prepared(self, data: Any, tests: Any, quiet: bool) -> Iterator[None]:
+        """Do, inside the context, what lasts as long as the steps: before them, what they need not do each.
+
+        Args:
+            data: The loader of the training data.
+            tests: That of the test data; None without.
+            quiet: Whether nothing is printed.
+        """
+        yield
 
     def check_batch(self, size: int) -> None:
         """Check, before the training, that a batch of so many samples can be trained on.
