@@ -20,6 +20,7 @@ from ..core.spec.model_section import CHECKPOINTS, INDEX, check_pipeline_folder
 
 OPTIONS = ("variant", "revision")  # keyword arguments of `from_pretrained` that a configuration gives on
 UNUSED = ("safety_checker",)  # parts that only look at the finished picture
+KEPT = "_keep_in_fp32_modules"  # names of layers that stay in float32, in classes of diffusers, whose code asks for their dtype
 FOUR_BITS = 64  # weights that share a scale: of fewer bitsandbytes mistakes rows for columns
 INSTALL = {"int8": "torchao", "nf4": "bitsandbytes"}  # which library quantises so
 
@@ -173,7 +174,7 @@ def quantize_part(module: nn.Module, how: str, device: torch.device | str = "cpu
 
 
 def _with_four_bits(module: nn.Module, kind: Any, device: torch.device | str) -> None:
-    whole = getattr(module, "_keep_in_fp32_modules", None) or ()  # of diffusers' models, whose code asks for their dtype
+    whole = getattr(module, KEPT, None) or ()
     for path, layer in [*module.named_modules()]:
         if type(layer) is not nn.Linear or layer.weight.numel() < FOUR_BITS or any(name in path.split(".") for name in whole):
             continue
