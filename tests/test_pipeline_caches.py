@@ -110,7 +110,8 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [name if name == "captions" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_with_a_cache_is_equal_to_one_without_and_the_next_encodes_nothing(kind, tmp_path):
     made, folders, given = KINDS[kind]
     top = pictures(tmp_path, **folders)
@@ -143,6 +144,7 @@ def test_all_is_encoded_before_the_first_step(tmp_path):
     assert len(seen) == 2 and seen[0] == seen[1] == (counted.vae, counted.text)
 
 
+@pytest.mark.slow
 def test_a_changed_picture_is_encoded_anew(tmp_path):
     top = pictures(tmp_path)
     run(top, tmp_path / "cache")
@@ -162,6 +164,7 @@ def test_a_changed_condition_is_encoded_anew(tmp_path):
     assert found[2].vae == 1
 
 
+@pytest.mark.slow
 def test_what_cannot_be_kept_is_encoded_in_the_steps(tmp_path):
     top = pictures(tmp_path)
     (tmp_path / "file").write_text("")

@@ -279,6 +279,9 @@ class PipelineDenoise(Task):
             tests: That of the test data; None without.
             quiet: Whether nothing is printed.
 
+        Yields:
+            Nothing.
+
         Raises:
             TrainError: More samples cannot be read than `max_corrupt` says.
         """

@@ -96,6 +96,9 @@ class Task:
             data: The loader of the training data.
             tests: That of the test data; None without.
             quiet: Whether nothing is printed.
+
+        Yields:
+            Nothing.
         """
         yield
 
