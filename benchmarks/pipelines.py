@@ -244,6 +244,10 @@ def check_batch(pipe: Any, observation: Observation, calls: list[dict[str, Any]]
     conditions = [
         call_pipeline(pipe, call, steps=3, first_call=observation.part).steps[-1].calls[-1][1] for call in calls
     ]
+    again = call_pipeline(pipe, calls[0], steps=3, seed=1, first_call=observation.part).steps[-1].calls[-1][1]
+    zeros = [observation.to_input(torch.zeros(observation.shape), c[observation.noisy]) for c in (conditions[0], again)]
+    if off(*zeros) > CLOSE:
+        return {"unlike": "it adds noise to its picture, and draws other noise for two than for one"}
     if batching.form(conditions[0]) != batching.form(conditions[1]):
         return {"unlike": "the two have other forms"}
     result: dict[str, Any] = {"input": 0.0, "prediction": 0.0}
