@@ -136,7 +136,7 @@ def record_run(
         if predict is not None and isinstance(made, Tensor):
             made = given[key] = predict(sample, torch.as_tensor(given.get("timestep"))).to(made)
         run.steps.append(RecordedStep(list(pending), given.get("timestep"), sample.clone(), made))
-        run.changed |= run.final is not None and not _same(run.final, given["sample"])
+        run.changed |= run.final is not None and not _are_equal(run.final, given["sample"])
         pending.clear()
         scaled.clear()
         if latents is None:
@@ -220,7 +220,7 @@ def record_run(
     return run
 
 
-def _same(one: Tensor, two: Tensor) -> bool:
+def _are_equal(one: Tensor, two: Tensor) -> bool:
     return one.shape == two.shape and torch.equal(one.to(two), two)
 
 
